@@ -1,0 +1,29 @@
+"""metal-engine: an LLM inference engine for Apple Silicon.
+
+Importing the package loads neither MLX nor a model; the names below load what they need when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from metal_engine.llm import LLM
+    from metal_engine.request import RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "metal_engine.llm",
+    "SamplingParams": "metal_engine.request",
+    "RequestOutput": "metal_engine.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,195 @@
+"""A request: what was asked (:class:`SamplingParams`), how far it is (:class:`Request`), what came out."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to generate. Names and meanings are vLLM's.
+
+    Raises:
+        ValueError: a value is out of range; the message names the parameter.
+    """
+
+    max_tokens: int | None = 16
+    """Tokens to generate at most; ``None`` means until ``max_model_len``."""
+    temperature: float = 1.0
+    """0 is greedy. Logits are divided by this before anything else."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all."""
+    top_k: int = 0
+    """Keep this many most likely tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the most likely one; 0 keeps all."""
+    seed: int | None = None
+    """Same seed, same prompt, same parameters: same draws, whatever else runs in the batch."""
+    stop: tuple[str, ...] = ()
+    """Strings that end generation; the text is cut before the first one found."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end generation, besides the model's own end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence ids."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        else:
+            object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be a number of at least 0, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < -1:
+            raise ValueError(f"top_k must be -1 or 0 (off) or at least 1, got {self.top_k}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
+        if any(not s for s in self.stop):
+            raise ValueError("stop cannot contain an empty string")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is. PREEMPTED waits like WAITING, ahead of it."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_ERROR = enum.auto()
+
+    @property
+    def is_finished(self) -> bool:
+        return self in _FINISH_REASONS
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's ``finish_reason``, with ``abort`` and ``error`` beside it; None while unfinished."""
+        return _FINISH_REASONS.get(self)
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+
+
+class Request:
+    """One sequence under generation: the scheduler's view of it.
+
+    There is no prefill phase and no decode phase: the scheduler hands out some of the difference between
+    ``num_tokens`` (with placeholders) and ``num_computed_tokens``.
+
+    Attributes:
+        token_ids: prompt, then output, token ids.
+        num_computed_tokens: leading tokens whose KV is in the cache, or will be when the steps under way end.
+        num_output_placeholders: tokens that steps under way will sample and that are not in ``token_ids`` yet.
+        arrival: position in order of arrival; lower is earlier.
+        num_preemptions: how often the request lost its blocks.
+    """
+
+    __slots__ = (
+        "arrival",
+        "eos_token_ids",
+        "max_tokens",
+        "num_computed_tokens",
+        "num_output_placeholders",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "request_id",
+        "sampling_params",
+        "status",
+        "stop_token_id_set",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        *,
+        max_tokens: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.sampling_params = sampling_params
+        self.max_tokens = max_tokens
+        self.eos_token_ids = frozenset() if sampling_params.ignore_eos else eos_token_ids
+        self.stop_token_id_set = self.eos_token_ids | frozenset(sampling_params.stop_token_ids)
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_output_placeholders = 0
+        self.num_preemptions = 0
+        self.arrival = -1
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}, {self.status.name}, {self.num_prompt_tokens}+"
+            f"{self.num_output_tokens} tokens, {self.num_computed_tokens} computed)"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_tokens_with_placeholders(self) -> int:
+        return len(self.token_ids) + self.num_output_placeholders
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status.is_finished
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request has produced since the last output of it.
+
+    Attributes:
+        request_id: as given on submission.
+        text: new text; never half a character, never part of a stop string.
+        token_ids: new token ids.
+        num_prompt_tokens: length of the prompt in tokens.
+        num_output_tokens: tokens generated so far, the new ones included.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error`` on the last output, else None.
+        stop_reason: the stop string or stop token id that ended generation, if one did.
+        error: message, when ``finish_reason`` is ``error``.
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None

@@ -1,0 +1,73 @@
+"""What the scheduler, the runner and the engine say to each other about one step: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from metal_engine.request import SamplingParams
+
+
+@dataclass(slots=True)
+class NewRequestData:
+    """A request the runner has not seen, or has been told to drop since: everything about it.
+
+    ``token_ids`` are all tokens known so far (prompt, and outputs when it resumes after preemption), and
+    ``block_ids`` its whole block table.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    sampling_params: SamplingParams
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step's plan: who gets how many tokens.
+
+    Attributes:
+        step_id: counts steps from 0.
+        num_scheduled_tokens: request id -> query length, in packing order. A decode is a length of 1.
+        new_requests: requests in this step that the runner does not hold.
+        new_block_ids: request id -> blocks appended to the table of a request the runner holds.
+        sampled_req_ids: requests whose last known token is in this step, so that it samples their next one.
+            An intermediate chunk is not among them.
+        dropped_req_ids: requests the runner must forget before this step: finished, aborted or preempted.
+    """
+
+    step_id: int
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    new_requests: list[NewRequestData] = field(default_factory=list)
+    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    sampled_req_ids: list[str] = field(default_factory=list)
+    dropped_req_ids: list[str] = field(default_factory=list)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+@dataclass(slots=True)
+class ModelOutput:
+    """What a step sampled: one token for each of ``SchedulerOutput.sampled_req_ids``, in that order."""
+
+    sampled_token_ids: list[int]
+
+
+class StepHandle(Protocol):
+    """A step under way."""
+
+    def result(self) -> ModelOutput:
+        """Wait for the step to end. Raises what the step raised."""
+        ...
+
+
+class Runner(Protocol):
+    """What the engine needs of a model runner."""
+
+    def execute(self, scheduler_output: SchedulerOutput) -> StepHandle:
+        """Start one forward pass and one sampling pass over the plan; must not block on the device."""
+        ...
