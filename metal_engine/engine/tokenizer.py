@@ -1,0 +1,85 @@
+"""The tokenizer as the engine uses it: text to ids, ids to text one token at a time, chat templates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+
+class Tokenizer:
+    """A fast Hugging Face tokenizer with the model's end-of-sequence ids.
+
+    Args:
+        hf_tokenizer: from ``transformers``; must be a fast one, since text is decoded incrementally.
+        eos_token_ids: every id that ends generation, from the checkpoint's configuration.
+    """
+
+    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, eos_token_ids: Iterable[int] = ()) -> None:
+        self._hf = hf_tokenizer
+        own = hf_tokenizer.eos_token_id
+        self.eos_token_ids = frozenset(eos_token_ids) | ({own} if own is not None else set())
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the ids the tokenizer puts around a raw prompt (BOS) unless told not to."""
+        return self._hf.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self._hf.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer.
+
+        Raises:
+            ValueError: the model has no chat template, or the template refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise ValueError("the model has no chat template; use /v1/completions with a plain prompt")
+        template_kwargs.setdefault("add_generation_prompt", True)
+        try:
+            text = self._hf.apply_chat_template(messages, tokenize=False, **template_kwargs)
+        except Exception as error:  # noqa: BLE001  (templates are programs: they raise what they like)
+            raise ValueError(f"the chat template refused the messages: {error}") from error
+        # The template writes its own BOS, so none is added here.
+        return self.encode(text, add_special_tokens=False)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
+        return Detokenizer(self._hf.backend_tokenizer, prompt_token_ids, skip_special_tokens)
+
+
+# Tokens of the prompt that the decoder sees first, so that the first new token is decoded in context (a
+# leading space depends on it).
+_CONTEXT_TOKENS = 4
+
+
+class Detokenizer:
+    """Token ids to text, one token at a time; holds back bytes that do not make a whole character yet."""
+
+    def __init__(self, backend: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._backend = backend
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(
+            ids=list(prompt_token_ids[-_CONTEXT_TOKENS:]), skip_special_tokens=skip_special_tokens
+        )
+
+    def add(self, token_id: int) -> str:
+        """The text that ``token_id`` completes; empty while a character is incomplete."""
+        try:
+            return self._stream.step(self._backend, token_id) or ""
+        except Exception as error:  # noqa: BLE001  (tokenizers raises a bare Exception from Rust)
+            # Seen upstream with ids that decode differently once more context is there. The stream cannot go
+            # on from its own state, so it starts over at this token; at most one character is misjudged.
+            logger.warning("detokenizer restarted at token %d: %s", token_id, error)
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+            return self._stream.step(self._backend, token_id) or ""
