@@ -1,20 +1,20 @@
-"""Variable-length paged attention in plain MLX ops: the oracle of the Metal kernel and the CPU's own path.
+r"""Variable-length paged attention in plain MLX ops: the oracle of the Metal kernel and the CPU's own path.
 
 A step's rows are cut into *units*, and a unit gathers only keys that some row of it may see:
 
-- a **batch** takes requests with few rows each (decodes, short chunks) as one batched matrix product. Requests of
-  similar length share a batch, so that a short one does not pay for a long one beside it;
-- a **segment** takes the many rows of one request in query tiles. K and V are gathered once per span of keys, for
-  every tile that sees some of it::
+- a **batch** takes requests with few rows each (decodes, short chunks) as one batched matrix product.
+  Requests of similar length share a batch, so that a short one does not pay for a long one beside it;
+- a **segment** takes the many rows of one request in query tiles. K and V are gathered once per span of keys,
+  for every tile that sees some of it::
 
         keys     |-- span 0 --|-- span 1 --|-- span 2 --|       . not computed
         tile 0   |############|####\.......|............|       # computed, no mask
         tile 1   |############|########\...|............|       \ computed, with a mask on the edge
         tile 2   |....\#######|############|\...........|       (here a window cuts off keys on the left)
 
-Either way the softmax is online: (maximum, sum, output) per row goes from piece to piece in float32 and base 2, so
-memory is bounded by one piece of scores however long the context is. Index arithmetic happens on the host, once per
-step for each window that the model's layers use; ``attend`` only builds the graph.
+Either way the softmax is online: (maximum, sum, output) per row goes from piece to piece, in float32 and base
+2, so memory is bounded by a few pieces of scores however long the context is. Index arithmetic happens on the
+host, once per step for each window that the model's layers use; ``attend`` only builds the graph.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from metal_engine.attention.backend import AttentionMetadata
 
 LOG2E = 1.0 / math.log(2.0)
 MASKED = -1e30  # a score that loses against any real one, yet finite: -inf minus -inf would be NaN
-FLOOR = (
-    -100.0
-)  # 2^-100 is nothing beside the row's largest weight, 1; below it come denormals, which are slow
+FLOOR = -100.0  # 2^-100 is nothing beside a row's largest weight, 1, and not yet a denormal, which is slow
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,8 @@ class Limits:
     min_keys: int = 64  # a piece or span has at least so many keys, whatever the other limits say
 
 
-# On a CPU a chain of elementwise ops runs several times faster while its arrays stay in the cache, and arrays of
-# several MB may be fresh pages from the system every time. A GPU wants more work per launch.
+# On a CPU a chain of elementwise ops runs several times faster while its arrays stay in the cache, and arrays
+# of several MB may be fresh pages from the system every time. A GPU wants more work per launch.
 CPU_LIMITS = Limits(scores=384 * 1024, span=1024 * 1024, tile_rows=64)
 GPU_LIMITS = Limits(scores=16 << 20, span=8 << 20, tile_rows=256)
 
@@ -66,7 +64,7 @@ class Dims:
 
 @dataclass(frozen=True)
 class Queries:
-    """T requests times R packed rows each. ``rows`` None: they are the packed rows ``start : start + T * R``."""
+    """R packed rows of each of T requests. ``rows`` None: they are the rows ``start : start + T * R``."""
 
     num_requests: int  # T
     num_rows: int  # R
@@ -127,7 +125,7 @@ class Item:
         return self.key_end - self.num_rows
 
 
-# ---------------------------------------------------------------------------------------------- planning (host)
+# ------------------------------------------------------------------------------------------- planning (host)
 
 
 def plan_work(metadata: AttentionMetadata, window: int | None, dims: Dims, limits: Limits) -> Work:
@@ -189,9 +187,7 @@ class _Planner:
 
     def items(self) -> list[Item]:
         m = self.metadata
-        key_start = np.maximum(
-            m.context_lens - self.window + 1, 0
-        )  # of the first row, which sees furthest back
+        key_start = np.maximum(m.context_lens - self.window + 1, 0)  # the first row sees furthest back
         columns = (m.cu_seqlens_q[:-1], m.query_lens, key_start, m.seq_lens)
         return [Item(i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
 
@@ -213,16 +209,14 @@ class _Planner:
         return mx.array((slots[:, None, :] * heads + np.arange(heads)[:, None]).astype(np.int32))
 
     def keys_per_span(self, num_requests: int) -> int:
-        return max(
-            self.limits.min_keys,
-            self.limits.span // (num_requests * self.dims.num_kv_heads * self.dims.head_dim),
-        )
+        per_key = num_requests * self.dims.num_kv_heads * self.dims.head_dim
+        return max(self.limits.min_keys, self.limits.span // per_key)
 
     def keys_per_piece(self, num_rows: int) -> int:
         return max(self.limits.min_keys, self.limits.scores // (num_rows * self.dims.num_heads))
 
-    # A batch, T = 3, R = 1. Padded columns repeat the request's last key, so that no slot is read which is not
-    # the request's own (what is in other slots may be NaN, and 0 * NaN is NaN); the mask takes them out.
+    # A batch, T = 3, R = 1. Padded columns repeat the request's last key, so that only the request's own
+    # slots are read (what is in others may be NaN, and 0 * NaN is NaN); the mask takes them out.
     #
     #     columns     0 1 2 3 4 5 6 7
     #     request 0   4 5 6 7 8 9 . .      key_start 4 (a window of 6), key_end 10
@@ -240,12 +234,8 @@ class _Planner:
         place = np.where(row < rows[:, None], packed, -1).ravel()
         self._places.append(place)
         contiguous = bool((place == start[0] + np.arange(place.size)).all())
-        queries = Queries(
-            num_requests,
-            num_rows,
-            int(start[0]),
-            None if contiguous else mx.array(packed.ravel().astype(np.int32)),
-        )
+        picked = None if contiguous else mx.array(packed.ravel().astype(np.int32))
+        queries = Queries(num_requests, num_rows, int(start[0]), picked)
         query_pos = ((key_end - rows)[:, None] + row)[:, :, None]  # [T, R, 1]
 
         step = min(self.keys_per_span(num_requests), self.keys_per_piece(num_requests * num_rows))
@@ -289,15 +279,18 @@ class _Planner:
             spans.append(Span(slots, pieces))
         return Unit([Queries(1, rows, item.start + r) for r, rows in tiles], spans)
 
-    # Masks of a segment's pieces depend only on where the piece lies relative to the tile's first query. So all are
-    # slices of two small arrays, one per edge (x is masked; columns are keys minus the first query's position):
+    # The mask of a segment's piece depends only on where it lies relative to the tile's first query. So all
+    # are slices of two small arrays, one per edge (x: masked; columns: key minus the first query's position):
     #
     #     causal   -2 -1  0  1  2         window 2   -2 -1  0  1  2
     #     row 0     .  .  .  x  x                     x  .  .  .  .     row r sees key k
     #     row 1     .  .  .  .  x                     x  x  .  .  .     iff r - window < k <= r
 
     def edges(self, lo: int, hi: int, num_rows: int, tile_rows: int, piece_keys: int) -> tuple[mx.array, ...]:
-        """Biases [num_rows, 1, hi - lo] for keys lo : hi relative to the tile's first query; () if all are seen."""
+        """Biases [num_rows, 1, hi - lo] for keys lo : hi relative to a tile's first query; () if all seen.
+
+        ``tile_rows`` and ``piece_keys`` bound the rows and keys of any piece of the segment.
+        """
         if (tile_rows, piece_keys) not in self._edges:
             row = np.arange(tile_rows)[:, None, None]
             column = np.arange(piece_keys + tile_rows)
@@ -313,7 +306,7 @@ class _Planner:
         return tuple(biases)
 
 
-# ------------------------------------------------------------------------------------------- computing (device)
+# ---------------------------------------------------------------------------------------- computing (device)
 
 
 class State(NamedTuple):
@@ -331,16 +324,14 @@ def _exp2_coefficients() -> list[float]:
 
 
 _EXP2 = _exp2_coefficients()
-_ROUND = (
-    1.5 * 2.0**23
-)  # float32 has no fraction bits up there: adding it rounds to an integer, kept in the low bits
+_ROUND = 1.5 * 2.0**23  # adding it rounds a float32 to an integer, which is then in the low bits
 
 
 def exp2(x: mx.array, polynomial: bool) -> mx.array:
     """2^x for float32 x in [-126, 126], relative error 3e-7.
 
-    MLX's CPU backend computes exp and power one element at a time (12 and 4 ns each), but add, multiply and shift in
-    vectors: the sixteen of the polynomial take 2 ns together while the array stays in the cache.
+    MLX's CPU backend computes exp and power one element at a time (12 and 4 ns each), but add, multiply and
+    shift in vectors: the sixteen ops of the polynomial take 2 ns together while the array stays in the cache.
     """
     if not polynomial:
         return mx.power(2.0, x)
@@ -373,7 +364,7 @@ def _update(state: State | None, scores: mx.array, values: mx.array, on_gpu: boo
 
 @dataclass
 class MlxOpsPlan:
-    """One step's work. Holds index arrays and masks, never a cache: the next write to it must happen in place."""
+    """One step's work. Holds index arrays and masks, never a cache: the next write to it must be in place."""
 
     metadata: AttentionMetadata
     limits: Limits
@@ -427,14 +418,12 @@ class MlxOpsPlan:
                         by_row = (*scores.shape[:2], unit.queries[piece.query].num_rows, -1, scores.shape[3])
                         bias = sum(piece.biases[1:], piece.biases[0])  # broadcasts to [T, Hkv, R, G, L]
                         scores = (scores.reshape(by_row) + bias).reshape(scores.shape)
-                    state = _update(
-                        states[piece.query], scores, values[:, :, piece.lo : piece.hi], self.on_gpu
-                    )
+                    seen = values[:, :, piece.lo : piece.hi]  # [T, Hkv, L, Dv]
+                    state = _update(states[piece.query], scores, seen, self.on_gpu)
+                    # The sum too: left for later, it would keep the piece's weights alive until the end.
                     states[piece.query], last = state, [state.out, state.total]
-            outputs += [
-                _finish(s, t, num_heads).astype(q.dtype) for s, t in zip(states, unit.queries, strict=True)
-            ]
-        packed = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+            outputs += [_finish(s, t, num_heads) for s, t in zip(states, unit.queries, strict=True)]
+        packed = (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
         return packed if work.order is None else packed[work.order]
 
     def _validate(self, q: mx.array, k_cache: mx.array, v_cache: mx.array, window: int | None) -> None:
@@ -448,6 +437,8 @@ class MlxOpsPlan:
             raise ValueError(f"cache blocks hold {k_cache.shape[1]} tokens, not {self.metadata.block_size}")
         if q.shape[1] % k_cache.shape[2]:
             raise ValueError(f"{q.shape[1]} query heads cannot share {k_cache.shape[2]} KV heads")
+        if k_cache.shape[0] * k_cache.shape[1] * k_cache.shape[2] >= 2**31:
+            raise ValueError(f"K cache {k_cache.shape}: (slot, head) indices do not fit 32 bits")
         if window is not None and window < 1:
             raise ValueError(f"window must be at least 1, not {window}")
 
@@ -457,7 +448,7 @@ def _after(x: mx.array, last: list[mx.array]) -> mx.array:
 
 
 def _load(rows: mx.array, queries: Queries, num_kv_heads: int) -> mx.array:
-    """Packed rows [N, Hq, D] -> [T, Hkv, R * G, D]: the query heads of a group become rows that share K and V."""
+    """Packed rows [N, Hq, D] -> [T, Hkv, R * G, D]: a group's query heads become rows that share K and V."""
     t, r = queries.num_requests, queries.num_rows
     picked = rows[queries.start : queries.start + t * r] if queries.rows is None else rows[queries.rows]
     split = picked.reshape(t, r, num_kv_heads, -1, rows.shape[-1])  # [T, R, Hkv, G, D]

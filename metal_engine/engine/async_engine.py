@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from metal_engine.config import EngineConfig
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.engine_thread import EngineDeadError, EngineThread
+from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput, SamplingParams
 from metal_engine.scheduling.scheduler import SchedulerStats
@@ -102,8 +102,9 @@ class AsyncEngine:
             return
         try:
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
-        except RuntimeError as error:  # the loop has closed: nobody is left to tell
-            raise EngineDeadError("the event loop has closed") from error
+        except RuntimeError:  # the loop has closed: nobody is left to tell
+            for output in outputs:
+                self._thread.abort(output.request_id)
 
     def _dispatch(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

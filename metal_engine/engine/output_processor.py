@@ -17,12 +17,13 @@ class StopStrings:
     def add(self, text: str) -> tuple[str, str | None]:
         """Take new text; return what may be shown, and the stop string if one is complete.
 
-        The first stop string in the text wins; the text shown ends before it.
+        The stop string that is complete first wins, the longest of those that end together; so where the
+        text was cut into pieces makes no difference. The text shown ends before it.
         """
         text = self._held + text
-        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            at, stop = min(found, key=lambda pair: pair[0])
+            _, at, stop = min(found)
             self._held = ""
             return text[:at], stop
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)

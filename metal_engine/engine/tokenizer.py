@@ -61,6 +61,8 @@ class Tokenizer:
 # Tokens of the prompt that the decoder sees first, so that the first new token is decoded in context (a
 # leading space depends on it).
 _CONTEXT_TOKENS = 4
+# A character is at most four bytes, so at most three of its tokens can end a prompt.
+_MAX_INCOMPLETE_TOKENS = 3
 
 
 class Detokenizer:
@@ -69,9 +71,24 @@ class Detokenizer:
     def __init__(self, backend: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
+        # A decoder whose context ends within a character would repeat the whole context with the first new
+        # text. So the context ends before that character, and its tokens follow as if they were new.
+        end = self._end_of_text(prompt_token_ids)
         self._stream = DecodeStream(
-            ids=list(prompt_token_ids[-_CONTEXT_TOKENS:]), skip_special_tokens=skip_special_tokens
+            ids=list(prompt_token_ids[max(end - _CONTEXT_TOKENS, 0) : end]),
+            skip_special_tokens=skip_special_tokens,
         )
+        for token_id in prompt_token_ids[end:]:
+            self.add(token_id)
+
+    def _end_of_text(self, token_ids: Sequence[int]) -> int:
+        """How many leading tokens make whole characters."""
+        for end in range(len(token_ids), max(len(token_ids) - _MAX_INCOMPLETE_TOKENS, 0), -1):
+            context = list(token_ids[max(end - _CONTEXT_TOKENS, 0) : end])
+            text = self._backend.decode(context, skip_special_tokens=self._skip_special_tokens)
+            if not text.endswith("\ufffd"):
+                return end
+        return max(len(token_ids) - _MAX_INCOMPLETE_TOKENS, 0)
 
     def add(self, token_id: int) -> str:
         """The text that ``token_id`` completes; empty while a character is incomplete."""

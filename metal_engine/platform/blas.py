@@ -42,8 +42,8 @@ _FAMILIES = {
 class BlasInfo:
     """The BLAS behind MLX's matrix products on the CPU.
 
-    ``path`` is empty where MLX keeps what it was linked with; ``threads`` is None where the library does not
-    say. ``problem`` is empty if ``optimized``, and says why not otherwise.
+    ``path`` is empty where MLX will use what it was linked with; ``threads`` is None where the library does
+    not say. ``problem`` is empty if ``optimized``, and says why not otherwise.
     """
 
     name: str

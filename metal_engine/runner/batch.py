@@ -28,36 +28,53 @@ class PackedBatch:
     sampled_rows: np.ndarray  # [R] row of RequestTable of each request that samples
 
     def validate(self, num_slots: int, block_size: int) -> None:
-        """Raise ValueError where the arrays contradict each other; a bad batch must not reach a kernel."""
-        num_tokens, num_requests = len(self.input_ids), len(self.seq_lens)
-        cu, seq_lens = self.cu_seqlens_q, self.seq_lens
-        if num_tokens == 0:
-            raise ValueError("bad batch: no tokens")
+        """Raise ValueError where the arrays contradict each other; a bad batch must not reach a kernel.
+
+        Costs a few NumPy passes over N and over the block table.
+        """
         for name, array in vars(self).items():
             if array.dtype != np.int32:
                 raise ValueError(f"bad batch: {name} is {array.dtype}, not int32")
-        if len(cu) != num_requests + 1 or cu[0] != 0 or cu[-1] != num_tokens or (np.diff(cu) <= 0).any():
+            if array.ndim != (2 if name == "block_table" else 1):
+                raise ValueError(f"bad batch: {name} has shape {array.shape}")
+        num_tokens, num_requests = len(self.input_ids), len(self.seq_lens)
+        if num_tokens == 0:
+            raise ValueError("bad batch: no tokens")
+        cu, query_lens = self.cu_seqlens_q, np.diff(self.cu_seqlens_q)
+        if len(cu) != num_requests + 1 or cu[0] != 0 or cu[-1] != num_tokens or (query_lens <= 0).any():
             raise ValueError(
                 f"bad batch: cu_seqlens_q {cu.tolist()} does not rise strictly from 0 to {num_tokens}"
             )
         if not len(self.positions) == len(self.slot_mapping) == num_tokens:
             raise ValueError("bad batch: positions or slot_mapping differ in length from input_ids")
-        if (seq_lens < np.diff(cu)).any():
+        context_lens = self.seq_lens - query_lens
+        if (context_lens < 0).any():
             raise ValueError("bad batch: a sequence is shorter than its query")
-        if (self.positions[cu[1:] - 1] != seq_lens - 1).any() or (self.positions < 0).any():
-            raise ValueError("bad batch: the last position of a request is not its seq_len - 1")
-        if (
-            self.block_table.shape[0] != num_requests
-            or self.block_table.shape[1] * block_size < seq_lens.max()
-        ):
+        if (self.positions != np.arange(num_tokens) + np.repeat(context_lens - cu[:-1], query_lens)).any():
+            raise ValueError("bad batch: the positions of a request do not run up to its seq_len - 1")
+
+        num_blocks = -(-self.seq_lens // block_size)  # [B]
+        if self.block_table.shape[0] != num_requests or self.block_table.shape[1] < num_blocks.max():
             raise ValueError("bad batch: block_table is too small")
-        if self.slot_mapping.min() < 0 or self.slot_mapping.max() >= num_slots:
-            raise ValueError("bad batch: slot_mapping leaves the KV cache")
+        used = self.block_table[np.arange(self.block_table.shape[1]) < num_blocks[:, None]]  # not the padding
+        if used.min() < 0 or used.max() >= num_slots // block_size:
+            raise ValueError("bad batch: block_table leaves the KV cache")
+        block_ids = self.block_table[
+            np.repeat(np.arange(num_requests), query_lens), self.positions // block_size
+        ]
+        if (self.slot_mapping != block_ids * block_size + self.positions % block_size).any():
+            raise ValueError("bad batch: slot_mapping disagrees with block_table")
+        if len(np.unique(self.slot_mapping)) != num_tokens:
+            raise ValueError("bad batch: two tokens share a slot")
+
         if (
             len(self.logits_indices) != len(self.sampled_rows)
+            or (np.diff(self.logits_indices) <= 0).any()
             or not np.isin(self.logits_indices, cu[1:] - 1).all()
         ):
-            raise ValueError("bad batch: logits_indices are not last rows of requests")
+            raise ValueError("bad batch: logits_indices are not last rows of requests, one each")
+        if (self.sampled_rows < 0).any() or len(np.unique(self.sampled_rows)) != len(self.sampled_rows):
+            raise ValueError("bad batch: sampled_rows are not distinct rows")
 
 
 class RequestTable:
@@ -86,6 +103,10 @@ class RequestTable:
         return len(self._rows)
 
     def add(self, new: NewRequestData) -> None:
+        if new.request_id in self._rows:
+            raise ValueError(f"bad plan: {new.request_id!r} is new, but held already")
+        if not self._free_rows:
+            raise ValueError(f"bad plan: {new.request_id!r} is one request more than can be held")
         row = self._free_rows.pop()
         self._rows[new.request_id] = row
         self._token_ids[row, : len(new.token_ids)] = new.token_ids
@@ -140,6 +161,8 @@ class RequestTable:
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
         num_computed = self._num_computed[rows]
         seq_lens = num_computed + query_lens
+        if (seq_lens > self._num_blocks[rows] * self.block_size).any():
+            raise ValueError("bad plan: a request has fewer blocks than tokens")
         self._num_computed[rows] = seq_lens
 
         row_of_token = np.repeat(rows, query_lens)
@@ -147,10 +170,14 @@ class RequestTable:
             num_computed - cu_seqlens_q[:-1], query_lens
         )
         block_ids = self._block_table[row_of_token, positions // self.block_size]
-        max_blocks = -(-int(seq_lens.max()) // self.block_size)
+        max_blocks = -(-int(seq_lens.max(initial=0)) // self.block_size)
 
         sampled = set(plan.sampled_req_ids)
-        samples = np.fromiter((r in sampled for r in plan.num_scheduled_tokens), bool, num_requests)
+        packed = list(plan.num_scheduled_tokens)
+        samples = np.fromiter((r in sampled for r in packed), bool, num_requests)
+        # Tokens come back in packing order and are told apart by nothing else.
+        if [r for r in packed if r in sampled] != plan.sampled_req_ids:
+            raise ValueError("bad plan: sampled_req_ids are not scheduled requests in packing order")
         return PackedBatch(
             input_ids=self._token_ids[row_of_token, positions],
             positions=positions,

@@ -15,6 +15,8 @@ from metal_engine.request import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+# Below this a temperature means greedy, as in vLLM; dividing by much less would overflow float32.
+_MIN_TEMPERATURE = 1e-5
 
 
 class SamplingRows:
@@ -32,7 +34,7 @@ class SamplingRows:
         self.seed = np.zeros(num_rows, np.uint64)
 
     def set(self, row: int, params: SamplingParams) -> None:
-        self.temperature[row] = params.temperature
+        self.temperature[row] = params.temperature if params.temperature >= _MIN_TEMPERATURE else 0.0
         self.top_p[row] = params.top_p
         self.top_k[row] = max(params.top_k, 0)
         self.min_p[row] = params.min_p
@@ -60,8 +62,13 @@ def position_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def _gumbel(keys: mx.array, vocab_size: int) -> mx.array:
-    """Gumbel noise from one key a row: keys [R, 2] -> [R, vocab_size] float32."""
-    return mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)
+    """Gumbel noise from one key a row: keys [R, 2] -> [R, vocab_size] float32.
+
+    One uniform number in 2**32 is exactly 0 and becomes -inf, which would make the only token that is left look
+    excluded. Every other one gives at least -3.1.
+    """
+    noise = mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)
+    return mx.maximum(noise, -4.0)
 
 
 def _restrict(logits: mx.array, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> mx.array:
@@ -107,7 +114,9 @@ def sample(logits: mx.array, rows: SamplingRows, indices: np.ndarray, positions:
         return tokens
     indices = indices[drawn]
     some = mx.array(drawn.astype(np.int32))
-    scaled = logits[some].astype(mx.float32) / mx.array(rows.temperature[indices])[:, None]
+    scaled = logits[some].astype(mx.float32)
+    # Relative to the largest, so that no temperature makes one overflow.
+    scaled = (scaled - scaled.max(axis=-1, keepdims=True)) / mx.array(rows.temperature[indices])[:, None]
 
     top_k, top_p, min_p = rows.top_k[indices], rows.top_p[indices], rows.min_p[indices]
     cut = np.flatnonzero((top_k > 0) | (top_p < 1) | (min_p > 0))

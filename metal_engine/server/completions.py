@@ -59,7 +59,7 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
-        return [cast(list[int], prompt)]
+        return [prompt]
     return cast(list[str | list[int]], prompt)
 
 

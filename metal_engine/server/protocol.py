@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict  # typing's own, which pydantic takes from Python 3.12 on
 
 # One error for a list, not one for each of its 100,000 elements.
-_TextList = Annotated[list[str], FailFast()]
-_TokenIds = Annotated[list[int], FailFast()]
+_TextList = Annotated[list[str], Field(fail_fast=True)]
+_TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class _Body(BaseModel):
@@ -65,7 +65,7 @@ class GenerationBody(_Body):
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
-    prompt: str | _TextList | _TokenIds | Annotated[list[_TokenIds], FailFast()]
+    prompt: str | _TextList | _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True)]
 
     @property
     def token_limit(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Variable-length paged attention in float64 NumPy, one row and one head at a time: what a backend must agree with.
+"""Variable-length paged attention in float64 NumPy, row by row: what every backend must agree with.
 
 Written from the definitions in ``attention/backend.py`` and sharing nothing with any backend.
 """

@@ -77,8 +77,9 @@ def make_step(
     poison: bool = True,
     seed: int = 0,
 ) -> Step:
-    """``shared_blocks``: later requests begin with so many of the first request's blocks, as far as both contexts
-    cover them. ``window``: slots that all layers' windows have left behind hold NaN, too."""
+    """``shared_blocks``: later requests begin with so many of the first request's blocks, as far as both
+    contexts cover them. ``window``: slots before every row's window hold NaN, too.
+    """
     rng = np.random.default_rng(seed)
     query_lens, context_lens = np.array(segments).T
     seq_lens = query_lens + context_lens
@@ -119,9 +120,13 @@ def make_step(
 
 
 def error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The largest relative error, in the norm, of any row and head. NaN counts as infinite."""
+    """The largest norm-relative error of any row and head. NaN counts as infinite.
+
+    Values may cancel to almost nothing in a row; its error is then relative to the average row's norm.
+    """
     difference = np.linalg.norm(actual - expected, axis=-1)
-    return float(np.nan_to_num(difference / np.linalg.norm(expected, axis=-1), nan=np.inf).max())
+    norm = np.linalg.norm(expected, axis=-1)
+    return float(np.nan_to_num(difference / np.maximum(norm, norm.mean()), nan=np.inf).max())
 
 
 def check(step: Step, limits: Limits | None, **options: object) -> None:
@@ -131,8 +136,10 @@ def check(step: Step, limits: Limits | None, **options: object) -> None:
 
 @pytest.mark.parametrize("limits", [None, GPU_LIMITS, TINY, TILED], ids=["cpu", "gpu", "tiny", "tiled"])
 @pytest.mark.parametrize("window", [None, 1, 6, 33, 1000])
-@pytest.mark.parametrize("segments", [FRESH, CHUNKS, DECODES, MIXED], ids=["fresh", "chunks", "decodes", "mixed"])
-def test_segments_and_windows(segments: list[tuple[int, int]], window: int | None, limits: Limits | None) -> None:
+@pytest.mark.parametrize("segments", [FRESH, CHUNKS, DECODES, MIXED], ids=["fresh", "chunk", "decode", "mix"])
+def test_segments_and_windows(
+    segments: list[tuple[int, int]], window: int | None, limits: Limits | None
+) -> None:
     check(make_step(segments, window=window), limits, window=window)
 
 
@@ -140,6 +147,14 @@ def test_segments_and_windows(segments: list[tuple[int, int]], window: int | Non
 @pytest.mark.parametrize("limits", [None, TINY], ids=["cpu", "tiny"])
 def test_dtypes(limits: Limits | None, dtype: mx.Dtype) -> None:
     check(make_step(MIXED, dtype=dtype, window=20), limits, window=20)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 150])
+def test_larger_pieces(window: int | None, dtype: mx.Dtype) -> None:
+    """Pieces of so many scores that the CPU takes its vectorized 2^x."""
+    step = make_step([(1, 700), (150, 300), (12, 999), (100, 0), (1, 650)], dtype=dtype, window=window)
+    check(step, None, window=window)
 
 
 @pytest.mark.parametrize("group", range(1, 9))
@@ -179,10 +194,10 @@ def test_softcap_and_sinks(limits: Limits | None) -> None:
 
 
 def test_large_scores() -> None:
-    """Weights far below the largest one vanish without overflow, underflow or NaN."""
+    """Weights far below the largest vanish without overflow or NaN. (Scores of 1,000s: float32 is coarse.)"""
     step = make_step(MIXED)
     for limits in (None, TINY):
-        assert error(step.attend(limits, scale=200.0), step.reference(scale=200.0)) < 2e-4  # scores of 1,000s: float32
+        assert error(step.attend(limits, scale=200.0), step.reference(scale=200.0)) < 2e-4
 
 
 def test_layers_with_different_windows_share_a_plan() -> None:
@@ -197,7 +212,8 @@ def test_layers_with_different_windows_share_a_plan() -> None:
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[Step, Limits, dict[str, object]]:
-    segments = draw(st.lists(st.tuples(st.integers(1, 12) | st.just(1), st.integers(0, 40)), min_size=1, max_size=7))
+    segment = st.tuples(st.integers(1, 12) | st.just(1), st.integers(0, 40))
+    segments = draw(st.lists(segment, min_size=1, max_size=7))
     group, num_kv_heads = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     window = draw(st.none() | st.integers(1, 50))
     step = make_step(
@@ -249,7 +265,7 @@ def test_chunks_equal_one_prefill() -> None:
         assert error(chunk.attend(TINY, scale=0.3), expected[start : start + 18]) < 1e-5
 
 
-# --------------------------------------------------------------------------------- what is read, computed and held
+# --------------------------------------------------------------------------- what is read, computed and held
 
 HEADS = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
 DIMS = Dims(9, 3, 64)
@@ -275,7 +291,8 @@ def test_decodes_gather_what_is_there(low: int) -> None:
     units, gathered, scored = work_of([(1, int(n) - 1) for n in lengths])
     per_batch = CPU_LIMITS.batch_slack // 4  # a decode's key costs 4 units
     assert gathered == scored <= lengths.sum() + max(units * per_batch, lengths.sum() // 8)
-    assert units <= 4 + gathered * 192 // (CPU_LIMITS.span // 2)  # no batch per request: batches are half full at least
+    # Batches, not requests: all but a few are at least half full.
+    assert units <= 4 + gathered * 192 // (CPU_LIMITS.span // 2)
 
 
 def test_prefill_computes_the_causal_half() -> None:
@@ -297,27 +314,25 @@ def test_a_window_limits_what_is_gathered_and_computed() -> None:
 
 @pytest.mark.parametrize("segments", [[(8192, 0)], [(1024, 0)] * 8], ids=["1x8192", "8x1024"])
 def test_peak_memory(segments: list[tuple[int, int]]) -> None:
-    """No [N, N] array: scores of 8,192 tokens would take 8192 * 8192 * 9 heads * 4 bytes = 2,416 MB (1,024: 38 MB
-    each, 302 MB together).
+    """No [N, N] array: 8,192 tokens have scores of 805 MB for 3 heads in float32 (8 x 1,024: 101 MB).
 
-    What is held at once, for N = 8,192 rows of 9 * 64 float32 (18.9 MB): q scaled, the outputs accumulated per tile,
-    their copy in packed layout, and the gathered K and V of one span (4 MB each). Pieces of scores are 1.5 MB; one
-    goes through about 15 temporaries, and MLX runs ahead of its worker by up to 100 ops, so three pieces overlap.
+    Held at once: four arrays of 8,192 rows of 3 * 64 float32 (6.3 MB each: q scaled, the tiles' rows,
+    their outputs, the packed copy), the gathered K and V of two spans (at most 4 MB each), and pieces
+    of scores (1.5 MB). MLX runs ahead of its CPU worker by up to 100 ops: three pieces of 6 temporaries each.
     """
-    step = make_step(segments, **HEADS, poison=False)
+    step = make_step(segments, num_heads=3, num_kv_heads=1, head_dim=64, poison=False)
     plan = MlxOpsBackend(CPU_LIMITS).plan(step.metadata)
     mx.eval(step.q, step.k_cache, step.v_cache)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     mx.eval(plan.attend(step.q, step.k_cache, step.v_cache, scale=0.125))
     peak = mx.get_peak_memory() - before
-    rows, span, piece = 8192 * 9 * 64 * 4, CPU_LIMITS.span * 4, CPU_LIMITS.scores * 4
-    assert peak < 4 * rows + 4 * span + 45 * piece
-    assert peak < 150e6
+    rows, span, piece = 8192 * 3 * 64 * 4, CPU_LIMITS.span * 4, CPU_LIMITS.scores * 4
+    assert peak < 4 * rows + 4 * span + 18 * piece  # 70 MB
 
 
 def test_attend_builds_a_graph_and_holds_no_cache() -> None:
-    """The next write to the cache is in place although the plan lives on: nothing but its owner holds the cache."""
+    """The next write to the cache is in place although the plan lives on: only its owner holds the cache."""
     step = make_step([(64, 900), (1, 500)], **HEADS)
     plan = MlxOpsBackend().plan(step.metadata)
     cache = mx.zeros((4096, 16, 3, 64))  # 50 MB
@@ -336,7 +351,7 @@ def test_attend_builds_a_graph_and_holds_no_cache() -> None:
     assert mx.isfinite(out).all()
 
 
-# -------------------------------------------------------------------------------------------------- small pieces
+# ---------------------------------------------------------------------------------------------- small things
 
 
 @pytest.fixture
@@ -345,7 +360,7 @@ def one_request() -> Iterator[Step]:
 
 
 def test_exp2() -> None:
-    x = -np.concatenate([np.linspace(0, 100, 100_001), np.arange(101), np.arange(100) + 0.5]).astype(np.float32)
+    x = -np.concatenate([np.linspace(0, 100, 100_001), np.arange(201) / 2]).astype(np.float32)
     expected = np.exp2(x.astype(np.float64))
     for polynomial in (True, False):
         assert np.abs(np.array(exp2(mx.array(x), polynomial)) / expected - 1).max() < 4e-7
