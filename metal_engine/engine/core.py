@@ -70,6 +70,10 @@ class EngineCore:
         self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ABORTED)
         self._outputs.remove_request(request_id)
 
+    def close(self) -> None:
+        """Let the runner go, in the thread that stepped it; nothing may follow."""
+        self._runner.close()
+
     @property
     def has_requests(self) -> bool:
         return self.scheduler.has_requests

@@ -112,6 +112,8 @@ class EngineThread:
             with self._lock:
                 self._error = error
             self._fail_everything(self._engine, f"the engine has stopped: {error}")
+        finally:
+            self._engine.close()
 
     def _fail_everything(self, engine: EngineCore, message: str) -> None:
         requests = list(engine.scheduler.requests)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerFast
+
+# On import transformers advises to install torch, which is of no use here.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +36,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the ids the tokenizer puts around a raw prompt (BOS) unless told not to."""
-        return self._hf.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            return self._hf.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError as error:  # what the tokenizer makes of lone surrogates
+            raise ValueError("the text is not valid Unicode") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._hf.decode(

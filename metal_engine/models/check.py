@@ -44,7 +44,7 @@ def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: 
                     f"layer {layer} wrote its KV {cache.num_writes} and attended {cache.num_reads} times in 2 steps"
                 )
     finally:
-        paged.layer_caches = []
+        paged.release()
     for (request, end), logits in got.items():
         own = paged.model(mx.array(tokens[request : request + 1, :end]), cache=make_prompt_cache(paged.model))
         expected = np.array(own[0, -1].astype(mx.float32))

@@ -64,8 +64,8 @@ def position_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def _gumbel(keys: mx.array, vocab_size: int) -> mx.array:
     """Gumbel noise from one key a row: keys [R, 2] -> [R, vocab_size] float32.
 
-    One uniform number in 2**32 is exactly 0 and becomes -inf, which would make the only token that is left look
-    excluded. Every other one gives at least -3.1.
+    One uniform number in 2**32 is exactly 0 and becomes -inf, which would make the only token that is left
+    look excluded. Every other one gives at least -3.1.
     """
     noise = mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)
     return mx.maximum(noise, -4.0)

@@ -56,7 +56,7 @@ class Scheduler:
         self._held_by_runner: set[str] = set()
         self._dropped: list[str] = []
 
-    # --- requests come and go ---
+    # --- requests come and go -------------------------------------------------------------------------------
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise ValueError if a request of this size could never be served."""
@@ -111,7 +111,7 @@ class Scheduler:
             peak_used_blocks=self.blocks.peak_used_blocks,
         )
 
-    # --- a step ---
+    # --- a step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
         """Plan one step. May be called again before :meth:`update` for the step before.
@@ -230,7 +230,7 @@ class Scheduler:
             outputs.append(output)
         return outputs
 
-    # --- tests and debugging ---
+    # --- tests and debugging --------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Assert every invariant between steps; for tests and debugging."""

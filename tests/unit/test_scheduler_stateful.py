@@ -1,4 +1,4 @@
-"""The scheduler under arbitrary traffic: every invariant at every step, and for every request the tokens it gets alone.
+"""The scheduler under arbitrary traffic: every invariant at every step, and every request's tokens as if alone.
 
 The harness checks (``tests/fake_kv_runner.py``); this file makes the traffic.
 """
@@ -115,7 +115,7 @@ class PipelinedSchedulerMachine(SchedulerMachine):
 
 # The health checks measure generation against execution; here execution is the point.
 _QUICK = settings(
-    max_examples=600, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=400, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 _FULL = settings(_QUICK, max_examples=12_000, stateful_step_count=80)
 
@@ -140,7 +140,7 @@ class TestPipelinedSchedulerFull(PipelinedSchedulerMachine.TestCase):
     settings = _FULL
 
 
-# --- the machine itself must notice -------------------------------------------------------------------------------
+# --- the machine itself must notice -------------------------------------------------------------------------
 
 
 def _run_workload(corrupt: Callable[[SchedulerOutput], bool] | None, depth: int) -> SchedulerHarness:
