@@ -1,8 +1,8 @@
 """A runner without a model, whose tokens depend on everything that a wrong plan can get wrong.
 
 Each slot of its KV cache holds a number that depends on the token written there, on its position, and on the
-*contents* of all slots before it, read through the block table as the plan gave it. A sampled token is a digest
-of all slots of its sequence. So a wrong block, slot, position, order, count or token anywhere makes the
+*contents* of all slots before it, read through the block table as the plan gave it. A sampled token is a
+digest of all slots of its sequence. So a wrong block, slot, position, order, count or token anywhere makes the
 request's next tokens differ from those it gets alone, and those have a closed form: :func:`expected_tokens`.
 """
 
@@ -106,6 +106,9 @@ class FakeKVRunner:
         self.num_steps = 0
         self.last_step_id = -1
 
+    def close(self) -> None:
+        """Nothing here belongs to a thread."""
+
     def execute(self, plan: SchedulerOutput) -> FakeStep:
         self._take_in(plan)
         ranges = {}
@@ -117,11 +120,13 @@ class FakeKVRunner:
             assert stop <= len(held.slots), f"{request_id}: tokens up to {stop}, slots for {len(held.slots)}"
             ranges[request_id] = start, stop
         assert plan.sampled_req_ids == [
-            request_id for request_id, (_, stop) in ranges.items() if stop == len(self.held[request_id].token_ids)
+            request_id
+            for request_id, (_, stop) in ranges.items()
+            if stop == len(self.held[request_id].token_ids)
         ], "sampled_req_ids are not the requests whose last token is in the step, in packing order"
 
-        # As in a layer, all of the step's writes come before its reads: slots to be written are poisoned first,
-        # so that a request that reads a slot another one is writing sees neither the old contents nor the new.
+        # As in a layer, all of the step's writes come before its reads: slots to be written are poisoned
+        # first, so that a request that reads a slot another one writes sees neither old contents nor new.
         written = [self.held[r].slots[start:stop] for r, (start, stop) in ranges.items()]
         all_written = np.concatenate(written) if written else np.zeros(0, np.int64)
         assert len(np.unique(all_written)) == len(all_written), "two tokens of a step share a slot"
@@ -333,7 +338,9 @@ class SchedulerHarness:
         assert len(output.token_ids) == 1
         tracked.token_ids += output.token_ids
         n = len(tracked.token_ids)
-        assert tracked.token_ids == tracked.expected[:n], f"{output.request_id}: wrong token {n} of {tracked.expected}"
+        assert tracked.token_ids == tracked.expected[:n], (
+            f"{output.request_id}: wrong token {n} of {tracked.expected}"
+        )
         assert output.finish_reason == (tracked.expected_reason if n == len(tracked.expected) else None)
         tracked.finish_reason = output.finish_reason
 

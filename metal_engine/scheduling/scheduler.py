@@ -72,8 +72,8 @@ class Scheduler:
         num_blocks = self.blocks.blocks_for(total - 1)
         if num_blocks > self.blocks.num_blocks:
             raise ValueError(
-                f"the request needs {num_blocks} KV cache blocks ({num_prompt_tokens} prompt tokens, max_tokens "
-                f"{max_tokens}), but the pool has only {self.blocks.num_blocks}"
+                f"the request needs {num_blocks} KV cache blocks ({num_prompt_tokens} prompt tokens, "
+                f"max_tokens {max_tokens}), but the pool has only {self.blocks.num_blocks}"
             )
 
     def add_request(self, request: Request) -> None:

@@ -46,7 +46,7 @@ def build(config: dict[str, Any]) -> nn.Module:
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """float32 parameters in Hugging Face's names and layout; norms and biases too are not what they start as."""
+    """float32 parameters in Hugging Face's names and layout; norms and biases are random too."""
     generator = np.random.default_rng(seed)
     shapes = {name: array.shape for name, array in tree_flatten(build(config).parameters())}
     weights = {}

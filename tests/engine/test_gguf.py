@@ -1,4 +1,4 @@
-"""GGUF files load as what they hold: against ``gguf``'s own reader and dequantization, and mlx-lm's own models."""
+"""GGUF files load as what they hold: against ``gguf``'s reader and dequantization, and mlx-lm's own models."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from metal_engine.models.gguf import gguf_config, load_gguf_model, read_gguf_hea
 from metal_engine.models.gguf_weights import QuantizedTensor, load_tensor
 from tests.engine.gguf_files import ARCHITECTURES, GgufFile, build, logits, random_weights, tiny_config
 
-# float32 on both sides, in the same operations or with RoPE's pairs in another order: rounding only. Logits here
-# are of order 1, float32's relative rounding is 6e-8, and sums are over at most 128 terms in 2 layers.
+# float32 on both sides, in the same operations or with RoPE's pairs in another order: rounding only. Logits
+# here are of order 1, float32's relative rounding is 6e-8, and sums are over at most 128 terms in 2 layers.
 CLOSE = 2e-5
 
 
@@ -213,7 +213,7 @@ def test_rope_scaling(tmp_path: Path, architecture: str, scaling: str) -> None:
 
 
 def test_llama3_frequency_factors(tmp_path: Path) -> None:
-    """A tensor of factors stands for Hugging Face's ``llama3`` scaling: mlx-lm's frequencies over the plain ones."""
+    """A tensor of factors stands for ``llama3`` scaling; here they come from mlx-lm's frequencies."""
     settings = {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -349,7 +349,7 @@ def test_damaged_headers_never_raise_anything_else(tmp_path: Path, small_file: b
 def test_not_gguf(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
-    with pytest.raises(ModelLoadError, match="x.gguf"):
+    with pytest.raises(ModelLoadError, match=r"x\.gguf"):
         read_gguf_header(path)
-    with pytest.raises(ModelLoadError, match="nothing.gguf"):
+    with pytest.raises(ModelLoadError, match=r"nothing\.gguf"):
         read_gguf_header(tmp_path / "nothing.gguf")

@@ -1,4 +1,4 @@
-"""Packing a step: against a naive reimplementation that handles one token at a time, and what validation rejects."""
+"""Packing a step, against a naive reimplementation that goes token by token; what validation rejects."""
 
 from __future__ import annotations
 
@@ -85,8 +85,6 @@ class Traffic:
                     request.block_ids += new_ids
                 plan.num_scheduled_tokens[request_id] = share
         while len(self.held) < MAX_ROWS and (draw(st.booleans()) or not plan.num_scheduled_tokens):
-            if not plan.num_scheduled_tokens and len(self.held) == MAX_ROWS:
-                break
             request_id = f"r{self.num_requests}"
             self.num_requests += 1
             token_ids = draw(st.lists(st.integers(0, 999), min_size=1, max_size=MAX_MODEL_LEN - 1))
@@ -213,7 +211,9 @@ def changed(name: str, values: object, dtype: type = np.int32) -> PackedBatch:
 def test_a_good_batch_passes_and_its_padding_is_not_looked_at() -> None:
     good_batch().validate(NUM_SLOTS, BLOCK_SIZE)
     changed("block_table", [[3, 5], [9, 0], [2, -7]]).validate(NUM_SLOTS, BLOCK_SIZE)
-    replace(changed("logits_indices", []), sampled_rows=np.array([], np.int32)).validate(NUM_SLOTS, BLOCK_SIZE)
+    replace(changed("logits_indices", []), sampled_rows=np.array([], np.int32)).validate(
+        NUM_SLOTS, BLOCK_SIZE
+    )
 
 
 @pytest.mark.parametrize("name", vars(good_batch()))
@@ -234,10 +234,12 @@ def test_validate_rejects_a_missing_element(name: str) -> None:
         changed(name, getattr(good_batch(), name)[:-1]).validate(NUM_SLOTS, BLOCK_SIZE)
 
 
-@pytest.mark.parametrize("name", sorted(set(vars(good_batch())) - {"input_ids", "sampled_rows", "block_table"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(vars(good_batch())) - {"input_ids", "sampled_rows", "block_table"})
+)
 @pytest.mark.parametrize("by", [-1, 1])
 def test_validate_rejects_any_element_off_by_one(name: str, by: int) -> None:
-    """Every one of these arrays is determined by the others, so any change of an element is a contradiction."""
+    """Each of these arrays is determined by the others, so any other element is a contradiction."""
     good = getattr(good_batch(), name)
     for index in np.ndindex(good.shape):
         bad = good.copy()

@@ -1,4 +1,4 @@
-"""Directed tests of the scheduler: one promise each. Every harness step also checks all invariants and tokens."""
+"""Directed tests of the scheduler, one promise each; the harness checks all invariants and tokens as well."""
 
 from __future__ import annotations
 
@@ -37,7 +37,13 @@ def test_prefill_is_chunked_and_only_the_last_chunk_samples() -> None:
     harness = make_harness(budget=10)
     harness.submit("a", make_prompt(0, 25), 3)
     plans = [harness.step() for _ in range(5)]
-    assert [plan.num_scheduled_tokens for plan in plans] == [{"a": 10}, {"a": 10}, {"a": 5}, {"a": 1}, {"a": 1}]
+    assert [plan.num_scheduled_tokens for plan in plans] == [
+        {"a": 10},
+        {"a": 10},
+        {"a": 5},
+        {"a": 1},
+        {"a": 1},
+    ]
     assert [plan.sampled_req_ids for plan in plans] == [[], [], ["a"], ["a"], ["a"]]
     assert [len(plan.new_requests) for plan in plans] == [1, 0, 0, 0, 0]
     harness.drain()
@@ -157,7 +163,9 @@ def test_the_latest_arrival_is_preempted_and_resumes_in_order() -> None:
     assert new.request_id == "r2"
     assert new.num_prompt_tokens == 8
     assert new.token_ids == make_prompt(2, 8) + harness.tracked["r2"].expected[:1]
-    assert harness.plans[-1].num_scheduled_tokens["r2"] == 9, "its prompt and output are recomputed as one chunk"
+    assert harness.plans[-1].num_scheduled_tokens["r2"] == 9, (
+        "its prompt and output are recomputed as one chunk"
+    )
     harness.drain()
 
 
@@ -258,7 +266,9 @@ def test_an_id_in_use_is_refused_and_may_be_used_again_later() -> None:
 # --- the end ------------------------------------------------------------------------------------------------
 
 
-def finish(params: SamplingParams, eos: frozenset[int], tokens: list[int]) -> tuple[Request, list[int], object]:
+def finish(
+    params: SamplingParams, eos: frozenset[int], tokens: list[int]
+) -> tuple[Request, list[int], object]:
     """Feed ``tokens`` to one request until it finishes: the request, what it took, the last output."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=2, max_model_len=64),
@@ -334,7 +344,9 @@ def test_abort_in_every_state_frees_blocks(state: str, depth: int) -> None:
     request = harness.submit("a", make_prompt(0, 12), 9)
     reached = {
         "waiting": lambda: True,
-        "prefilling": lambda: 0 < request.num_computed_tokens < 12 and request.status is RequestStatus.RUNNING,
+        "prefilling": lambda: (
+            0 < request.num_computed_tokens < 12 and request.status is RequestStatus.RUNNING
+        ),
         "decoding": lambda: request.num_output_tokens > 0 and request.status is RequestStatus.RUNNING,
         "preempted": lambda: request.status is RequestStatus.PREEMPTED,
         "under way": lambda: request.num_output_tokens > 0 and request.status is RequestStatus.RUNNING,

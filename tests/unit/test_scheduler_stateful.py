@@ -1,4 +1,4 @@
-"""The scheduler under arbitrary traffic: every invariant at every step, and every request's tokens as if alone.
+"""The scheduler under arbitrary traffic: all invariants at every step, and every request's tokens as if alone.
 
 The harness checks (``tests/fake_kv_runner.py``); this file makes the traffic.
 """
