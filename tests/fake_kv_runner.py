@@ -2,8 +2,8 @@
 
 Each slot of its KV cache holds a number that depends on the token written there, on its position, and on the
 *contents* of all slots before it, read through the block table as the plan gave it. A sampled token is a
-digest of all slots of its sequence. So a wrong block, slot, position, order, count or token anywhere makes the
-request's next tokens differ from those it gets alone, and those have a closed form: :func:`expected_tokens`.
+digest of all slots of its sequence. So a wrong block, slot, position, order, count or token anywhere makes
+the request's next tokens differ from those it gets alone, which have a closed form: :func:`expected_tokens`.
 """
 
 from __future__ import annotations
@@ -214,6 +214,7 @@ class SchedulerHarness:
         self.scheduler = Scheduler(config, cache_config)
         self.runner = FakeKVRunner(cache_config, config.max_num_seqs)
         self.tracked: dict[str, Tracked] = {}
+        self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
         self.plans: list[SchedulerOutput] = []
 
@@ -247,6 +248,7 @@ class SchedulerHarness:
         )
         self.scheduler.add_request(request)
         self.tracked[request_id] = Tracked(request, expected, reason)
+        self._live[request_id] = None
         return request
 
     def abort(self, request_id: str) -> None:
@@ -254,13 +256,14 @@ class SchedulerHarness:
         tracked = self.tracked[request_id]
         if tracked.is_live:
             tracked.finish_reason = "abort"
+            del self._live[request_id]
         assert not self.scheduler.blocks.block_ids(request_id)
         self.scheduler.check_integrity()
 
     @property
     def live(self) -> list[Tracked]:
         """Unfinished requests in order of arrival."""
-        return [t for t in self.tracked.values() if t.is_live]
+        return [self.tracked[request_id] for request_id in self._live]
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -338,11 +341,13 @@ class SchedulerHarness:
         assert len(output.token_ids) == 1
         tracked.token_ids += output.token_ids
         n = len(tracked.token_ids)
-        assert tracked.token_ids == tracked.expected[:n], (
+        assert output.token_ids == tracked.expected[n - 1 : n], (
             f"{output.request_id}: wrong token {n} of {tracked.expected}"
         )
         assert output.finish_reason == (tracked.expected_reason if n == len(tracked.expected) else None)
         tracked.finish_reason = output.finish_reason
+        if not tracked.is_live:
+            del self._live[output.request_id]
 
     def check_limits(self, plan: SchedulerOutput) -> None:
         """No limit of a step is exceeded."""
@@ -362,7 +367,8 @@ class SchedulerHarness:
         """
         order = list(demand)
         packed = list(plan.num_scheduled_tokens)
-        assert packed == sorted(packed, key=order.index), "not packed in order of arrival"
+        scheduled = set(packed)
+        assert packed == [r for r in order if r in scheduled], "not packed in order of arrival"
         left = self.config.max_num_batched_tokens
         served_all_before = True
         for request_id in order:

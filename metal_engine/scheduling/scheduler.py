@@ -241,15 +241,14 @@ class Scheduler:
         for queue in (self.waiting, self.running):
             arrivals = [request.arrival for request in queue.values()]
             assert arrivals == sorted(arrivals), f"out of order of arrival: {arrivals}"
+        num_held = {request_id: len(self.blocks.block_ids(request_id)) for request_id in self.requests}
         for request in self.waiting.values():
-            assert not self.blocks.block_ids(request.request_id)
             assert request.num_computed_tokens == 0
-        held = {request_id for request_id in self.requests if self.blocks.block_ids(request_id)}
-        assert self.blocks.num_used_blocks == sum(len(self.blocks.block_ids(r)) for r in held)
+        held = {request_id for request_id, num_blocks in num_held.items() if num_blocks}
+        assert self.blocks.num_used_blocks == sum(num_held.values())
         assert held == self.running.keys() == self._held_by_runner
-        for request in self.running.values():
-            num_blocks = len(self.blocks.block_ids(request.request_id))
-            assert num_blocks >= self.blocks.blocks_for(request.num_computed_tokens)
+        for request_id, request in self.running.items():
+            assert num_held[request_id] >= self.blocks.blocks_for(request.num_computed_tokens)
             assert 0 < request.num_computed_tokens <= request.num_tokens_with_placeholders
 
 
