@@ -205,6 +205,11 @@ class Scheduler:
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
 
+    def preempt_all(self) -> None:
+        """Have every running request computed again from its start, in the same order: their KV is gone."""
+        for request in reversed(list(self.running.values())):
+            self._preempt(request)
+
     def _release(self, request_id: str) -> None:
         self.blocks.free(request_id)
         if request_id in self._held_by_runner:
