@@ -60,7 +60,8 @@ def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > max_bytes:  # a body of unannounced length
-                await _discard(receive)
+                if message.get("more_body", False):
+                    await _discard(receive)
                 raise HTTPException(413, _too_large(max_bytes), {"connection": "close"})
             return message
 
