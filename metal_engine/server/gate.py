@@ -15,6 +15,8 @@ from metal_engine.server.errors import APIError, error_response
 
 # Open without a key: probes and load balancers have none.
 OPEN_PATHS = frozenset({"/health"})
+_NO_KEY = "No API key provided; send it as `Authorization: Bearer KEY`"
+_WRONG_KEY = "Incorrect API key provided"
 # How long a body that is too large is read and thrown away, so that its client gets to read the answer.
 _DISCARD_SECONDS = 10.0
 
@@ -33,8 +35,7 @@ def require_api_key(app: ASGIApp, api_key: str) -> ASGIApp:
         if hmac.compare_digest(digest, wanted) and scheme.lower() == "bearer":
             await app(scope, receive, send)
             return
-        what = "Incorrect API key provided" if given else "No API key provided"
-        error = APIError(401, f"{what}; send it as `Authorization: Bearer KEY`", code="invalid_api_key")
+        error = APIError(401, _WRONG_KEY if given else _NO_KEY, code="invalid_api_key")
         response = error_response(error, {"www-authenticate": "Bearer", "connection": "close"})
         await response(scope, receive, send)
 
