@@ -7,7 +7,7 @@ from pathlib import Path
 from metal_engine.config import ConfigError, EngineArgs, resolve_config
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.platform.blas import load_optimized_blas
+from metal_engine.platform.blas import BlasInfo, load_optimized_blas
 
 
 def build_engine(args: EngineArgs) -> EngineCore:
@@ -17,8 +17,20 @@ def build_engine(args: EngineArgs) -> EngineCore:
         ModelLoadError: the model cannot be loaded or run.
         ConfigError: the settings cannot work.
     """
+    chat_template = None if args.chat_template is None else read_chat_template(args.chat_template)
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
+    import mlx.core as mx
+
+    try:
+        return _build(args, blas, chat_template)
+    except BaseException:
+        # Streams left open by a thread that ends abort the process, now and then, when it exits.
+        mx.clear_streams()
+        raise
+
+
+def _build(args: EngineArgs, blas: BlasInfo, chat_template: str | None) -> EngineCore:
     import mlx.core as mx
 
     from metal_engine.attention.mlx_ops import MlxOpsBackend
@@ -45,8 +57,8 @@ def build_engine(args: EngineArgs) -> EngineCore:
         ) from error
     config = resolve_config(args, info, device_info(blas), backend.name)
     runner = ModelRunner(paged, backend, config.scheduler, config.cache)
-    if args.chat_template is not None:
-        loaded.tokenizer.chat_template = read_chat_template(args.chat_template)
+    if chat_template is not None:
+        loaded.tokenizer.chat_template = chat_template
     return EngineCore(config, runner, Tokenizer(loaded.tokenizer, loaded.eos_token_ids))
 
 

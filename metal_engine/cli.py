@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
+from metal_engine import __version__
 from metal_engine.config import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.options import MODEL_HELP, command
 from metal_engine.settings import ConfigError, make_args
@@ -130,8 +131,18 @@ def doctor(
         raise typer.Exit(1)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"metal-engine {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _metal_engine() -> None:
+def _metal_engine(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """LLM inference on Apple Silicon: one packed forward pass per step over a paged KV cache."""
 
 

@@ -15,6 +15,9 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "metal", "mlx")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
+# The runner keeps a row for each; far beyond what a device computes at once.
+MAX_NUM_SEQS = 65_536
+
 GIB = 1 << 30
 
 
@@ -75,6 +78,8 @@ class EngineArgs:
             raise ConfigError(
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
+        if self.max_num_seqs is not None and self.max_num_seqs > MAX_NUM_SEQS:
+            raise ConfigError(f"--max-num-seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"--seed must be in 0 ... 2**64 - 1, got {self.seed}")
         for name, choices in (("dtype", DTYPES), ("attention_backend", ATTENTION_BACKENDS)):
@@ -224,6 +229,7 @@ def resolve_config(
         ConfigError: the settings cannot work together; the message names the flag to change.
     """
     num_blocks = _num_blocks(args, model, device)
+    _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token, device)
     cache = CacheConfig(block_size=args.block_size, num_blocks=num_blocks)
     max_model_len = _max_model_len(args, model, cache)
     max_num_seqs = args.max_num_seqs or (64 if device.kind == "cpu" else 256)
@@ -267,6 +273,15 @@ def _num_blocks(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> int:
             f"{max(pool_bytes, 0)} are left beside the weights ({model.weight_bytes} bytes); raise {named}"
         )
     return pool_bytes // block_bytes
+
+
+def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> None:
+    if pool_bytes > device.memory_bytes:
+        override = args.num_gpu_blocks_override is not None
+        raise ConfigError(
+            f"a KV cache of {pool_bytes} bytes is more than the {device.memory_bytes} bytes of memory there are; lower "
+            f"{'--num-gpu-blocks-override' if override else '--kv-cache-memory-bytes'}"
+        )
 
 
 def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:
