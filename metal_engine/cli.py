@@ -44,12 +44,13 @@ def serve(values: dict[str, Any]) -> None:
     from metal_engine.build import build_engine
     from metal_engine.engine.async_engine import AsyncEngine
     from metal_engine.server.listen import listen
-    from metal_engine.server.run import run_server
+    from metal_engine.server.run import quit_on_signals, run_server
 
     names = server_args.served_model_name or (args.model,)
     with listen(server_args) as listener:  # before the model: a port in use is noticed at once
         engine = AsyncEngine(lambda: build_engine(args))
-        engine.start()
+        with quit_on_signals():
+            engine.start()
         status = run_server(
             engine,
             server_args,

@@ -137,6 +137,26 @@ class Server(uvicorn.Server):
             os._exit(128 + number)
 
 
+@contextmanager
+def quit_on_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM end the process at once, with 128 + signal: for while a model loads.
+
+    Python's own KeyboardInterrupt may be lost in a finalizer, and leaving in the usual way would tear MLX down under
+    the thread that loads.
+    """
+
+    def quit_(number: int, _frame: FrameType | None) -> None:
+        sys.stderr.flush()
+        os._exit(128 + number)
+
+    earlier = {s: signal.signal(s, quit_) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
 def make_server(
     app: FastAPI,
     engine: AsyncEngine,

@@ -164,6 +164,16 @@ def test_the_death_of_the_engine_ends_the_process() -> None:
         assert log.count("the engine thread has died") == 1
 
 
+def test_a_signal_while_the_model_loads(demo_path: Path) -> None:
+    command = [sys.executable, "-m", "metal_engine", "serve", "demo", "--port", "0", "--log-level", "debug"]
+    loading = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert loading.stderr is not None
+    assert "BLAS" in loading.stderr.readline() or sys.platform == "darwin"  # said just before MLX is imported
+    loading.send_signal(signal.SIGINT)
+    _, log = loading.communicate(timeout=DEADLINE)
+    assert loading.returncode == 128 + signal.SIGINT and "Traceback" not in log, log
+
+
 def test_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
