@@ -63,8 +63,11 @@ def _one_line_errors() -> Iterator[None]:
 def _set_up_logging(level: str) -> None:
     if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"--log-level must be debug, info, warning or error, got {level!r}")
-    handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%H:%M:%S]")
-    logging.basicConfig(level="WARNING", format="%(message)s", handlers=[handler])
+    if sys.stderr.isatty():
+        handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%H:%M:%S]")
+        logging.basicConfig(level="WARNING", format="%(message)s", handlers=[handler])
+    else:
+        logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("metal_engine").setLevel(level.upper())
 
 

@@ -72,6 +72,10 @@ class Runner(Protocol):
         """Start one forward pass and one sampling pass over the plan; must not block on the device."""
         ...
 
+    def close(self) -> None:
+        """Let go of what belongs to the calling thread; the last call, in the thread that ran the steps."""
+        ...
+
 
 @dataclass(slots=True)
 class TokenOutput:

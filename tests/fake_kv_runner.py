@@ -1,9 +1,9 @@
 """A runner without a model, whose tokens depend on everything that a wrong plan can get wrong.
 
 Each slot of its KV cache holds a number that depends on the token written there, on its position, and on the
-*contents* of all slots before it, read through the block table as the plan gave it. A sampled token is a digest of
-all slots of its sequence. So a wrong block, slot, position, order, count or token anywhere makes the request's
-next tokens differ from those it gets alone, and those have a closed form: :func:`expected_tokens`.
+*contents* of all slots before it, read through the block table as the plan gave it. A sampled token is a
+digest of all slots of its sequence. So a wrong block, slot, position, order, count or token anywhere makes
+the request's next tokens differ from those it gets alone, which have a closed form: :func:`expected_tokens`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-# A digest is the sum of weight[position] * value over positions, modulo 2**64: one NumPy expression over a gathered
-# context, and easily extended by a token. Weights are odd, so that no bit of a value is lost.
+# A digest is the sum of weight[position] * value over positions, modulo 2**64: one NumPy expression over a
+# gathered context, and easily extended by a token. Weights are odd, so that no bit of a value is lost.
 _WEIGHTS = [_mix(position + 1) | 1 for position in range(_MAX_LEN)]
 _WEIGHTS_ARRAY = np.array(_WEIGHTS, np.uint64)
 
@@ -106,6 +106,9 @@ class FakeKVRunner:
         self.num_steps = 0
         self.last_step_id = -1
 
+    def close(self) -> None:
+        """Nothing here belongs to a thread."""
+
     def execute(self, plan: SchedulerOutput) -> FakeStep:
         self._take_in(plan)
         ranges = {}
@@ -117,11 +120,13 @@ class FakeKVRunner:
             assert stop <= len(held.slots), f"{request_id}: tokens up to {stop}, slots for {len(held.slots)}"
             ranges[request_id] = start, stop
         assert plan.sampled_req_ids == [
-            request_id for request_id, (_, stop) in ranges.items() if stop == len(self.held[request_id].token_ids)
+            request_id
+            for request_id, (_, stop) in ranges.items()
+            if stop == len(self.held[request_id].token_ids)
         ], "sampled_req_ids are not the requests whose last token is in the step, in packing order"
 
-        # As in a layer: all of the step's writes come before its reads. Slots to be written are poisoned first, so
-        # that a request that reads a slot another one is writing sees neither the old contents nor the new.
+        # As in a layer, all of the step's writes come before its reads: slots to be written are poisoned
+        # first, so that a request that reads a slot another one writes sees neither old contents nor new.
         written = [self.held[r].slots[start:stop] for r, (start, stop) in ranges.items()]
         all_written = np.concatenate(written) if written else np.zeros(0, np.int64)
         assert len(np.unique(all_written)) == len(all_written), "two tokens of a step share a slot"
@@ -198,8 +203,8 @@ class SchedulerHarness:
     """A real scheduler over the fake runner; checks every invariant at every step, and every token.
 
     Args:
-        depth: steps that may be under way at once; 1 is the plain loop, 2 schedules step k+1 before the update
-            for step k.
+        depth: steps that may be under way at once; 1 is the plain loop, 2 schedules step k+1 before the
+            update for step k.
     """
 
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, *, depth: int = 1) -> None:
@@ -209,10 +214,11 @@ class SchedulerHarness:
         self.scheduler = Scheduler(config, cache_config)
         self.runner = FakeKVRunner(cache_config, config.max_num_seqs)
         self.tracked: dict[str, Tracked] = {}
+        self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
         self.plans: list[SchedulerOutput] = []
 
-    # --- requests ---------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -223,7 +229,7 @@ class SchedulerHarness:
         stop_after: int | None = None,
         ignore_eos: bool = False,
     ) -> Request:
-        """Queue a request; ``stop_after=n`` makes the n-th token it will generate an end-of-sequence token."""
+        """Queue a request; ``stop_after=n`` makes the n-th token it will generate an end of sequence."""
         expected = expected_tokens(prompt, max_tokens)
         eos: frozenset[int] = frozenset()
         reason = "length"
@@ -242,6 +248,7 @@ class SchedulerHarness:
         )
         self.scheduler.add_request(request)
         self.tracked[request_id] = Tracked(request, expected, reason)
+        self._live[request_id] = None
         return request
 
     def abort(self, request_id: str) -> None:
@@ -249,15 +256,16 @@ class SchedulerHarness:
         tracked = self.tracked[request_id]
         if tracked.is_live:
             tracked.finish_reason = "abort"
+            del self._live[request_id]
         assert not self.scheduler.blocks.block_ids(request_id)
         self.scheduler.check_integrity()
 
     @property
     def live(self) -> list[Tracked]:
         """Unfinished requests in order of arrival."""
-        return [t for t in self.tracked.values() if t.is_live]
+        return [self.tracked[request_id] for request_id in self._live]
 
-    # --- steps ------------------------------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step and start it, without the update."""
@@ -294,13 +302,14 @@ class SchedulerHarness:
     def run(self, until: Callable[[], bool] | None = None) -> int:
         """Step until done, within the bound below; returns the steps taken.
 
-        The oldest request advances in every step that is not spent waiting for a step under way. So all are done
-        after as many steps as they would take one after the other, each alone.
+        The oldest request advances in every step that is not spent waiting for a step under way. So all are
+        done after as many steps as they would take one after the other, each alone.
         """
         budget = self.config.max_num_batched_tokens
-        bound = 4 + self.depth + sum(
+        alone = sum(
             -(-t.request.num_tokens // budget) + len(t.expected) - len(t.token_ids) + 1 for t in self.live
-        ) * self.depth
+        )
+        bound = alone * self.depth + self.depth + 4
         steps = 0
         while self.live and not (until is not None and until()):
             self.step()
@@ -324,7 +333,7 @@ class SchedulerHarness:
         self.run()
         assert self.runner.held.keys() == {"sentinel"}, "the runner was not told to drop"
 
-    # --- checks -----------------------------------------------------------------------------------------------
+    # --- checks ---------------------------------------------------------------------------------------------
 
     def _check_output(self, output: TokenOutput) -> None:
         tracked = self.tracked[output.request_id]
@@ -332,9 +341,13 @@ class SchedulerHarness:
         assert len(output.token_ids) == 1
         tracked.token_ids += output.token_ids
         n = len(tracked.token_ids)
-        assert tracked.token_ids == tracked.expected[:n], f"{output.request_id}: wrong token {n} of {tracked.expected}"
+        assert output.token_ids == tracked.expected[n - 1 : n], (
+            f"{output.request_id}: wrong token {n} of {tracked.expected}"
+        )
         assert output.finish_reason == (tracked.expected_reason if n == len(tracked.expected) else None)
         tracked.finish_reason = output.finish_reason
+        if not tracked.is_live:
+            del self._live[output.request_id]
 
     def check_limits(self, plan: SchedulerOutput) -> None:
         """No limit of a step is exceeded."""
@@ -354,7 +367,8 @@ class SchedulerHarness:
         """
         order = list(demand)
         packed = list(plan.num_scheduled_tokens)
-        assert packed == sorted(packed, key=order.index), "not packed in order of arrival"
+        scheduled = set(packed)
+        assert packed == [r for r in order if r in scheduled], "not packed in order of arrival"
         left = self.config.max_num_batched_tokens
         served_all_before = True
         for request_id in order:

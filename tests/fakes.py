@@ -125,6 +125,9 @@ class FakeRunner:
     def __post_init__(self) -> None:
         self.running.set()
 
+    def close(self) -> None:
+        """Nothing here belongs to a thread."""
+
     def execute(self, plan: SchedulerOutput) -> FakeStep:
         self.running.wait()
         if self.step_time:

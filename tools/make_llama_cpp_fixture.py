@@ -1,14 +1,14 @@
 """What llama.cpp says about the demo model: token ids of many texts, first-token logits of some prompts.
 
-    python tools/make_llama_cpp_fixture.py SmolLM2-135M-Instruct.Q4_1.gguf tests/fixtures/llama_cpp_smollm2.json
+    python tools/make_llama_cpp_fixture.py MODEL.gguf tests/fixtures/llama_cpp_smollm2.json
 
 Needs ``llama-cpp-python`` and ``gguf`` (pip builds the former from source: minutes), nothing of metal-engine:
 the answers are independent of it.
 
 llama.cpp multiplies quantized weights with activations that it quantizes to 8 bits, and keeps K and V in half
 precision, which moves logits by some 0.1. So the weights are first dequantized (``gguf.quants``) into a
-float32 file, and K and V are kept in float32: then the logits differ from another float32 engine's by rounding
-alone.
+float32 file, and K and V are kept in float32: then the logits differ from another float32 engine's by
+rounding alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TEXTS = [
     "def fib(n: int) -> int:\n    return n if n < 2 else fib(n - 1) + fib(n - 2)  # slow\n",
     "for (int i = 0; i < n; ++i) { sum += a[i] * b[i]; }\n\treturn sum;",
     '{"name": "get_weather", "arguments": {"city": "Zürich", "days": [1, 2, 3]}}',
-    "<div class=\"a b\">&nbsp;<!-- comment --></div>",
+    '<div class="a b">&nbsp;<!-- comment --></div>',
     "SELECT * FROM users WHERE id = 42 AND name LIKE '%o''brien%';",
     "Grüße aus Köln, naïve café, Ærøskøbing, Łódź, İstanbul",
     "cafe\u0301 decomposed, ﬁ ligature, Å Å",

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
+
+# On import transformers advises to install torch, which is of no use here.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
 from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
@@ -31,7 +36,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the ids the tokenizer puts around a raw prompt (BOS) unless told not to."""
-        return self._hf.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            return self._hf.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError as error:  # what the tokenizer makes of lone surrogates
+            raise ValueError("the text is not valid Unicode") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._hf.decode(
@@ -49,7 +57,7 @@ class Tokenizer:
         template_kwargs.setdefault("add_generation_prompt", True)
         try:
             text = self._hf.apply_chat_template(messages, tokenize=False, **template_kwargs)
-        except Exception as error:  # noqa: BLE001  (templates are programs: they raise what they like)
+        except Exception as error:
             raise ValueError(f"the chat template refused the messages: {error}") from error
         # The template writes its own BOS, so none is added here.
         return self.encode(text, add_special_tokens=False)

@@ -57,7 +57,7 @@ def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: 
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UnsupportedModelError(f"its forward does not run over a paged cache ({problem})") from error
     finally:
-        paged.layer_caches = []
+        paged.release()
     for request, sequence in enumerate(tokens):
         own = paged.model(mx.array(sequence)[None], cache=make_prompt_cache(paged.model))[0]
         for logits, shares in zip(got, steps, strict=True):
@@ -73,10 +73,9 @@ def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: 
 def _first_length(paged: PagedModel) -> int:
     """Tokens of the first request: past the largest window that is affordable."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    # Twice a product and a sum for each parameter and token: through the paged cache, and without.
-    affordable = (_GPU_FLOPS if on_gpu else _CPU_FLOPS) / (
-        4 * get_total_parameters(paged.model)
-    ) - _NUM_TOKENS
+    # A product and a sum for each parameter and token, through the paged cache and again without.
+    flops = _GPU_FLOPS if on_gpu else _CPU_FLOPS
+    affordable = flops / (4 * get_total_parameters(paged.model)) - _NUM_TOKENS
     lengths = [w + _BLOCK_SIZE for w in paged.windows if w <= _MAX_WINDOW and w + _BLOCK_SIZE <= affordable]
     return max([_NUM_TOKENS, *lengths])
 

@@ -114,7 +114,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     ffn_size = header.require(f"{arch}.feed_forward_length")
     if any(isinstance(value, list) for value in (num_heads, num_kv_heads, ffn_size)):
         raise UnsupportedModelError(
-            f"{header.path.name}: {arch} with layers of different sizes is not supported"
+            f"{header.path.name}: {arch} with layers of unequal sizes is not supported"
         )
     head_dim = get("attention.key_length", hidden_size // num_heads)
     # mlx-lm's qwen2 has no head_dim of its own; none of the three has values of another size or partial RoPE.
@@ -192,7 +192,7 @@ def _build_model(
     try:
         model.load_weights(list(weights.items()))
     except ValueError as error:
-        problem = str(error).splitlines()[0]
+        problem = " ".join(str(error).split())[:200]
         raise ModelLoadError(
             f"{header.path.name} is not a complete {header.architecture}: {problem}"
         ) from error

@@ -112,12 +112,12 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
         raise ModelLoadError(f"{path.name} is not a GGUF file")
     try:
         return _parse(path, data)
-    except (struct.error, _CutShort) as error:
+    except (struct.error, _Damaged) as error:
         raise ModelLoadError(f"{path.name} is cut short or corrupted: load it anew") from error
 
 
-class _CutShort(Exception):
-    """A length in the file points past its end."""
+class _Damaged(Exception):
+    """A length that points past the file's end, or a value that makes no sense."""
 
 
 class _Cursor:
@@ -136,7 +136,7 @@ class _Cursor:
         length = self.scalar("Q")
         end = self.offset + length
         if end > len(self.data):
-            raise _CutShort
+            raise _Damaged
         # Tokens of a byte-level vocabulary may be cut inside a character.
         value = str(self.data[self.offset : end], encoding="utf-8", errors="replace")
         self.offset = end
@@ -150,12 +150,13 @@ class _Cursor:
         try:
             return self.scalar(_SCALARS[GGUFValueType(value_type)])
         except ValueError:
-            raise _CutShort from None  # no such value type: the file is damaged
+            raise _Damaged from None  # no such value type: the file is damaged
 
     def _array(self) -> list[Any]:
         item_type, length = self.scalar("I"), self.scalar("Q")
-        if length > len(self.data):
-            raise _CutShort  # before a loop or an allocation of that length
+        # Before a loop or an allocation of that length. Arrays in arrays are in the format, but in no model.
+        if length > len(self.data) or item_type == GGUFValueType.ARRAY:
+            raise _Damaged
         code = _SCALARS.get(item_type)
         if code is None:
             return [self.value(item_type) for _ in range(length)]
@@ -185,12 +186,14 @@ def _parse(path: Path, data: memoryview) -> GgufHeader:
         dims = tuple(cursor.scalar("Q") for _ in range(num_dims))
         infos.append((name, dims, cursor.scalar("I"), cursor.scalar("Q")))
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise _Damaged
     start = -(-cursor.offset // alignment) * alignment
     tensors = {
         name: _tensor(path, name, dims, raw_type, start + offset) for name, dims, raw_type, offset in infos
     }
     if any(tensor.offset + tensor.nbytes > len(data) for tensor in tensors.values()):
-        raise _CutShort
+        raise _Damaged
     return GgufHeader(path, metadata, tensors)
 
 
@@ -201,6 +204,6 @@ def _tensor(path: Path, name: str, dims: tuple[int, ...], raw_type: int, offset:
         raise ModelLoadError(f"{path.name}: tensor {name} has the unknown type {raw_type}") from None
     block, block_bytes = GGML_QUANT_SIZES[tensor_type]
     if not dims or 0 in dims or dims[0] % block:
-        raise _CutShort
+        raise _Damaged
     nbytes = math.prod(dims) // block * block_bytes
     return GgufTensor(name, tensor_type, dims[::-1], offset, nbytes)

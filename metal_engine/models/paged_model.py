@@ -57,6 +57,10 @@ class PagedModel:
             self.layer_caches.append(kind(self._step, spec, num_blocks, block_size))
         self.eval_caches()
 
+    def release(self) -> None:
+        """Drop the KV cache."""
+        self.layer_caches = []
+
     def eval_caches(self) -> None:
         """Wait until every write to the KV cache has happened."""
         mx.eval([array for cache in self.layer_caches for array in (cache.keys, cache.values)])

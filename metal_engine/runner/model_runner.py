@@ -59,6 +59,11 @@ class ModelRunner:
             tokens = sample(logits, self._table.sampling, batch.sampled_rows, positions)
         return PendingStep(self._model, self._table, plan.sampled_req_ids, tokens)
 
+    def close(self) -> None:
+        """Free the KV cache and end this thread's streams: MLX must not find them open when the thread has gone."""
+        self._model.release()
+        mx.clear_streams()
+
 
 class PendingStep:
     """A step under way (:class:`metal_engine.step.StepHandle`)."""

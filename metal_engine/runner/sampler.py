@@ -15,6 +15,7 @@ from metal_engine.request import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_INT32_MAX = (1 << 31) - 1
 # Below this a temperature means greedy, as in vLLM; dividing by much less would overflow float32.
 _MIN_TEMPERATURE = 1e-5
 
@@ -36,7 +37,7 @@ class SamplingRows:
     def set(self, row: int, params: SamplingParams) -> None:
         self.temperature[row] = params.temperature if params.temperature >= _MIN_TEMPERATURE else 0.0
         self.top_p[row] = params.top_p
-        self.top_k[row] = max(params.top_k, 0)
+        self.top_k[row] = min(max(params.top_k, 0), _INT32_MAX)
         self.min_p[row] = params.min_p
         # Without a seed a request still keeps one, drawn here.
         seed = params.seed if params.seed is not None else secrets.randbits(64)
@@ -64,8 +65,8 @@ def position_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def _gumbel(keys: mx.array, vocab_size: int) -> mx.array:
     """Gumbel noise from one key a row: keys [R, 2] -> [R, vocab_size] float32.
 
-    One uniform number in 2**32 is exactly 0 and becomes -inf, which would make the only token that is left look
-    excluded. Every other one gives at least -3.1.
+    One uniform number in 2**32 is exactly 0 and becomes -inf, which would make the only token that is left
+    look excluded. Every other one gives at least -3.1.
     """
     noise = mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)
     return mx.maximum(noise, -4.0)

@@ -115,8 +115,8 @@ class BlockManager:
     def allocate(self, request_id: str, num_tokens: int, *, reserve: int = 0) -> list[int] | None:
         """Extend the request's table so that it holds ``num_tokens`` tokens.
 
-        Returns the ids of the blocks added, or None, with nothing changed, if fewer than that plus ``reserve``
-        blocks are free.
+        Returns the ids of the blocks added, or None, with nothing changed, if fewer than that plus
+        ``reserve`` blocks are free.
         """
         table = self._tables.get(request_id)
         num_new = self.blocks_for(num_tokens) - (len(table) if table is not None else 0)

@@ -1,4 +1,4 @@
-"""Every limit on one request's share of a step, in one place; the running and the waiting loop both call it."""
+"""Every limit on one request's share of a step; the running and the waiting loop both call it."""
 
 from __future__ import annotations
 

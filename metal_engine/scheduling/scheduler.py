@@ -56,7 +56,7 @@ class Scheduler:
         self._held_by_runner: set[str] = set()
         self._dropped: list[str] = []
 
-    # --- requests come and go ---
+    # --- requests come and go -------------------------------------------------------------------------------
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise ValueError if a request of this size could never be served."""
@@ -72,8 +72,8 @@ class Scheduler:
         num_blocks = self.blocks.blocks_for(total - 1)
         if num_blocks > self.blocks.num_blocks:
             raise ValueError(
-                f"the request needs {num_blocks} KV cache blocks ({num_prompt_tokens} prompt tokens, max_tokens "
-                f"{max_tokens}), but the pool has only {self.blocks.num_blocks}"
+                f"the request needs {num_blocks} KV cache blocks ({num_prompt_tokens} prompt tokens, "
+                f"max_tokens {max_tokens}), but the pool has only {self.blocks.num_blocks}"
             )
 
     def add_request(self, request: Request) -> None:
@@ -111,7 +111,7 @@ class Scheduler:
             peak_used_blocks=self.blocks.peak_used_blocks,
         )
 
-    # --- a step ---
+    # --- a step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
         """Plan one step. May be called again before :meth:`update` for the step before.
@@ -230,7 +230,7 @@ class Scheduler:
             outputs.append(output)
         return outputs
 
-    # --- tests and debugging ---
+    # --- tests and debugging --------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Assert every invariant between steps; for tests and debugging."""
@@ -241,15 +241,14 @@ class Scheduler:
         for queue in (self.waiting, self.running):
             arrivals = [request.arrival for request in queue.values()]
             assert arrivals == sorted(arrivals), f"out of order of arrival: {arrivals}"
+        num_held = {request_id: len(self.blocks.block_ids(request_id)) for request_id in self.requests}
         for request in self.waiting.values():
-            assert not self.blocks.block_ids(request.request_id)
             assert request.num_computed_tokens == 0
-        held = {request_id for request_id in self.requests if self.blocks.block_ids(request_id)}
-        assert self.blocks.num_used_blocks == sum(len(self.blocks.block_ids(r)) for r in held)
+        held = {request_id for request_id, num_blocks in num_held.items() if num_blocks}
+        assert self.blocks.num_used_blocks == sum(num_held.values())
         assert held == self.running.keys() == self._held_by_runner
-        for request in self.running.values():
-            num_blocks = len(self.blocks.block_ids(request.request_id))
-            assert num_blocks >= self.blocks.blocks_for(request.num_computed_tokens)
+        for request_id, request in self.running.items():
+            assert num_held[request_id] >= self.blocks.blocks_for(request.num_computed_tokens)
             assert 0 < request.num_computed_tokens <= request.num_tokens_with_placeholders
 
 

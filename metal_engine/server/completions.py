@@ -22,7 +22,10 @@ class CompletionEndpoint:
         prompts = _prompts(body)
         if not prompts:
             raise invalid("prompt must not be empty", param="prompt")
-        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        try:
+            return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        except ValueError as error:
+            raise invalid(f"prompt: {error}", param="prompt") from error
 
     def response(self, generation: Generation) -> BaseModel:
         choices = [

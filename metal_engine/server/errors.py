@@ -28,7 +28,8 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        # JSON may smuggle in lone surrogates, which could not be sent back.
+        self.message = message.encode("utf-8", "replace").decode("utf-8")
         self.param = param
         self.code = code
 

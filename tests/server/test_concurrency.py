@@ -1,4 +1,4 @@
-"""Many clients at once, some of which leave: nobody's tokens are lost, doubled or mixed up, nothing is left."""
+"""Many clients at once, some of which leave: no token is lost, doubled or mixed up, nothing is left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import httpx
+import openai
 import pytest
 
 from tests.fakes import fake_config, generated
@@ -42,10 +43,14 @@ def test_concurrent_streams(num_blocks: int) -> None:
 
 
 def test_half_of_the_clients_disconnect() -> None:
-    """At random points: before the answer begins, after its headers, after any number of events."""
+    """At random points: before the answer begins, after its headers, after any number of events.
+
+    Those who leave ask for so much that the test would time out if it were generated.
+    """
     rng = random.Random(20250)
-    num_tokens = 60
-    with serve(config=fake_config(num_blocks=150, max_num_seqs=40), step_time=0.001) as served:
+    num_tokens, endless = 60, 50_000
+    config = fake_config(num_blocks=7000, max_num_seqs=40, max_model_len=endless + 200)
+    with serve(config=config, step_time=0.001) as served:
 
         async def stay(client: httpx.AsyncClient, i: int) -> str:
             body = {"prompt": prompt_of(i), "max_tokens": num_tokens}
@@ -57,7 +62,7 @@ def test_half_of_the_clients_disconnect() -> None:
             return "".join(httpx.Response(200, text=e[6:]).json()["choices"][0]["text"] for e in events)
 
         async def leave(client: httpx.AsyncClient, i: int, num_chunks: int) -> None:
-            body = {"prompt": prompt_of(i), "max_tokens": num_tokens, "stream": True}
+            body = {"prompt": prompt_of(i), "max_tokens": endless, "stream": True}
             if i % 8 == 1:
                 body["prompt"] = [prompt_of(i), prompt_of(i + 1), prompt_of(i + 2)]
             async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -81,7 +86,7 @@ def test_half_of_the_clients_disconnect() -> None:
                     elif i % 10 == 1:
                         clients.append(leave_early(client, i, rng.uniform(0, 0.05)))
                     else:
-                        clients.append(leave(client, i, rng.randrange(num_tokens - 1)))
+                        clients.append(leave(client, i, rng.randrange(num_tokens)))
                 return await asyncio.gather(*clients)
 
         for i, text in enumerate(asyncio.run(run())):
@@ -127,7 +132,7 @@ def test_a_server_that_stops_ends_its_streams() -> None:
         stream = served.client().completions.create(model=MODEL, prompt="a", max_tokens=500, stream=True)
         next(iter(stream))
         served.server.should_exit = True
-        with pytest.raises(Exception, match=r"peer closed|incomplete"):
+        with pytest.raises(openai.APIConnectionError):
             list(stream)
         wait_until(lambda: served.engine.num_open_requests == 0, "open requests")
         wait_until(lambda: not served.engine.core.has_requests, "requests in the engine")
