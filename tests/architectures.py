@@ -281,8 +281,8 @@ LINEAR_ATTENTION: Config = {
     "partial_rotary_factor": 0.5,
 }
 
-RECURRENT = "its state is not a plain KV cache (ArraysCache)"
-SEVERAL = "its state is not a plain KV cache (CacheList)"
+RECURRENT = "it keeps recurrent state, which is not a KV cache (ArraysCache)"
+SEVERAL = "its layers keep several caches each (CacheList)"
 OWN_ATTENTION = "computes attention in a way of its own"
 
 # model_type -> what it needs beside BASE, and part of the reason with which it is refused.
@@ -327,13 +327,14 @@ UNSUPPORTED: dict[str, tuple[Config, str]] = {
     ),
     "llama4": (
         text(
+            model_type="llama4_text",
             attention_chunk_size=8,
             interleave_moe_layer_step=1,
             intermediate_size_mlp=48,
             use_qk_norm=True,
-            **MOE,
+            **{**MOE, "num_experts_per_tok": 1},
         ),
-        "its state is not a plain KV cache (ChunkedKVCache)",
+        "it attends in chunks of the context (ChunkedKVCache)",
     ),
     "mamba": (MAMBA, RECURRENT),
     "phi3small": (

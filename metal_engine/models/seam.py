@@ -21,6 +21,13 @@ from metal_engine.models.layer_cache import AttendingCache, Attention, LayerKVSp
 
 logger = logging.getLogger(__name__)
 
+# mlx-lm's caches that are not keys and values of every token, in words. Others are refused too.
+_OTHER_STATE = {
+    "ArraysCache": "it keeps recurrent state, which is not a KV cache",
+    "CacheList": "its layers keep several caches each",
+    "ChunkedKVCache": "it attends in chunks of the context",
+}
+
 
 @dataclass(frozen=True)
 class OpenedModel:
@@ -50,7 +57,9 @@ def open_model(model: nn.Module, step: StepState) -> OpenedModel:
     caches = make_prompt_cache(model)
     for cache in caches:
         if type(cache) not in (KVCache, RotatingKVCache):
-            raise UnsupportedModelError(f"its state is not a plain KV cache ({type(cache).__name__})")
+            kind = type(cache).__name__
+            what = _OTHER_STATE.get(kind, "its state is not a plain KV cache")
+            raise UnsupportedModelError(f"{what} ({kind})")
     _install_attention_seam(model)
     recorders = _record(model, len(caches))
     _select_rows_before_head(model, len(caches), step)

@@ -17,6 +17,7 @@ from metal_engine.models.errors import UnsupportedModelError
 from metal_engine.models.paged_model import PagedModel
 from tests.architectures import SUPPORTED, UNSUPPORTED, VOCAB_SIZE, configuration
 from tests.tiny_models import random_model
+from tools.make_models_doc import DOC, models_doc
 
 BLOCK_SIZE = 4
 TOLERANCE = 1e-4  # of logits, relative to the largest of a row
@@ -119,3 +120,7 @@ def test_the_table_covers_what_differs() -> None:
     assert max(LENGTHS) > 3 * 6
     assert "sinks" in dict(opened["gpt_oss"].model.layers[0].self_attn.parameters())
     assert opened["deepseek_v3"].kv_specs[0].latent_dim == 16
+
+
+def test_docs_are_up_to_date() -> None:
+    assert DOC.read_text() == models_doc(), "run python tools/make_models_doc.py"
