@@ -89,6 +89,7 @@ def _attention(model_type: str) -> str:
 
 def _layers(model_type: str) -> str:
     from mlx_lm.models import switch_layers
+
     from tests.architectures import configuration
     from tests.tiny_models import random_model
 
