@@ -80,6 +80,10 @@ def _attention(model_type: str) -> str:
         found.append("latent (MLA, one vector per token cached)")
     elif any(spec.head_dim != spec.v_head_dim for spec in paged.kv_specs):
         found.append("K and V of different sizes")
+    if len(paged.kv_specs) < len(model.layers):
+        found.append("layers that share KV")
+    if any(hasattr(m, "attn_logit_softcapping") and m.attn_logit_softcapping for m in model.modules()):
+        found.append("softcap")
     if paged.windows:
         found.append("sliding window")
     if any("sink" in name for name in names):
