@@ -6,7 +6,7 @@ facts about the loaded model and the device, both given here as plain data, so t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from metal_engine.settings import ConfigError as ConfigError
 from metal_engine.settings import flag, setting
@@ -31,6 +31,12 @@ class EngineArgs:
     model: str
     tokenizer: str | None = setting(None, "Tokenizer, if not the model's own.")
     revision: str | None = setting(None, "Branch, tag or commit of the repository.")
+    download_dir: str | None = setting(None, "Where repositories are kept. Default: the hub's cache.")
+    trust_remote_code: bool = setting(False, "Run code that the model's repository brings.")
+    generation_config: str = setting(
+        "auto",
+        "Sampling defaults: auto (the model's own), vllm (none of them), or a folder with such a file.",
+    )
     chat_template: str | None = setting(
         None, "Chat template instead of the model's own: a file, or the Jinja text itself."
     )
@@ -149,6 +155,7 @@ class ModelInfo:
 
     ``kv_bytes_per_token`` counts K and V over all layers, in bytes. ``max_position_embeddings`` is the context
     length the checkpoint was trained for, in tokens. ``vocab_size`` is the number of rows of the LM head.
+    ``default_sampling`` has the sampling parameters of requests that do not say, as the checkpoint recommends.
     """
 
     name: str
@@ -160,6 +167,7 @@ class ModelInfo:
     weight_bytes: int
     kv_bytes_per_token: int
     max_position_embeddings: int
+    default_sampling: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
