@@ -47,12 +47,12 @@ def check(unit: str, name: str, *, own_files: bool = True) -> None:
         done = run_clang(
             [*language_flags(), *_WARNINGS, "-target", "spir64", "-O0", "-g"]
             # Metal has no double, no function pointers and no variadic functions.
-            + ["-Xclang", "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64", "-emit-llvm", "-S", str(source), "-o", str(ir)]
+            + ["-Xclang", "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64", "-Xclang", "-disable-llvm-passes", "-emit-llvm", "-S", str(source), "-o", str(ir)]
         )
         if done.returncode:
             raise CheckError(f"{name} is not legal Metal:\n{done.stderr}")
         text = ir.read_text()
-    problems = _recursion(text)
+    problems = _recursion(text) + _program_scope_variables(text)
     if own_files:
         problems += _unqualified_pointers(text)
     if problems:
@@ -72,14 +72,33 @@ def _quiet_headers(unit: str) -> str:
     return "\n".join(lines)
 
 
+def _files(ir: str) -> dict[str, str]:
+    """Metadata node of a file -> its name; those of the kernel's own text are <name>:source and <name>:header."""
+    return {m[1]: m[2] for m in re.finditer(r'^(!\d+) = !DIFile\(filename: "([^"]+)"', ir, re.M)}
+
+
+def _described(ir: str, node: str) -> str:
+    """"file:line: error: 'name'" of a function's or variable's debug information."""
+    found = re.search(rf"^{node} = (?:distinct )?!DI\w+\((.*)\)$", ir, re.M)
+    fields = found[1] if found else ""
+    if expression := re.match(r"var: (!\d+)", fields):
+        return _described(ir, expression[1])
+    name, where = re.search(r'name: "([^"]+)"', fields), re.search(r"file: (!\d+), line: (\d+)", fields)
+    at = f"{_files(ir).get(where[1], '?')}:{where[2]}: " if where else ""
+    return f"{at}error: {name[1] if name else '?'!r}"
+
+
 def _recursion(ir: str) -> list[str]:
     """A cycle in the call graph."""
     calls: dict[str, set[str]] = {}
+    nodes: dict[str, str] = {}
     current = ""
     for line in ir.split("\n"):
         if found := re.match(r"define .*?@([\w.$]+)\(", line):
             current = found[1]
             calls[current] = set()
+            node = re.search(r"!dbg (!\d+)", line)
+            nodes[current] = node[1] if node else "!none"
         elif current and (found := re.search(r"\bcall .*?@([\w.$]+)\(", line)):
             calls[current].add(found[1])
     state: dict[str, int] = {}
@@ -96,25 +115,36 @@ def _recursion(ir: str) -> list[str]:
 
     for f in calls:
         if f not in state and (bad := visit(f)):
-            return [f"error: recursion through {bad}: Metal's GPU functions cannot call themselves"]
+            return [f"{_described(ir, nodes[bad])} calls itself: recursion is not for Metal's GPU functions"]
     return []
+
+
+def _program_scope_variables(ir: str) -> list[str]:
+    """Variables outside functions, and static ones inside, must be constant."""
+    nodes = re.findall(r"^@[\w.$]+ = .*\baddrspace\(1\) (?:global|constant)\b.*!dbg (!\d+)", ir, re.M)
+    return [f"{_described(ir, n)} lives outside functions, so its address space must be constant" for n in nodes]
 
 
 def _unqualified_pointers(ir: str) -> list[str]:
     """Variables and parameters of pointer type in the generic address space, in the kernel's own text."""
-    # Unnamed address spaces are those of <name>:source and <name>:header, the files that #line names.
-    files = {m[1]: m[2] for m in re.finditer(r'^(!\d+) = !DIFile\(filename: "([^"]+)"', ir, re.M)}
-    generic = set(re.findall(r"(%[\w.]+) = alloca ptr addrspace\(4\)", ir))
-    declared = re.findall(r"@llvm\.dbg\.declare\(metadata ptr (?:addrspace\(\d+\) )?(%[\w.]+), metadata (!\d+)", ir)
+    files = _files(ir)
     variables = {
         m[1]: m[2] for m in re.finditer(r"^(!\d+) = !DILocalVariable\((.*)\)$", ir, re.M)
     }
     problems = []
-    for slot, number in declared:
-        fields = variables.get(number, "")
+    generic: set[str] = set()
+    for line in ir.split("\n"):
+        if line.startswith("define "):
+            generic = set()
+        elif found := re.match(r"\s*(%[\w.]+) = alloca ptr addrspace\(4\)", line):
+            generic.add(found[1])
+        declared = re.search(r"@llvm\.dbg\.declare\(metadata ptr (?:addrspace\(\d+\) )?(%[\w.]+), metadata (!\d+)", line)
+        if not declared or declared[1] not in generic:
+            continue
+        fields = variables.get(declared[2], "")
         where = re.search(r"file: (!\d+), line: (\d+)", fields)
         name = re.search(r'name: "([^"]+)"', fields)
-        if slot not in generic or "DIFlagArtificial" in fields or not where or not name:
+        if "DIFlagArtificial" in fields or not where or not name:
             continue
         file = files.get(where[1], "")
         if re.search(r":(source|header)$", file):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -131,11 +132,28 @@ class SimulatedKernel:
         key = repr((request["inputs"], request["outputs"], request["template"]))
         if key not in self._compiled:
             # The other size classes of these inputs must be legal too: they occur with other batches.
-            for other in _other_classes(described):
+            for other in self._other_classes(described):
                 self._unit_of(self._request(other, output_dtypes, template))
             unit, name, parameters = self._unit_of(request)
             self._compiled[key] = (LoadedKernel(self.name, build(unit, name)), parameters)
         return self._compiled[key]
+
+    def _other_classes(self, inputs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        """The same call with all arrays small, and with all arrays large.
+
+        A comment ``metal_sim: never small: name, name`` in the kernel's text names inputs that always have 8
+        elements or more, and so always lie in device memory.
+        """
+        found = re.search(r"metal_sim: never small:([\w ,]*)", self.header + "\n" + self.source, re.M)
+        large = {n.strip() for n in found[1].split(",")} if found else set()
+
+        def resized(size: int) -> list[dict[str, Any]]:
+            return [
+                {**i, "shape": [CONSTANT_ELEMENTS if n in large else size, *i["shape"][1:]] if i["shape"] else []}
+                for n, i in zip(self.input_names, inputs, strict=True)
+            ]
+
+        return [v for v in (resized(1), resized(CONSTANT_ELEMENTS)) if v != inputs]
 
     def _request(
         self, inputs: list[dict[str, Any]], output_dtypes: Sequence[mx.Dtype], template: Sequence[tuple[str, Any]]
@@ -183,14 +201,6 @@ def _class_of(dtype: mx.Dtype, ndim: int, size: int) -> dict[str, Any]:
     if ndim and size >= CONSTANT_ELEMENTS:
         shape[0] = CONSTANT_ELEMENTS
     return {"dtype": _name(dtype), "shape": shape}
-
-
-def _other_classes(inputs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The same call with all arrays small, and with all arrays large."""
-    def resized(size: int) -> list[dict[str, Any]]:
-        return [{**i, "shape": [size, *i["shape"][1:]] if i["shape"] else []} for i in inputs]
-
-    return [v for v in (resized(1), resized(CONSTANT_ELEMENTS)) if v != inputs]
 
 
 def metal_kernel(*args: Any, **kwargs: Any) -> SimulatedKernel:

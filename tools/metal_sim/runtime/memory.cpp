@@ -267,9 +267,18 @@ static inline void access(uint64_t address, uint64_t size, bool write, uint64_t 
   }
 }
 
+// The compiler calls these only where it takes the address to be aligned for the size (else the ...N ones).
+static inline void aligned_access(uint64_t address, uint64_t size, bool write, uint64_t pc) {
+  access(address, size, write, pc);
+  if (address & (size - 1)) {
+    fault().buffer = -1;
+    stop(kMisaligned, pc, "%llu bytes at an address that is not a multiple of that", (unsigned long long)size);
+  }
+}
+
 #define MS_ACCESS(n)                                                                                     \
-  extern "C" void __asan_load##n##_noabort(uint64_t a) { access(a, n, false, CALLER); }                 \
-  extern "C" void __asan_store##n##_noabort(uint64_t a) { access(a, n, true, CALLER); }
+  extern "C" void __asan_load##n##_noabort(uint64_t a) { aligned_access(a, n, false, CALLER); }         \
+  extern "C" void __asan_store##n##_noabort(uint64_t a) { aligned_access(a, n, true, CALLER); }
 MS_ACCESS(1)
 MS_ACCESS(2)
 MS_ACCESS(4)
