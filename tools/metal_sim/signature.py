@@ -120,7 +120,7 @@ def _parameter(text: str) -> Parameter:
 
 def find_kernel(text: str, name: str) -> Signature:
     """The signature of kernel ``name``."""
-    pattern = rf"(template\s*<(?P<template>[^{{}};]*?)>\s*)?(?P<kernel>\[\[kernel\]\]|\bkernel\b)\s+void\s+{name}\s*\("
+    pattern = rf"(template\s*<(?P<template>[^{{}};]*?)>\s*)?(?P<kernel>\[\[kernel[^\]]*\]\]|\bkernel\b)\s+void\s+{name}\s*\("
     found = re.search(pattern, text)
     if not found:
         raise ToolchainError(f"no kernel named {name} in the source")

@@ -156,7 +156,7 @@ def translation_unit(
     )
     # The template line gives way; its newlines stay, so that the lines after it keep their numbers.
     newlines = "\n" * text[signature.start : signature.declaration].count("\n")
-    body = re.sub(r"^\[\[kernel\]\]", "kernel", text[signature.declaration : signature.end])
+    body = re.sub(r"^\[\[kernel[^\]]*\]\]", "kernel", text[signature.declaration : signature.end])
     # Other kernels of the same text are plain functions that nobody calls; they may hold threadgroup variables
     # and templates, which only a kernel may: drop them.
     before = _drop_kernels(text[: signature.start])
@@ -169,7 +169,7 @@ def translation_unit(
 
 
 def _drop_kernels(text: str) -> str:
-    pattern = re.compile(r"(template\s*<[^{};]*?>\s*)?\[\[kernel\]\]\s+void\s+\w+\s*\(")
+    pattern = re.compile(r"(template\s*<[^{};]*?>\s*)?\[\[kernel[^\]]*\]\]\s+void\s+\w+\s*\(")
     out, last = [], 0
     while found := pattern.search(text, last):
         closing = matching(text, found.end() - 1)

@@ -79,6 +79,27 @@ template <class T>
 using remove_reference_t = typename remove_reference<T>::type;
 
 template <class T>
+struct remove_addrspace {
+  using type = T;
+};
+#define MS_SPACE(space)                     \
+  template <class T>                        \
+  struct remove_addrspace<space T> {        \
+    using type = T;                         \
+  };                                        \
+  template <class T>                        \
+  struct remove_addrspace<const space T> {  \
+    using type = const T;                   \
+  };
+MS_SPACE(device)
+MS_SPACE(threadgroup)
+MS_SPACE(thread)
+MS_SPACE(constant)
+#undef MS_SPACE
+template <class T>
+using remove_addrspace_t = typename remove_addrspace<T>::type;
+
+template <class T>
 struct is_integral : bool_constant<__is_integral(T)> {};
 template <class T>
 constexpr constant bool is_integral_v = __is_integral(T);
