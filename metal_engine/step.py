@@ -33,8 +33,8 @@ class SchedulerOutput:
         num_scheduled_tokens: request id -> query length, in packing order. A decode is a length of 1.
         new_requests: requests in this step that the runner does not hold.
         new_block_ids: request id -> blocks appended to the table of a request the runner holds.
-        sampled_req_ids: requests whose last known token is in this step, so that it samples their next one.
-            An intermediate chunk is not among them.
+        sampled_req_ids: requests whose last known token is in this step, so that it samples their next one,
+            in packing order. An intermediate chunk is not among them.
         dropped_req_ids: requests the runner must forget before this step: finished, aborted or preempted.
     """
 
@@ -71,3 +71,20 @@ class Runner(Protocol):
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Start one forward pass and one sampling pass over the plan; must not block on the device."""
         ...
+
+    def close(self) -> None:
+        """Let go of what belongs to the calling thread; the last call, in the thread that ran the steps."""
+        ...
+
+
+@dataclass(slots=True)
+class TokenOutput:
+    """What one step did for one request, as the scheduler tells it to the engine.
+
+    ``finish_reason`` and ``stop_reason`` are those of :class:`metal_engine.request.RequestOutput`.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | None = None

@@ -1,0 +1,56 @@
+# Two commands to know: `make serve` and `make test`. Everything they need goes into .venv.
+
+MODEL ?= demo
+HOST  ?= 127.0.0.1
+PORT  ?= 8000
+# More flags for `make serve`, as in ARGS="--max-model-len 4096".
+ARGS  ?=
+
+# The first Python of at least 3.11.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
+BIN := .venv/bin
+
+.PHONY: serve chat test test-full lint format clean
+
+serve: .venv/.installed  ## serve MODEL on HOST:PORT
+	$(BIN)/metal-engine serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+chat: .venv/.installed  ## talk to MODEL in the terminal
+	$(BIN)/metal-engine chat $(MODEL) $(ARGS)
+
+test: .venv/.installed-dev  ## all tests, long sweeps run small
+	$(BIN)/python -m pytest $(ARGS)
+
+test-full: .venv/.installed-full  ## all tests and the long sweeps
+	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
+
+lint: .venv/.installed-dev  ## ruff, mypy, import-linter
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "metal-engine needs Python 3.11 or newer: install one, or make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e .
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+.venv/.installed-full: .venv/.installed-dev
+	$(BIN)/python -m pip install --quiet -e '.[full]'
+	@touch $@

@@ -1,0 +1,121 @@
+"""The engine for asyncio: submit a request, iterate over its outputs. Never blocks the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from metal_engine.config import EngineConfig
+from metal_engine.engine.core import EngineCore
+from metal_engine.engine.engine_thread import EngineThread
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.request import RequestOutput, SamplingParams
+from metal_engine.scheduling.scheduler import SchedulerStats
+
+
+class AsyncEngine:
+    """An :class:`EngineThread` seen from one event loop.
+
+    Args:
+        build: makes the engine; called in the engine's thread.
+    """
+
+    def __init__(self, build: Callable[[], EngineCore]) -> None:
+        self._thread = EngineThread(build, self._on_outputs)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._queues: dict[str, asyncio.Queue[RequestOutput]] = {}
+        self._core: EngineCore | None = None
+
+    def start(self) -> None:
+        """Load the model and start the thread; blocks until it is ready. Raises what loading raised."""
+        self._core = self._thread.start()
+
+    def shutdown(self) -> None:
+        """Stop the thread after the step under way."""
+        self._thread.shutdown()
+
+    @property
+    def core(self) -> EngineCore:
+        assert self._core is not None, "start() has not been called"
+        return self._core
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.core.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.core.tokenizer
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self.core.stats
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the engine's thread; None while it runs."""
+        return self._thread.error
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._queues)
+
+    def check_request(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        """Raise ValueError if such a request can never be served."""
+        self.core.resolve_max_tokens(num_prompt_tokens, params)
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request, as they come; the last one has a ``finish_reason``.
+
+        A reader slower than the engine is given what has come meanwhile as one output.
+
+        Leaving the iteration early, by ``aclose`` or cancellation, aborts the request.
+
+        Raises:
+            EngineDeadError: the engine's thread has ended.
+            ValueError: ``request_id`` is in use here.
+        """
+        if request_id in self._queues:
+            raise ValueError(f"request id {request_id!r} is in use")
+        self._loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._queues[request_id] = outputs
+        finished = False
+        try:
+            self._thread.submit(request_id, prompt_token_ids, params)
+            while not finished:
+                output = await outputs.get()
+                while not outputs.empty():
+                    output = _merged(output, outputs.get_nowait())
+                finished = output.finished
+                yield output
+        finally:
+            del self._queues[request_id]
+            if not finished:
+                self._thread.abort(request_id)
+
+    def _on_outputs(self, outputs: list[RequestOutput]) -> None:
+        """In the engine's thread: one hop to the event loop per step."""
+        if self._loop is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._dispatch, outputs)
+        except RuntimeError:  # the loop has closed: nobody is left to tell
+            for output in outputs:
+                self._thread.abort(output.request_id)
+
+    def _dispatch(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            queue = self._queues.get(output.request_id)
+            if queue is not None:
+                queue.put_nowait(output)
+
+
+def _merged(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
+    """Two outputs of one request as one."""
+    if later.error is None:  # else it has no counts of its own
+        later.token_ids = earlier.token_ids + later.token_ids
+        later.text = earlier.text + later.text
+    return later

@@ -1,0 +1,144 @@
+"""The one thread that owns the model. MLX arrays and streams belong to the thread that made them, so it builds
+the engine and runs every step; other threads hand it requests and are handed outputs."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.request import RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+OutputSink = Callable[[list[RequestOutput]], None]
+
+
+class EngineDeadError(RuntimeError):
+    """The engine thread has ended, so no request can be served."""
+
+
+@dataclass(frozen=True)
+class _Add:
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class _Abort:
+    request_id: str
+
+
+class _Stop:
+    pass
+
+
+class EngineThread:
+    """Builds an engine in a thread of its own and steps it while there are requests.
+
+    Args:
+        build: makes the engine; called in the thread.
+        on_outputs: called in the thread, once per step, with that step's outputs. Must not block.
+    """
+
+    def __init__(self, build: Callable[[], EngineCore], on_outputs: OutputSink) -> None:
+        self._build = build
+        self._on_outputs = on_outputs
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._ready = threading.Event()
+        self._engine: EngineCore | None = None
+        self._error: BaseException | None = None
+        # Held to submit and to stop, so that no request slips into the inbox of a thread that has ended.
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self) -> EngineCore:
+        """Start the thread and wait for the engine. Raises what building it raised."""
+        self._thread.start()
+        self._ready.wait()
+        if self._engine is None:
+            assert self._error is not None
+            raise self._error
+        return self._engine
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the thread, if it ended on its own."""
+        return self._error
+
+    def submit(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Queue a request; its outputs arrive at ``on_outputs``, an error among them.
+
+        Raises:
+            EngineDeadError: the thread has ended.
+        """
+        with self._lock:
+            if self._stopped:
+                raise EngineDeadError(f"the engine has stopped: {self._error or 'it was shut down'}")
+            self._inbox.put(_Add(request_id, prompt_token_ids, params))
+
+    def abort(self, request_id: str) -> None:
+        """End a request before the next step; no further output comes for it after that."""
+        self._inbox.put(_Abort(request_id))
+
+    def shutdown(self, timeout: float | None = 10.0) -> None:
+        """Stop after the step under way and join the thread."""
+        self._inbox.put(_Stop())
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    # --- in the thread ---
+
+    def _main(self) -> None:
+        try:
+            self._engine = self._build()
+        except BaseException as error:  # noqa: BLE001  (handed to the thread that waits in start())
+            self._error = error
+            return
+        finally:
+            self._ready.set()
+        try:
+            self._loop(self._engine)
+        except BaseException as error:
+            logger.critical("the engine thread has died", exc_info=True)
+            self._error = error
+            self._fail_everything(self._engine, f"the engine has stopped: {error}")
+        finally:
+            self._engine.close()
+
+    def _fail_everything(self, engine: EngineCore, message: str) -> None:
+        with self._lock:
+            self._stopped = True
+        requests = list(engine.scheduler.requests)
+        while not self._inbox.empty():
+            waiting = self._inbox.get()
+            if isinstance(waiting, _Add):
+                requests.append(waiting.request_id)
+        self._on_outputs([RequestOutput(r, finish_reason="error", error=message) for r in requests])
+
+    def _loop(self, engine: EngineCore) -> None:
+        while True:
+            outputs: list[RequestOutput] = []
+            # Wait for work when there is none; otherwise take what has arrived and go on.
+            while not engine.has_requests or not self._inbox.empty():
+                message = self._inbox.get()
+                if isinstance(message, _Stop):
+                    self._fail_everything(engine, "the engine was shut down")
+                    return
+                if isinstance(message, _Abort):
+                    engine.abort_request(message.request_id)
+                    continue
+                try:
+                    engine.add_request(message.request_id, message.prompt_token_ids, message.params)
+                except ValueError as error:
+                    outputs.append(RequestOutput(message.request_id, finish_reason="error", error=str(error)))
+                    break
+            if engine.has_requests:
+                outputs += engine.step()
+            if outputs:
+                self._on_outputs(outputs)

@@ -1,0 +1,108 @@
+"""From token ids to what the user sees: incremental text, and stop strings."""
+
+from __future__ import annotations
+
+from metal_engine.engine.tokenizer import Detokenizer, Tokenizer
+from metal_engine.request import Request, RequestOutput, SamplingParams
+from metal_engine.step import TokenOutput
+
+
+class StopStrings:
+    """Finds stop strings in text that arrives in pieces, and holds back what might be the start of one."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._held = ""
+
+    def add(self, text: str) -> tuple[str, str | None]:
+        """Take new text; return what may be shown, and the stop string if one is complete.
+
+        The stop string that is complete first wins, the longest of those that end together; so where the
+        text was cut into pieces makes no difference. The text shown ends before it.
+        """
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, stop = min(found)
+            self._held = ""
+            return text[:at], stop
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        """What was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+class _OutputState:
+    """One request's text under construction."""
+
+    __slots__ = ("detokenizer", "num_output_tokens", "num_prompt_tokens", "stop_strings")
+
+    def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
+        params: SamplingParams = request.sampling_params
+        self.detokenizer = detokenizer
+        self.stop_strings = StopStrings(params.stop)
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.num_output_tokens = 0
+
+
+class OutputProcessor:
+    """Turns each step's tokens into :class:`RequestOutput` s."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._states: dict[str, _OutputState] = {}
+
+    def add_request(self, request: Request) -> None:
+        detokenizer = self._tokenizer.detokenizer(
+            request.token_ids, request.sampling_params.skip_special_tokens
+        )
+        self._states[request.request_id] = _OutputState(request, detokenizer)
+
+    def remove_request(self, request_id: str) -> None:
+        self._states.pop(request_id, None)
+
+    def process(self, output: TokenOutput) -> RequestOutput:
+        """Text for one request's new tokens. The request is forgotten when the output finishes it.
+
+        A stop string found here finishes the output; the caller must then end the request itself.
+        """
+        state = self._states[output.request_id]
+        finish_reason, stop_reason = output.finish_reason, output.stop_reason
+        shown: list[str] = []
+        found: str | None = None
+        state.num_output_tokens += len(output.token_ids)
+        # The token that stopped generation (EOS or a stop token) is no part of the text.
+        visible = output.token_ids[:-1] if finish_reason == "stop" else output.token_ids
+        for token_id in visible:
+            text, found = state.stop_strings.add(state.detokenizer.add(token_id))
+            shown.append(text)
+            if found is not None:
+                break
+        if found is None and finish_reason is not None:
+            shown.append(state.stop_strings.flush())
+        if found is not None:
+            finish_reason = "stop"
+        result = RequestOutput(
+            request_id=output.request_id,
+            text="".join(shown),
+            token_ids=output.token_ids,
+            num_prompt_tokens=state.num_prompt_tokens,
+            num_output_tokens=state.num_output_tokens,
+            finish_reason=finish_reason,
+            stop_reason=found if found is not None else stop_reason,
+        )
+        if result.finished:
+            del self._states[output.request_id]
+        return result

@@ -1,0 +1,24 @@
+"""Where downloads and other files that can be made again are kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """``METAL_ENGINE_CACHE``, else ``metal-engine`` below the user's cache directory. Not created here.
+
+    Raises:
+        FileNotFoundError: neither variable is set and the user has no home directory.
+    """
+    own = os.environ.get("METAL_ENGINE_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base).expanduser() / "metal-engine"
+    try:
+        return Path.home() / ".cache" / "metal-engine"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"no home directory to keep a cache in: {error}") from error

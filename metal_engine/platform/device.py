@@ -1,0 +1,34 @@
+"""Facts about the device that MLX computes on."""
+
+from __future__ import annotations
+
+import platform
+
+from metal_engine.config import DeviceInfo
+from metal_engine.platform.blas import BlasInfo
+from metal_engine.platform.memory import available_memory_bytes
+
+
+def device_info(blas: BlasInfo | None = None) -> DeviceInfo:
+    """Describe MLX's default device. ``blas`` is what ``load_optimized_blas`` returned.
+
+    This imports MLX, so ``load_optimized_blas`` must have been called before.
+    """
+    import mlx.core as mx
+
+    if mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu):
+        facts = mx.device_info(mx.gpu)
+        name = str(facts["device_name"])
+        return DeviceInfo(
+            kind="metal",
+            name=name,
+            compute=f"{name} (Metal)",
+            memory_bytes=int(facts["max_recommended_working_set_size"]),
+        )
+    facts = mx.device_info(mx.cpu)
+    return DeviceInfo(
+        kind="cpu",
+        name=str(facts.get("device_name") or platform.processor() or platform.machine()),
+        compute=blas.description if blas is not None else "MLX's CPU backend",
+        memory_bytes=available_memory_bytes(),
+    )

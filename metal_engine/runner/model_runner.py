@@ -1,0 +1,87 @@
+"""Runs a step: the plan becomes packed arrays, one forward pass, one sampling pass."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.backend import AttentionBackend, AttentionMetadata
+from metal_engine.config import CacheConfig, SchedulerConfig
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.runner.batch import RequestTable
+from metal_engine.runner.sampler import sample
+from metal_engine.step import ModelOutput, SchedulerOutput
+
+
+class ModelRunner:
+    """Executes plans on a model with a paged KV cache.
+
+    Belongs to the thread that loaded the model: MLX arrays and streams do.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        backend: AttentionBackend,
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._cache_config = cache_config
+        self._table = RequestTable(
+            scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size
+        )
+        model.allocate(cache_config.num_blocks, cache_config.block_size)
+
+    def execute(self, plan: SchedulerOutput) -> PendingStep:
+        """Start a step: builds the graph of one forward over every packed row and one sampling pass."""
+        block_size = self._cache_config.block_size
+        batch = self._table.pack(plan)
+        batch.validate(self._cache_config.num_tokens, block_size)
+        metadata = AttentionMetadata(
+            cu_seqlens_q=batch.cu_seqlens_q,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table,
+            slot_mapping=mx.array(batch.slot_mapping),
+            block_size=block_size,
+        )
+        logits = self._model(
+            mx.array(batch.input_ids),
+            mx.array(batch.positions),
+            metadata,
+            self._backend.plan(metadata),
+            mx.array(batch.logits_indices),
+        )
+        tokens = None
+        if plan.sampled_req_ids:
+            positions = self._table.num_output_tokens(batch.sampled_rows)
+            tokens = sample(logits, self._table.sampling, batch.sampled_rows, positions)
+        return PendingStep(self._model, self._table, plan.sampled_req_ids, tokens)
+
+    def close(self) -> None:
+        """Free the KV cache and end this thread's streams: MLX must not find them open when the thread has gone."""
+        self._model.release()
+        mx.clear_streams()
+
+
+class PendingStep:
+    """A step under way (:class:`metal_engine.step.StepHandle`)."""
+
+    def __init__(
+        self, model: PagedModel, table: RequestTable, sampled_req_ids: list[str], tokens: mx.array | None
+    ) -> None:
+        self._model = model
+        self._table = table
+        self._sampled_req_ids = sampled_req_ids
+        self._tokens = tokens  # [R]
+
+    def result(self) -> ModelOutput:
+        """Wait for the step and return the tokens it sampled."""
+        if self._tokens is None:
+            # Only intermediate chunks: what matters is the KV they leave behind.
+            self._model.eval_caches()
+            return ModelOutput([])
+        token_ids = np.array(self._tokens)
+        self._table.append_tokens(self._sampled_req_ids, token_ids)
+        return ModelOutput(token_ids.tolist())

@@ -1,0 +1,157 @@
+"""The KV cache's blocks: which are free, which request holds which, in constant time per block.
+
+Pure bookkeeping over block ids; the memory itself belongs to the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class Block:
+    """One block of the KV cache.
+
+    ``ref_cnt`` counts the block tables it stands in. ``block_hash`` identifies the contents of a full block
+    (None while unknown). The two links are the free queue's.
+    """
+
+    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.block_hash: bytes | None = None
+        self.prev_free: Block | None = None
+        self.next_free: Block | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, ref_cnt={self.ref_cnt})"
+
+
+class FreeBlockQueue:
+    """Unreferenced blocks, least recently freed first: a doubly linked list through the blocks themselves.
+
+    Every operation is O(1), removal from the middle included (a cached block that is used again).
+    """
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self.num_free_blocks = 0
+        # Sentinels at both ends spare every operation its special cases.
+        self._head = Block(-1)
+        self._tail = Block(-1)
+        self._head.next_free = self._tail
+        self._tail.prev_free = self._head
+        for block in blocks:
+            self.append(block)
+
+    def append(self, block: Block) -> None:
+        last = self._tail.prev_free
+        assert last is not None and block.next_free is None, f"{block} is in the free queue already"
+        last.next_free = block
+        block.prev_free = last
+        block.next_free = self._tail
+        self._tail.prev_free = block
+        self.num_free_blocks += 1
+
+    def remove(self, block: Block) -> None:
+        prev_free, next_free = block.prev_free, block.next_free
+        assert prev_free is not None and next_free is not None, f"{block} is not in the free queue"
+        prev_free.next_free = next_free
+        next_free.prev_free = prev_free
+        block.prev_free = block.next_free = None
+        self.num_free_blocks -= 1
+
+    def popleft(self) -> Block:
+        block = self._head.next_free
+        assert block is not None and block is not self._tail, "no free block"
+        self.remove(block)
+        return block
+
+    def __iter__(self) -> Iterator[Block]:
+        block = self._head.next_free
+        while block is not self._tail:
+            assert block is not None
+            yield block
+            block = block.next_free
+
+
+class BlockManager:
+    """Block tables of all running requests over one pool.
+
+    Args:
+        num_blocks: blocks in the pool.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._blocks = [Block(i) for i in range(num_blocks)]
+        self._free = FreeBlockQueue(self._blocks)
+        self._tables: dict[str, list[Block]] = {}
+        self.peak_used_blocks = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._free.num_free_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - self._free.num_free_blocks
+
+    @property
+    def usage(self) -> float:
+        """Used share of the pool, 0 to 1."""
+        return self.num_used_blocks / self.num_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens take."""
+        return -(-num_tokens // self.block_size)
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """The request's block table: logical -> physical."""
+        return [block.block_id for block in self._tables.get(request_id, ())]
+
+    def allocate(self, request_id: str, num_tokens: int, *, reserve: int = 0) -> list[int] | None:
+        """Extend the request's table so that it holds ``num_tokens`` tokens.
+
+        Returns the ids of the blocks added, or None, with nothing changed, if fewer than that plus
+        ``reserve`` blocks are free.
+        """
+        table = self._tables.get(request_id)
+        num_new = self.blocks_for(num_tokens) - (len(table) if table is not None else 0)
+        if num_new <= 0:
+            return []
+        if num_new + reserve > self._free.num_free_blocks:
+            return None
+        if table is None:
+            table = self._tables[request_id] = []
+        new_blocks = [self._free.popleft() for _ in range(num_new)]
+        for block in new_blocks:
+            block.ref_cnt = 1
+            block.block_hash = None
+        table += new_blocks
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
+        return [block.block_id for block in new_blocks]
+
+    def free(self, request_id: str) -> None:
+        """Give the request's blocks back, its last block first, so that tails are reused before heads."""
+        for block in reversed(self._tables.pop(request_id, ())):
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self._free.append(block)
+
+    def check_integrity(self) -> None:
+        """Assert every invariant; O(num_blocks), for tests and debugging."""
+        references = [0] * self.num_blocks
+        for request_id, table in self._tables.items():
+            ids = [block.block_id for block in table]
+            assert ids and len(set(ids)) == len(ids), f"{request_id}: block table {ids}"
+            for block_id in ids:
+                references[block_id] += 1
+        free_ids = [block.block_id for block in self._free]
+        assert len(free_ids) == len(set(free_ids)) == self._free.num_free_blocks
+        free_set = set(free_ids)
+        for block, count in zip(self._blocks, references, strict=True):
+            assert block.ref_cnt == count, f"{block} stands in {count} tables"
+            assert (count == 0) == (block.block_id in free_set), f"{block} is free and used, or neither"

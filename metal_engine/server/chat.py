@@ -1,0 +1,88 @@
+"""``/v1/chat/completions``: what sets it apart from other generating endpoints."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.request import RequestOutput
+from metal_engine.server.conversation import template_messages
+from metal_engine.server.errors import invalid
+from metal_engine.server.generation import Generation, finish_reason
+from metal_engine.server.protocol import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionBody,
+    ChatCompletionChunk,
+    Delta,
+    Usage,
+)
+
+
+class ChatEndpoint:
+    """Implements :class:`metal_engine.server.generation.Endpoint`."""
+
+    id_prefix = "chatcmpl"
+
+    def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
+        messages = template_messages(body.messages)
+        try:
+            return [tokenizer.apply_chat_template(messages)]
+        except ValueError as error:
+            raise invalid(str(error), param="messages") from error
+
+    def response(self, generation: Generation) -> BaseModel:
+        choices = []
+        for choice in generation.choices:
+            assert choice.finish_reason is not None
+            choices.append(
+                ChatChoice(
+                    index=choice.index,
+                    message=AssistantMessage(content=choice.text),
+                    finish_reason=choice.finish_reason,
+                    stop_reason=choice.stop_reason,
+                )
+            )
+        return ChatCompletion(
+            id=generation.request_id,
+            created=generation.created,
+            model=generation.model,
+            choices=choices,
+            usage=generation.usage,
+        )
+
+    def chunks(
+        self, generation: Generation, index: int, output: RequestOutput, first: bool
+    ) -> list[BaseModel]:
+        choices = []
+        if first:
+            choices.append(ChatChunkChoice(index=index, delta=Delta(role="assistant", content="")))
+        if output.text:
+            choices.append(ChatChunkChoice(index=index, delta=Delta(content=output.text)))
+        if output.finished:
+            choices.append(
+                ChatChunkChoice(
+                    index=index,
+                    delta=Delta(),
+                    finish_reason=finish_reason(output),
+                    stop_reason=output.stop_reason,
+                )
+            )
+        return [_chunk(generation, [choice]) for choice in choices]
+
+    def usage_chunk(self, generation: Generation) -> BaseModel:
+        return _chunk(generation, [], generation.usage)
+
+
+def _chunk(
+    generation: Generation, choices: list[ChatChunkChoice], usage: Usage | None = None
+) -> ChatCompletionChunk:
+    return ChatCompletionChunk(
+        id=generation.request_id,
+        created=generation.created,
+        model=generation.model,
+        choices=choices,
+        usage=usage,
+    )

@@ -1,0 +1,78 @@
+"""``/v1/completions``: what sets it apart from other generating endpoints."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from pydantic import BaseModel
+
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.request import RequestOutput
+from metal_engine.server.errors import invalid
+from metal_engine.server.generation import Generation, finish_reason
+from metal_engine.server.protocol import Completion, CompletionBody, CompletionChoice, Usage
+
+
+class CompletionEndpoint:
+    """Implements :class:`metal_engine.server.generation.Endpoint`."""
+
+    id_prefix = "cmpl"
+
+    def tokenize(self, body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
+        prompts = _prompts(body)
+        if not prompts:
+            raise invalid("prompt must not be empty", param="prompt")
+        try:
+            return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        except ValueError as error:
+            raise invalid(f"prompt: {error}", param="prompt") from error
+
+    def response(self, generation: Generation) -> BaseModel:
+        choices = [
+            CompletionChoice(
+                index=choice.index,
+                text=choice.text,
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+            )
+            for choice in generation.choices
+        ]
+        return _completion(generation, choices, generation.usage)
+
+    def chunks(
+        self, generation: Generation, index: int, output: RequestOutput, first: bool
+    ) -> list[BaseModel]:
+        if not output.text and not output.finished:
+            return []
+        choice = CompletionChoice(
+            index=index,
+            text=output.text,
+            finish_reason=finish_reason(output),
+            stop_reason=output.stop_reason,
+        )
+        return [_completion(generation, [choice])]
+
+    def usage_chunk(self, generation: Generation) -> BaseModel:
+        return _completion(generation, [], generation.usage)
+
+
+def _prompts(body: CompletionBody) -> list[str | list[int]]:
+    """The body's prompt in any of its four forms, as a list of texts or token id lists."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [prompt]
+    return cast(list[str | list[int]], prompt)
+
+
+def _completion(
+    generation: Generation, choices: list[CompletionChoice], usage: Usage | None = None
+) -> Completion:
+    return Completion(
+        id=generation.request_id,
+        created=generation.created,
+        model=generation.model,
+        choices=choices,
+        usage=usage,
+    )

@@ -1,0 +1,66 @@
+"""Chat messages as clients send them -> messages as chat templates read them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from metal_engine.server.errors import invalid
+from metal_engine.server.protocol import ChatMessage, ContentPart
+
+# Chat templates were written before OpenAI renamed the system role for newer models.
+_TEMPLATE_ROLES = {"developer": "system"}
+
+
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages for :meth:`metal_engine.engine.tokenizer.Tokenizer.apply_chat_template`.
+
+    Raises:
+        APIError: 400, for content that is not text.
+    """
+    return [_template_message(i, message) for i, message in enumerate(messages)]
+
+
+def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    if message.content is None and message.role != "assistant":
+        raise invalid(f"messages[{index}].content is required for the role {message.role}", param="messages")
+    # Templates concatenate content, so an absent one (an assistant that only called tools) is an empty text.
+    result: dict[str, Any] = {
+        "role": _TEMPLATE_ROLES.get(message.role, message.role),
+        "content": _text(index, message.content or ""),
+    }
+    if message.name is not None:
+        result["name"] = message.name
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return result
+
+
+def _text(index: int, content: str | list[ContentPart]) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        place = f"messages[{index}].content[{i}]"
+        if part.type != "text":
+            raise invalid(
+                f"{place}: content of type {part.type!r} is not supported, only text", param="messages"
+            )
+        if part.text is None:
+            raise invalid(f"{place}.text is required", param="messages")
+        texts.append(part.text)
+    return "\n".join(texts)  # as vLLM joins them
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as an object, as templates expect them; clients send a string."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

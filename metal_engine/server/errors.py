@@ -1,0 +1,121 @@
+"""Every error leaves the server in OpenAI's shape, wherever it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from metal_engine.engine.engine_thread import EngineDeadError
+from metal_engine.server.protocol import ErrorBody, ErrorDetail
+
+
+class APIError(Exception):
+    """An error to tell the client.
+
+    Args:
+        status: HTTP status.
+        param: the request field at fault, if one is.
+        code: OpenAI's machine-readable code, if there is one for it.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        # JSON may smuggle in lone surrogates, which could not be sent back.
+        self.message = message.encode("utf-8", "replace").decode("utf-8")
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> ErrorBody:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return ErrorBody(error=ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code))
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    """A 400."""
+    return APIError(400, message, param=param, code=code)
+
+
+def model_not_found(model: str) -> APIError:
+    return APIError(404, f"The model `{model}` does not exist.", param="model", code="model_not_found")
+
+
+def engine_dead(error: BaseException) -> APIError:
+    message = str(error) if isinstance(error, EngineDeadError) else f"the engine has stopped: {error!r}"
+    return APIError(503, message, code="engine_dead")
+
+
+def to_api_error(error: Exception) -> APIError:
+    """What to tell the client about an exception raised while its request was served."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return engine_dead(error)
+    # Its text may hold anything; the log has it.
+    return APIError(500, "internal error", code="internal_error")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer with :class:`ErrorBody` whatever a route raises, and where there is no route."""
+    app.add_exception_handler(APIError, _on_error)
+    app.add_exception_handler(EngineDeadError, _on_error)
+    app.add_exception_handler(Exception, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+
+
+def _response(error: APIError, headers: Any = None) -> JSONResponse:
+    return JSONResponse(error.body.model_dump(), status_code=error.status, headers=headers)
+
+
+async def _on_error(_request: Request, error: Exception) -> JSONResponse:
+    return _response(to_api_error(error))
+
+
+async def _on_validation_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return _response(from_validation(error.errors()))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code in (404, 405):
+        message = f"{message}: {request.method} {request.url.path}"
+    return _response(APIError(error.status_code, message), headers=error.headers)
+
+
+_MAX_MESSAGE = 400
+
+
+def from_validation(errors: Sequence[Any]) -> APIError:
+    """One 400 for what pydantic found wrong with a body; names the first field at fault."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return invalid(f"the body is not valid JSON: {reason} (at character {first['loc'][-1]})")
+    path = first["loc"][1:]
+    if not path:
+        return invalid("the body must be a JSON object, sent with `Content-Type: application/json`")
+    param = str(path[0])
+    # A field that may have several types gives one error for each of them.
+    about_param = [e for e in errors if e["loc"][1:2] == path[:1]]
+    reasons = dict.fromkeys(e["msg"] for e in about_param)
+    place = _dotted(path) if len(reasons) == 1 else param
+    return invalid(f"{place}: {' | '.join(reasons)}"[:_MAX_MESSAGE], param=param)
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    """``("messages", 0, "role")`` -> ``messages[0].role``."""
+    text = str(path[0])
+    for part in path[1:]:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text

@@ -1,0 +1,259 @@
+"""From a request body to the engine's outputs: what all generating endpoints share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from pydantic import BaseModel
+
+from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.request import RequestOutput, SamplingParams
+from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
+from metal_engine.server.parameters import check_parameters
+from metal_engine.server.protocol import FinishReason, GenerationBody, PromptTokensDetails, Usage
+
+# Outputs of a step or more, each with the index of the choice it belongs to.
+Batch = list[tuple[int, RequestOutput]]
+
+BodyT = TypeVar("BodyT", bound=GenerationBody, contravariant=True)
+
+
+@dataclass
+class Choice:
+    """What one prompt has come to so far."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, output: RequestOutput) -> None:
+        self.texts.append(output.text)
+        self.num_prompt_tokens = output.num_prompt_tokens
+        self.num_output_tokens = output.num_output_tokens
+        self.num_cached_tokens = output.num_cached_tokens
+        self.finish_reason = finish_reason(output)
+        self.stop_reason = output.stop_reason
+
+
+class Generation:
+    """One request in the engine: one sequence for each prompt, under one id.
+
+    Attributes:
+        choices: what each prompt has come to; complete once :meth:`outputs` is exhausted.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        *,
+        request_id: str,
+        model: str,
+        prompts: list[list[int]],
+        params: SamplingParams,
+    ) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._params = params
+        self.request_id = request_id
+        self.model = model
+        self.created = int(time.time())
+        self.choices = [Choice(i) for i in range(len(prompts))]
+
+    async def outputs(self) -> AsyncGenerator[Batch, None]:
+        """Outputs as they come, those that came together in one batch. Closing it aborts what is unfinished.
+
+        Raises:
+            APIError: a sequence failed; the others are aborted.
+            EngineDeadError: the engine has ended.
+        """
+        streams = [
+            self._engine.generate(f"{self.request_id}-{i}", prompt, self._params)
+            for i, prompt in enumerate(self._prompts)
+        ]
+        async with aclosing(_merge(streams)) as batches:
+            async for batch in batches:
+                for index, output in batch:
+                    if output.finish_reason in ("error", "abort"):
+                        raise self._failure(output)
+                    self.choices[index].add(output)
+                yield batch
+
+    async def finish(self) -> None:
+        """Run to the end. Raises what :meth:`outputs` raises."""
+        async with aclosing(self.outputs()) as batches:
+            async for _ in batches:
+                pass
+
+    @property
+    def usage(self) -> Usage:
+        prompt_tokens = sum(choice.num_prompt_tokens for choice in self.choices)
+        completion_tokens = sum(choice.num_output_tokens for choice in self.choices)
+        cached_tokens = sum(choice.num_cached_tokens for choice in self.choices)
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        )
+
+    def _failure(self, output: RequestOutput) -> APIError:
+        if self._engine.error is not None:
+            return engine_dead(self._engine.error)
+        return APIError(500, output.error or "the request was aborted", code="generation_failed")
+
+
+def finish_reason(output: RequestOutput) -> FinishReason | None:
+    """OpenAI's finish reason of an output that is no failure."""
+    match output.finish_reason:
+        case "stop" | "length" | None as reason:
+            return reason
+        case other:
+            raise AssertionError(f"unexpected finish reason {other!r}")
+
+
+class Endpoint(Protocol[BodyT]):
+    """What sets a generating endpoint apart from the others."""
+
+    id_prefix: str
+
+    def tokenize(self, body: BodyT, tokenizer: Tokenizer) -> list[list[int]]:
+        """The prompts' token ids; runs in a thread. Raises APIError for a body that cannot be a prompt."""
+        ...
+
+    def response(self, generation: Generation) -> BaseModel:
+        """The answer to a request that does not stream, once the generation is complete."""
+        ...
+
+    def chunks(
+        self, generation: Generation, index: int, output: RequestOutput, first: bool
+    ) -> list[BaseModel]:
+        """What to send for one output in a stream; ``first`` for the first output of its choice."""
+        ...
+
+    def usage_chunk(self, generation: Generation) -> BaseModel:
+        """The chunk without choices that ends a stream with ``include_usage``."""
+        ...
+
+
+async def prepare(
+    engine: AsyncEngine, served_model_name: str, endpoint: Endpoint[BodyT], body: BodyT
+) -> Generation:
+    """Validate a request and make a generation of it; nothing reaches the engine's queue yet.
+
+    Raises:
+        APIError: the request cannot be served; 4xx with the field at fault, or 503 if the engine has ended.
+    """
+    if body.model is not None and body.model != served_model_name:
+        raise model_not_found(body.model)
+    check_parameters(body)
+    params = _sampling_params(body)
+    if engine.error is not None:
+        raise engine_dead(engine.error)
+    # Both can take long for a long prompt, and the event loop serves everybody.
+    prompts = await asyncio.to_thread(endpoint.tokenize, body, engine.tokenizer)
+    for prompt in prompts:
+        _check_prompt(engine, prompt, params, body)
+    return Generation(
+        engine,
+        request_id=f"{endpoint.id_prefix}-{uuid.uuid4().hex}",
+        model=served_model_name,
+        prompts=prompts,
+        params=params,
+    )
+
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+
+
+def _sampling_params(body: GenerationBody) -> SamplingParams:
+    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    try:
+        return SamplingParams(max_tokens=body.token_limit, **given)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")  # the message begins with the parameter's name
+        if name == "max_tokens":
+            name = body.max_tokens_field
+        param = name if name in type(body).model_fields else None
+        raise invalid(f"{name} {rest}", param=param) from error
+
+
+def _check_prompt(
+    engine: AsyncEngine, prompt: list[int], params: SamplingParams, body: GenerationBody
+) -> None:
+    field_name = "messages" if "messages" in type(body).model_fields else "prompt"
+    vocab_size = engine.config.model.vocab_size
+    if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise invalid(f"{field_name} has token ids outside the vocabulary of {vocab_size}", param=field_name)
+    try:
+        engine.check_request(len(prompt), params)
+    except ValueError as error:
+        max_model_len = engine.config.scheduler.max_model_len
+        prompt_too_long = len(prompt) >= max_model_len
+        too_long = prompt_too_long or len(prompt) + (params.max_tokens or 1) > max_model_len
+        raise invalid(
+            str(error),
+            param=body.max_tokens_field if too_long and not prompt_too_long else field_name,
+            code="context_length_exceeded" if too_long else None,
+        ) from error
+
+
+async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[Batch, None]:
+    """Outputs of all streams as they come. Closes every stream when it is closed itself."""
+    if len(streams) == 1:  # spares each token a task switch
+        async with aclosing(streams[0]) as stream:
+            async for output in stream:
+                yield [(0, output)]
+        return
+    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for output in stream:
+                    arrived.put_nowait((index, output))
+        except Exception as error:  # noqa: BLE001  (raised again by the reader)
+            arrived.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        num_open = len(streams)
+        while num_open:
+            items = [await arrived.get()]
+            while not arrived.empty():
+                items.append(arrived.get_nowait())
+            batch: Batch = []
+            for index, item in items:
+                if isinstance(item, Exception):
+                    raise item
+                batch.append((index, item))
+                num_open -= item.finished
+            yield batch
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

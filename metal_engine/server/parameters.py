@@ -1,0 +1,115 @@
+"""What the server makes of parameters it does not implement.
+
+A parameter that would change the output must not be ignored: it is refused unless its value asks for nothing.
+Parameters that cannot change the output are accepted. Unknown ones are accepted too, and logged once each.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from metal_engine.server.errors import invalid
+from metal_engine.server.protocol import GenerationBody
+
+logger = logging.getLogger(__name__)
+
+# Parameter -> the values that ask for nothing; None always does.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "add_special_tokens": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "stream_options.continuous_usage_stats": (False,),
+}
+
+# No effect on the output by their very meaning.
+_NO_EFFECT = frozenset(
+    {
+        "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "prediction", "parallel_tool_calls", "priority", "cache_salt", "request_id",
+        "stream_options.include_obfuscation",
+    }
+)  # fmt: skip
+
+# Bounds the memory that a client can take with made-up names.
+_MAX_LOGGED = 1000
+_logged: set[str] = set()
+
+
+def check_parameters(body: GenerationBody) -> None:
+    """Judge every parameter that is not implemented.
+
+    Raises:
+        APIError: 400, naming a parameter that would change the output.
+    """
+    given = dict(body.model_extra or {})
+    given["n"] = body.n
+    if body.stream_options is not None:
+        for name, value in (body.stream_options.model_extra or {}).items():
+            given[f"stream_options.{name}"] = value
+    for name, value in given.items():
+        if value is None or name in _NO_EFFECT:
+            continue
+        if name not in _UNSUPPORTED:
+            _log_once(name)
+        elif not any(_same(value, neutral) for neutral in _UNSUPPORTED[name]):
+            raise invalid(
+                f"{name} is not supported (got {_short(value)})", param=name, code="unsupported_parameter"
+            )
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options is only allowed when stream is true", param="stream_options")
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    # In Python False == 0, but `"logprobs": 0` asks for log probabilities.
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _log_once(name: str) -> None:
+    if name not in _logged and len(_logged) < _MAX_LOGGED:
+        _logged.add(name)
+        logger.warning("ignoring the unknown request parameter %r", name[:100])

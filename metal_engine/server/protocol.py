@@ -1,0 +1,229 @@
+"""The wire format: OpenAI's request and response bodies, field for field.
+
+Types are strict (``"16"`` is no number, ``true`` no integer). What a field may hold beyond its type is
+checked where it is used; fields that are not declared here are kept, and
+:mod:`metal_engine.server.parameters` judges them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict  # typing's own, which pydantic takes from Python 3.12 on
+
+# One error for a list, not one for each of its 100,000 elements.
+_TextList = Annotated[list[str], Field(fail_fast=True)]
+_TokenIds = Annotated[list[int], Field(fail_fast=True)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+# --- requests -----------------------------------------------------------------------------------------------
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+class GenerationBody(_Body):
+    """What completions and chat completions have in common. ``None`` always means the default."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | _TextList | None = None
+    stop_token_ids: _TokenIds | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    user: str | None = None
+
+    @property
+    def max_tokens_field(self) -> str:
+        """Name of the field that limits the output."""
+        return "max_tokens"
+
+    @property
+    def token_limit(self) -> int | None:
+        """Tokens to generate at most; None for as many as fit."""
+        raise NotImplementedError
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionBody(GenerationBody):
+    """``POST /v1/completions``."""
+
+    prompt: str | _TextList | _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True)]
+
+    @property
+    def token_limit(self) -> int | None:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+
+class ContentPart(_Body):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(_Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatCompletionBody(GenerationBody):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+
+    @property
+    def max_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+# --- responses ----------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = 0
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class CompletionChoice(BaseModel):
+    """One prompt's text, or, in a stream, the next piece of it."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class Completion(BaseModel):
+    """A whole completion, or, in a stream, one chunk of it (the two have the same shape)."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+
+
+class Delta(TypedDict, total=False):
+    """What a chunk adds to the message: only fields that it adds to are there."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: Delta
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "metal-engine"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    """``/health``: counts are of requests, ``kv_cache_usage`` is a share of the pool (0 to 1)."""
+
+    status: Literal["ok", "error"]
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    preemptions: int
+    error: str | None = None
+
+
+class Version(BaseModel):
+    version: str
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """Every error, whatever its cause."""
+
+    error: ErrorDetail

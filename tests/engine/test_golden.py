@@ -1,0 +1,137 @@
+"""The engine's greedy outputs on the demo model against mlx-lm's own generation on the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.request import SamplingParams
+from tests.engine.conftest import MakeEngine
+from tests.engine.running import run
+from tools.equal_outputs import compare_outputs
+
+MAX_TOKENS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+PROSE = (
+    "The harbour was quiet in the early morning. Gulls stood on the wall and looked at the water, and the "
+    "first boats came in slowly with their lamps still lit. A woman in a yellow coat counted crates, wrote "
+    "numbers in a book, and now and then looked up at the clouds over the island. "
+)
+CODE = (
+    "def merge(left: list[int], right: list[int]) -> list[int]:\n"
+    "    result = []\n    i = j = 0\n    while i < len(left) and j < len(right):\n"
+    "        if left[i] <= right[j]:\n            result.append(left[i])\n            i += 1\n"
+)
+RAW = [
+    "A",
+    "\n",
+    "Once upon a time",
+    "The capital of France is",
+    "1, 2, 3, 5, 8, 13,",
+    "2 + 2 = 4\n3 + 3 = 6\n4 + 4 =",
+    CODE,
+    "SELECT name, count(*) FROM visits WHERE",
+    "Grüße aus München! Das Wetter ist heute",
+    "東京は日本の首都で、",
+    "Привет, как дела? Сегодня мы",
+    "مرحبا، كيف حالك اليوم؟",
+    "🎉🎊 Emoji party: 👩‍👩‍👧‍👦 family,",
+    "   leading spaces\t\tand tabs   ",
+    "<|im_start|>user\nraw special tokens<|im_end|>\n",
+    "naïve café — “quotes” … ½ × ²",
+    PROSE,
+    PROSE * 4 + "Then",
+]
+CHATS = [
+    "Hello!",
+    "What is the capital of Norway?",
+    "Write a haiku about the sea.",
+    "Summarize: " + PROSE * 2,
+    "Explain recursion to a child, with an example.",
+    "Translate to French: I would like a cup of coffee, please.",
+]
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_tokenizer: Tokenizer) -> list[list[int]]:
+    """26 prompts of 1 to 1,500 tokens."""
+    raw = [demo_tokenizer.encode(text) for text in RAW]
+    chats = [demo_tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in CHATS]
+    long_text = demo_tokenizer.encode(PROSE * 40)
+    prompts = raw + chats + [long_text[:700], long_text[:1500]]
+    assert len(prompts) >= 24
+    assert min(map(len, prompts)) == 1
+    assert max(map(len, prompts)) == 1500
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def golden(prompts: list[list[int]], reference_model: Any) -> list[list[int]]:
+    """mlx-lm's own greedy generation."""
+    return [
+        [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=MAX_TOKENS)]
+        for prompt in prompts
+    ]
+
+
+@pytest.fixture
+def assert_golden(prompts: list[list[int]], golden: list[list[int]], reference_model: Any) -> Any:
+    def check(outputs: list[list[int]]) -> None:
+        comparisons = [
+            compare_outputs(reference_model, prompt, expected, got)
+            for prompt, expected, got in zip(prompts, golden, outputs, strict=True)
+        ]
+        bad = {i: c for i, c in enumerate(comparisons) if not c.equal}
+        assert not bad, f"outputs differ from mlx-lm's: {bad}"
+        # Near ties are rare; many of them would mean that something is wrong after all.
+        assert sum(not c.same for c in comparisons) <= 2
+
+    return check
+
+
+def test_alone(make_engine: MakeEngine, prompts: list[list[int]], assert_golden: Any) -> None:
+    assert_golden(run(make_engine(), prompts, GREEDY, at_once=1))
+
+
+@pytest.mark.parametrize(("budget", "block_size"), [(16, 16), (61, 8), (512, 32)])
+def test_16_at_once(
+    make_engine: MakeEngine, prompts: list[list[int]], assert_golden: Any, budget: int, block_size: int
+) -> None:
+    engine = make_engine(budget=budget, block_size=block_size, num_blocks=8192 // block_size)
+    assert_golden(run(engine, prompts, GREEDY, at_once=16))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("budget", [16, 61, 512])
+@pytest.mark.parametrize("at_once", [1, 16, None])
+def test_every_combination(
+    make_engine: MakeEngine,
+    prompts: list[list[int]],
+    assert_golden: Any,
+    budget: int,
+    block_size: int,
+    at_once: int | None,
+) -> None:
+    engine = make_engine(budget=budget, block_size=block_size, num_blocks=8192 // block_size)
+    assert_golden(run(engine, prompts, GREEDY, at_once=at_once))
+
+
+@pytest.mark.parametrize(
+    ("budget", "block_size"),
+    [(512, 16), pytest.param(61, 8, marks=pytest.mark.full), pytest.param(512, 32, marks=pytest.mark.full)],
+)
+def test_forced_preemption(
+    make_engine: MakeEngine, prompts: list[list[int]], assert_golden: Any, budget: int, block_size: int
+) -> None:
+    """The longest prompt and its output just fit; everything else competes for what is left."""
+    num_blocks = -(-(1500 + MAX_TOKENS - 1) // block_size)
+    engine = make_engine(budget=budget, block_size=block_size, num_blocks=num_blocks)
+    outputs = run(engine, prompts, GREEDY)
+    assert engine.stats.num_preemptions > 0
+    assert_golden(outputs)

@@ -1,0 +1,273 @@
+"""Every error: the right status, OpenAI's shape, the field at fault; and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.fakes import VOCAB_SIZE, generated
+from tests.server.serving import DEADLINE, MODEL, Served, serve, wait_until
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+
+
+def check_error(
+    response: httpx.Response, status: int, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"error"} and body["error"].keys() == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    assert error["message"] and error["param"] == param and error["code"] == code, error
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return error
+
+
+BAD_COMPLETIONS = [
+    # body, param, code
+    ({}, "prompt", None),
+    ({"prompt": 5}, "prompt", None),
+    ({"prompt": None}, "prompt", None),
+    ({"prompt": []}, "prompt", None),
+    ({"prompt": ""}, "prompt", None),
+    ({"prompt": [[]]}, "prompt", None),
+    ({"prompt": ["a", 1]}, "prompt", None),
+    ({"prompt": [1, 2.5]}, "prompt", None),
+    ({"prompt": [[1], ["a"]]}, "prompt", None),
+    ({"prompt": [True]}, "prompt", None),
+    ({"prompt": [0, VOCAB_SIZE]}, "prompt", None),
+    ({"prompt": [-1]}, "prompt", None),
+    ({"prompt": ["fine", ""]}, "prompt", None),
+    ({"prompt": [10**30]}, "prompt", None),
+    ({"prompt": "a" * 512}, "prompt", "context_length_exceeded"),
+    ({"prompt": "a" * 10_000, "max_tokens": 1}, "prompt", "context_length_exceeded"),
+    ({"prompt": "a", "max_tokens": 512}, "max_tokens", "context_length_exceeded"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", None),
+    ({"prompt": "a", "max_tokens": -5}, "max_tokens", None),
+    ({"prompt": "a", "max_tokens": "16"}, "max_tokens", None),
+    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens", None),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens", None),
+    ({"prompt": "a", "max_tokens": 10**40}, "max_tokens", "context_length_exceeded"),
+    ({"prompt": "a", "temperature": -0.1}, "temperature", None),
+    ({"prompt": "a", "temperature": "hot"}, "temperature", None),
+    ({"prompt": "a", "top_p": 0}, "top_p", None),
+    ({"prompt": "a", "top_p": 1.1}, "top_p", None),
+    ({"prompt": "a", "top_k": -2}, "top_k", None),
+    ({"prompt": "a", "min_p": 2}, "min_p", None),
+    ({"prompt": "a", "seed": 2**63}, "seed", None),
+    ({"prompt": "a", "stop": ""}, "stop", None),
+    ({"prompt": "a", "stop": [1]}, "stop", None),
+    ({"prompt": "a", "stop": {"a": 1}}, "stop", None),
+    ({"prompt": "a", "stop_token_ids": ["a"]}, "stop_token_ids", None),
+    ({"prompt": "a", "stream": "yes"}, "stream", None),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", None),
+    ({"prompt": "a", "stream": True, "stream_options": {"include_usage": 3}}, "stream_options", None),
+    ({"prompt": "a", "n": 2}, "n", "unsupported_parameter"),
+    ({"prompt": "a", "best_of": 3}, "best_of", "unsupported_parameter"),
+    ({"prompt": "a", "logprobs": 0}, "logprobs", "unsupported_parameter"),
+    ({"prompt": "a", "echo": True}, "echo", "unsupported_parameter"),
+    ({"prompt": "a", "suffix": "end"}, "suffix", "unsupported_parameter"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
+    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
+    ({"prompt": "a", "frequency_penalty": -1}, "frequency_penalty", "unsupported_parameter"),
+    ({"prompt": "a", "repetition_penalty": 1.1}, "repetition_penalty", "unsupported_parameter"),
+]
+
+BAD_CHATS = [
+    ({}, "messages", None),
+    ({"messages": []}, "messages", None),
+    ({"messages": "hi"}, "messages", None),
+    ({"messages": ["hi"]}, "messages", None),
+    ({"messages": [{"content": "no role"}]}, "messages", None),
+    ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages", None),
+    ({"messages": [{"role": "user"}]}, "messages", None),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages", None),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", None),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages",
+        None,
+    ),
+    ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages", "context_length_exceeded"),
+    ({"messages": USER, "max_tokens": 600}, "max_tokens", "context_length_exceeded"),
+    ({"messages": USER, "max_completion_tokens": 600}, "max_completion_tokens", "context_length_exceeded"),
+    ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", None),
+    ({"messages": USER, "logprobs": True}, "logprobs", "unsupported_parameter"),
+    ({"messages": USER, "top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+    ({"messages": USER, "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    (
+        {"messages": USER, "response_format": {"type": "json_object"}},
+        "response_format",
+        "unsupported_parameter",
+    ),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [(COMPLETIONS, *case) for case in BAD_COMPLETIONS] + [(CHAT, *case) for case in BAD_CHATS],
+)
+def test_bad_request(
+    served: Served, path: str, body: dict[str, Any], param: str, code: str | None, stream: bool
+) -> None:
+    num_steps = served.runner.num_steps
+    body = {"stream": stream, **body} if "stream_options" not in body else body
+    error = check_error(served.post(path, body), 400, param, code)
+    assert param in error["message"] or code == "context_length_exceeded" or "prompt" in error["message"]
+    assert served.runner.num_steps == num_steps
+
+
+BROKEN_BODIES = [
+    b"",
+    b"{",
+    b'{"prompt": "a",}',
+    b"[]",
+    b'"text"',
+    b"null",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+    b'{"prompt": "\\ud800"}',
+    b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
+    b'{"prompt": "a", "n": "\\udfff"}',
+    b'{"prompt": "a", "temperature": NaN}',
+    b'{"prompt": "a", "temperature": Infinity}',
+]
+
+
+@pytest.mark.parametrize("content", BROKEN_BODIES, ids=range(len(BROKEN_BODIES)))
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_broken_body(served: Served, path: str, content: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    response = httpx.post(served.url + path, content=content, headers=headers, timeout=DEADLINE)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_broken_json_says_where(served: Served) -> None:
+    response = httpx.post(
+        served.url + COMPLETIONS, content=b'{"prompt": oops}', headers={"content-type": "application/json"}
+    )
+    assert "not valid JSON" in check_error(response, 400)["message"]
+
+
+def test_not_json(served: Served) -> None:
+    response = httpx.post(served.url + COMPLETIONS, data={"prompt": "a"})
+    assert "application/json" in check_error(response, 400)["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_unknown_model(served: Served, stream: bool) -> None:
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+        response = served.post(path, {"model": "other", "stream": stream, **body})
+        assert "other" in check_error(response, 404, "model", "model_not_found")["message"]
+    with pytest.raises(openai.NotFoundError):
+        served.client().completions.create(model="other", prompt="a")
+
+
+def test_unknown_model_that_is_no_unicode(served: Served) -> None:
+    headers = {"content-type": "application/json"}
+    content = b'{"prompt": "a", "model": "\\ud800"}'
+    check_error(
+        httpx.post(served.url + COMPLETIONS, content=content, headers=headers),
+        404,
+        "model",
+        "model_not_found",
+    )
+
+
+def test_unknown_routes(served: Served) -> None:
+    check_error(httpx.get(served.url + "/nowhere"), 404)
+    check_error(httpx.post(served.url + "/v1/embeddings", json={}), 404)
+    response = httpx.get(served.url + COMPLETIONS)
+    check_error(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+def sse_events(text: str) -> list[Any]:
+    return [
+        json.loads(event.removeprefix("data: "))
+        for event in text.strip().split("\n\n")
+        if event != "data: [DONE]"
+    ]
+
+
+def submit_and_hold(served: Served, pool: Any, body: dict[str, Any]) -> Any:
+    """Send a request and hold the engine in the step that computes it, alone."""
+    served.runner.running.clear()
+    pending = pool.submit(served.post, COMPLETIONS, body)
+    wait_until(lambda: served.engine.stats.num_running >= 1, "the request to run")
+    return pending
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["doomed", ["doomed", "too"]])
+def test_a_step_that_raises_fails_its_requests_only(
+    stream: bool, prompt: str | list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with serve() as served, ThreadPoolExecutor() as pool:
+        doomed = submit_and_hold(served, pool, {"prompt": prompt, "max_tokens": 9, "stream": stream})
+        num_doomed = 1 if isinstance(prompt, str) else len(prompt)
+        wait_until(lambda: served.engine.num_open_requests == num_doomed, "all prompts")
+        other = pool.submit(served.post, COMPLETIONS, {"prompt": "other", "max_tokens": 9})
+        wait_until(lambda: served.engine.num_open_requests == num_doomed + 1, "the other")
+        served.runner.raise_next = RuntimeError("the GPU is on fire")
+        served.runner.running.set()
+        if stream:
+            response = doomed.result()
+            assert response.status_code == 200 and "[DONE]" not in response.text
+            error = sse_events(response.text)[-1]["error"]
+        else:
+            error = check_error(doomed.result(), 500, None, "generation_failed")
+        assert error["type"] == "server_error" and "the GPU is on fire" in error["message"]
+        expected = "".join(map(chr, generated(served.tokenizer.encode("other"), 9)))
+        assert other.result().json()["choices"][0]["text"] == expected
+        assert served.post(COMPLETIONS, {"prompt": "more"}).status_code == 200
+        assert httpx.get(served.url + "/health").status_code == 200
+        served.settle()
+    assert "step 0 failed" in caplog.text
+
+
+def test_an_error_within_a_stream_reaches_the_official_client() -> None:
+    with serve(step_time=0.002) as served:
+        stream = served.client().completions.create(model=MODEL, prompt="a", max_tokens=400, stream=True)
+        next(iter(stream))
+        served.runner.raise_next = RuntimeError("no more")
+        with pytest.raises(openai.APIError, match="no more"):
+            list(stream)
+        served.settle()
+
+
+class Death(BaseException):
+    """Ends the engine's thread: the step loop catches only `Exception`."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_engine_death(stream: bool) -> None:
+    with serve() as served, ThreadPoolExecutor() as pool:
+        doomed = submit_and_hold(served, pool, {"prompt": "a", "max_tokens": 9, "stream": stream})
+        queued = pool.submit(served.post, COMPLETIONS, {"prompt": "b"})
+        wait_until(lambda: served.engine.num_open_requests == 2, "both")
+        served.runner.raise_next = Death("gone")
+        served.runner.running.set()
+        check_error(queued.result(), 503, None, "engine_dead")
+        if stream:
+            assert sse_events(doomed.result().text)[-1]["error"]["code"] == "engine_dead"
+        else:
+            check_error(doomed.result(), 503, None, "engine_dead")
+        response = httpx.get(served.url + "/health")
+        assert response.status_code == 503 and response.json()["status"] == "error"
+        assert "gone" in response.json()["error"]
+        for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+            check_error(served.post(path, {**body, "stream": stream}), 503, None, "engine_dead")
+        assert served.engine.num_open_requests == 0

@@ -1,0 +1,152 @@
+"""The pool of blocks: allocation, return, order of reuse, and a check that notices corruption."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal_engine.scheduling.block_manager import BlockManager
+
+
+def test_blocks_for_rounds_up() -> None:
+    blocks = BlockManager(4, 16)
+    assert [blocks.blocks_for(n) for n in (0, 1, 15, 16, 17, 32, 33)] == [0, 1, 1, 1, 2, 2, 3]
+
+
+def test_allocate_extends_a_table_only_when_it_is_full() -> None:
+    blocks = BlockManager(8, 4)
+    assert blocks.allocate("a", 5) == [0, 1]
+    assert blocks.allocate("a", 8) == []
+    assert blocks.allocate("a", 9) == [2]
+    assert blocks.allocate("a", 3) == [], "a table never shrinks"
+    assert blocks.block_ids("a") == [0, 1, 2]
+    assert (blocks.num_used_blocks, blocks.num_free_blocks) == (3, 5)
+    assert blocks.usage == 3 / 8
+    blocks.check_integrity()
+
+
+def test_allocate_is_all_or_nothing() -> None:
+    blocks = BlockManager(4, 4)
+    blocks.allocate("a", 9)
+    assert blocks.allocate("b", 5) is None
+    assert blocks.block_ids("b") == []
+    assert blocks.allocate("a", 17) is None
+    assert blocks.block_ids("a") == [0, 1, 2]
+    assert blocks.num_free_blocks == 1
+    blocks.check_integrity()
+    assert blocks.allocate("b", 4) == [3]
+
+
+def test_reserve_must_stay_free() -> None:
+    blocks = BlockManager(4, 1)
+    assert blocks.allocate("a", 3, reserve=2) is None
+    assert blocks.allocate("a", 2, reserve=2) == [0, 1]
+    assert blocks.allocate("a", 2, reserve=4) == [], "asking for nothing needs no reserve"
+
+
+def test_tails_are_reused_before_heads_and_the_longest_free_first() -> None:
+    blocks = BlockManager(4, 1)
+    blocks.allocate("a", 3)
+    blocks.free("a")
+    assert blocks.allocate("b", 4) == [3, 2, 1, 0]
+
+
+def test_free_of_an_unknown_request_does_nothing() -> None:
+    blocks = BlockManager(2, 1)
+    blocks.allocate("a", 2)
+    blocks.free("b")
+    assert blocks.num_free_blocks == 0
+    blocks.free("a")
+    blocks.free("a")
+    assert blocks.num_free_blocks == 2
+    blocks.check_integrity()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_blocks=st.integers(1, 12),
+    block_size=st.integers(1, 5),
+    actions=st.lists(
+        st.tuples(st.sampled_from("abcd"), st.none() | st.integers(0, 40), st.integers(0, 3)), max_size=40
+    ),
+)
+def test_against_a_naive_pool(
+    num_blocks: int, block_size: int, actions: list[tuple[str, int | None, int]]
+) -> None:
+    """A list and a dict that do the same in the plainest way: same answers, same ids, same order."""
+    blocks = BlockManager(num_blocks, block_size)
+    free, tables = list(range(num_blocks)), dict[str, list[int]]()
+    for request_id, num_tokens, reserve in actions:
+        if num_tokens is None:
+            blocks.free(request_id)
+            free += reversed(tables.pop(request_id, []))
+        else:
+            table = tables.get(request_id, [])
+            needed = max(0, (num_tokens + block_size - 1) // block_size - len(table))
+            fits = needed == 0 or needed + reserve <= len(free)
+            new_ids = free[:needed] if fits else None
+            assert blocks.allocate(request_id, num_tokens, reserve=reserve) == new_ids
+            if new_ids:
+                tables[request_id] = table + new_ids
+                del free[:needed]
+        assert {r: blocks.block_ids(r) for r in "abcd"} == {r: tables.get(r, []) for r in "abcd"}
+        assert blocks.num_free_blocks == len(free)
+        blocks.check_integrity()
+
+
+def _count_a_reference_too_many(blocks: BlockManager) -> None:
+    blocks._blocks[0].ref_cnt += 1
+
+
+def _free_a_used_block(blocks: BlockManager) -> None:
+    blocks._free.append(blocks._blocks[0])
+
+
+def _leak_a_free_block(blocks: BlockManager) -> None:
+    blocks._free.popleft()
+
+
+def _put_a_block_into_two_tables(blocks: BlockManager) -> None:
+    blocks._tables["b"].append(blocks._blocks[0])
+
+
+def _put_a_block_into_a_table_twice(blocks: BlockManager) -> None:
+    blocks._tables["a"].append(blocks._blocks[0])
+    blocks._blocks[0].ref_cnt += 1
+
+
+def _miscount(blocks: BlockManager) -> None:
+    blocks._free.num_free_blocks -= 1
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        _count_a_reference_too_many,
+        _free_a_used_block,
+        _leak_a_free_block,
+        _put_a_block_into_two_tables,
+        _put_a_block_into_a_table_twice,
+        _miscount,
+    ],
+)
+def test_check_integrity_notices(corrupt) -> None:  # type: ignore[no-untyped-def]
+    blocks = BlockManager(6, 2)
+    blocks.allocate("a", 4)
+    blocks.allocate("b", 3)
+    blocks.check_integrity()
+    corrupt(blocks)
+    with pytest.raises(AssertionError):
+        blocks.check_integrity()
+
+
+def test_a_block_is_never_freed_twice() -> None:
+    blocks = BlockManager(2, 1)
+    with pytest.raises(AssertionError):
+        blocks._free.append(blocks._blocks[0])
+    blocks.allocate("a", 2)
+    with pytest.raises(AssertionError):
+        blocks._free.remove(blocks._blocks[0])
+    with pytest.raises(AssertionError):
+        blocks._free.popleft()
