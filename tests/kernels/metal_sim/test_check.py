@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import run
+from tests.kernels.metal_sim.helpers import run
 
 from tools.metal_sim import CheckError
 

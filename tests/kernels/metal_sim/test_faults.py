@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import line_of, run
+from tests.kernels.metal_sim.helpers import line_of, run
 
 from tools.metal_sim import CheckError, MetalSimError
 

@@ -5,7 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import run
+from tests.kernels.metal_sim.helpers import run
 
 
 def _all_halves():

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import run
+from tests.kernels.metal_sim.helpers import run
 
 LANES = np.arange(32)
 X = np.linspace(-3, 5, 32).astype(np.float32) ** 3
