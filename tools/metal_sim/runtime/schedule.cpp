@@ -95,9 +95,28 @@ static void meet_groups(Meeting meeting, uint64_t pc) {
   run_thread(g.groups[(me + 1) % g.n_groups].resume);
 }
 
+// Two lanes of a group meet, and their notes differ: find the first difference that is still noted.
+[[noreturn]] static void diverged_before(uint32_t other) {
+  const Notes &a = g.notes[other], &b = g.notes[g.current];
+  uint32_t longest = a.count > b.count ? a.count : b.count;
+  for (uint32_t i = longest > kNotes ? longest - kNotes : 0; i < longest; ++i) {
+    uint32_t at = i % kNotes;
+    if (i < a.count && i < b.count && a.pc[at] == b.pc[at]) continue;
+    const Notes& who = i < b.count ? b : a;
+    fault().other_thread = other;
+    fault().other_pc = i < a.count && i < b.count ? a.pc[at] : 0;
+    stop(kSimdDivergence, who.pc[at], "%s is reached by thread %u and not by thread %u", who.name[at],
+         &who == &a ? other : g.current, &who == &a ? g.current : other);
+  }
+  stop(kSimdDivergence, 0, "threads %u and %u took different ways", other, g.current);
+}
+
 // Lanes of a SIMD group meet. True for the lane that came last.
 static bool meet_lanes(Meeting meeting, const char* name, uint64_t pc) {
   Group& group = g.groups[g.current / kLanes];
+  Notes& mine = g.notes[g.current];
+  const Notes& theirs = g.notes[group.first_arrival];
+  if (group.arrived && (mine.hash != theirs.hash || mine.count != theirs.count)) diverged_before(group.first_arrival);
   if (group.arrived == 0) {
     group.meeting = meeting;
     group.name = name;
@@ -108,10 +127,15 @@ static bool meet_lanes(Meeting meeting, const char* name, uint64_t pc) {
   }
   if (++group.arrived == group.size) {
     group.arrived = 0;
+    mine.count = 0;
+    mine.hash = 0;
     return true;
   }
   uint32_t next = g.current + 1;
   run_thread(next == group.first + group.size ? group.first : next);
+  // Cleared only now: the lanes that came later compared themselves with the first.
+  mine.count = 0;
+  mine.hash = 0;
   return false;
 }
 
@@ -146,6 +170,7 @@ static void run_threadgroup() {
   g.n_groups = (g.n_threads + kLanes - 1) / kLanes;
   g.arrived_groups = 0;
   g.finished = false;
+  for (uint32_t t = 0; t < g.n_threads; ++t) g.notes[t].count = g.notes[t].hash = 0;
   g.born = g.device_epoch = g.threadgroup_epoch = ++g.epoch;
   for (uint32_t i = 0; i < g.n_groups; ++i) {
     Group& group = g.groups[i];
@@ -245,7 +270,12 @@ extern "C" Exchange* __ms_simd(const char* name, const void* value, uint32_t siz
 }
 
 extern "C" void __ms_group(const char* name) {
-  if (meet_lanes(kSimdOperation, name, CALLER)) g.launch->counts.simd_operations++;
+  Notes& n = g.notes[g.current];
+  uint32_t at = n.count++ % kNotes;
+  n.pc[at] = CALLER;
+  n.name[at] = name;
+  n.hash = (n.hash ^ n.pc[at]) * 0x9e3779b97f4a7c15ull;
+  if (g.current % kLanes == 0) g.launch->counts.simd_operations++;
 }
 
 extern "C" uint32_t __ms_lane() { return g.current % kLanes; }

@@ -38,6 +38,17 @@ struct Group {
   uint32_t device_epoch, threadgroup_epoch;  // barriers of this SIMD group, per kind of memory
 };
 
+// Operations of a SIMD group that exchange nothing (matrix loads and stores) do not wait: a lane notes them, and
+// the notes are compared where the lanes meet next.
+constexpr uint32_t kNotes = 64;
+struct Notes {
+  uint32_t count;
+  uint32_t pad;
+  uint64_t pc[kNotes];  // the last ones, at count % kNotes
+  const char* name[kNotes];
+  uint64_t hash;
+};
+
 struct State {
   Launch* launch;
   uint32_t n_threads, n_groups;
@@ -47,6 +58,7 @@ struct State {
   void* stack_pointer[kMaxThreads];
   void* scheduler;
   Group groups[kMaxGroups];
+  Notes notes[kMaxThreads];
   // the meeting of SIMD groups
   uint32_t arrived_groups;
   Meeting meeting;
