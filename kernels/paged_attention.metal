@@ -44,6 +44,7 @@ constexpr float LOWEST = -1e30f;
 
 threadgroup uint4 stage[STAGE_VECTORS];
 threadgroup float row_state[GROUPS * 8 * 2];     // (peak, total) of every (group, row)
+threadgroup int key_slots[BK];                   // where the cache holds the keys of this stage
 
 const int tid = int(thread_index_in_threadgroup);
 const int group = int(simdgroup_index_in_threadgroup);
@@ -98,24 +99,28 @@ float total = 0.0f;      // of this lane's columns only, until the end
 threadgroup T* staged = (threadgroup T*)stage;
 const ulong key_stride = ulong(num_kv_heads) * D;  // elements from a slot of the cache to the next
 
+if (tid < BK && key_begin + tid < key_end) {
+  const int key = key_begin + tid;
+  key_slots[tid] = block_table[table_row + key / BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE;
+}
 for (int tile = key_begin; tile < key_end; tile += BK) {
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile's V has been read
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile's V has been read, key_slots are written
   for (int i = tid; i < BK * ROW_VECTORS; i += THREADS) {
-    const int key = tile + i / ROW_VECTORS;
+    const int key = i / ROW_VECTORS;
     uint4 piece = uint4(0);
-    if (key < key_end) {
-      const ulong where = ulong(block_table[table_row + key / BLOCK_SIZE]) * BLOCK_SIZE + key % BLOCK_SIZE;
-      piece = ((const device uint4*)(k_cache + where * key_stride + kv_head * D))[i % ROW_VECTORS];
+    if (tile + key < key_end) {
+      piece = ((const device uint4*)(k_cache + key_slots[key] * key_stride + kv_head * D))[i % ROW_VECTORS];
     }
-    stage[i / ROW_VECTORS * (ROW_VECTORS + 1) + i % ROW_VECTORS] = piece;
+    stage[key * (ROW_VECTORS + 1) + i % ROW_VECTORS] = piece;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   // Scores of this group's rows against its key fragments, and their largest.
   simdgroup_matrix<float, 8, 8> scores[KEY_FRAGMENTS];
-  // Every row of the tile sees every key of this stage: no mask arithmetic.
+  // Every row of the tile sees every key of this stage: no mask arithmetic. Nor need the mask ask for key_end: it
+  // is either the tile's causal edge, or the end of a split, and splits are multiples of BK.
   const bool all_visible =
-      tile + BK <= key_end && tile + BK - 1 <= first_position && (!HAS_WINDOW || tile > last_position - window);
+      tile + BK - 1 <= first_position && (!HAS_WINDOW || tile > last_position - window);
   float tile_peak = LOWEST;
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
     if (f % slots == slot) {
@@ -132,7 +137,7 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
         }
         if (!all_visible) {
           const int key = tile + f * 8 + lane_column + e;
-          const bool visible = key < key_end && key <= position && (!HAS_WINDOW || key > position - window);
+          const bool visible = key <= position && (!HAS_WINDOW || key > position - window);
           s = visible ? s : LOWEST;
         }
         scores[f].thread_elements()[e] = s;
@@ -144,9 +149,9 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   tile_peak = max(tile_peak, simd_shuffle_xor(tile_peak, ushort(1)));
   tile_peak = max(tile_peak, simd_shuffle_xor(tile_peak, ushort(8)));
   const float new_peak = max(peak, tile_peak);
-  // A row that has seen no key yet: its weights must be 2^LOWEST = 0, not 2^0.
-  const float base = new_peak == LOWEST ? 0.0f : new_peak;
-  const float shrink = fast::exp2(peak - base);
+  // A row that has seen no key yet has weights 2^0; `shrink` makes them 0 when it sees one, and if it sees none
+  // in this slot or split, the merge gives the whole 2^LOWEST = 0.
+  const float shrink = fast::exp2(peak - new_peak);
   peak = new_peak;
   total *= shrink;
   for (int d = 0; d < DIM_FRAGMENTS; ++d) {
@@ -157,7 +162,7 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
     if (f % slots == slot) {
       for (int e = 0; e < 2; ++e) {
-        const T w = T(fast::exp2(scores[f].thread_elements()[e] - base));
+        const T w = T(fast::exp2(scores[f].thread_elements()[e] - peak));
         weights[f].thread_elements()[e] = w;
         total += float(w);  // the rounded weight, as the product below takes it
       }
@@ -166,15 +171,18 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
 
   threadgroup_barrier(mem_flags::mem_threadgroup);  // K has been read
   for (int i = tid; i < BK * ROW_VECTORS; i += THREADS) {
-    const int key = tile + i / ROW_VECTORS;
+    const int key = i / ROW_VECTORS;
     uint4 piece = uint4(0);
-    if (key < key_end) {
-      const ulong where = ulong(block_table[table_row + key / BLOCK_SIZE]) * BLOCK_SIZE + key % BLOCK_SIZE;
-      piece = ((const device uint4*)(v_cache + where * key_stride + kv_head * D))[i % ROW_VECTORS];
+    if (tile + key < key_end) {
+      piece = ((const device uint4*)(v_cache + key_slots[key] * key_stride + kv_head * D))[i % ROW_VECTORS];
     }
-    stage[i / ROW_VECTORS * (ROW_VECTORS + 1) + i % ROW_VECTORS] = piece;
+    stage[key * (ROW_VECTORS + 1) + i % ROW_VECTORS] = piece;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (tid < BK && tile + BK + tid < key_end) {  // of the next stage
+    const int key = tile + BK + tid;
+    key_slots[tid] = block_table[table_row + key / BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE;
+  }
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
     if (f % slots == slot) {
       for (int d = 0; d < DIM_FRAGMENTS; ++d) {
@@ -203,23 +211,22 @@ if (HAS_SINKS && row_exists && partial_row < 0) {
   sink = float(sinks[head]) * LOG2E;
   row_peak = max(row_peak, sink);
 }
-const float base = row_peak == LOWEST ? 0.0f : row_peak;
-float row_total = HAS_SINKS ? fast::exp2(sink - base) : 0.0f;
+float row_total = HAS_SINKS ? fast::exp2(sink - row_peak) : 0.0f;
 for (int s = 0; s < slots; ++s) {
   const int other = ((s * row_fragments + row_fragment) * 8 + lane_row) * 2;
-  row_total += row_state[other + 1] * fast::exp2(row_state[other] - base);
+  row_total += row_state[other + 1] * fast::exp2(row_state[other] - row_peak);
 }
-// A split without a visible key for this row has total 0 and gives zeros; the merge ignores it by its LOWEST.
-const float factor = row_total == 0.0f ? 0.0f : fast::exp2(peak - base) / row_total;
+const float factor = fast::exp2(peak - row_peak) / row_total;
 if (partial_row >= 0 && slot == 0 && lane_column == 0 && row_exists) {
-  partial_lse[(partial_row + row) * num_kv_heads + kv_head] =
-      row_total == 0.0f ? LOWEST : row_peak + precise::log2(row_total);
+  partial_lse[(partial_row + row) * num_kv_heads + kv_head] = row_peak + precise::log2(row_total);
 }
 
 threadgroup float* carried = (threadgroup float*)stage;  // [GROUPS * 8, COLUMNS]
 for (int first = 0; first < D; first += COLUMNS) {
   const int columns = min(COLUMNS, D - first);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (first > 0) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // the columns before have been read
+  }
   for (int d = 0; d < DIM_FRAGMENTS; ++d) {
     if (d * 8 >= first && d * 8 < first + columns) {
       const int at = (group * 8 + lane_row) * COLUMNS + d * 8 - first + lane_column;

@@ -63,9 +63,10 @@ def cache_dir() -> Path:
 
 @cache
 def fingerprint() -> str:
-    """Changes whenever the simulator's own files, the clang or the machine's kind do."""
+    """Changes whenever the clang, the machine's kind or a file that shapes compiled code does."""
     h = hashlib.sha256()
-    for path in sorted([*INCLUDE.rglob("*"), *(HERE / "runtime").rglob("*"), *HERE.glob("*.py")]):
+    code = [HERE / f"{n}.py" for n in ("build", "check", "signature", "source", "toolchain", "trace", "trace_child")]
+    for path in sorted([*INCLUDE.rglob("*"), *(HERE / "runtime").rglob("*"), *code]):
         if path.is_file():
             h.update(path.name.encode())
             h.update(path.read_bytes())
