@@ -104,7 +104,9 @@ MUTANTS = (
         equivalent="the peak only keeps 2^x from overflowing, and where the sink's does, the true output is 0 too",
     ),
     Mutant(ATTENTION, "row_peak + precise::log2(row_total)", "row_peak"),
-    Mutant(ATTENTION, "lane_column == 0) {", "lane_column == 2) {", equivalent="all lanes of a row hold the same"),
+    Mutant(
+        ATTENTION, "lane_column == 0) {", "lane_column == 2) {", equivalent="all lanes of a row hold the same"
+    ),
     Mutant(ATTENTION, "num_rows <= 8 ? 1", "num_rows <= 9 ? 1"),
     Mutant(ATTENTION, "num_rows <= 16 ? 2", "num_rows <= 17 ? 2"),
     Mutant(ATTENTION, "num_rows <= 32 ? 4", "num_rows <= 33 ? 4"),
@@ -115,6 +117,7 @@ MUTANTS = (
     Mutant(MERGE, "HAS_SINKS ? fast::exp2(sink - peak) : 0.0f", "0.0f"),
     Mutant(MERGE, "s * stride", "s", which=1),
 )
+
 
 def factory_of(mutant: Mutant | None) -> Callable[..., Any]:
     """A kernel factory whose kernels carry the mutation."""
@@ -169,7 +172,9 @@ def run_case(backend: MetalBackend, case: Case) -> str | None:
     backend.target_threadgroups = case.target_threadgroups
     try:
         with record_launches() as launches:
-            out = backend.plan(step.metadata).attend(step.q, step.k_cache, step.v_cache, sinks=sinks, **options)
+            out = backend.plan(step.metadata).attend(
+                step.q, step.k_cache, step.v_cache, sinks=sinks, **options
+            )
     except (MetalSimError, CheckError) as error:
         return str(error)
     expected = step.reference(sinks=None if sinks is None else np.array(sinks), **options)
@@ -181,10 +186,13 @@ def run_case(backend: MetalBackend, case: Case) -> str | None:
     plan = backend.plan(step.metadata)
     keys = stage_keys(case.dtype, case.head_dim)
     table = plan._items(case.num_heads // case.num_kv_heads, case.num_kv_heads, case.window, keys).items.table
-    bound = int((table[:, 4] - table[:, 3]).sum()) * 2 * case.num_kv_heads * case.head_dim * case.dtype.size
+    item_keys = int((table[:, 4] - table[:, 3]).sum()) * case.num_kv_heads
+    bound = item_keys * 2 * case.head_dim * case.dtype.size
     buffers = launches[0].buffers
     if buffers["k_cache"].read + buffers["v_cache"].read != bound:
         return "reads more or less of K and V than its items name"
+    if buffers["block_table"].read != item_keys * 4:
+        return "looks up more or fewer keys than its items name"
     return None
 
 

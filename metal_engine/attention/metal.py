@@ -122,7 +122,7 @@ class MetalPlan:
     ) -> mx.array:  # [N, Hq, D], dtype of q
         """See :meth:`AttentionPlan.attend`."""
         num_tokens, num_heads, head_dim = q.shape
-        num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+        _, block_size, num_kv_heads, _ = k_cache.shape
         check_supported(
             dtype=q.dtype,
             head_dim=head_dim,
@@ -196,7 +196,16 @@ class MetalBackend:
         self.target_threadgroups = target_threadgroups
         self.attention = kernel_factory(
             name="paged_attention",
-            input_names=["q", "k_cache", "v_cache", "block_table", "items", "numbers", "window_size", "sinks"],
+            input_names=[
+                "q",
+                "k_cache",
+                "v_cache",
+                "block_table",
+                "items",
+                "numbers",
+                "window_size",
+                "sinks",
+            ],
             output_names=["out", "partial_out", "partial_lse"],
             source=kernel_text("paged_attention.metal"),
         )

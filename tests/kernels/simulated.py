@@ -19,10 +19,16 @@ def backend(target_threadgroups: int = 96) -> MetalBackend:
     return MetalBackend(metal_kernel, target_threadgroups=target_threadgroups)
 
 
-def attend(step: Step, target_threadgroups: int = 96, **options: object) -> tuple[np.ndarray, list[LaunchCounts]]:
+def attend(
+    step: Step, target_threadgroups: int = 96, **options: object
+) -> tuple[np.ndarray, list[LaunchCounts]]:
     """Output in float32, and what each launch did."""
     with record_launches() as launches:
-        out = backend(target_threadgroups).plan(step.metadata).attend(step.q, step.k_cache, step.v_cache, **options)
+        out = (
+            backend(target_threadgroups)
+            .plan(step.metadata)
+            .attend(step.q, step.k_cache, step.v_cache, **options)
+        )
     assert out.dtype == step.q.dtype
     return np.array(out.astype(mx.float32)), launches
 

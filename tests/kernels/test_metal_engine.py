@@ -27,9 +27,13 @@ from tests.tiny_models import tiny_model
 from tools.equal_outputs import compare_outputs
 from tools.metal_sim import record_launches
 
-SHAPE = dict(
-    hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256
-)
+SHAPE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+}
 
 
 def make_engine(
@@ -68,18 +72,23 @@ def make_engine(
 @pytest.mark.parametrize("sliding", [False, True])
 def test_greedy_tokens_equal_mlx_ops(sliding: bool) -> None:
     """Chunked (budget 24), mixed, and preempted (the blocks do not suffice for all requests at once)."""
-    config = dict(SHAPE)
+    config: dict[str, object] = {**SHAPE}
     if sliding:  # two kinds of layers: full attention, and a window
-        config |= dict(
-            model_type="gemma3_text", head_dim=64, sliding_window=12, sliding_window_pattern=2,
-            query_pre_attn_scalar=64,
-        )  # fmt: skip
+        config |= {
+            "model_type": "gemma3_text",
+            "head_dim": 64,
+            "sliding_window": 12,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 64,
+        }
     rng = np.random.default_rng(5)
     prompts = [rng.integers(1, 256, n).tolist() for n in (37, 3, 18, 50, 9, 1)]
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
     outputs = []
     for attention in (MlxOpsBackend(), backend()):
-        engine = make_engine(PagedModel(tiny_model(**config)), attention, tiny_tokenizer(), budget=24, num_blocks=10)
+        engine = make_engine(
+            PagedModel(tiny_model(**config)), attention, tiny_tokenizer(), budget=24, num_blocks=10
+        )
         with record_launches() as launches:
             outputs.append(run(engine, prompts, params))
         if attention.name == "metal":
@@ -118,9 +127,7 @@ class _Recorder:
 def test_real_activations_of_the_demo_model(demo_path: Path, dtype: mx.Dtype) -> None:
     """q, K and V of the first and the last layer from a step with decodes, a chunk and a fresh prompt."""
     paged = PagedModel(load_gguf_model(demo_path, dtype=mx.float32, dequantize=True)[0])
-    tokenizer = Tokenizer(
-        load_gguf_tokenizer(demo_path), gguf_eos_token_ids(read_gguf_header(demo_path))
-    )
+    tokenizer = Tokenizer(load_gguf_tokenizer(demo_path), gguf_eos_token_ids(read_gguf_header(demo_path)))
     recorder = _Recorder(MlxOpsBackend())
     engine = make_engine(paged, recorder, tokenizer, budget=48, num_blocks=128, vocab_size=49152)
     rng = np.random.default_rng(0)

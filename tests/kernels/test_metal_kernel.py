@@ -113,7 +113,12 @@ def test_long_contexts(segments, sinks):
 @pytest.mark.parametrize("window", [None, 128])
 def test_big_mix(dtype, window):
     check(
-        BIG_MIX + SERVING_MIX, num_heads=4, num_kv_heads=2, dtype=DTYPES[dtype], window=window, shared_blocks=1
+        BIG_MIX + SERVING_MIX,
+        num_heads=4,
+        num_kv_heads=2,
+        dtype=DTYPES[dtype],
+        window=window,
+        shared_blocks=1,
     )
 
 
@@ -189,7 +194,9 @@ def test_windowed_decode_reads_the_window():
 
 def test_prefill_reads_less_than_half_the_square():
     length, group = 384, 2
-    launches = check([(length, length)], num_heads=group, num_kv_heads=1, dtype=mx.float16, target_threadgroups=1)
+    launches = check(
+        [(length, length)], num_heads=group, num_kv_heads=1, dtype=mx.float16, target_threadgroups=1
+    )
     tiles = -(-length * group // 64)
     bound = lower_bound([(length, length)], 1, 64, 2)
     # Tile i of n reads i / n of the keys: (n + 1) / 2 of them in all.
@@ -211,7 +218,14 @@ def test_prefill_reads_less_than_half_the_square():
     ],
 )
 def test_unsupported_shapes_are_named(change, message):
-    shape = dict(dtype=mx.float16, head_dim=64, v_head_dim=64, num_heads=4, num_kv_heads=2, block_size=16)
+    shape = {
+        "dtype": mx.float16,
+        "head_dim": 64,
+        "v_head_dim": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "block_size": 16,
+    }
     check_supported(**shape)
     with pytest.raises(UnsupportedAttentionError, match=message) as caught:
         check_supported(**{**shape, **change})

@@ -55,10 +55,11 @@ def _arena(ir: str) -> tuple[str, list[str]]:
         arena += f"{m[1]} = alias {m[2]}, {place.format(2 * i + 1)}\n"
         size = f"i64 ptrtoint (ptr getelementptr ({m[2]}, ptr null, i32 1) to i64)"
         rows.append(f"{{ ptr, i64 }} {{ {place.format(2 * i + 1)}, {size} }}")
-    table = f"@ms_variables = constant [{len(rows)} x {{ ptr, i64 }}] [{', '.join(rows)}]\n" if rows else ""
+    table = f"@ms_variables = constant [{len(rows)} x {{ ptr, i64 }}] [{', '.join(rows)}]\n"
     # The IR verifier wants debug information on definitions, and an alias is none.
     ir = pattern.sub("", ir)
-    ir = re.sub(r"^(target triple = .*)$", lambda m: f"{m[1]}\n\n{arena if found else ''}{table}", ir, count=1, flags=re.M)
+    if found:
+        ir = re.sub(r"^target triple = .*$", lambda m: f"{m[0]}\n\n{arena}{table}", ir, count=1, flags=re.M)
     names = [re.sub(r'^@"?_ZZ.*?E(\d+)(\w+?)"?$', lambda m: m[2][: int(m[1])], m[1]) for m in found]
     return ir, names
 
@@ -71,12 +72,17 @@ def build(unit: str, name: str) -> Built:
     if library.exists() and listing.exists():
         return Built(library, tuple(listing.read_text().split()))
     with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
-        source, raw, ir, made = (str(Path(tmp) / n) for n in ("kernel.cl", "raw.ll", "kernel.ll", "kernel.so"))
+        source, raw, ir, made = (
+            str(Path(tmp) / n) for n in ("kernel.cl", "raw.ll", "kernel.ll", "kernel.so")
+        )
         Path(source).write_text(unit)
         checks = "-fsanitize=kernel-address,array-bounds,alignment,shift-exponent,integer-divide-by-zero"
         flags = ["-O2", "-g", "-fPIC", *host_features(), "-w"]
         done = run_clang(
-            [*language_flags(), *flags, checks, "-Xclang", "-disable-llvm-passes", "-emit-llvm", "-S", source, "-o", raw]
+            [
+                *(*language_flags(), *flags, checks),
+                *("-Xclang", "-disable-llvm-passes", "-emit-llvm", "-S", source, "-o", raw),
+            ]
         )
         if done.returncode:
             raise CheckError(f"{name} does not compile:\n{done.stderr}")
@@ -93,8 +99,10 @@ def build(unit: str, name: str) -> Built:
             instrument += ["-mllvm", f"-{option}"]
         undefined = ["-undefined", "dynamic_lookup"] if os.uname().sysname == "Darwin" else []
         done = run_clang(
-            ["-x", "ir", ir, *flags, *_NO_VECTORS, "-fsanitize=kernel-address", *instrument]
-            + ["-shared", *undefined, "-lm", "-o", made]
+            [
+                *("-x", "ir", ir, *flags, *_NO_VECTORS, "-fsanitize=kernel-address", *instrument),
+                *("-shared", *undefined, "-lm", "-o", made),
+            ]
         )
         if done.returncode:
             raise ToolchainError(f"cannot build {name} for the host:\n{done.stderr}")

@@ -45,9 +45,13 @@ def check(unit: str, name: str, *, own_files: bool = True) -> None:
         source, ir = Path(tmp) / "kernel.cl", Path(tmp) / "kernel.ll"
         source.write_text(_quiet_headers(unit))
         done = run_clang(
-            [*language_flags(), *_WARNINGS, "-target", "spir64", "-O0", "-g"]
-            # Metal has no double, no function pointers and no variadic functions.
-            + ["-Xclang", "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64", "-Xclang", "-disable-llvm-passes", "-emit-llvm", "-S", str(source), "-o", str(ir)]
+            [
+                *language_flags(),
+                *_WARNINGS,
+                *("-target", "spir64", "-O0", "-g"),
+                *("-Xclang", "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64"),  # Metal has no double
+                *("-Xclang", "-disable-llvm-passes", "-emit-llvm", "-S", str(source), "-o", str(ir)),
+            ]
         )
         if done.returncode:
             raise CheckError(f"{name} is not legal Metal:\n{done.stderr}")
@@ -66,7 +70,7 @@ def _quiet_headers(unit: str) -> str:
     for i, line in enumerate(lines):
         if line.startswith("#include"):
             lines[i] = (
-                "#pragma clang diagnostic push\n#pragma clang diagnostic ignored \"-Weverything\"\n"
+                '#pragma clang diagnostic push\n#pragma clang diagnostic ignored "-Weverything"\n'
                 f"{line}\n#pragma clang diagnostic pop\n#line {i + 2}"
             )
     return "\n".join(lines)
@@ -78,7 +82,7 @@ def _files(ir: str) -> dict[str, str]:
 
 
 def _described(ir: str, node: str) -> str:
-    """"file:line: error: 'name'" of a function's or variable's debug information."""
+    """ "file:line: error: 'name'" of a function's or variable's debug information."""
     found = re.search(rf"^{node} = (?:distinct )?!DI\w+\((.*)\)$", ir, re.M)
     fields = found[1] if found else ""
     if expression := re.match(r"var: (!\d+)", fields):
@@ -122,15 +126,15 @@ def _recursion(ir: str) -> list[str]:
 def _program_scope_variables(ir: str) -> list[str]:
     """Variables outside functions, and static ones inside, must be constant."""
     nodes = re.findall(r"^@[\w.$]+ = .*\baddrspace\(1\) (?:global|constant)\b.*!dbg (!\d+)", ir, re.M)
-    return [f"{_described(ir, n)} lives outside functions, so its address space must be constant" for n in nodes]
+    return [
+        f"{_described(ir, n)} lives outside functions, so its address space must be constant" for n in nodes
+    ]
 
 
 def _unqualified_pointers(ir: str) -> list[str]:
     """Variables and parameters of pointer type in the generic address space, in the kernel's own text."""
     files = _files(ir)
-    variables = {
-        m[1]: m[2] for m in re.finditer(r"^(!\d+) = !DILocalVariable\((.*)\)$", ir, re.M)
-    }
+    variables = {m[1]: m[2] for m in re.finditer(r"^(!\d+) = !DILocalVariable\((.*)\)$", ir, re.M)}
     problems = []
     generic: set[str] = set()
     for line in ir.split("\n"):
@@ -138,7 +142,9 @@ def _unqualified_pointers(ir: str) -> list[str]:
             generic = set()
         elif found := re.match(r"\s*(%[\w.]+) = alloca ptr addrspace\(4\)", line):
             generic.add(found[1])
-        declared = re.search(r"@llvm\.dbg\.declare\(metadata ptr (?:addrspace\(\d+\) )?(%[\w.]+), metadata (!\d+)", line)
+        declared = re.search(
+            r"dbg\.declare\(metadata ptr (?:addrspace\(\d+\) )?(%[\w.]+), metadata (!\d+)", line
+        )
         if not declared or declared[1] not in generic:
             continue
         fields = variables.get(declared[2], "")

@@ -27,7 +27,10 @@ class _Buffer(ctypes.Structure):
         ("host", ctypes.c_void_p),
         ("bytes", _U64),
         *[(n, _U32) for n in ("item", "kind", "initialised", "copy_in")],
-        *[(n, _U64) for n in ("read_bytes", "written_bytes", "unique_read", "unique_written", "reads", "writes")],
+        *[
+            (n, _U64)
+            for n in ("read_bytes", "written_bytes", "unique_read", "unique_written", "reads", "writes")
+        ],
     ]
 
 
@@ -268,7 +271,15 @@ class LoadedKernel:
     ) -> LaunchCounts:
         per_buffer = {
             b.name: BufferCounts(
-                b.name, b.kind, s.bytes, s.read_bytes, s.written_bytes, s.unique_read, s.unique_written, s.reads, s.writes
+                name=b.name,
+                kind=b.kind,
+                size=s.bytes,
+                read=s.read_bytes,
+                written=s.written_bytes,
+                unique_read=s.unique_read,
+                unique_written=s.unique_written,
+                reads=s.reads,
+                writes=s.writes,
             )
             for b, s in zip(buffers, structures, strict=False)
         }
@@ -313,7 +324,12 @@ class LoadedKernel:
             text = f"{thread}: {text}"
         at = f"{place}: " if place else ""
         return MetalSimError(
-            f"{self.name}: {at}{kind}: {text}", kind=kind, buffer=name, index=index, place=place, other_place=other
+            f"{self.name}: {at}{kind}: {text}",
+            kind=kind,
+            buffer=name,
+            index=index,
+            place=place,
+            other_place=other,
         )
 
     def _subject(self, f: _Fault, buffers: list[BufferSpec]) -> tuple[str | None, int | None, str]:

@@ -75,7 +75,9 @@ def run(shape: Shape) -> list[LaunchCounts]:
     heads = shape.num_kv_heads * shape.group
     q = mx.random.normal((int(starts[-1]), heads, shape.head_dim)).astype(mx.float16)
     with record_launches() as launches:
-        MetalBackend(metal_kernel).plan(metadata).attend(q, k, v, scale=shape.head_dim**-0.5, window=shape.window)
+        MetalBackend(metal_kernel).plan(metadata).attend(
+            q, k, v, scale=shape.head_dim**-0.5, window=shape.window
+        )
     return launches
 
 

@@ -120,7 +120,8 @@ def _parameter(text: str) -> Parameter:
 
 def find_kernel(text: str, name: str) -> Signature:
     """The signature of kernel ``name``."""
-    pattern = rf"(template\s*<(?P<template>[^{{}};]*?)>\s*)?(?P<kernel>\[\[kernel[^\]]*\]\]|\bkernel\b)\s+void\s+{name}\s*\("
+    template_line = r"(template\s*<(?P<template>[^{};]*?)>\s*)?"
+    pattern = template_line + rf"(?P<kernel>\[\[kernel[^\]]*\]\]|\bkernel\b)\s+void\s+{name}\s*\("
     found = re.search(pattern, text)
     if not found:
         raise ToolchainError(f"no kernel named {name} in the source")

@@ -126,9 +126,7 @@ def _thunk(signature: Signature) -> str:
         else:
             raise ToolchainError(f"kernel parameter {p.name} is neither a buffer nor a thread attribute")
         number += 1
-    return (
-        f"extern \"C\" void ms_entry(const ulong* a, const uint* ids) {{ {signature.name}({', '.join(arguments)}); }}"
-    )
+    return f'extern "C" void ms_entry(const ulong* a, const uint* ids) {{ {signature.name}({", ".join(arguments)}); }}'
 
 
 def translation_unit(
@@ -151,7 +149,9 @@ def translation_unit(
     if len(given) != len(signature.template):
         raise ToolchainError(f"{kernel} takes {len(signature.template)} template arguments, not {len(given)}")
     binding = "".join(
-        f"using {name} = {value}; " if kind in ("typename", "class") else f"constexpr constant {kind} {name} = {value}; "
+        f"using {name} = {value}; "
+        if kind in ("typename", "class")
+        else f"constexpr constant {kind} {name} = {value}; "
         for (kind, name), value in zip(signature.template, given, strict=True)
     )
     # The template line gives way; its newlines stay, so that the lines after it keep their numbers.

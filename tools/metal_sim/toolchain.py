@@ -52,11 +52,8 @@ def clang() -> str:
 @cache
 def cache_dir() -> Path:
     """Where compiled kernels stay between runs (``METAL_SIM_CACHE``, else the user's cache directory)."""
-    base = os.environ.get("METAL_SIM_CACHE")
-    if base:
-        path = Path(base)
-    else:
-        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metal-sim"
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = Path(os.environ.get("METAL_SIM_CACHE") or users / "metal-sim")
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -65,7 +62,10 @@ def cache_dir() -> Path:
 def fingerprint() -> str:
     """Changes whenever the clang, the machine's kind or a file that shapes compiled code does."""
     h = hashlib.sha256()
-    code = [HERE / f"{n}.py" for n in ("build", "check", "signature", "source", "toolchain", "trace", "trace_child")]
+    code = [
+        HERE / f"{n}.py"
+        for n in ("build", "check", "signature", "source", "toolchain", "trace", "trace_child")
+    ]
     for path in sorted([*INCLUDE.rglob("*"), *(HERE / "runtime").rglob("*"), *code]):
         if path.is_file():
             h.update(path.name.encode())

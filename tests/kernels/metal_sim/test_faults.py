@@ -3,8 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from tests.kernels.metal_sim.helpers import line_of, run
 
+from tests.kernels.metal_sim.helpers import line_of, run
 from tools.metal_sim import CheckError, MetalSimError
 
 X = np.arange(64, dtype=np.float32)
@@ -41,7 +41,9 @@ def test_read_before_the_start():
 
 
 def test_read_gigabytes_away():
-    error = find("out[thread_position_in_grid.x] = inp[thread_position_in_grid.x + 1000000000ul]; // BUG", {"inp": X})
+    error = find(
+        "out[thread_position_in_grid.x] = inp[thread_position_in_grid.x + 1000000000ul]; // BUG", {"inp": X}
+    )
     assert (error.kind, error.buffer, error.index) == ("out of bounds", "inp", 1000000000)
 
 
@@ -176,7 +178,7 @@ tile[i] = inp[i];
 {barrier}
 out[i] = tile[63 - i]; {mark}
 """
-BOTH = dict(outputs={"out": ((64,), mx.float32)}, grid=(64, 1, 1), threadgroup=(64, 1, 1))
+BOTH = {"outputs": {"out": ((64,), mx.float32)}, "grid": (64, 1, 1), "threadgroup": (64, 1, 1)}
 
 
 def test_missing_barrier():
@@ -188,7 +190,9 @@ def test_missing_barrier():
 
 def test_barrier_for_the_wrong_memory():
     error = find(
-        REVERSE.format(barrier="threadgroup_barrier(mem_flags::mem_device);", mark="// BUG"), {"inp": X}, **BOTH
+        REVERSE.format(barrier="threadgroup_barrier(mem_flags::mem_device);", mark="// BUG"),
+        {"inp": X},
+        **BOTH,
     )
     assert (error.kind, error.buffer) == ("race", "tile")
     assert error.other_place.line == 4
@@ -459,7 +463,7 @@ def test_the_simulator_works_after_a_fault():
 
 def test_too_much_threadgroup_memory():
     source = "threadgroup float a[8192]; threadgroup float b[4]; a[0] = 0; b[0] = 1; out[0] = a[0] + b[0];"
-    with pytest.raises(CheckError, match="32784 bytes of threadgroup memory.*a 32768, b 16"):
+    with pytest.raises(CheckError, match=r"32784 bytes of threadgroup memory.*a 32768, b 16"):
         run(source, grid=(1, 1, 1))
 
 

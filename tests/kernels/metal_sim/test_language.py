@@ -5,6 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
+
 from tests.kernels.metal_sim.helpers import run
 
 
@@ -42,7 +43,7 @@ def test_float_to_half_and_back_is_numpys_for_every_half():
     )
     np.testing.assert_array_equal(up, halves.astype(np.float32))
     # Between two halves, ties included.
-    x = halves.astype(np.float32)[: 0x7BFF]
+    x = halves.astype(np.float32)[:0x7BFF]
     between = np.concatenate([(x[1:] + x[:-1]) / 2, np.nextafter((x[1:] + x[:-1]) / 2, np.float32(np.inf))])
     n = len(between)
     down = run(
@@ -81,7 +82,11 @@ def test_bfloat_arithmetic():
     out[i] = x;
     """
     out = run(
-        source, {"a": a, "b": b}, {"out": ((512,), mx.bfloat16)}, grid=(512, 1, 1), template=[("T", mx.bfloat16)]
+        source,
+        {"a": a, "b": b},
+        {"out": ((512,), mx.bfloat16)},
+        grid=(512, 1, 1),
+        template=[("T", mx.bfloat16)],
     )
     np.testing.assert_array_equal(out, np.array(((a + b) * a).astype(mx.float32)))
 
@@ -110,7 +115,10 @@ def test_bfloat_arithmetic():
 )
 def test_math(expression, function):
     x = np.linspace(-4.03, 3.97, 32).astype(np.float32)
-    out = run(f"float x = inp[thread_index_in_simdgroup]; out[thread_index_in_simdgroup] = {expression};", {"inp": x})
+    out = run(
+        f"float x = inp[thread_index_in_simdgroup]; out[thread_index_in_simdgroup] = {expression};",
+        {"inp": x},
+    )
     np.testing.assert_allclose(out, [function(float(v)) for v in x], rtol=2e-6, atol=1e-6)
 
 
@@ -238,5 +246,11 @@ def test_header_functions_and_structs():
     set(p, twice(inp, 1));
     out[0] = p.a + p.b + table[2];
     """
-    out = run(source, {"inp": np.arange(8, dtype=np.float32)}, {"out": ((1,), mx.float32)}, grid=(1, 1, 1), header=header)
+    out = run(
+        source,
+        {"inp": np.arange(8, dtype=np.float32)},
+        {"out": ((1,), mx.float32)},
+        grid=(1, 1, 1),
+        header=header,
+    )
     np.testing.assert_array_equal(out, [2 + 2 + 2.5])

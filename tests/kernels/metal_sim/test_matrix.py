@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+
 from tests.kernels.metal_sim.helpers import run
 
 A = np.random.default_rng(1).standard_normal((8, 8)).astype(np.float32)
