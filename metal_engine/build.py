@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from metal_engine.config import ConfigError, EngineArgs, resolve_config
+from metal_engine.config import EngineArgs, resolve_config
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.platform.blas import load_optimized_blas
@@ -23,7 +23,8 @@ def build_engine(args: EngineArgs) -> EngineCore:
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
     import mlx.core as mx
 
-    from metal_engine.attention.mlx_ops import MlxOpsBackend
+    from metal_engine.attention.choice import choose_backend
+    from metal_engine.attention.metal import UnsupportedAttentionError
     from metal_engine.models import loader
     from metal_engine.models.check import check_paged_model
     from metal_engine.models.errors import UnsupportedModelError
@@ -31,16 +32,14 @@ def build_engine(args: EngineArgs) -> EngineCore:
     from metal_engine.platform.device import device_info
     from metal_engine.runner.model_runner import ModelRunner
 
-    if args.attention_backend == "metal":
-        raise ConfigError("--attention-backend metal is not available yet; use mlx")
-    backend = MlxOpsBackend()
+    backend = choose_backend(args.attention_backend, args.block_size)
     mx.random.seed(args.seed)
     loaded = loader.load(args, device_info(blas))
     try:
         paged = PagedModel(loaded.model)
         info = loader.model_info(loaded, paged.kv_bytes_per_token, len(paged.kv_specs))
         check_paged_model(paged, backend, info.vocab_size)
-    except UnsupportedModelError as error:
+    except (UnsupportedModelError, UnsupportedAttentionError) as error:
         model_type = loaded.config.get("model_type")
         raise UnsupportedModelError(
             f"{args.model} (architecture {model_type}) cannot run here: {error}"

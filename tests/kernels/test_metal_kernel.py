@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from metal_engine.attention.choice import choose_backend
 from metal_engine.attention.metal import (
     BLOCK_SIZES,
     HEAD_DIMS,
@@ -17,9 +23,11 @@ from metal_engine.attention.metal import (
     check_supported,
     stage_keys,
 )
+from metal_engine.config import ConfigError
 from tests.kernels.simulated import TOLERANCE, attend, backend, check, every_row_by_itself
 from tests.kernels.test_mlx_ops import make_step
 
+ROOT = Path(__file__).resolve().parents[2]
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 GROUPS = (1, 2, 3, 4, 7, 8, 16)
 
@@ -256,6 +264,34 @@ def test_tables_are_made_once_per_kind_of_layer():
     for window in (None, None, 16, 16):
         plan.attend(step.q, step.k_cache, step.v_cache, scale=1.0, window=window)
     assert len(plan._uploaded) == 2
+
+
+def test_choice_of_backend(monkeypatch):
+    assert choose_backend("mlx", 16).name == "mlx"
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    assert choose_backend("auto", 12).name == "mlx"
+    with pytest.raises(ConfigError, match="--attention-backend"):
+        choose_backend("metal", 16)
+
+
+def test_kernels_are_in_the_wheel(tmp_path):
+    """Built as pip builds it, unpacked, and used from there."""
+    build = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [n for n in archive.namelist() if n.startswith(("kernels/", "tools/", "tests/"))]
+        archive.extractall(tmp_path / "site")
+    use = "from metal_engine.attention import metal; print(metal.__file__); metal.kernel_text('merge_splits.metal')"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", use], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path) in done.stdout
 
 
 @pytest.mark.metal
