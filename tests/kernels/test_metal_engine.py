@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, AttentionPlan
+from metal_engine.attention.metal import MetalBackend
 from metal_engine.attention.mlx_ops import MlxOpsBackend
 from metal_engine.config import CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
 from metal_engine.engine.core import EngineCore
@@ -97,6 +98,23 @@ def test_greedy_tokens_equal_mlx_ops(sliding: bool) -> None:
             assert {c.kernel for c in launches} == {"paged_attention"}
             assert max(c.grid[0] // 256 for c in launches) >= 3
     reference = tiny_model(**config)
+    for prompt, a, b in zip(prompts, *outputs, strict=True):
+        assert compare_outputs(reference, prompt, a, b).equal
+
+
+@pytest.mark.metal
+def test_greedy_tokens_on_a_mac() -> None:
+    """The same through the real compiler and GPU, again chunked, mixed and preempted."""
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(1, 256, n).tolist() for n in (37, 3, 18, 50, 9, 1)]
+    params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+    outputs = []
+    for attention in (MlxOpsBackend(), MetalBackend()):
+        engine = make_engine(
+            PagedModel(tiny_model(**SHAPE)), attention, tiny_tokenizer(), budget=24, num_blocks=10
+        )
+        outputs.append(run(engine, prompts, params))
+    reference = tiny_model(**SHAPE)
     for prompt, a, b in zip(prompts, *outputs, strict=True):
         assert compare_outputs(reference, prompt, a, b).equal
 
