@@ -37,7 +37,7 @@ def build_engine(args: EngineArgs) -> EngineCore:
     loaded = loader.load(args, device_info(blas))
     try:
         paged = PagedModel(loaded.model)
-        info = loader.model_info(loaded, paged.kv_bytes_per_token, len(paged.kv_specs))
+        info = loader.model_info(loaded, paged)
         check_paged_model(paged, backend, info.vocab_size)
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         model_type = loaded.config.get("model_type")

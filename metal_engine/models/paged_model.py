@@ -36,6 +36,7 @@ class PagedModel:
     Attributes:
         kv_specs: shape and type of each layer's K and V.
         windows: sizes of the sliding windows that layers use.
+        vocab_size: number of logits of a row.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,6 +44,7 @@ class PagedModel:
         self._step = StepState()
         opened = open_model(model, self._step)
         self.kv_specs, self.windows = opened.kv_specs, opened.windows
+        self.vocab_size = opened.vocab_size
         self.layer_caches: list[LayerCache] = []
 
     @property
