@@ -7,7 +7,7 @@ import logging
 from metal_engine.config import EngineConfig
 from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import Request, RequestOutput, RequestStatus, SamplingParams
+from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler, SchedulerStats
 from metal_engine.step import Runner, SchedulerOutput
 
@@ -50,7 +50,13 @@ class EngineCore:
         self.scheduler.check_fits(num_prompt_tokens, max_tokens)
         return max_tokens
 
-    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
+    ) -> None:
         """Queue a request. Raises ValueError if it can never be served, or its id is in use."""
         vocab_size = self.config.model.vocab_size
         if prompt_token_ids and not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
@@ -61,6 +67,7 @@ class EngineCore:
             params,
             max_tokens=self.resolve_max_tokens(len(prompt_token_ids), params),
             eos_token_ids=self.tokenizer.eos_token_ids,
+            options=options,
         )
         self.scheduler.add_request(request)
         self._outputs.add_request(request)
@@ -103,6 +110,7 @@ class EngineCore:
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
         self.num_failed_steps += 1
+        self.scheduler.prefix_cache.forget()  # some of the blocks may never have been written
         outputs = []
         for request_id in plan.num_scheduled_tokens:
             if request_id not in self.scheduler.requests:

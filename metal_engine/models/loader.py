@@ -159,6 +159,7 @@ def model_info(loaded: LoadedModel, kv_bytes_per_token: int, num_layers: int) ->
     flat = cast(list[tuple[str, mx.array]], tree_flatten(loaded.model.parameters()))
     parameters = [array for _, array in flat]
     dtypes = {array.dtype for array in parameters if mx.issubdtype(array.dtype, mx.floating)}
+    num_heads = text_config.get("num_attention_heads") or 1
     return ModelInfo(
         name=loaded.name,
         model_type=config["model_type"],
@@ -169,4 +170,6 @@ def model_info(loaded: LoadedModel, kv_bytes_per_token: int, num_layers: int) ->
         weight_bytes=sum(array.nbytes for array in parameters),
         kv_bytes_per_token=kv_bytes_per_token,
         max_position_embeddings=text_config.get("max_position_embeddings") or _DEFAULT_CONTEXT,
+        num_heads=num_heads,
+        head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,
     )

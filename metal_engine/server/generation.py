@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput, SamplingParams
+from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.parameters import check_parameters
 from metal_engine.server.protocol import FinishReason, GenerationBody, PromptTokensDetails, Usage
@@ -65,10 +65,12 @@ class Generation:
         model: str,
         prompts: list[list[int]],
         params: SamplingParams,
+        options: RequestOptions,
     ) -> None:
         self._engine = engine
         self._prompts = prompts
         self._params = params
+        self._options = options
         self.request_id = request_id
         self.model = model
         self.created = int(time.time())
@@ -82,7 +84,7 @@ class Generation:
             EngineDeadError: the engine has ended.
         """
         streams = [
-            self._engine.generate(f"{self.request_id}-{i}", prompt, self._params)
+            self._engine.generate(f"{self.request_id}-{i}", prompt, self._params, self._options)
             for i, prompt in enumerate(self._prompts)
         ]
         async with aclosing(_merge(streams)) as batches:
@@ -174,6 +176,7 @@ async def prepare(
         model=served_model_name,
         prompts=prompts,
         params=params,
+        options=RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or ""),
     )
 
 
