@@ -139,7 +139,7 @@ class SchedulerConfig:
     max_model_len: int
     max_num_partial_prefills: int = 1
     max_long_partial_prefills: int = 1
-    long_prefill_token_threshold: int = 0  # more tokens than this to go: a long prompt
+    long_prefill_token_threshold: int = 1 << 62  # more tokens than this to go: a long prompt
     page_aligned_scheduling: bool = False
     scheduling_policy: str = "fcfs"
     max_attention_work: int = 1 << 62  # (query row, visible key) pairs of a step

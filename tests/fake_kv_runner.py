@@ -2,22 +2,23 @@
 
 Each slot of its KV cache holds a number that depends on the token written there, on its position, and on the
 *contents* of all slots before it, read through the block table as the plan gave it. A sampled token is a
-digest of all slots of its sequence. So a wrong block, slot, position, order, count or token anywhere makes the
-request's next tokens differ from those it gets alone, and those have a closed form: :func:`expected_tokens`.
+digest of all slots of its sequence. So a wrong block, slot, position, order, count or token anywhere makes
+the request's next tokens differ from those it gets alone, which have a closed form: :func:`expected_tokens`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from metal_engine.config import CacheConfig, SchedulerConfig
-from metal_engine.request import Request, RequestStatus, SamplingParams
+from metal_engine.request import Request, RequestOptions, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.step import ModelOutput, SchedulerOutput, TokenOutput
+from tests.scheduling_checks import check_plan, is_plain, max_steps
 
 # Large, so that a wrong token is not the right one by chance.
 VOCAB_SIZE = 1 << 30
@@ -103,6 +104,7 @@ class FakeKVRunner:
         self.max_num_seqs = max_num_seqs
         self.kv = np.full(cache_config.num_tokens, _POISON, np.uint64)  # [slots]
         self.held: dict[str, _Held] = {}
+        self.num_holders: Counter[int] = Counter()  # block id -> requests held that have it in their table
         self.num_steps = 0
         self.last_step_id = -1
 
@@ -119,6 +121,10 @@ class FakeKVRunner:
             assert stop <= len(held.token_ids), f"{request_id}: tokens up to {stop} of {len(held.token_ids)}"
             assert stop <= len(held.slots), f"{request_id}: tokens up to {stop}, slots for {len(held.slots)}"
             ranges[request_id] = start, stop
+            for block_id in held.block_ids[start // self.block_size : -(-stop // self.block_size)]:
+                assert self.num_holders[block_id] == 1, (
+                    f"{request_id} writes to block {block_id}, which is shared"
+                )
         assert plan.sampled_req_ids == [
             request_id
             for request_id, (_, stop) in ranges.items()
@@ -151,7 +157,7 @@ class FakeKVRunner:
         self.last_step_id = plan.step_id
         for request_id in plan.dropped_req_ids:
             assert request_id in self.held, f"told to drop {request_id}, which is not held"
-            del self.held[request_id]
+            self.num_holders.subtract(self.held.pop(request_id).block_ids)
         for new in plan.new_requests:
             assert new.request_id not in self.held, f"{new.request_id} is new, but was never dropped"
             assert new.request_id in plan.num_scheduled_tokens, f"{new.request_id} is new, but has no share"
@@ -168,6 +174,7 @@ class FakeKVRunner:
         held = self.held[request_id]
         assert all(0 <= block_id < self.num_blocks for block_id in block_ids), f"{request_id}: {block_ids}"
         held.block_ids += block_ids
+        self.num_holders.update(block_ids)
         blocks = np.array(held.block_ids, np.int64)
         held.slots = (blocks[:, None] * self.block_size + np.arange(self.block_size)).ravel()
 
@@ -214,6 +221,7 @@ class SchedulerHarness:
         self.scheduler = Scheduler(config, cache_config)
         self.runner = FakeKVRunner(cache_config, config.max_num_seqs)
         self.tracked: dict[str, Tracked] = {}
+        self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
         self.plans: list[SchedulerOutput] = []
 
@@ -227,6 +235,8 @@ class SchedulerHarness:
         *,
         stop_after: int | None = None,
         ignore_eos: bool = False,
+        options: RequestOptions | None = None,
+        needs_prompt_rows: bool = False,
     ) -> Request:
         """Queue a request; ``stop_after=n`` makes the n-th token it will generate an end of sequence."""
         expected = expected_tokens(prompt, max_tokens)
@@ -244,9 +254,12 @@ class SchedulerHarness:
             SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
             max_tokens=max_tokens,
             eos_token_ids=eos,
+            options=options,
+            needs_prompt_rows=needs_prompt_rows,
         )
         self.scheduler.add_request(request)
         self.tracked[request_id] = Tracked(request, expected, reason)
+        self._live[request_id] = None
         return request
 
     def abort(self, request_id: str) -> None:
@@ -254,13 +267,14 @@ class SchedulerHarness:
         tracked = self.tracked[request_id]
         if tracked.is_live:
             tracked.finish_reason = "abort"
+            del self._live[request_id]
         assert not self.scheduler.blocks.block_ids(request_id)
         self.scheduler.check_integrity()
 
     @property
     def live(self) -> list[Tracked]:
         """Unfinished requests in order of arrival."""
-        return [t for t in self.tracked.values() if t.is_live]
+        return [self.tracked[request_id] for request_id in self._live]
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -268,11 +282,17 @@ class SchedulerHarness:
         """Plan a step and start it, without the update."""
         assert len(self.in_flight) < self.depth
         before = {t.request.request_id: _demand(t.request) for t in self.live}
+        context_lens = {request_id: r.num_computed_tokens for request_id, r in self.scheduler.running.items()}
         num_preemptions = self.scheduler.num_preemptions
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         self.check_limits(plan)
-        self.check_fcfs(plan, before, self.scheduler.num_preemptions - num_preemptions)
+        num_preemptions = self.scheduler.num_preemptions - num_preemptions
+        check_plan(self.scheduler, plan, before, context_lens)
+        if is_plain(self.config, self.cache_config):
+            self.check_fcfs(plan, before, num_preemptions)
+        if not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions:
+            assert not self.live, "nothing is under way, and nothing is planned"
         self.plans.append(plan)
         if plan.num_scheduled_tokens:
             self.in_flight.append((plan, self.runner.execute(plan)))
@@ -299,12 +319,14 @@ class SchedulerHarness:
     def run(self, until: Callable[[], bool] | None = None) -> int:
         """Step until done, within the bound below; returns the steps taken.
 
-        The oldest request advances in every step that is not spent waiting for a step under way. So all are
-        done after as many steps as they would take one after the other, each alone.
+        The first request in order advances in every step that is not spent waiting for a step under way, or for
+        a turn in the rotation. So all are done after as many steps as they would take one after the other.
         """
-        budget = self.config.max_num_batched_tokens
         alone = sum(
-            -(-t.request.num_tokens // budget) + len(t.expected) - len(t.token_ids) + 1 for t in self.live
+            max_steps(t.request.num_tokens, self.config, self.cache_config.block_size)
+            + len(t.expected)
+            - len(t.token_ids)
+            for t in self.live
         )
         bound = alone * self.depth + self.depth + 4
         steps = 0
@@ -338,11 +360,13 @@ class SchedulerHarness:
         assert len(output.token_ids) == 1
         tracked.token_ids += output.token_ids
         n = len(tracked.token_ids)
-        assert tracked.token_ids == tracked.expected[:n], (
+        assert output.token_ids == tracked.expected[n - 1 : n], (
             f"{output.request_id}: wrong token {n} of {tracked.expected}"
         )
         assert output.finish_reason == (tracked.expected_reason if n == len(tracked.expected) else None)
         tracked.finish_reason = output.finish_reason
+        if not tracked.is_live:
+            del self._live[output.request_id]
 
     def check_limits(self, plan: SchedulerOutput) -> None:
         """No limit of a step is exceeded."""
@@ -361,8 +385,11 @@ class SchedulerHarness:
             num_preemptions: requests preempted by this plan.
         """
         order = list(demand)
+        new = {request.request_id for request in plan.new_requests}
+        order.sort(key=lambda r: demand[r] != 1 or r in new)  # decodes go first
         packed = list(plan.num_scheduled_tokens)
-        assert packed == sorted(packed, key=order.index), "not packed in order of arrival"
+        scheduled = set(packed)
+        assert packed == [r for r in order if r in scheduled], "not packed decodes first, in order of arrival"
         left = self.config.max_num_batched_tokens
         served_all_before = True
         for request_id in order:
@@ -378,7 +405,7 @@ class SchedulerHarness:
         if oldest == next(iter(order), None) and oldest is not None:
             assert oldest in plan.num_scheduled_tokens, "the oldest request does not advance"
         # Room left over and a request that could use it: only the pool may stand in between.
-        waiting = next(iter(self.scheduler.waiting.values()), None)
+        waiting = next(iter(self.scheduler.waiting), None)
         if waiting is not None and not waiting.num_output_placeholders and left > 0 and not num_preemptions:
             blocks = self.scheduler.blocks
             if len(self.scheduler.running) < self.config.max_num_seqs:

@@ -56,7 +56,13 @@ SENTENCES = [
     "She measured twice, wrote the numbers down, and only then reached for the saw.",
     "雨の音を聞きながら、彼は古い本を読み続けた。",
 ]
-CODE = "def {name}_{i}(items):\n    total = 0\n    for item in items:\n        total += item.{name}\n    return total\n\n"
+CODE = """def {name}_{i}(items):
+    total = 0
+    for item in items:
+        total += item.{name}
+    return total
+
+"""
 
 
 def make_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
@@ -152,7 +158,7 @@ def main() -> int:
     parser.add_argument("--max-num-batched-tokens", type=int, default=None, help="tokens a step")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.num_prompts < 1 or args.max_tokens < 1 or not 0 < args.pool_fraction:
+    if args.num_prompts < 1 or args.max_tokens < 1 or not args.pool_fraction > 0:
         parser.error("--num-prompts, --max-tokens and --pool-fraction must be positive")
     console = Console()
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)

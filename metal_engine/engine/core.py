@@ -9,7 +9,7 @@ from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler, SchedulerStats
-from metal_engine.step import Runner, SchedulerOutput
+from metal_engine.step import Runner, SchedulerOutput, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -100,26 +100,31 @@ class EngineCore:
         except Exception as error:
             logger.exception("step %d failed: %s", plan.step_id, _composition(plan))
             return self._fail(plan, error)
-        outputs = []
-        for token_output in self.scheduler.update(plan, model_output):
+        return [self._process(output) for output in self.scheduler.update(plan, model_output)]
+
+    def _process(self, token_output: TokenOutput) -> RequestOutput:
+        """One request's new text; ends the request in the scheduler too where its text ends it."""
+        request_id = token_output.request_id
+        try:
             output = self._outputs.process(token_output)
-            if output.finished and token_output.finish_reason is None:  # a stop string
-                self.scheduler.finish_request(output.request_id, RequestStatus.FINISHED_STOPPED)
-            outputs.append(output)
-        return outputs
+        except Exception as error:
+            logger.exception("no text for %s from tokens %s", request_id, token_output.token_ids)
+            return self._fail_request(request_id, f"its tokens cannot be decoded: {error}")
+        if output.finished and token_output.finish_reason is None:  # a stop string
+            self.scheduler.finish_request(request_id, RequestStatus.FINISHED_STOPPED)
+        return output
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
         self.num_failed_steps += 1
         self.scheduler.prefix_cache.forget()  # some of the blocks may never have been written
-        outputs = []
-        for request_id in plan.num_scheduled_tokens:
-            if request_id not in self.scheduler.requests:
-                continue
-            self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
-            self._outputs.remove_request(request_id)
-            message = f"the step that computed this request failed: {type(error).__name__}: {error}"
-            outputs.append(RequestOutput(request_id, finish_reason="error", error=message))
-        return outputs
+        message = f"the step that computed this request failed: {type(error).__name__}: {error}"
+        scheduled = [r for r in plan.num_scheduled_tokens if r in self.scheduler.requests]
+        return [self._fail_request(request_id, message) for request_id in scheduled]
+
+    def _fail_request(self, request_id: str, message: str) -> RequestOutput:
+        self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
+        self._outputs.remove_request(request_id)
+        return RequestOutput(request_id, finish_reason="error", error=message)
 
 
 def _composition(plan: SchedulerOutput) -> str:

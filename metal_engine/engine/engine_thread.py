@@ -53,8 +53,9 @@ class EngineThread:
         self._ready = threading.Event()
         self._engine: EngineCore | None = None
         self._error: BaseException | None = None
-        # Held to submit and to die, so that no request slips into the inbox of a thread that has ended.
+        # Held to submit and to stop, so that no request slips into the inbox of a thread that has ended.
         self._lock = threading.Lock()
+        self._stopped = False
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self) -> EngineCore:
@@ -71,10 +72,6 @@ class EngineThread:
         """What ended the thread, if it ended on its own."""
         return self._error
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive() and self._error is None
-
     def submit(
         self,
         request_id: str,
@@ -88,7 +85,7 @@ class EngineThread:
             EngineDeadError: the thread has ended.
         """
         with self._lock:
-            if not self.is_alive:
+            if self._stopped:
                 raise EngineDeadError(f"the engine has stopped: {self._error or 'it was shut down'}")
             self._inbox.put(_Add(request_id, prompt_token_ids, params, options))
 
@@ -116,13 +113,14 @@ class EngineThread:
             self._loop(self._engine)
         except BaseException as error:
             logger.critical("the engine thread has died", exc_info=True)
-            with self._lock:
-                self._error = error
+            self._error = error
             self._fail_everything(self._engine, f"the engine has stopped: {error}")
         finally:
             self._engine.close()
 
     def _fail_everything(self, engine: EngineCore, message: str) -> None:
+        with self._lock:
+            self._stopped = True
         requests = list(engine.scheduler.requests)
         while not self._inbox.empty():
             waiting = self._inbox.get()

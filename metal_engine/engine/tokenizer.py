@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 # On import transformers advises to install torch, which is of no use here.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-from transformers import PreTrainedTokenizerFast  # noqa: E402
+from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Tokenizer:
         template_kwargs.setdefault("add_generation_prompt", True)
         try:
             text = self._hf.apply_chat_template(messages, tokenize=False, **template_kwargs)
-        except Exception as error:  # noqa: BLE001  (templates are programs: they raise what they like)
+        except Exception as error:
             raise ValueError(f"the chat template refused the messages: {error}") from error
         # The template writes its own BOS, so none is added here.
         return self.encode(text, add_special_tokens=False)

@@ -192,7 +192,7 @@ def _build_model(
     try:
         model.load_weights(list(weights.items()))
     except ValueError as error:
-        problem = str(error).splitlines()[0]
+        problem = " ".join(str(error).split())[:200]
         raise ModelLoadError(
             f"{header.path.name} is not a complete {header.architecture}: {problem}"
         ) from error

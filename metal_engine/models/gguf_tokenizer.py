@@ -94,30 +94,26 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
             f"{header.path.name}: tokenizer {kind!r} is not supported; use --tokenizer"
         )
     _add_special_tokens(header, tokenizer)
-    tokens = header.require("tokenizer.ggml.tokens")
-    around = {}
-    for name, default in (("bos", add_bos), ("eos", False)):
-        token_id = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if token_id is not None and header.metadata.get(f"tokenizer.ggml.add_{name}_token", default):
-            around[name] = (tokens[token_id], token_id)
+    special = _special_tokens(header)
+    bos, eos = (
+        special.get(name) if header.metadata.get(f"tokenizer.ggml.add_{name}_token", default) else None
+        for name, default in (("bos", add_bos), ("eos", False))
+    )
+    around = [token for token in (bos, eos) if token is not None]
     if around:
-        template = [around[name][0] if name in around else None for name in ("bos", "eos")]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[token for token in (template[0], "$A", template[1]) if token],
-            special_tokens=list(around.values()),
+            single=[token for token in (bos, "$A", eos) if token is not None],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in around],
         )
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    special = {
-        argument: tokens[header.metadata[f"tokenizer.ggml.{name}_token_id"]]
-        for name, argument in names.items()
-        if f"tokenizer.ggml.{name}_token_id" in header.metadata
-    }
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=header.metadata.get("tokenizer.chat_template"),
         model_max_length=header.metadata.get(f"{header.architecture}.context_length"),
         clean_up_tokenization_spaces=False,
-        **special,
+        bos_token=special.get("bos"),
+        eos_token=special.get("eos"),
+        unk_token=special.get("unknown"),
+        pad_token=special.get("padding"),
     )
 
 
@@ -199,6 +195,17 @@ def _merges_from_scores(
             if left in vocab and right in vocab:
                 merges.append((-scores[token_id], vocab[left], vocab[right], (left, right)))
     return [pair for *_, pair in sorted(merges)]
+
+
+def _special_tokens(header: GgufHeader) -> dict[str, str]:
+    """The tokens that the metadata gives a role: bos, eos, unknown, padding."""
+    tokens = header.require("tokenizer.ggml.tokens")
+    special = {}
+    for role in ("bos", "eos", "unknown", "padding"):
+        token_id = header.metadata.get(f"tokenizer.ggml.{role}_token_id")
+        if token_id is not None and token_id < len(tokens):  # some files say -1, unsigned, for «none»
+            special[role] = tokens[token_id]
+    return special
 
 
 def _add_special_tokens(header: GgufHeader, tokenizer: Tokenizer) -> None:

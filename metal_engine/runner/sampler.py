@@ -15,6 +15,7 @@ from metal_engine.request import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_INT32_MAX = (1 << 31) - 1
 # Below this a temperature means greedy, as in vLLM; dividing by much less would overflow float32.
 _MIN_TEMPERATURE = 1e-5
 
@@ -36,7 +37,7 @@ class SamplingRows:
     def set(self, row: int, params: SamplingParams) -> None:
         self.temperature[row] = params.temperature if params.temperature >= _MIN_TEMPERATURE else 0.0
         self.top_p[row] = params.top_p
-        self.top_k[row] = max(params.top_k, 0)
+        self.top_k[row] = min(max(params.top_k, 0), _INT32_MAX)
         self.min_p[row] = params.min_p
         # Without a seed a request still keeps one, drawn here.
         seed = params.seed if params.seed is not None else secrets.randbits(64)

@@ -102,20 +102,27 @@ class PrefillShares:
         return [*self.shares, *self._left_out]
 
     def has_room(self, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
-        """Whether the smallest share of a request is left. The first one gets whatever there is."""
+        """Whether a request can have the smallest share. The first one gets whatever there is."""
         smallest = min(num_remaining_tokens, self._block_size)
-        if not self.shares:
-            return self.step.tokens >= self._unit
-        return (
-            self._charge(smallest) <= self.step.tokens
-            and attention_work(num_computed_tokens, smallest) <= self.step.attention_work
-        )
+        return self._fits(num_computed_tokens, smallest) or self._is_first
+
+    def has_some_room(self, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
+        """Whether a request can have anything, be it less than the smallest share."""
+        some = min(num_remaining_tokens, self._block_size, self.step.tokens)
+        return (some > 0 and self._fits(num_computed_tokens, some)) or self._is_first
 
     def has_room_for_all(self, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
         """Whether the rest of a prompt fits into this step."""
+        return self._fits(num_computed_tokens, num_remaining_tokens)
+
+    @property
+    def _is_first(self) -> bool:
+        return not self.shares and self.step.tokens >= self._unit
+
+    def _fits(self, num_computed_tokens: int, num_tokens: int) -> bool:
         return (
-            self._charge(num_remaining_tokens) <= self.step.tokens
-            and attention_work(num_computed_tokens, num_remaining_tokens) <= self.step.attention_work
+            self._charge(num_tokens) <= self.step.tokens
+            and attention_work(num_computed_tokens, num_tokens) <= self.step.attention_work
         )
 
     def take(self, request: Request) -> None:

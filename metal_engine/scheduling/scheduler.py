@@ -203,7 +203,7 @@ class Scheduler:
         """Admit further requests to the budget that the slots left: whole prompts, or to slots free by now."""
         while (admission := self._next_waiting(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
-            has_room = prefills.has_room if has_slot else prefills.has_room_for_all
+            has_room = prefills.has_some_room if has_slot else prefills.has_room_for_all
             if not has_room(*admission.extent) or not self._admit(plan, admission):
                 break
             prefills.take(admission.request)

@@ -1,4 +1,4 @@
-"""GGUF files load as what they hold: against ``gguf``'s reader and dequantization, and mlx-lm's own models."""
+"""GGUF files load as what they hold: against ``gguf``'s reader and dequantization, and mlx-lm's models."""
 
 from __future__ import annotations
 
@@ -287,8 +287,8 @@ def test_unreadable_tensor_type(tmp_path: Path) -> None:
     del weights["model.layers.0.mlp.up_proj.weight"]
 
     def add_tensor(writer: GGUFWriter) -> None:
-        # 36 bytes a block of 32: a type that ggml computes with but that no model is stored in.
-        writer.add_tensor("blk.0.ffn_up.weight", np.zeros((96, 72), np.uint8), raw_dtype=T.Q8_1)
+        # 40 bytes for a block of 32: a type that ggml computes with but that no model is stored in.
+        writer.add_tensor("blk.0.ffn_up.weight", np.zeros((96, 80), np.uint8), raw_dtype=T.Q8_1)
 
     path = GgufFile(config, weights, prepare=add_tensor).write(tmp_path / "m.gguf")
     assert_refused(path, ModelLoadError, "blk.0.ffn_up.weight", "Q8_1")

@@ -6,12 +6,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from tests.engine.conftest import MakeEngine
 from mlx_lm.generate import generate_step
-from tests.engine.running import run
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import SamplingParams
+from tests.engine.conftest import MakeEngine
+from tests.engine.running import run
 from tools.equal_outputs import compare_outputs
 
 MAX_TOKENS = 24

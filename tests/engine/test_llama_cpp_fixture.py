@@ -23,8 +23,8 @@ from metal_engine.models.gguf_tokenizer import load_gguf_tokenizer
 ROOT = Path(__file__).parents[2]
 FIXTURE: dict[str, Any] = json.loads((ROOT / "tests/fixtures/llama_cpp_smollm2.json").read_text())
 # Both compute in float32 throughout, from the same dequantized weights, so only the order of sums differs. A
-# float32 sum of 1,536 terms is off by some 1e-6 of its size, 30 layers add to it, and logits reach 40: 5e-4 is
-# an order above what that makes (5e-5 was measured) and two below what a half-precision KV cache would make.
+# float32 sum of 1,536 terms is off by some 1e-6 of its size, 30 layers add to it, and logits reach 40: 5e-4
+# leaves that a factor of ten (5e-5 was measured), and 8-bit activations would be a hundred times off.
 LOGITS_TOLERANCE = 5e-4
 
 

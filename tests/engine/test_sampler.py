@@ -14,7 +14,7 @@ from metal_engine.request import SamplingParams
 from metal_engine.runner import sampler
 from metal_engine.runner.sampler import SamplingRows, sample
 
-# --- the reference --------------------------------------------------------------------------------------------
+# --- the reference ------------------------------------------------------------------------------------------
 
 
 def reference_probs(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
@@ -78,7 +78,7 @@ def assert_distributed(tokens: np.ndarray, probs: np.ndarray) -> None:
     assert z < 5, f"chi-square {statistic:.1f} with {freedom} degrees of freedom"
 
 
-# --- frequencies ----------------------------------------------------------------------------------------------
+# --- frequencies --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def assert_distributed(tokens: np.ndarray, probs: np.ndarray) -> None:
         SamplingParams(seed=22, temperature=1.3, top_p=0.95, min_p=0.05),
         SamplingParams(seed=23, temperature=1.5, top_k=12, top_p=0.85, min_p=0.03),
     ],
-    ids=repr,
+    ids=lambda params: f"case{params.seed}",
 )
 def test_frequencies(params: SamplingParams) -> None:
     logits = np.random.default_rng(0).normal(0, 1.5, 50).astype(np.float32)
@@ -148,7 +148,7 @@ def test_successive_draws_are_independent() -> None:
     assert_distributed(4 * tokens[::2] + tokens[1::2], pairs)
 
 
-# --- supports -------------------------------------------------------------------------------------------------
+# --- supports -----------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)
@@ -209,7 +209,7 @@ def test_equal_logits_are_all_kept() -> None:
 @pytest.mark.parametrize(
     "params",
     [SamplingParams(seed=0), SamplingParams(seed=0, top_k=6), SamplingParams(seed=0, top_p=0.99, min_p=0.01)],
-    ids=repr,
+    ids=lambda params: f"top_k={params.top_k}-min_p={params.min_p}",
 )
 def test_minus_infinity_is_never_drawn(params: SamplingParams) -> None:
     logits = np.full(12, -np.inf, np.float32)
@@ -227,7 +227,7 @@ def test_the_only_token_left_is_drawn_whatever_the_noise(monkeypatch: pytest.Mon
     assert set(draw(logits, SamplingParams(seed=0, top_k=1), 4).tolist()) == {2}
 
 
-# --- extremes -------------------------------------------------------------------------------------------------
+# --- extremes -----------------------------------------------------------------------------------------------
 
 
 def test_a_very_low_temperature_draws_by_differences_of_its_size() -> None:
@@ -263,7 +263,7 @@ def test_a_vocabulary_of_one() -> None:
         assert draw(np.zeros(1, np.float32), params, 3).tolist() == [0, 0, 0]
 
 
-# --- greedy rows and mixed batches ----------------------------------------------------------------------------
+# --- greedy rows and mixed batches --------------------------------------------------------------------------
 
 
 def test_greedy_is_the_first_of_the_largest() -> None:
@@ -318,7 +318,7 @@ def test_a_draw_does_not_depend_on_the_batch_over_a_real_vocabulary() -> None:
     assert together.tolist() == [draw(logits[i], params[i], 1, first=int(i)).item() for i in order]
 
 
-# --- seeds ----------------------------------------------------------------------------------------------------
+# --- seeds --------------------------------------------------------------------------------------------------
 
 
 def test_positions_and_seeds_draw_differently() -> None:

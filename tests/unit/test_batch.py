@@ -138,7 +138,7 @@ def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int) 
             request.token_ids.append(token_id)
 
 
-# --- bad plans ------------------------------------------------------------------------------------------------
+# --- bad plans ----------------------------------------------------------------------------------------------
 
 
 def new_request(request_id: str, num_tokens: int, block_ids: list[int]) -> NewRequestData:
@@ -183,7 +183,7 @@ def test_tokens_of_a_dropped_request_are_not_written_to_its_successor() -> None:
     assert table.num_output_tokens(batch.sampled_rows).tolist() == [0]
 
 
-# --- bad batches ----------------------------------------------------------------------------------------------
+# --- bad batches --------------------------------------------------------------------------------------------
 
 BLOCK_SIZE = 4
 NUM_SLOTS = 40

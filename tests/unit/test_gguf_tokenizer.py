@@ -30,7 +30,7 @@ def train_byte_level(split: Any) -> tuple[dict[str, int], list[tuple[str, str]]]
     tokenizer.pre_tokenizer = split
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    tokenizer.train_from_iterator([text for text in TEXTS if "<|" not in text] * 3, trainer)
     model = json.loads(tokenizer.to_str())["model"]
     vocab = dict(model["vocab"])
     for token in SPECIAL:
