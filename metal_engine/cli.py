@@ -45,6 +45,18 @@ MemoryUtilization = Annotated[
     typer.Option(help="Share of the device's memory to use for weights, KV cache and activations (Metal)."),
 ]
 AttentionBackendOption = Annotated[str, typer.Option("--attention-backend", help="auto, mlx or metal.")]
+PrefixCaching = Annotated[bool, typer.Option(help="Compute prefixes that requests share once.")]
+MaxNumPartialPrefills = Annotated[int, typer.Option(help="Prompts that may be in progress at once.")]
+MaxLongPartialPrefills = Annotated[int, typer.Option(help="Long ones among them.")]
+LongPrefillTokenThreshold = Annotated[
+    int, typer.Option(help="More tokens than this to go: a long prompt. 0: the token budget of a step.")
+]
+PageAligned = Annotated[bool, typer.Option(help="End chunks of prompts on block boundaries.")]
+SchedulingPolicy = Annotated[str, typer.Option(help="fcfs, or priority (of the request, lower first).")]
+MaxAttentionWork = Annotated[
+    int | None,
+    typer.Option(help="(query row, visible key) pairs of a step. Default: about a second's attention."),
+]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
@@ -89,6 +101,13 @@ def serve(
     kv_cache_memory_bytes: KVCacheMemory = None,
     gpu_memory_utilization: MemoryUtilization = 0.9,
     attention_backend: AttentionBackendOption = "auto",
+    enable_prefix_caching: PrefixCaching = True,
+    max_num_partial_prefills: MaxNumPartialPrefills = 4,
+    max_long_partial_prefills: MaxLongPartialPrefills = 1,
+    long_prefill_token_threshold: LongPrefillTokenThreshold = 0,
+    page_aligned_scheduling: PageAligned = False,
+    scheduling_policy: SchedulingPolicy = "fcfs",
+    max_attention_work: MaxAttentionWork = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
