@@ -44,7 +44,7 @@ def test_hashes_cover_full_blocks_and_everything_before_them() -> None:
     assert hashes(prompt) == hashes(prompt[:8])
     first_differs = [prompt[0] + 1, *prompt[1:]]
     assert not set(hashes(first_differs)) & set(hashes(prompt)), "a block's hash depends on those before it"
-    assert hashes(prompt[:7] + [1])[:1] == hashes(prompt)[:1]
+    assert hashes([*prompt[:7], 1])[:1] == hashes(prompt)[:1]
 
 
 def test_hashes_depend_on_salt_and_model() -> None:
@@ -82,7 +82,7 @@ def test_answers_are_cached_too(depth: int) -> None:
     harness.run()
     # The last token's KV was never computed, so the block that it fills is not there.
     assert len(a.token_ids) == 20
-    harness.submit("b", a.token_ids + [1, 2, 3], 1)
+    harness.submit("b", [*a.token_ids, 1, 2, 3], 1)
     harness.run()
     assert cached_tokens(harness, "b") == [16]
 

@@ -176,11 +176,10 @@ def test_alignment_that_could_starve_prompts_is_refused() -> None:
 
 
 def test_decodes_always_leave_an_aligned_prefill_a_block() -> None:
-    harness = make_harness(budget=68, block_size=8, page_aligned_scheduling=True, seqs=60)
+    harness = make_harness(budget=68, block_size=8, page_aligned_scheduling=True, seqs=60, num_blocks=1000)
     for i in range(59):
-        harness.submit(f"d{i}", [i + 1], 30)
-    for _ in range(8):  # each is charged a whole block
-        harness.step()
+        harness.submit(f"d{i}", [i + 1], 80)
+    harness.run(until=lambda: len(harness.scheduler.running) == 59)
     harness.submit("long", make_prompt(0, 40), 1)
     assert [shares(harness)["long"] for _ in range(5)] == [8] * 5
 
