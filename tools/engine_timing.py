@@ -26,7 +26,8 @@ class Step:
     seconds: float
     num_decodes: int
     num_prefill_tokens: int
-    attention_work: int  # (query row, visible key) pairs
+    prefill_work: int  # (query row, visible key) pairs of chunks
+    decode_work: int  # of decodes
 
 
 @dataclass
@@ -69,7 +70,7 @@ class TimedEngine:
         start = time.perf_counter()
         outputs = self.core.step()
         now = time.perf_counter()
-        step = Step(now - start, 0, 0, 0)
+        step = Step(now - start, 0, 0, 0, 0)
         for request_id, request in requests.items():
             context = before[request_id]
             if request.last_step != self.core.num_steps - 1:
@@ -77,11 +78,13 @@ class TimedEngine:
             cached = request.num_cached_tokens if context == 0 else 0
             rows = request.num_computed_tokens - context - cached
             context += cached
-            step.attention_work += rows * context + rows * (rows + 1) // 2
+            work = rows * context + rows * (rows + 1) // 2
             if rows == 1:
                 step.num_decodes += 1
+                step.decode_work += work
             else:
                 step.num_prefill_tokens += rows
+                step.prefill_work += work
         for output in outputs:
             timed = self.requests[output.request_id]
             timed.token_times.append(now)
