@@ -28,6 +28,17 @@ Model = Annotated[
 ]
 TokenizerOption = Annotated[str | None, typer.Option(help="Tokenizer, if not the model's own.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")]
+DownloadDir = Annotated[
+    str | None, typer.Option(help="Where repositories are kept. Default: the hub's cache.")
+]
+TrustRemoteCode = Annotated[bool, typer.Option(help="Run code that the model's repository brings.")]
+GenerationConfigOption = Annotated[
+    str,
+    typer.Option(
+        "--generation-config",
+        help="Sampling defaults: auto (the model's own), vllm (none of them), or a folder with such a file.",
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
 Seed = Annotated[int, typer.Option(help="Seed of what is not seeded per request.")]
 MaxModelLen = Annotated[
@@ -91,6 +102,9 @@ def serve(
     served_model_name: Annotated[str | None, typer.Option(help="Name of the model in the API.")] = None,
     tokenizer: TokenizerOption = None,
     revision: Revision = None,
+    download_dir: DownloadDir = None,
+    trust_remote_code: TrustRemoteCode = False,
+    generation_config: GenerationConfigOption = "auto",
     dtype: Dtype = "auto",
     seed: Seed = 0,
     max_model_len: MaxModelLen = None,
@@ -136,6 +150,8 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     tokenizer: TokenizerOption = None,
     revision: Revision = None,
+    download_dir: DownloadDir = None,
+    trust_remote_code: TrustRemoteCode = False,
     dtype: Dtype = "auto",
     seed: Seed = 0,
     max_model_len: MaxModelLen = None,

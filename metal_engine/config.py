@@ -6,7 +6,7 @@ facts about the loaded model and the device, both given here as plain data, so t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "mlx", "metal")
@@ -29,6 +29,9 @@ class EngineArgs:
     model: str
     tokenizer: str | None = None
     revision: str | None = None
+    download_dir: str | None = None
+    trust_remote_code: bool = False
+    generation_config: str = "auto"
     dtype: str = "auto"
     seed: int = 0
     max_model_len: int | None = None
@@ -98,6 +101,7 @@ class ModelInfo:
     ``kv_bytes_per_token`` counts K and V over all layers, in bytes. ``max_position_embeddings`` is the context
     length the checkpoint was trained for, in tokens. ``vocab_size`` is the number of rows of the LM head.
     ``num_heads`` counts the query heads of a layer.
+    ``default_sampling`` has the sampling parameters of requests that do not say, as the checkpoint recommends.
     """
 
     name: str
@@ -111,6 +115,7 @@ class ModelInfo:
     max_position_embeddings: int
     num_heads: int = 1
     head_dim: int = 1
+    default_sampling: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,11 @@ class LLM:
         return self._core.tokenizer
 
     @property
+    def default_sampling_params(self) -> SamplingParams:
+        """For prompts without any: the defaults, and what the checkpoint recommends (``generation_config``)."""
+        return SamplingParams(**self.config.model.default_sampling)  # type: ignore[arg-type]
+
+    @property
     def stats(self) -> SchedulerStats:
         """Where the scheduler stands, for live views."""
         return self._core.stats
@@ -119,7 +124,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Outputs of one prompt as they come. Leaving the iteration early aborts the request."""
         prompt_token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.default_sampling_params
         self._core.resolve_max_tokens(len(prompt_token_ids), params)
         yield from self._outputs_of([prompt_token_ids], [params], [str(next(self._ids))])
 
@@ -175,12 +180,11 @@ class LLM:
             if waiting is not None:
                 waiting.put(output)
 
-    @staticmethod
     def _params_for(
-        prompts: list[list[int]], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: list[list[int]], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            return [sampling_params or SamplingParams()] * len(prompts)
+            return [sampling_params or self.default_sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
         return list(sampling_params)

@@ -26,12 +26,25 @@ def tiny_model(seed: int = 0, dtype: mx.Dtype = mx.float32, **config: Any) -> nn
         "tie_word_embeddings": True,
         **config,
     }
+    return random_model(config, seed, dtype)
+
+
+def random_model(config: dict[str, Any], seed: int = 0, dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """The mlx-lm model that ``config`` describes, with random weights."""
     model_class, args_class = _get_classes(config)
     mx.random.seed(seed)
     model = model_class(args_class.from_dict(config))
-    # The default initialisation gives nearly flat logits; these have clear winners.
-    model.update(
-        tree_map(lambda a: (a * 3).astype(dtype) if a.ndim > 1 else a.astype(dtype), model.parameters())
-    )
+    model.update(tree_map(lambda a: _spread(a, dtype), model.parameters()))
     mx.eval(model.parameters())
     return model
+
+
+def _spread(parameter: mx.array, dtype: mx.Dtype) -> mx.array:
+    """The default initialisation gives nearly flat logits, and zeros where a mistake would not be seen."""
+    if not mx.issubdtype(parameter.dtype, mx.floating):
+        return parameter
+    if (parameter.max() == parameter.min()).item():
+        parameter = parameter + 0.3 * mx.random.normal(parameter.shape)
+    elif parameter.ndim > 1:
+        parameter = parameter * 3
+    return parameter.astype(dtype)

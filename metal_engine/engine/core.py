@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import random
+from dataclasses import replace
 
 from metal_engine.config import EngineConfig
 from metal_engine.engine.output_processor import OutputProcessor
@@ -29,6 +31,7 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, config.cache)
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
+        self._seeds = random.Random(config.seed)
         self.num_steps = 0
         self.num_failed_steps = 0
 
@@ -61,11 +64,15 @@ class EngineCore:
         vocab_size = self.config.model.vocab_size
         if prompt_token_ids and not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
             raise ValueError(f"the prompt has token ids outside the vocabulary of {vocab_size}")
+        max_tokens = self.resolve_max_tokens(len(prompt_token_ids), params)
+        if params.seed is None and not params.is_greedy:
+            # Drawn once, so that a request draws the same numbers again after preemption.
+            params = replace(params, seed=self._seeds.getrandbits(63))
         request = Request(
             request_id,
             prompt_token_ids,
             params,
-            max_tokens=self.resolve_max_tokens(len(prompt_token_ids), params),
+            max_tokens=max_tokens,
             eos_token_ids=self.tokenizer.eos_token_ids,
             options=options,
         )

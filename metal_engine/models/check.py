@@ -1,11 +1,12 @@
-"""Proof, at load, that a model runs right through the seam: a few tokens, chunked and interleaved, against the
-model's own cache."""
+"""Proof, at load, that a model runs right through the seam: a few tokens, chunked and interleaved, against
+the model's own forward over its own cache."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import get_total_parameters
 
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata
 from metal_engine.models.errors import UnsupportedModelError
@@ -13,56 +14,80 @@ from metal_engine.models.paged_model import PagedModel
 
 _NUM_TOKENS = 16
 _BLOCK_SIZE = 8
-# Largest difference of logits, relative to their largest magnitude. Rounding differs between the two ways to
-# compute the same thing by a few units in the last place per layer; a wrong position, mask or slot is of order 1.
+# A longer request, to cross a sliding window, is run if all of the check stays within so much work: a
+# second or two. Its logits are computed for every token by the model's own forward, which bounds the window
+# too.
+_CPU_FLOPS, _GPU_FLOPS = 2e11, 1e13
+_MAX_WINDOW = 1024
+# Largest difference of logits, relative to their largest magnitude. Rounding differs between the two ways
+# to compute the same thing by a few units in the last place per layer; a wrong position, mask or slot is of
+# order 1.
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 2e-1}
 
 
 def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: int) -> None:
-    """Run two requests of 16 tokens, each in two chunks, packed together; compare with mlx-lm's own forward.
+    """Run two requests, each in two chunks, packed together; compare with mlx-lm's own forward.
 
+    Requests have 16 tokens; the first has more where that takes it past a sliding window at little cost.
     The chunks are of unequal length and the requests' blocks interleave, so that positions, slots, block
     tables and the causal edge all matter. Leaves ``paged`` without a cache.
 
     Raises:
         UnsupportedModelError: the logits differ, or some layer did not write and attend exactly once.
     """
+    lengths = (_first_length(paged), _NUM_TOKENS)
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, vocab_size, (2, _NUM_TOKENS)).astype(np.int32)
-    blocks_per_request = -(-_NUM_TOKENS // _BLOCK_SIZE)
-    block_table = np.arange(2 * blocks_per_request, dtype=np.int32).reshape(blocks_per_request, 2).T[:, ::-1]
-    paged.allocate(2 * blocks_per_request, _BLOCK_SIZE)
+    tokens = [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
+    max_blocks = -(-lengths[0] // _BLOCK_SIZE)
+    # [2, max_blocks]: each request's blocks in falling order, the two taking turns.
+    block_table = np.arange(2 * max_blocks, dtype=np.int32).reshape(max_blocks, 2).T[:, ::-1]
+    # (first, end) of each request's share of the two steps.
+    cut = lengths[0] - 11
+    steps = (((0, cut), (0, 11)), ((cut, lengths[0]), (11, _NUM_TOKENS)))
+    paged.allocate(2 * max_blocks, _BLOCK_SIZE)
     try:
-        got = {}
-        # (first, end) of each request's share of the two steps.
-        for shares in (((0, 5), (0, 11)), ((5, 16), (11, 16))):
-            for request, logits in _run_step(paged, backend, tokens, block_table, shares).items():
-                got[request, shares[request][1]] = logits
+        got = [_run_step(paged, backend, tokens, block_table, shares) for shares in steps]
         for layer, cache in enumerate(paged.layer_caches):
-            if cache.num_writes != 2 or cache.num_reads != 2:
+            if (cache.num_writes, cache.num_reads) != (2, 2):
                 raise UnsupportedModelError(
-                    f"layer {layer} wrote its KV {cache.num_writes} and attended {cache.num_reads} times in 2 steps"
+                    f"layer {layer} wrote its KV {cache.num_writes} and attended {cache.num_reads} times "
+                    "in 2 steps"
                 )
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UnsupportedModelError(f"its forward does not run over a paged cache ({problem})") from error
     finally:
         paged.release()
-    for (request, end), logits in got.items():
-        own = paged.model(mx.array(tokens[request : request + 1, :end]), cache=make_prompt_cache(paged.model))
-        expected = np.array(own[0, -1].astype(mx.float32))
-        scale = np.abs(expected).max()
-        error = np.abs(logits - expected).max() / scale if scale > 0 else np.abs(logits).max()
-        if not error <= _TOLERANCE[paged.kv_specs[0].dtype]:
-            raise UnsupportedModelError(
-                f"its logits through the paged cache differ from mlx-lm's own by {error:.1e} of their size"
-            )
+    for request, sequence in enumerate(tokens):
+        own = paged.model(mx.array(sequence)[None], cache=make_prompt_cache(paged.model))[0]
+        for logits, shares in zip(got, steps, strict=True):
+            expected = np.array(own[shares[request][1] - 1].astype(mx.float32))
+            scale = np.abs(expected).max()
+            gap = np.abs(logits[request] - expected).max() / (scale if scale > 0 else 1.0)
+            if not gap <= _TOLERANCE[paged.kv_specs[0].dtype]:
+                raise UnsupportedModelError(
+                    f"its logits through the paged cache are off from mlx-lm's own by {gap:.1e} of their size"
+                )
+
+
+def _first_length(paged: PagedModel) -> int:
+    """Tokens of the first request: past the largest window that is affordable."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    # A product and a sum for each parameter and token, through the paged cache and again without.
+    flops = _GPU_FLOPS if on_gpu else _CPU_FLOPS
+    affordable = flops / (4 * get_total_parameters(paged.model)) - _NUM_TOKENS
+    lengths = [w + _BLOCK_SIZE for w in paged.windows if w <= _MAX_WINDOW and w + _BLOCK_SIZE <= affordable]
+    return max([_NUM_TOKENS, *lengths])
 
 
 def _run_step(
     paged: PagedModel,
     backend: AttentionBackend,
-    tokens: np.ndarray,  # [2, num_tokens]
+    tokens: list[np.ndarray],
     block_table: np.ndarray,  # [2, max_blocks]
     shares: tuple[tuple[int, int], ...],
-) -> dict[int, np.ndarray]:
+) -> np.ndarray:
+    """One packed step; the logits of each request's last row, [2, vocab_size] float32."""
     positions = np.concatenate([np.arange(first, end, dtype=np.int32) for first, end in shares])
     requests = np.concatenate([np.full(end - first, r, np.int32) for r, (first, end) in enumerate(shares)])
     cu_seqlens_q = np.cumsum([0] + [end - first for first, end in shares]).astype(np.int32)
@@ -75,7 +100,7 @@ def _run_step(
         block_size=_BLOCK_SIZE,
     )
     logits = paged(
-        mx.array(tokens[requests, positions]),
+        mx.array(np.concatenate([tokens[r][first:end] for r, (first, end) in enumerate(shares)])),
         mx.array(positions),
         metadata,
         backend.plan(metadata),
@@ -83,5 +108,4 @@ def _run_step(
     )
     if logits.shape[0] != len(shares):
         raise UnsupportedModelError("its LM head does not read the output of its trunk")
-    array = np.array(logits.astype(mx.float32))
-    return dict(enumerate(array))
+    return np.array(logits.astype(mx.float32))

@@ -1,11 +1,17 @@
-"""Errors of loading a model."""
+"""What can go wrong with a model before the first request. Messages are for the user: one line, what to do."""
 
 from __future__ import annotations
 
 
 class ModelLoadError(Exception):
-    """A model cannot be loaded. The message is one line and says what to do about it."""
+    """The model cannot be found, read or run."""
 
 
 class UnsupportedModelError(ModelLoadError):
-    """The architecture cannot run here; the message names it and the reason."""
+    """The model's architecture cannot run here; the message says what about it."""
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """An error's message as one line of bounded length, its type if it has none."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

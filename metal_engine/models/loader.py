@@ -7,28 +7,30 @@ repository on the Hugging Face hub.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.utils import dequantize_model, get_total_parameters, load_model
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from mlx_lm.utils import _get_classes, dequantize_model, get_total_parameters, load_model
+from transformers import PreTrainedTokenizerFast
 
 from metal_engine.config import DeviceInfo, EngineArgs, ModelInfo
+from metal_engine.models import checkpoint
 from metal_engine.models.demo import fetch_demo_model
-from metal_engine.models.errors import ModelLoadError, UnsupportedModelError
+from metal_engine.models.errors import ModelLoadError, UnsupportedModelError, one_line
 from metal_engine.models.gguf import gguf_eos_token_ids, load_gguf_model, read_gguf_header
 from metal_engine.models.gguf_tokenizer import load_gguf_tokenizer
+from metal_engine.models.hf_tokenizer import load_tokenizer
+from metal_engine.models.hub import TOKENIZER_PATTERNS, fetch_from_hub
 
 logger = logging.getLogger(__name__)
 
 DEMO_MODEL = "demo"
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-# What a checkpoint's weights and tokenizer are made of; the rest of a repository is not fetched.
-_HUB_PATTERNS = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
 # Context length assumed where a checkpoint does not state one.
 _DEFAULT_CONTEXT = 4096
 
@@ -43,6 +45,7 @@ class LoadedModel:
         tokenizer: a fast ``transformers`` tokenizer.
         eos_token_ids: all ids that end generation.
         name: what to call it.
+        default_sampling: parameters for requests that say nothing, by name.
     """
 
     model: nn.Module
@@ -50,6 +53,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerFast
     eos_token_ids: frozenset[int]
     name: str
+    default_sampling: dict[str, float] = field(default_factory=dict)
 
 
 def load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
@@ -65,91 +69,116 @@ def load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
     on_cpu = device.kind == "cpu"
     dtype = _DTYPES.get(args.dtype, mx.float32 if on_cpu else None)
     if args.model == DEMO_MODEL:
-        return _load_gguf(fetch_demo_model(), args, dtype, dequantize=on_cpu, name=DEMO_MODEL)
+        return _load_gguf(fetch_demo_model(), args, dtype, device, name=DEMO_MODEL)
     path = Path(args.model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelLoadError(f"no such file: {path}")
-        return _load_gguf(path, args, dtype, dequantize=on_cpu, name=path.stem)
+        return _load_gguf(path, args, dtype, device, name=path.stem)
     if not path.is_dir():
         if path.exists() or args.model.startswith((".", "/", "~")):
             raise ModelLoadError(f"{args.model} is neither a directory nor a .gguf file")
-        path = _fetch_from_hub(args.model, args.revision)
-    return _load_directory(path, args, dtype, dequantize=on_cpu)
+        path = fetch_from_hub(args.model, args.revision, args.download_dir)
+    return _load_directory(path, args, dtype, device)
 
 
 def _load_gguf(
-    path: Path, args: EngineArgs, dtype: mx.Dtype | None, *, dequantize: bool, name: str
+    path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo, *, name: str
 ) -> LoadedModel:
     header = read_gguf_header(path)
-    model, config = load_gguf_model(path, dtype=dtype or mx.float16, dequantize=dequantize)
+    on_cpu = device.kind == "cpu"
+    sizes = (
+        math.prod(t.shape) * dtype.size if on_cpu and dtype else t.nbytes for t in header.tensors.values()
+    )
+    _check_memory(args, device, sum(sizes))
+    model, config = load_gguf_model(path, dtype=dtype or mx.float16, dequantize=on_cpu)
+    tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(path)
+    sampling = checkpoint.default_sampling(_generation_config(args, None))
+    return LoadedModel(model, config, tokenizer, frozenset(gguf_eos_token_ids(header)), name, sampling)
+
+
+def _load_directory(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo) -> LoadedModel:
+    config = checkpoint.read_config(path)
+    files = checkpoint.weight_files(path)
+    on_cpu = device.kind == "cpu"
+    float_bytes = dtype.size if on_cpu and dtype else None
+    tensors = checkpoint.stored_tensors(files)
+    _check_memory(args, device, checkpoint.weight_bytes(tensors, config, float_bytes))
+    own_generation_config = checkpoint.read_generation_config(path)
+    sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
+    # Before the weights: it takes a moment, and may be what is wrong.
     tokenizer = (
-        _load_tokenizer(args.tokenizer, args.revision) if args.tokenizer else load_gguf_tokenizer(path)
+        _other_tokenizer(args)
+        if args.tokenizer
+        else load_tokenizer(path, trust_remote_code=args.trust_remote_code)
     )
-    return LoadedModel(model, config, tokenizer, frozenset(gguf_eos_token_ids(header)), name)
-
-
-def _fetch_from_hub(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    local = "give a local directory or a .gguf file instead, or `demo` for the demo model"
-    try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_PATTERNS))
-    except GatedRepoError as error:
-        raise ModelLoadError(f"{repo} is gated: accept its terms on the hub and set HF_TOKEN") from error
-    except RevisionNotFoundError as error:
-        raise ModelLoadError(f"{repo} has no revision {revision!r} (--revision)") from error
-    except RepositoryNotFoundError as error:
-        raise ModelLoadError(
-            f"no repository {repo} on the Hugging Face hub (or no access); {local}"
-        ) from error
-    except HFValidationError as error:
-        raise ModelLoadError(f"{repo!r} names no model: not a path, and no repository id; {local}") from error
-    except (LocalEntryNotFoundError, OSError) as error:
-        raise ModelLoadError(
-            f"cannot fetch {repo}: the Hugging Face hub cannot be reached; {local}"
-        ) from error
-
-
-def _load_directory(path: Path, args: EngineArgs, dtype: mx.Dtype | None, *, dequantize: bool) -> LoadedModel:
-    if not (path / "config.json").is_file():
-        raise ModelLoadError(f"{path} has no config.json: not a model directory")
-    try:
-        model, config = load_model(path, lazy=True)
-    except FileNotFoundError as error:
-        raise ModelLoadError(f"{path} has no weights (model*.safetensors)") from error
-    except ValueError as error:
-        raise UnsupportedModelError(f"{path.name}: {str(error).splitlines()[0]}") from error
-    if dequantize and config.get("quantization"):
+    eos_token_ids = checkpoint.eos_token_ids(config, own_generation_config)
+    model, config = _load_mlx_lm_model(path, config, args)
+    if on_cpu and config.get("quantization"):
         model = dequantize_model(model)
     if dtype is not None:
         model.update(tree_map(lambda a: _cast(a, dtype), model.parameters()))
     mx.eval(model.parameters())
-    tokenizer = _load_tokenizer(args.tokenizer or str(path), args.revision)
-    eos = config.get("eos_token_id")
-    eos_token_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    return LoadedModel(model, config, tokenizer, eos_token_ids, args.model)
+    return LoadedModel(model, config, tokenizer, eos_token_ids, args.model, sampling)
+
+
+def _load_mlx_lm_model(
+    path: Path, config: dict[str, Any], args: EngineArgs
+) -> tuple[nn.Module, dict[str, Any]]:
+    """mlx-lm's model and configuration, with its errors in our words. Weights are not in memory yet."""
+    model_type, model_file = config["model_type"], config.get("model_file")
+    if model_file is not None and not args.trust_remote_code:
+        raise ModelLoadError(
+            f"{args.model} brings code of its own ({model_file}): --trust-remote-code runs it, if you trust it"
+        )
+    try:
+        if model_file is None:
+            _get_classes(config)
+    except (ValueError, SystemExit) as error:  # mlx-lm's olmo ends the process where its package is missing
+        raise UnsupportedModelError(
+            f"{args.model}: mlx-lm has no architecture {model_type!r}, or a package that it needs is missing"
+        ) from error
+    try:
+        return load_model(path, lazy=True, trust_remote_code=args.trust_remote_code)
+    except KeyError as error:
+        raise ModelLoadError(f"{args.model}: {model_type} needs {error}, which config.json lacks") from error
+    except Exception as error:
+        raise ModelLoadError(
+            f"{args.model}: its files do not fit {model_type} as mlx-lm has it: {one_line(error)}"
+        ) from error
+
+
+def _check_memory(args: EngineArgs, device: DeviceInfo, needed: int) -> None:
+    share = 1.0 if device.kind == "cpu" else args.gpu_memory_utilization
+    available = int(device.memory_bytes * share)
+    checkpoint.check_memory(args.model, needed, available, on_cpu=device.kind == "cpu")
+
+
+def _generation_config(args: EngineArgs, own: dict[str, Any] | None) -> dict[str, Any]:
+    """What ``--generation-config`` names: the checkpoint's own, nothing, or another folder's."""
+    if args.generation_config == "auto":
+        return own or {}
+    if args.generation_config == "vllm":
+        return {}
+    folder = Path(args.generation_config).expanduser()
+    if not (folder / "generation_config.json").is_file():
+        raise ModelLoadError(f"{folder} has no generation_config.json (--generation-config)")
+    return checkpoint.read_generation_config(folder)
+
+
+def _other_tokenizer(args: EngineArgs) -> PreTrainedTokenizerFast:
+    """The tokenizer that ``--tokenizer`` names: a directory, or a repository on the hub."""
+    assert args.tokenizer is not None
+    folder = Path(args.tokenizer).expanduser()
+    if not folder.is_dir():
+        if folder.exists() or args.tokenizer.startswith((".", "/", "~")):
+            raise ModelLoadError(f"{args.tokenizer} is not a directory (--tokenizer)")
+        folder = fetch_from_hub(args.tokenizer, None, args.download_dir, TOKENIZER_PATTERNS)
+    return load_tokenizer(folder, trust_remote_code=args.trust_remote_code)
 
 
 def _cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
     return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
-
-
-def _load_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerFast:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot load the tokenizer of {path}: {str(error).splitlines()[0]}") from error
-    if not tokenizer.is_fast:
-        raise ModelLoadError(f"the tokenizer of {path} has no fast version; name another with --tokenizer")
-    return tokenizer
 
 
 def model_info(loaded: LoadedModel, kv_bytes_per_token: int, num_layers: int) -> ModelInfo:
@@ -172,4 +201,5 @@ def model_info(loaded: LoadedModel, kv_bytes_per_token: int, num_layers: int) ->
         max_position_embeddings=text_config.get("max_position_embeddings") or _DEFAULT_CONTEXT,
         num_heads=num_heads,
         head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,
+        default_sampling=loaded.default_sampling,
     )

@@ -6,8 +6,6 @@ never on what else is in the batch.
 
 from __future__ import annotations
 
-import secrets
-
 import mlx.core as mx
 import numpy as np
 
@@ -39,9 +37,7 @@ class SamplingRows:
         self.top_p[row] = params.top_p
         self.top_k[row] = min(max(params.top_k, 0), _INT32_MAX)
         self.min_p[row] = params.min_p
-        # Without a seed a request still keeps one, drawn here.
-        seed = params.seed if params.seed is not None else secrets.randbits(64)
-        self.seed[row] = seed & _MASK64
+        self.seed[row] = (params.seed or 0) & _MASK64  # the engine gives every request that draws a seed
 
 
 def position_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -163,7 +163,7 @@ async def prepare(
     if body.model is not None and body.model != served_model_name:
         raise model_not_found(body.model)
     check_parameters(body)
-    params = _sampling_params(body)
+    params = _sampling_params(body, engine.config.model.default_sampling)
     if engine.error is not None:
         raise engine_dead(engine.error)
     # Both can take long for a long prompt, and the event loop serves everybody.
@@ -193,10 +193,10 @@ _SAMPLING_FIELDS = (
 )
 
 
-def _sampling_params(body: GenerationBody) -> SamplingParams:
+def _sampling_params(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     try:
-        return SamplingParams(max_tokens=body.token_limit, **given)
+        return SamplingParams(max_tokens=body.token_limit, **{**defaults, **given})
     except ValueError as error:
         name, _, rest = str(error).partition(" ")  # the message begins with the parameter's name
         if name == "max_tokens":

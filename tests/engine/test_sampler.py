@@ -330,15 +330,3 @@ def test_positions_and_seeds_draw_differently() -> None:
     assert len(set(drawn)) > 195, "of 200 draws from 65,536 equally likely tokens hardly any is a repetition"
     # Nor is one seed's stream another's, shifted.
     assert not set(streams[0][:-1]) & set(streams[1][1:])
-
-
-def test_requests_without_a_seed_draw_differently_but_keep_their_own() -> None:
-    logits = mx.zeros((2, 1 << 16))
-    rows = rows_of(SamplingParams(), SamplingParams())
-    both, zeros = np.arange(2, dtype=np.int32), np.zeros(2, np.int32)
-    first = sample(logits, rows, both, zeros).tolist()
-    assert first == sample(logits, rows, both, zeros).tolist()
-    others = [
-        sample(logits, rows_of(SamplingParams(), SamplingParams()), both, zeros).tolist() for _ in range(4)
-    ]
-    assert len({token for pair in [first, *others] for token in pair}) > 5

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_engine.attention.backend import AttentionMetadata
-from metal_engine.attention.mlx_ops import CPU_LIMITS, GPU_LIMITS, Dims, Limits, MlxOpsBackend, exp2
+from metal_engine.attention.mlx_ops import MlxOpsBackend, exp2
+from metal_engine.attention.mlx_plan import CPU_LIMITS, GPU_LIMITS, Dims, Limits
 from tests.kernels.reference import paged_attention
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}

@@ -431,6 +431,15 @@ def test_pipelined_steps_do_not_plan_past_max_tokens() -> None:
     harness.drain()
 
 
+def test_a_request_that_only_waits_for_its_last_token_does_not_hold_up_later_ones() -> None:
+    harness = make_harness(depth=2)
+    harness.submit("a", make_prompt(0, 5), 1)
+    harness.submit("b", make_prompt(1, 5), 3)
+    assert [harness.schedule().num_scheduled_tokens for _ in range(2)] == [{"a": 5, "b": 5}, {"b": 1}]
+    harness.update()
+    harness.drain()
+
+
 def test_pipelined_intermediate_chunks() -> None:
     harness = make_harness(budget=4, depth=2)
     harness.submit("a", make_prompt(0, 10), 2)

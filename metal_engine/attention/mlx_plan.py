@@ -1,0 +1,297 @@
+r"""What `mlx_ops` does in a step, planned on the host: which rows meet which keys, and in what pieces.
+
+A step's rows are cut into *units*, and a unit gathers only keys that some row of it may see:
+
+- a **batch** takes requests with few rows each (decodes, short chunks) as one batched matrix product.
+  Requests of similar length share a batch, so that a short one does not pay for a long one beside it;
+- a **segment** takes the many rows of one request in query tiles. K and V are gathered once per span of keys,
+  for every tile that sees some of it::
+
+        keys     |-- span 0 --|-- span 1 --|-- span 2 --|       . not computed
+        tile 0   |############|####\.......|............|       # computed, no mask
+        tile 1   |############|########\...|............|       \ computed, with a mask on the edge
+        tile 2   |....\#######|############|\...........|       (here a window cuts off keys on the left)
+
+The index arithmetic happens once per step for each window that the model's layers use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.backend import AttentionMetadata
+
+MASKED = -1e30  # a score that loses against any real one, yet finite: -inf minus -inf would be NaN
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that trade speed for memory. Elements are float32 elements of one temporary array."""
+
+    scores: int  # elements of a piece of scores: rows * query heads * keys
+    span: int  # elements of gathered K or V
+    tile_rows: int  # rows of a segment's query tile
+    small_area: int = 16_384  # rows * keys up to which a request with several rows goes into a batch
+    batch_slack: int = 2_048  # padding that is cheaper than one more batch, in units of `_cost`
+    batch_waste: float = 0.125  # padding of a batch relative to its real work
+    min_keys: int = 64  # a piece or span has at least so many keys, whatever the other limits say
+
+
+# On a CPU a chain of elementwise ops runs several times faster while its arrays stay in the cache, and arrays
+# of several MB may be fresh pages from the system every time. A GPU wants more work per launch.
+CPU_LIMITS = Limits(scores=384 * 1024, span=1024 * 1024, tile_rows=64)
+GPU_LIMITS = Limits(scores=16 << 20, span=8 << 20, tile_rows=256)
+
+
+@dataclass(frozen=True)
+class Dims:
+    """What a plan must know of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # the larger of K's and V's
+
+
+@dataclass(frozen=True)
+class Queries:
+    """R packed rows of each of T requests. ``rows`` None: they are the rows ``start : start + T * R``."""
+
+    num_requests: int  # T
+    num_rows: int  # R
+    start: int
+    rows: mx.array | None = None  # [T * R]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The scores of ``queries[query]`` against the keys ``lo : hi`` of a span."""
+
+    query: int
+    lo: int
+    hi: int
+    biases: tuple[mx.array, ...]  # 0 or MASKED; each broadcasts to [T, Hkv, R, G, hi - lo]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Keys that are gathered at once, and who reads them."""
+
+    slots: mx.array  # [T, Hkv, S] rows of the cache seen as [num_blocks * block_size * Hkv, D]
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True)
+class Unit:
+    queries: list[Queries]
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step's work for all layers with the same window and dimensions."""
+
+    units: list[Unit]
+    order: mx.array | None  # [N] each packed row's place in the units' concatenated output; None: its own
+    keys_gathered: int  # per KV head, padding included
+    scores_computed: int  # (row, key) pairs per query head, padding included
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request: its packed rows and the absolute positions [key_start, key_end) that any of them sees."""
+
+    request: int
+    start: int
+    num_rows: int
+    key_start: int
+    key_end: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.key_end - self.key_start
+
+    @property
+    def context_len(self) -> int:
+        return self.key_end - self.num_rows
+
+
+def plan_work(metadata: AttentionMetadata, window: int | None, dims: Dims, limits: Limits) -> Work:
+    """Cut a step into units and upload their indices and masks."""
+    planner = _Planner(metadata, window, dims, limits)
+    small: list[Item] = []
+    units: list[Unit] = []
+    for item in planner.items():
+        if item.num_rows == 1 or item.num_rows * item.num_keys <= limits.small_area:
+            small.append(item)
+        else:
+            units.append(planner.segment(item))
+    units += [planner.batch(group) for group in group_items(small, dims, limits)]
+    return Work(units, planner.order(), planner.keys_gathered, planner.scores_computed)
+
+
+def _cost(num_rows: int, num_keys: int) -> int:
+    """Cost of one request in a batch: gathering a key takes about as long as scoring it for three rows."""
+    return num_keys * (num_rows + 3)
+
+
+def group_items(items: Iterable[Item], dims: Dims, limits: Limits) -> list[list[Item]]:
+    """Batches of similar items: padding them all to the largest rows and keys costs at most
+    max(batch_slack, batch_waste * real work), and a batch of short contexts needs only one span."""
+    groups: list[list[Item]] = []
+    rows = keys = real = 0
+    for item in sorted(items, key=lambda i: (-i.num_rows, -i.num_keys, i.request)):
+        cost, size = _cost(item.num_rows, item.num_keys), len(groups[-1]) + 1 if groups else 0
+        longest = max(keys, item.num_keys)
+        waste = size * _cost(rows, longest) - (real + cost)
+        if (
+            groups
+            and waste <= max(limits.batch_slack, limits.batch_waste * (real + cost))
+            and size * rows * dims.num_heads * longest <= limits.scores
+            and size * dims.num_kv_heads * dims.head_dim * longest <= limits.span
+        ):
+            groups[-1].append(item)
+            keys, real = longest, real + cost
+        else:
+            groups.append([item])
+            rows, keys, real = item.num_rows, item.num_keys, cost
+    for group in groups:
+        group.sort(key=lambda i: i.start)  # packed order needs no permutation of the output
+    return groups
+
+
+class _Planner:
+    """Index arithmetic of one step for one window."""
+
+    def __init__(self, metadata: AttentionMetadata, window: int | None, dims: Dims, limits: Limits) -> None:
+        self.metadata = metadata
+        self.window = int(metadata.seq_lens.max()) if window is None else window  # no window sees every key
+        self.dims = dims
+        self.limits = limits
+        self.keys_gathered = 0
+        self.scores_computed = 0
+        self._places: list[np.ndarray] = []  # packed row of each row of output; -1 for padding
+        self._edges: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
+
+    def items(self) -> list[Item]:
+        m = self.metadata
+        key_start = np.maximum(m.context_lens - self.window + 1, 0)  # the first row sees furthest back
+        columns = (m.cu_seqlens_q[:-1], m.query_lens, key_start, m.seq_lens)
+        return [Item(i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
+
+    def order(self) -> mx.array | None:
+        places = np.concatenate(self._places)  # [sum of T * R]
+        num_tokens = self.metadata.num_tokens
+        if len(places) == num_tokens and (np.diff(places) > 0).all():
+            return None
+        order = np.empty(num_tokens, np.int32)
+        order[places[places >= 0]] = np.flatnonzero(places >= 0)
+        return mx.array(order)
+
+    def slots(self, requests: np.ndarray, positions: np.ndarray) -> mx.array:
+        """Rows of the head-flattened cache for positions [T, S] of requests [T] -> [T, Hkv, S]."""
+        size, heads = self.metadata.block_size, self.dims.num_kv_heads
+        blocks = self.metadata.block_table[requests[:, None], positions // size]  # [T, S]
+        slots = blocks * size + positions % size
+        self.keys_gathered += slots.size
+        return mx.array((slots[:, None, :] * heads + np.arange(heads)[:, None]).astype(np.int32))
+
+    def keys_per_span(self, num_requests: int) -> int:
+        per_key = num_requests * self.dims.num_kv_heads * self.dims.head_dim
+        return max(self.limits.min_keys, self.limits.span // per_key)
+
+    def keys_per_piece(self, num_rows: int) -> int:
+        return max(self.limits.min_keys, self.limits.scores // (num_rows * self.dims.num_heads))
+
+    # A batch, T = 3, R = 1. Padded columns repeat the request's last key, so that only the request's own
+    # slots are read (what is in others may be NaN, and 0 * NaN is NaN); the mask takes them out.
+    #
+    #     columns     0 1 2 3 4 5 6 7
+    #     request 0   4 5 6 7 8 9 . .      key_start 4 (a window of 6), key_end 10
+    #     request 1   0 1 2 3 4 5 6 7      key_end 8
+    #     request 2   0 1 2 3 4 . . .      key_end 5
+
+    def batch(self, items: list[Item]) -> Unit:
+        num_requests = len(items)
+        columns = zip(*((i.request, i.start, i.num_rows, i.key_start, i.key_end) for i in items), strict=True)
+        request, start, rows, key_start, key_end = (np.array(c) for c in columns)  # each [T]
+        num_rows, num_keys = int(rows.max()), int((key_end - key_start).max())
+
+        row = np.arange(num_rows)
+        packed = start[:, None] + np.minimum(row, rows[:, None] - 1)  # [T, R], padding repeats the last row
+        place = np.where(row < rows[:, None], packed, -1).ravel()
+        self._places.append(place)
+        contiguous = bool((place == start[0] + np.arange(place.size)).all())
+        picked = None if contiguous else mx.array(packed.ravel().astype(np.int32))
+        queries = Queries(num_requests, num_rows, int(start[0]), picked)
+        query_pos = ((key_end - rows)[:, None] + row)[:, :, None]  # [T, R, 1]
+
+        step = min(self.keys_per_span(num_requests), self.keys_per_piece(num_requests * num_rows))
+        spans = []
+        for lo in range(0, num_keys, step):
+            columns_here = np.arange(lo, min(lo + step, num_keys))
+            key_pos = key_start[:, None] + columns_here  # [T, S]
+            key = key_pos[:, None, :]  # [T, 1, S]
+            visible = (key <= query_pos) & (key > query_pos - self.window) & (key < key_end[:, None, None])
+            biases: tuple[mx.array, ...] = ()
+            if not visible.all():
+                bias = np.where(visible, np.float32(0), np.float32(MASKED))  # [T, R, S]
+                biases = (mx.array(bias[:, None, :, None, :]),)
+            slots = self.slots(request, np.minimum(key_pos, key_end[:, None] - 1))
+            spans.append(Span(slots, [Piece(0, 0, len(columns_here), biases)]))
+            self.scores_computed += visible.size
+        return Unit([queries], spans)
+
+    def segment(self, item: Item) -> Unit:
+        tile_rows = min(self.limits.tile_rows, item.num_rows)
+        piece_keys = self.keys_per_piece(tile_rows)
+        span_keys = self.keys_per_span(1)
+        tiles = [(r, min(tile_rows, item.num_rows - r)) for r in range(0, item.num_rows, tile_rows)]
+        self._places.append(np.arange(item.start, item.start + item.num_rows))
+
+        spans = []
+        for start in range(item.key_start, item.key_end, span_keys):
+            end = min(start + span_keys, item.key_end)
+            pieces = []
+            for t, (first_row, num_rows) in enumerate(tiles):
+                pos = item.context_len + first_row  # of the tile's first query
+                lo, hi = max(start, pos - self.window + 1), min(end, pos + num_rows)
+                # Pieces of equal length: a full one and a sliver would cost an extra round of small ops.
+                count = -(-(hi - lo) // piece_keys)
+                for k in range(count):
+                    a, b = (lo + (hi - lo) * j // count for j in (k, k + 1))
+                    biases = self.edges(a - pos, b - pos, num_rows, tile_rows, piece_keys)
+                    pieces.append(Piece(t, a - start, b - start, biases))
+                self.scores_computed += num_rows * max(hi - lo, 0)
+            slots = self.slots(np.array([item.request]), np.arange(start, end)[None])
+            spans.append(Span(slots, pieces))
+        return Unit([Queries(1, rows, item.start + r) for r, rows in tiles], spans)
+
+    # The mask of a segment's piece depends only on where it lies relative to the tile's first query. So all
+    # are slices of two small arrays, one per edge (x: masked; columns: key minus the first query's position):
+    #
+    #     causal   -2 -1  0  1  2         window 2   -2 -1  0  1  2
+    #     row 0     .  .  .  x  x                     x  .  .  .  .     row r sees key k
+    #     row 1     .  .  .  .  x                     x  x  .  .  .     iff r - window < k <= r
+
+    def edges(self, lo: int, hi: int, num_rows: int, tile_rows: int, piece_keys: int) -> tuple[mx.array, ...]:
+        """Biases [num_rows, 1, hi - lo] for keys lo : hi relative to a tile's first query; () if all seen.
+
+        ``tile_rows`` and ``piece_keys`` bound the rows and keys of any piece of the segment.
+        """
+        if (tile_rows, piece_keys) not in self._edges:
+            row = np.arange(tile_rows)[:, None, None]
+            column = np.arange(piece_keys + tile_rows)
+            causal = np.where(column - piece_keys <= row, np.float32(0), np.float32(MASKED))
+            window = np.where(column > row, np.float32(0), np.float32(MASKED))
+            self._edges[tile_rows, piece_keys] = mx.array(causal), mx.array(window)
+        causal_edge, window_edge = self._edges[tile_rows, piece_keys]
+        biases = []
+        if hi > 1:  # key 1 is past row 0
+            biases.append(causal_edge[:num_rows, :, lo + piece_keys : hi + piece_keys])
+        if lo <= num_rows - 1 - self.window:  # before the last row's window
+            biases.append(window_edge[:num_rows, :, lo + self.window : hi + self.window])
+        return tuple(biases)

@@ -1,0 +1,171 @@
+"""How an mlx-lm model is opened: its attention calls come to our caches, and its trunk returns selected rows.
+
+Nothing here knows an architecture by name. A model is looked at while it runs two tokens over caches that
+record what its layers do with them; what does not fit is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import base as mlx_lm_base
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from metal_engine.models.errors import UnsupportedModelError
+from metal_engine.models.layer_cache import AttendingCache, Attention, LayerKVSpec, RecordingCache, StepState
+
+logger = logging.getLogger(__name__)
+
+# mlx-lm's caches that are not keys and values of every token, in words. Others are refused too.
+_OTHER_STATE = {
+    "ArraysCache": "it keeps recurrent state, which is not a KV cache",
+    "CacheList": "its layers keep several caches each",
+    "ChunkedKVCache": "it attends in chunks of the context",
+}
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """What was seen of a model.
+
+    Attributes:
+        kv_specs: one for each cache of the model.
+        windows: sizes of the sliding windows in use, in tokens.
+    """
+
+    kv_specs: list[LayerKVSpec]
+    windows: frozenset[int]
+
+
+def open_model(model: nn.Module, step: StepState) -> OpenedModel:
+    """Install the seam in a model, which is changed in place.
+
+    Args:
+        model: a loaded mlx-lm model.
+        step: where the trunk finds the rows that are wanted.
+
+    Raises:
+        UnsupportedModelError: the model keeps state other than plain K and V, or computes attention in a
+        way of
+            its own.
+    """
+    caches = make_prompt_cache(model)
+    for cache in caches:
+        if type(cache) not in (KVCache, RotatingKVCache):
+            kind = type(cache).__name__
+            what = _OTHER_STATE.get(kind, "its state is not a plain KV cache")
+            raise UnsupportedModelError(f"{what} ({kind})")
+    _install_attention_seam(model)
+    recorders = _record(model, len(caches))
+    _select_rows_before_head(model, len(caches), step)
+    windows = frozenset().union(*(recorder.windows for recorder in recorders))
+    return OpenedModel([r.spec for r in recorders if r.spec is not None], windows)
+
+
+# --- attention ---
+
+
+def _attention_seam(original: Attention) -> Attention:
+    def scaled_dot_product_attention(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        if isinstance(cache, AttendingCache):
+            return cache.attend(original, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        return original(queries, keys, values, cache, scale, mask, sinks)
+
+    return scaled_dot_product_attention
+
+
+_seam = _attention_seam(mlx_lm_base.scaled_dot_product_attention)
+
+
+def _install_attention_seam(model: nn.Module) -> None:
+    """Replace mlx-lm's attention function, whatever its name there, wherever the model's layers can call it.
+
+    A layer calls it through the globals of its module, or of the module of a class it inherits from.
+    Classes of a checkpoint's own code belong to no module in ``sys.modules``, so the methods are asked for
+    their globals.
+    """
+    for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
+        for method in vars(cls).values():
+            names: dict[str, Any] = getattr(method, "__globals__", {})
+            for name, value in list(names.items()):
+                if value is mlx_lm_base.scaled_dot_product_attention and names is not vars(mlx_lm_base):
+                    names[name] = _seam
+
+
+def _record(model: nn.Module, num_caches: int) -> list[RecordingCache]:
+    """Run two sequences of one token over recording caches."""
+    recorders = [RecordingCache() for _ in range(num_caches)]
+    try:
+        model(mx.zeros((2, 1), mx.int32), cache=recorders)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UnsupportedModelError(f"its forward does not run over a KV cache ({problem})") from error
+    for layer, recorder in enumerate(recorders):
+        if recorder.spec is None:
+            raise UnsupportedModelError(f"layer {layer} never uses its KV cache")
+        if recorder.num_reads == 0:
+            raise UnsupportedModelError(
+                f"layer {layer} computes attention in a way of its own, not with mlx-lm's shared function"
+            )
+    return recorders
+
+
+# --- the rows that go through the LM head ---
+
+
+def _select_rows_before_head(model: nn.Module, num_caches: int, step: StepState) -> None:
+    """Make the trunk return only the rows whose logits are needed, so that only they go through the head.
+
+    The trunk is the innermost module around the layers that is called as a whole: found by trying.
+    """
+    for module in _modules_around(model, model.layers[0]):
+        original_class = type(module)
+        module.__class__ = _selecting(original_class, step)
+        step.logits_indices = mx.array([1])
+        try:
+            if (
+                model(mx.zeros((2, 1), mx.int32), cache=[RecordingCache() for _ in range(num_caches)]).shape[
+                    0
+                ]
+                == 1
+            ):
+                return
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            # Its output is no array, or whatever follows needs all rows.
+            logger.debug("%s is no trunk: %s", original_class.__name__, error)
+        finally:
+            step.logits_indices = None
+        module.__class__ = original_class
+    raise UnsupportedModelError("it has no separate trunk and LM head")
+
+
+def _modules_around(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
+    """The modules that contain ``layer``, innermost first; neither the model nor the layer itself."""
+    path = next(name for name, module in model.named_modules() if module is layer)
+    by_name = dict(model.named_modules())
+    parts = path.split(".")
+    names = [".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
+    return [by_name[name] for name in names if name in by_name]
+
+
+def _selecting(cls: type[nn.Module], step: StepState) -> type[nn.Module]:
+    call: Callable[..., mx.array] = cls.__call__
+
+    def select(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
+        hidden = call(self, *args, **kwargs)  # [N, 1, hidden_size]
+        return hidden if step.logits_indices is None else hidden[step.logits_indices]  # [R, 1, hidden_size]
+
+    return type(cls.__name__, (cls,), {"__call__": select})

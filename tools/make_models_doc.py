@@ -1,0 +1,137 @@
+"""Write docs/models.md: what runs, from the table that the conformance test runs.
+
+python tools/make_models_doc.py            # writes docs/models.md
+python tools/make_models_doc.py --check    # fails if it is not up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+DOC = Path(__file__).parent.parent / "docs" / "models.md"
+
+_HEAD = """\
+<!-- Written by tools/make_models_doc.py from tests/architectures.py. Do not edit. -->
+# Models
+
+A model is `demo`, a repository on the Hugging Face hub, a local directory (Hugging Face or MLX safetensors, MLX
+quantized weights included), or a `.gguf` file:
+
+    metal-engine serve demo
+    metal-engine serve Qwen/Qwen3-0.6B
+    metal-engine serve ~/models/my-model
+    metal-engine serve ~/models/my-model.Q4_K_M.gguf
+
+The architectures are mlx-lm's; which one a checkpoint has is the `model_type` in its `config.json`. No list decides
+what runs: at every load two short requests go through the packed, paged forward, and their logits are compared with
+mlx-lm's own forward of the same weights. What differs is refused with the reason, never served wrong.
+
+"""
+
+_SUPPORTED = """\
+## Verified architectures
+
+Tests run each of these {count} with small random weights: three requests packed, chunked and interleaved over
+shuffled blocks, sliding windows crossed. The relative logit error against mlx-lm's own forward is below 1e-4.
+
+| `model_type` | attention | layers |
+| --- | --- | --- |
+"""
+
+_UNSUPPORTED = """
+## Refused
+
+| `model_type` | reason given |
+| --- | --- |
+"""
+
+_TAIL = """
+Others that mlx-lm has may run too: the check at load decides. A paged cache holds keys and values of every token; a
+model that keeps anything else has nowhere to keep it.
+"""
+
+
+def models_doc() -> str:
+    """The text of docs/models.md."""
+    from tests.architectures import SUPPORTED, UNSUPPORTED
+
+    rows = [
+        f"| `{name}` | {_attention(name)} | {_layers(name)} |" for name in sorted(SUPPORTED, key=str.lower)
+    ]
+    refused = [f"| `{name}` | {_refusal(name)} |" for name in sorted(UNSUPPORTED)]
+    supported = _SUPPORTED.format(count=len(SUPPORTED))
+    return _HEAD + supported + "\n".join(rows) + "\n" + _UNSUPPORTED + "\n".join(refused) + "\n" + _TAIL
+
+
+def _attention(model_type: str) -> str:
+    from metal_engine.models.paged_model import PagedModel
+    from tests.architectures import configuration
+    from tests.tiny_models import random_model
+
+    model = random_model(configuration(model_type))
+    paged = PagedModel(model)
+    names = {name.rsplit(".", 1)[-1] for name, _ in _parameters(model)}
+    found = []
+    if any(spec.latent_dim for spec in paged.kv_specs):
+        found.append("latent (MLA, one vector per token cached)")
+    elif any(spec.head_dim != spec.v_head_dim for spec in paged.kv_specs):
+        found.append("K and V of different sizes")
+    if paged.windows:
+        found.append("sliding window")
+    if any("sink" in name for name in names):
+        found.append("sinks")
+    return ", ".join(found) or "full"
+
+
+def _layers(model_type: str) -> str:
+    from mlx_lm.models import switch_layers
+
+    from tests.architectures import configuration
+    from tests.tiny_models import random_model
+
+    model = random_model(configuration(model_type))
+    experts = (switch_layers.SwitchLinear, switch_layers.QuantizedSwitchLinear)
+    return "mixture of experts" if any(isinstance(m, experts) for m in model.modules()) else "dense"
+
+
+def _parameters(model: object) -> list[tuple[str, object]]:
+    from mlx.utils import tree_flatten
+
+    return tree_flatten(model.parameters())  # type: ignore[attr-defined, return-value]
+
+
+def _refusal(model_type: str) -> str:
+    from metal_engine.attention.mlx_ops import MlxOpsBackend
+    from metal_engine.models.check import check_paged_model
+    from metal_engine.models.errors import UnsupportedModelError
+    from metal_engine.models.paged_model import PagedModel
+    from tests.architectures import VOCAB_SIZE, configuration
+    from tests.tiny_models import random_model
+
+    try:
+        check_paged_model(PagedModel(random_model(configuration(model_type))), MlxOpsBackend(), VOCAB_SIZE)
+    except UnsupportedModelError as error:
+        return str(error)
+    raise AssertionError(f"{model_type} is not refused")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only compare, and fail if it differs")
+    args = parser.parse_args()
+    from metal_engine.platform.blas import load_optimized_blas
+
+    load_optimized_blas()
+    text = models_doc()
+    if not args.check:
+        DOC.write_text(text)
+    elif DOC.read_text() != text:
+        sys.exit(f"{DOC} is not up to date: run python tools/make_models_doc.py")
+
+
+if __name__ == "__main__":
+    main()
