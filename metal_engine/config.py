@@ -228,7 +228,7 @@ def resolve_config(
             max_model_len=max_model_len,
             max_num_partial_prefills=args.max_num_partial_prefills,
             max_long_partial_prefills=args.max_long_partial_prefills,
-            long_prefill_token_threshold=args.long_prefill_token_threshold or budget,
+            long_prefill_token_threshold=args.long_prefill_token_threshold or _long_threshold(args, budget),
             page_aligned_scheduling=args.page_aligned_scheduling,
             scheduling_policy=args.scheduling_policy,
             max_attention_work=args.max_attention_work or _attention_work(model, device),
@@ -245,6 +245,11 @@ def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
         return 2048
     tokens = _CPU_FLOPS * _CPU_STEP_SECONDS / (2 * model.num_params)
     return min(2048, max(64, 1 << int(tokens).bit_length() - 1))
+
+
+def _long_threshold(args: EngineArgs, budget: int) -> int:
+    """Long is what takes more than a step; with one slot nothing is, and prompts go strictly in order."""
+    return budget if args.max_num_partial_prefills > 1 else 1 << 62
 
 
 def _attention_work(model: ModelInfo, device: DeviceInfo) -> int:

@@ -20,8 +20,8 @@ from metal_engine.platform.blas import load_optimized_blas
 
 load_optimized_blas()
 
-import mlx.core as mx
-import numpy as np
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 2048

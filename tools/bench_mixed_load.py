@@ -38,12 +38,14 @@ def ttft(args: argparse.Namespace) -> None:
             engine.submit(f"short-{i}", random_prompt(rng, args.short_tokens), 2)
             for i in range(args.num_short)
         ]
-        engine.run()
+        while engine.core.has_requests and not (args.until_short and all(t.token_times for t in short)):
+            engine.step()
         medians[name] = statistics.median(t.ttft for t in short)
         longest = max(step.seconds for step in engine.steps)
         print(f"{name}: {len(engine.steps)} steps, the longest {longest:.2f} s", flush=True)
         print(f"  short: TTFT {describe([t.ttft for t in short])}", flush=True)
-        print(f"  long:  TTFT {describe([t.ttft for t in long])}", flush=True)
+        done = [t.ttft for t in long if t.token_times]
+        print(f"  long:  {len(done)} of {len(long)} have begun; TTFT {describe(done or [0.0])}", flush=True)
         engine.close()
     print(f"median TTFT of short prompts, off / on: {medians['knobs off'] / medians['knobs on']:.1f}")
 
@@ -81,6 +83,7 @@ def main() -> None:
     parser.add_argument("--long-tokens", type=int, default=2000)
     parser.add_argument("--num-short", type=int, default=16)
     parser.add_argument("--short-tokens", type=int, default=24)
+    parser.add_argument("--until-short", action="store_true", help="stop when all short prompts have begun")
     parser.add_argument("--num-decodes", type=int, default=8)
     parser.add_argument("--decode-tokens", type=int, default=60)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)

@@ -180,6 +180,7 @@ class Study:
                             output,
                             max_num_seqs=max_num_seqs,
                             max_num_partial_prefills=partial,
+                            long_prefill_token_threshold=BUDGET if partial > 1 else 1 << 62,
                             page_aligned_scheduling=page_aligned,
                             max_num_batched_tokens=budget,
                         )

@@ -4,7 +4,8 @@
     python tools/step_time_model.py fit tools/steps_demo.json
 
 A step's time is taken as a constant, plus a cost for each packed row, for each pair of a query row and a key it
-sees in chunks, and for each decode (the contexts measured are too short to show what their length adds). Least squares of relative errors, coefficients not negative.
+sees in chunks, and for each decode (the contexts measured are too short to show what their length adds). Least
+squares of relative errors, coefficients not negative.
 """
 
 from __future__ import annotations

@@ -281,6 +281,9 @@ def test_auto_settings() -> None:
     config = resolve()
     assert config.long_prefill_token_threshold == config.max_num_batched_tokens
     assert 100_000 < config.max_attention_work < 10_000_000
+    assert resolve(max_num_partial_prefills=1).long_prefill_token_threshold > 10**9, (
+        "one slot: strictly in order"
+    )
     gpu = resolve_config(EngineArgs(model="m"), MODEL, replace(CPU, kind="metal"), "mlx").scheduler
     assert gpu.max_attention_work > config.max_attention_work
     assert resolve(max_attention_work=5, long_prefill_token_threshold=9).max_attention_work == 5

@@ -106,7 +106,7 @@ class LargeKnobsMachine(KnobsMachine):
 
 
 _KNOBS_QUICK = settings(_QUICK, max_examples=100, stateful_step_count=30)
-_LARGE_QUICK = settings(_QUICK, max_examples=6, stateful_step_count=8)
+_LARGE_QUICK = settings(_QUICK, max_examples=40, stateful_step_count=12)
 
 
 class TestKnobs(KnobsMachine.TestCase):
