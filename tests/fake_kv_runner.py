@@ -18,7 +18,7 @@ from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.request import Request, RequestOptions, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.step import ModelOutput, SchedulerOutput, TokenOutput
-from tests.scheduling_checks import check_plan, is_plain, max_steps
+from tests.scheduling_checks import check_fcfs, check_plan, demand_of, is_plain, max_steps
 
 # Large, so that a wrong token is not the right one by chance.
 VOCAB_SIZE = 1 << 30
@@ -281,7 +281,7 @@ class SchedulerHarness:
     def schedule(self) -> SchedulerOutput:
         """Plan a step and start it, without the update."""
         assert len(self.in_flight) < self.depth
-        before = {t.request.request_id: _demand(t.request) for t in self.live}
+        before = {t.request.request_id: demand_of(t.request) for t in self.live}
         context_lens = {request_id: r.num_computed_tokens for request_id, r in self.scheduler.running.items()}
         num_preemptions = self.scheduler.num_preemptions
         plan = self.scheduler.schedule()
@@ -290,7 +290,7 @@ class SchedulerHarness:
         num_preemptions = self.scheduler.num_preemptions - num_preemptions
         check_plan(self.scheduler, plan, before, context_lens)
         if is_plain(self.config, self.cache_config):
-            self.check_fcfs(plan, before, num_preemptions)
+            check_fcfs(self.scheduler, plan, before, num_preemptions)
         if not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions:
             assert not self.live, "nothing is under way, and nothing is planned"
         self.plans.append(plan)
@@ -376,49 +376,3 @@ class SchedulerHarness:
             request = self.scheduler.requests[request_id]
             assert request.num_computed_tokens <= self.config.max_model_len
             assert request.num_output_tokens + request.num_output_placeholders <= request.max_tokens
-
-    def check_fcfs(self, plan: SchedulerOutput, demand: dict[str, int], num_preemptions: int) -> None:
-        """Earlier arrivals go first, and nothing that could be used is left over.
-
-        Args:
-            demand: request id -> tokens it could have computed in this step, in order of arrival.
-            num_preemptions: requests preempted by this plan.
-        """
-        order = list(demand)
-        new = {request.request_id for request in plan.new_requests}
-        order.sort(key=lambda r: demand[r] != 1 or r in new)  # decodes go first
-        packed = list(plan.num_scheduled_tokens)
-        scheduled = set(packed)
-        assert packed == [r for r in order if r in scheduled], "not packed decodes first, in order of arrival"
-        left = self.config.max_num_batched_tokens
-        served_all_before = True
-        for request_id in order:
-            share = plan.num_scheduled_tokens.get(request_id, 0)
-            if demand[request_id] > 0:
-                if share:
-                    assert served_all_before, f"{request_id} overtook an earlier arrival"
-                    assert share == min(demand[request_id], left), f"{request_id} got {share} of {left}"
-                else:
-                    served_all_before = False
-            left -= share
-        oldest = next((r for r in order if demand[r] > 0), None)
-        if oldest == next(iter(order), None) and oldest is not None:
-            assert oldest in plan.num_scheduled_tokens, "the oldest request does not advance"
-        # Room left over and a request that could use it: only the pool may stand in between.
-        waiting = next(iter(self.scheduler.waiting), None)
-        if waiting is not None and not waiting.num_output_placeholders and left > 0 and not num_preemptions:
-            blocks = self.scheduler.blocks
-            if len(self.scheduler.running) < self.config.max_num_seqs:
-                reserve = blocks.num_blocks // 100
-                assert blocks.num_free_blocks < blocks.blocks_for(waiting.num_tokens) + reserve, (
-                    f"{waiting} could have been admitted"
-                )
-
-
-def _demand(request: Request) -> int:
-    """Tokens a request could compute now: those that are known or under way, less those computed."""
-    if request.num_output_tokens + request.num_output_placeholders >= request.max_tokens:
-        return 0
-    if request.status is not RequestStatus.RUNNING and request.num_output_placeholders:
-        return 0  # preempted while its token is under way
-    return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from metal_engine.config import CacheConfig, SchedulerConfig
+from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.step import SchedulerOutput
 
@@ -75,3 +76,52 @@ def check_plan(
     if work > max(0, work_left) and not first_alone:
         # Only the first in turn may exceed the cap, by its smallest share; nobody else gets anything then.
         raise AssertionError(f"attention work {work} of {work_left}, {prefills}, first {first_over}")
+
+
+def check_fcfs(
+    scheduler: Scheduler, plan: SchedulerOutput, demand: dict[str, int], num_preemptions: int
+) -> None:
+    """Earlier arrivals go first, and nothing that could be used is left over.
+
+    Args:
+        demand: request id -> tokens it could have computed in this step, in order of arrival.
+        num_preemptions: requests preempted by this plan.
+    """
+    order = list(demand)
+    new = {request.request_id for request in plan.new_requests}
+    order.sort(key=lambda r: demand[r] != 1 or r in new)  # decodes go first
+    packed = list(plan.num_scheduled_tokens)
+    scheduled = set(packed)
+    assert packed == [r for r in order if r in scheduled], "not packed decodes first, in order of arrival"
+    left = scheduler.config.max_num_batched_tokens
+    served_all_before = True
+    for request_id in order:
+        share = plan.num_scheduled_tokens.get(request_id, 0)
+        if demand[request_id] > 0:
+            if share:
+                assert served_all_before, f"{request_id} overtook an earlier arrival"
+                assert share == min(demand[request_id], left), f"{request_id} got {share} of {left}"
+            else:
+                served_all_before = False
+        left -= share
+    oldest = next((r for r in order if demand[r] > 0), None)
+    if oldest == next(iter(order), None) and oldest is not None:
+        assert oldest in plan.num_scheduled_tokens, "the oldest request does not advance"
+    # Room left over and a request that could use it: only the pool may stand in between.
+    waiting = next(iter(scheduler.waiting), None)
+    if waiting is not None and not waiting.num_output_placeholders and left > 0 and not num_preemptions:
+        blocks = scheduler.blocks
+        if len(scheduler.running) < scheduler.config.max_num_seqs:
+            reserve = blocks.num_blocks // 100
+            assert blocks.num_free_blocks < blocks.blocks_for(waiting.num_tokens) + reserve, (
+                f"{waiting} could have been admitted"
+            )
+
+
+def demand_of(request: Request) -> int:
+    """Tokens a request could compute now: those that are known or under way, less those computed."""
+    if request.num_output_tokens + request.num_output_placeholders >= request.max_tokens:
+        return 0
+    if request.status is not RequestStatus.RUNNING and request.num_output_placeholders:
+        return 0  # preempted while its token is under way
+    return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens

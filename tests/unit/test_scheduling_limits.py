@@ -19,7 +19,7 @@ from metal_engine.config import (
     resolve_config,
 )
 from metal_engine.request import Request, RequestOptions, SamplingParams
-from metal_engine.scheduling.limits import attention_work, rows_for_work
+from metal_engine.scheduling.limits import PrefillShares, StepBudget, attention_work, rows_for_work
 from metal_engine.scheduling.scheduler import Scheduler
 from tests.fake_kv_runner import SchedulerHarness, make_prompt
 
@@ -153,6 +153,36 @@ def test_a_long_prompt_whose_beginning_is_cached_is_not_long() -> None:
     harness.submit("turn2", [*first.token_ids, 5, 6], 1)
     assert "turn2" in shares(harness)
     harness.drain()
+
+
+@given(
+    st.lists(st.integers(2, 300), min_size=1, max_size=12),
+    st.integers(1, 600),
+    st.sampled_from([1, 4, 16]),
+    st.booleans(),
+)
+def test_shares_are_even_and_nothing_is_wasted(
+    remaining: list[int], budget: int, block_size: int, aligned: bool
+) -> None:
+    config = SchedulerConfig(
+        max_num_batched_tokens=budget, max_num_seqs=99, max_model_len=10**6, page_aligned_scheduling=aligned
+    )
+    requests = [Request(str(i), [1] * n, SamplingParams(), max_tokens=1) for i, n in enumerate(remaining)]
+    prefills = PrefillShares(StepBudget(budget, 1 << 62), requests, config, block_size)
+    prefills.spread()
+    unit = block_size if aligned else 1
+    charged = sum(-(-share // unit) * unit for share in prefills.shares.values())
+    assert charged + prefills.step.tokens == budget and prefills.step.tokens >= 0
+    unsatisfied = [share for request, share in prefills.shares.items() if share < request.num_tokens]
+    assert all(share % unit == 0 for share in unsatisfied)
+    assert prefills.num_partial == len(unsatisfied) + len(requests) - len(prefills.shares)
+    if unsatisfied:
+        assert prefills.step.tokens < unit, "something is left, and somebody wants it"
+        assert max(unsatisfied) - min(unsatisfied) <= unit, "uneven"
+        satisfied = [share for request, share in prefills.shares.items() if share == request.num_tokens]
+        assert max(satisfied, default=0) <= max(unsatisfied) + unit, (
+            "one got its prompt at the cost of others"
+        )
 
 
 # --- page alignment -----------------------------------------------------------------------------------------
