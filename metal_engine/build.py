@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+from pathlib import Path
 
 from metal_engine.config import ConfigError, EngineArgs, resolve_config
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.platform.blas import load_optimized_blas
-
-logger = logging.getLogger(__name__)
+from metal_engine.platform.blas import BlasInfo, load_optimized_blas
 
 
 def build_engine(args: EngineArgs) -> EngineCore:
@@ -19,8 +17,20 @@ def build_engine(args: EngineArgs) -> EngineCore:
         ModelLoadError: the model cannot be loaded or run.
         ConfigError: the settings cannot work.
     """
+    chat_template = None if args.chat_template is None else read_chat_template(args.chat_template)
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
+    import mlx.core as mx
+
+    try:
+        return _build(args, blas, chat_template)
+    except BaseException:
+        # Streams left open by a thread that ends abort the process, now and then, when it exits.
+        mx.clear_streams()
+        raise
+
+
+def _build(args: EngineArgs, blas: BlasInfo, chat_template: str | None) -> EngineCore:
     import mlx.core as mx
 
     from metal_engine.attention.mlx_ops import MlxOpsBackend
@@ -38,7 +48,7 @@ def build_engine(args: EngineArgs) -> EngineCore:
     loaded = loader.load(args, device_info(blas))
     try:
         paged = PagedModel(loaded.model)
-        info = loader.model_info(loaded, paged.kv_bytes_per_token, len(paged.kv_specs))
+        info = loader.model_info(loaded, paged)
         check_paged_model(paged, backend, info.vocab_size)
     except UnsupportedModelError as error:
         model_type = loaded.config.get("model_type")
@@ -47,16 +57,32 @@ def build_engine(args: EngineArgs) -> EngineCore:
         ) from error
     config = resolve_config(args, info, device_info(blas), backend.name)
     runner = ModelRunner(paged, backend, config.scheduler, config.cache)
-    logger.info(
-        "%s: %s, %s, %.0f MB of weights; KV cache %d blocks of %d tokens (%.0f MB); %d tokens a step; %s",
-        info.name,
-        info.model_type,
-        info.dtype,
-        info.weight_bytes / 1e6,
-        config.cache.num_blocks,
-        config.cache.block_size,
-        config.cache.num_tokens * info.kv_bytes_per_token / 1e6,
-        config.scheduler.max_num_batched_tokens,
-        config.device.compute,
-    )
+    if chat_template is not None:
+        loaded.tokenizer.chat_template = chat_template
     return EngineCore(config, runner, Tokenizer(loaded.tokenizer, loaded.eos_token_ids))
+
+
+def read_chat_template(given: str) -> str:
+    """The chat template that ``--chat-template`` names: the content of a file, or the Jinja text itself.
+
+    Raises:
+        ConfigError: it is neither, or no valid Jinja.
+    """
+    import jinja2
+
+    text = given
+    if "{{" not in given and "{%" not in given:
+        try:
+            text = Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text file"
+            raise ConfigError(f"cannot read --chat-template {given}: {reason}") from error
+    try:
+        # Extensions that templates of published models use.
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        if "generation" not in str(error):  # a tag of transformers' own
+            raise ConfigError(
+                f"--chat-template is not valid Jinja: line {error.lineno}: {error.message}"
+            ) from error
+    return text

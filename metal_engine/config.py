@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from metal_engine.settings import ConfigError as ConfigError
+from metal_engine.settings import flag, setting
+
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-ATTENTION_BACKENDS = ("auto", "mlx", "metal")
+ATTENTION_BACKENDS = ("auto", "metal", "mlx")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+# The runner keeps a row for each; far beyond what a device computes at once.
+MAX_NUM_SEQS = 65_536
 
 GIB = 1 << 30
-
-
-class ConfigError(ValueError):
-    """A setting that cannot work. The message names the command-line flag to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,28 +30,57 @@ class EngineArgs:
     """
 
     model: str
-    tokenizer: str | None = None
-    revision: str | None = None
-    download_dir: str | None = None
-    trust_remote_code: bool = False
-    generation_config: str = "auto"
-    dtype: str = "auto"
-    seed: int = 0
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    block_size: int = 16
-    num_gpu_blocks_override: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    attention_backend: str = "auto"
-    enable_prefix_caching: bool = True
-    max_num_partial_prefills: int = 4
-    max_long_partial_prefills: int = 1
-    long_prefill_token_threshold: int = 0
-    page_aligned_scheduling: bool = False
-    scheduling_policy: str = "fcfs"
-    max_attention_work: int | None = None
+    tokenizer: str | None = setting(None, "Tokenizer, if not the model's own.")
+    revision: str | None = setting(None, "Branch, tag or commit of the repository.")
+    download_dir: str | None = setting(None, "Where repositories are kept. Default: the hub's cache.")
+    trust_remote_code: bool = setting(False, "Run code that the model's repository brings.")
+    generation_config: str = setting(
+        "auto",
+        "Sampling defaults: auto (the model's own), vllm (none of them), or a folder with such a file.",
+    )
+    chat_template: str | None = setting(
+        None, "Chat template instead of the model's own: a file, or the Jinja text itself."
+    )
+    dtype: str = setting(
+        "auto", "auto (as stored; float32 on a CPU), float32, float16 or bfloat16.", choices=DTYPES
+    )
+    seed: int = setting(0, "Seed of what is not seeded per request.")
+    max_model_len: int | None = setting(
+        None,
+        "Longest request, prompt and output, in tokens. Default: what the model was trained for, "
+        "or what the KV cache holds if that is less.",
+    )
+    max_num_seqs: int | None = setting(None, "Requests running at once. Default: 256 on Metal, 64 on a CPU.")
+    max_num_batched_tokens: int | None = setting(
+        None, "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU."
+    )
+    block_size: int = setting(16, "Tokens per KV cache block.")
+    num_gpu_blocks_override: int | None = setting(None, "KV cache size in blocks, instead of in bytes.")
+    kv_cache_memory_bytes: int | None = setting(
+        None,
+        "KV cache size, as in 2GiB. Default: what --gpu-memory-utilization leaves on Metal; on a CPU 2 GiB, "
+        "at most a quarter of the free memory.",
+        kind="size",
+    )
+    gpu_memory_utilization: float = setting(
+        0.9, "Share of the device's memory for weights, KV cache and activations (Metal)."
+    )
+    attention_backend: str = setting(
+        "auto", "auto (the fastest that runs here), metal or mlx.", choices=ATTENTION_BACKENDS
+    )
+    enable_prefix_caching: bool = setting(True, "Compute prefixes that requests share once.")
+    max_num_partial_prefills: int = setting(4, "Prompts that may be in progress at once.")
+    max_long_partial_prefills: int = setting(1, "Long prompts that may be in progress at once.")
+    long_prefill_token_threshold: int = setting(
+        0, "More tokens than this to go: a long prompt. 0: the token budget of a step."
+    )
+    page_aligned_scheduling: bool = setting(False, "End chunks of prompts on block boundaries.")
+    scheduling_policy: str = setting(
+        "fcfs", "fcfs, or priority (of the request, lower first).", choices=SCHEDULING_POLICIES
+    )
+    max_attention_work: int | None = setting(
+        None, "Pairs of a query row and a visible key in a step. Default: about a second's attention."
+    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -79,6 +111,10 @@ class EngineArgs:
                 f"--max-long-partial-prefills {self.max_long_partial_prefills} exceeds "
                 f"--max-num-partial-prefills {self.max_num_partial_prefills}"
             )
+        if self.max_num_seqs is not None and self.max_num_seqs > MAX_NUM_SEQS:
+            raise ConfigError(f"--max-num-seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"--seed must be in 0 ... 2**64 - 1, got {self.seed}")
         for name, choices in (
             ("dtype", DTYPES),
             ("attention_backend", ATTENTION_BACKENDS),
@@ -89,9 +125,59 @@ class EngineArgs:
                 raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def flag(name: str) -> str:
-    """The command-line flag of a field: ``max_model_len`` -> ``--max-model-len``."""
-    return "--" + name.replace("_", "-")
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs:
+    """Settings of ``metal-engine serve`` beside the engine's."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    port: int = setting(8000, "Port to listen on; 0 for any free one.")
+    uds: str | None = setting(None, "Unix domain socket to listen on, instead of --host and --port.")
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "Name of the model in the API, instead of MODEL. Several may be given by repeating the flag; "
+        "answers carry the first.",
+    )
+    api_key: str | None = setting(
+        None,
+        "Clients must send this as `Authorization: Bearer KEY`; /health stays open. Better given in the "
+        "environment than on a command line that others can read.",
+        secret=True,
+    )
+    max_body_size: int = setting(16 << 20, "Largest request body, as in 16MiB.", kind="size")
+    shutdown_timeout: float = setting(
+        30.0, "Seconds that running requests may take to finish after SIGTERM or SIGINT."
+    )
+    strict_params: bool = setting(
+        False, "Refuse request parameters that are unknown, instead of ignoring them."
+    )
+    log_level: str = setting(
+        "info", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port must be in 0 ... 65535, got {self.port}")
+        if self.api_key is not None and not (self.api_key.strip() and self.api_key.isascii()):
+            raise ConfigError("--api-key must be ASCII and not empty")
+        if self.max_body_size < 1:
+            raise ConfigError(f"--max-body-size must be at least 1, got {self.max_body_size}")
+        if not 0 <= self.shutdown_timeout < float("inf"):
+            raise ConfigError(f"--shutdown-timeout must be at least 0, got {self.shutdown_timeout}")
+        if any(not name.strip() for name in self.served_model_name):
+            raise ConfigError("--served-model-name must not be empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatArgs:
+    """Settings of ``metal-engine chat`` beside the engine's."""
+
+    system: str | None = setting(None, "System prompt.")
+    temperature: float = setting(0.7, "0 is greedy.")
+    top_p: float = setting(0.95, "Nucleus sampling.")
+    max_tokens: int | None = setting(None, "Longest answer, in tokens.")
+    log_level: str = setting(
+        "warning", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +290,7 @@ def resolve_config(
         ConfigError: the settings cannot work together; the message names the flag to change.
     """
     num_blocks = _num_blocks(args, model, device)
+    _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token, device)
     cache = CacheConfig(
         block_size=args.block_size,
         num_blocks=num_blocks,
@@ -284,6 +371,15 @@ def _num_blocks(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> int:
             f"{max(pool_bytes, 0)} are left beside the weights ({model.weight_bytes} bytes); raise {named}"
         )
     return pool_bytes // block_bytes
+
+
+def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> None:
+    if pool_bytes > device.memory_bytes:
+        override = args.num_gpu_blocks_override is not None
+        raise ConfigError(
+            f"a KV cache of {pool_bytes} bytes is more than the {device.memory_bytes} bytes of memory there are; lower "
+            f"{'--num-gpu-blocks-override' if override else '--kv-cache-memory-bytes'}"
+        )
 
 
 def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+# Far beyond any use; what a request may cost in memory beside its tokens.
+MAX_STOP_CHARACTERS = 16_384
+MAX_STOP_TOKEN_IDS = 16_384
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -55,6 +59,10 @@ class SamplingParams:
             raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
         if any(not s for s in self.stop):
             raise ValueError("stop cannot contain an empty string")
+        if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
+            raise ValueError(f"stop strings may have {MAX_STOP_CHARACTERS} characters together")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(f"stop_token_ids may have {MAX_STOP_TOKEN_IDS} entries")
 
     @property
     def is_greedy(self) -> bool:

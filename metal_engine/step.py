@@ -57,11 +57,15 @@ class ModelOutput:
     sampled_token_ids: list[int]
 
 
+class KVCacheLostError(Exception):
+    """A step failed and took the KV cache with it: all KV computed so far must be computed again."""
+
+
 class StepHandle(Protocol):
     """A step under way."""
 
     def result(self) -> ModelOutput:
-        """Wait for the step to end. Raises what the step raised."""
+        """Wait for the step to end. Raises what the step raised; KVCacheLostError if no KV is left."""
         ...
 
 

@@ -74,6 +74,16 @@ LATENT: Config = {
     "v_head_dim": 10,
 }
 
+# The last layers have no K and V of their own and attend to those of earlier ones.
+SHARED_KV: Config = {
+    **WINDOW,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+
 YARN: Config = {
     "type": "yarn",
     "factor": 2.0,
@@ -140,8 +150,37 @@ SUPPORTED: dict[str, Config] = {
     "exaone_moe": {**MOE, **WINDOW, "is_moe_layer": [False, True, True, True]},
     "gear": WINDOW,
     "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"query_pre_attn_scalar": 8.0, "tie_word_embeddings": True},
     "gemma3": text(model_type="gemma3_text", **WINDOW),
     "gemma3_text": WINDOW,
+    "gemma3n": {
+        "text_config": {
+            **BASE,
+            **SHARED_KV,
+            "model_type": "gemma3n_text",
+            "rope_local_base_freq": 5000.0,
+            "final_logit_softcapping": 30.0,
+            "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0, 0.0, 0.0],
+            "altup_num_inputs": 2,
+            "altup_coef_clip": 120.0,
+            "altup_correct_scale": True,
+            "altup_active_idx": 0,
+            "laurel_rank": 4,
+        }
+    },
+    "gemma4": text(model_type="gemma4_text", **SHARED_KV, global_head_dim=16, rope_parameters=None),
+    "gemma4_text": {
+        **MOE,
+        **SHARED_KV,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+        "rope_parameters": None,
+    },
     "glm": {},
     "glm4": {"partial_rotary_factor": 0.5},
     "glm4_moe": {**MOE, "partial_rotary_factor": 0.5, "use_qk_norm": True},
@@ -283,23 +322,23 @@ LINEAR_ATTENTION: Config = {
 
 RECURRENT = "it keeps recurrent state, which is not a KV cache (ArraysCache)"
 SEVERAL = "its layers keep several caches each (CacheList)"
+DIFFERENT = "its logits through the paged cache are off from mlx-lm's own"
 OWN_ATTENTION = "computes attention in a way of its own"
 
 # model_type -> what it needs beside BASE, and part of the reason with which it is refused.
 UNSUPPORTED: dict[str, tuple[Config, str]] = {
     "afm7": (
         {"hidden_dim": 32, "num_layers": 4, "num_kv_reuse_layers": 1, "num_heads": 4, "num_kv_heads": 2},
-        "keys_and_values",
+        DIFFERENT,
     ),
     "deepseek_v32": ({**MOE, **LATENT, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 8}, SEVERAL),
     "falcon_h1": (MAMBA, SEVERAL),
-    "gemma2": ({}, OWN_ATTENTION),
     "gpt_bigcode": (GPT2, "does not run over a paged cache"),
     "granitemoehybrid": (
         {**GRANITE, **MOE, **MAMBA, "layer_types": ["mamba", "attention"] * 2},
         RECURRENT,
     ),
-    "iquestloopcoder": ({}, "attended 4 times in 2 steps"),
+    "iquestloopcoder": ({}, DIFFERENT),
     "jamba": (
         {
             **MOE,

@@ -26,6 +26,26 @@ quantized weights included), or a `.gguf` file:
     metal-engine serve ~/models/my-model
     metal-engine serve ~/models/my-model.Q4_K_M.gguf
 
+## Files
+
+- **From the hub**: `--revision` takes a branch, tag or commit, `--download-dir` another folder than the hub's cache.
+  `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean to `huggingface_hub`. What is in the
+  cache is served without a network.
+- **Before loading**, the configuration and the headers of the weight files are read: a missing or truncated shard, a
+  broken JSON file, or weights that do not fit into memory are errors of one line, at once.
+- **Weights**: safetensors in one file or several, of Hugging Face or mlx-lm, tied or untied heads; mlx-lm's quantized
+  ones (4, 6, 8 bits, mixed). On a CPU they are dequantized to float32, on Metal they stay as they are (`--dtype`
+  converts). GGUF: llama, qwen2 and qwen3 in F32, F16, BF16 and the quantized types that `gguf` can dequantize; Q4_0,
+  Q4_1 and Q8_0 stay quantized on Metal.
+- **Tokenizer**: the checkpoint's, or `--tokenizer` names a directory or repository. It must be a fast one. The chat
+  template is `chat_template.jinja`, the one in `tokenizer_config.json` (of several named ones `default`), or
+  `chat_template.json`.
+- **`generation_config.json`**: all end-of-sequence ids, and `temperature`, `top_p`, `top_k` and `min_p` for requests
+  that do not say. `--generation-config vllm` leaves these out, a folder's name takes them from there.
+- **Code of a checkpoint** runs only with `--trust-remote-code`.
+
+## Architectures
+
 The architectures are mlx-lm's; which one a checkpoint has is the `model_type` in its `config.json`. No list decides
 what runs: at every load two short requests go through the packed, paged forward, and their logits are compared with
 mlx-lm's own forward of the same weights. What differs is refused with the reason, never served wrong.
@@ -33,7 +53,7 @@ mlx-lm's own forward of the same weights. What differs is refused with the reaso
 """
 
 _SUPPORTED = """\
-## Verified architectures
+### Verified
 
 Tests run each of these {count} with small random weights: three requests packed, chunked and interleaved over
 shuffled blocks, sliding windows crossed. The relative logit error against mlx-lm's own forward is below 1e-4.
@@ -43,7 +63,7 @@ shuffled blocks, sliding windows crossed. The relative logit error against mlx-l
 """
 
 _UNSUPPORTED = """
-## Refused
+### Refused
 
 | `model_type` | reason given |
 | --- | --- |
@@ -80,6 +100,10 @@ def _attention(model_type: str) -> str:
         found.append("latent (MLA, one vector per token cached)")
     elif any(spec.head_dim != spec.v_head_dim for spec in paged.kv_specs):
         found.append("K and V of different sizes")
+    if len(paged.kv_specs) < len(model.layers):
+        found.append("layers that share KV")
+    if any(hasattr(m, "attn_logit_softcapping") and m.attn_logit_softcapping for m in model.modules()):
+        found.append("softcap")
     if paged.windows:
         found.append("sliding window")
     if any("sink" in name for name in names):

@@ -25,14 +25,22 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._core: EngineCore | None = None
+        self._cut: str | None = None
 
     def start(self) -> None:
         """Load the model and start the thread; blocks until it is ready. Raises what loading raised."""
         self._core = self._thread.start()
 
-    def shutdown(self) -> None:
-        """Stop the thread after the step under way."""
-        self._thread.shutdown()
+    def shutdown(self, timeout: float = 10.0) -> bool:
+        """Stop the thread after the step under way; whether it has ended within ``timeout`` seconds."""
+        return self._thread.shutdown(timeout)
+
+    def cut_requests(self, message: str) -> None:
+        """End every request, now and from now on, with an output of ``finish_reason`` ``abort``. In the event loop."""
+        self._cut = message
+        for request_id, outputs in self._queues.items():
+            outputs.put_nowait(RequestOutput(request_id, finish_reason="abort", error=message))
+            self._thread.abort(request_id)
 
     @property
     def core(self) -> EngineCore:
@@ -88,6 +96,10 @@ class AsyncEngine:
         self._queues[request_id] = outputs
         finished = False
         try:
+            if self._cut is not None:
+                finished = True
+                yield RequestOutput(request_id, finish_reason="abort", error=self._cut)
+                return
             self._thread.submit(request_id, prompt_token_ids, params, options)
             while not finished:
                 output = await outputs.get()

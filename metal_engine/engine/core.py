@@ -11,7 +11,7 @@ from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler, SchedulerStats
-from metal_engine.step import Runner, SchedulerOutput, TokenOutput
+from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -99,15 +99,26 @@ class EngineCore:
     # --- a step ---
 
     def step(self) -> list[RequestOutput]:
-        """Run one packed forward over whatever is to be done. A step that raises fails its own requests only."""
-        plan = self.scheduler.schedule()
+        """Run one packed forward over whatever is to be done. A step that raises fails its own requests only.
+
+        Raises:
+            AssertionError: the scheduler's state is broken, and cannot be mended by failing every request.
+        """
+        try:
+            plan = self.scheduler.schedule()
+        except Exception as error:  # noqa: BLE001  (logged there)
+            return self._fail_everything(error)
         self.num_steps += 1
         try:
             model_output = self._runner.execute(plan).result()
         except Exception as error:
             logger.exception("step %d failed: %s", plan.step_id, _composition(plan))
             return self._fail(plan, error)
-        return [self._process(output) for output in self.scheduler.update(plan, model_output)]
+        try:
+            token_outputs = self.scheduler.update(plan, model_output)
+        except Exception as error:  # noqa: BLE001  (logged there)
+            return self._fail_everything(error)
+        return [self._process(output) for output in token_outputs]
 
     def _process(self, token_output: TokenOutput) -> RequestOutput:
         """One request's new text; ends the request in the scheduler too where its text ends it."""
@@ -126,7 +137,19 @@ class EngineCore:
         self.scheduler.prefix_cache.forget()  # some of the blocks may never have been written
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
         scheduled = [r for r in plan.num_scheduled_tokens if r in self.scheduler.requests]
-        return [self._fail_request(request_id, message) for request_id in scheduled]
+        outputs = [self._fail_request(request_id, message) for request_id in scheduled]
+        if isinstance(error, KVCacheLostError):
+            self.scheduler.preempt_all()  # the others' KV is gone too
+        return outputs
+
+    def _fail_everything(self, error: Exception) -> list[RequestOutput]:
+        """The scheduler itself failed: without requests its state is simple enough to go on from."""
+        logger.exception("scheduling failed: %s", self.stats)
+        self.num_failed_steps += 1
+        message = f"scheduling failed: {type(error).__name__}: {error}"
+        outputs = [self._fail_request(request_id, message) for request_id in list(self.scheduler.requests)]
+        self.scheduler.check_integrity()
+        return outputs
 
     def _fail_request(self, request_id: str, message: str) -> RequestOutput:
         self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)

@@ -93,11 +93,12 @@ class EngineThread:
         """End a request before the next step; no further output comes for it after that."""
         self._inbox.put(_Abort(request_id))
 
-    def shutdown(self, timeout: float | None = 10.0) -> None:
-        """Stop after the step under way and join the thread."""
+    def shutdown(self, timeout: float | None = 10.0) -> bool:
+        """Stop after the step under way and join the thread; whether it has ended within ``timeout`` seconds."""
         self._inbox.put(_Stop())
         if self._thread.is_alive():
             self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     # --- in the thread ---
 

@@ -33,7 +33,7 @@ def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: 
     tables and the causal edge all matter. Leaves ``paged`` without a cache.
 
     Raises:
-        UnsupportedModelError: the logits differ, or some layer did not write and attend exactly once.
+        UnsupportedModelError: the logits differ, or some layer did not write once a step and attend.
     """
     lengths = (_first_length(paged), _NUM_TOKENS)
     rng = np.random.default_rng(0)
@@ -48,7 +48,7 @@ def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: 
     try:
         got = [_run_step(paged, backend, tokens, block_table, shares) for shares in steps]
         for layer, cache in enumerate(paged.layer_caches):
-            if (cache.num_writes, cache.num_reads) != (2, 2):
+            if cache.num_writes != 2 or cache.num_reads < 2:  # more reads: layers that share their KV
                 raise UnsupportedModelError(
                     f"layer {layer} wrote its KV {cache.num_writes} and attended {cache.num_reads} times "
                     "in 2 steps"
@@ -66,7 +66,7 @@ def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: 
             gap = np.abs(logits[request] - expected).max() / (scale if scale > 0 else 1.0)
             if not gap <= _TOLERANCE[paged.kv_specs[0].dtype]:
                 raise UnsupportedModelError(
-                    f"its logits through the paged cache are off from mlx-lm's own by {gap:.1e} of their size"
+                    f"its logits through the paged cache are off from mlx-lm's own by {gap:.1g} of their size"
                 )
 
 

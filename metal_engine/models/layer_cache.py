@@ -61,6 +61,12 @@ class StepState:
 class AttendingCache:
     """A cache that computes the attention of its layer."""
 
+    offset: Any
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store K and V, [N, num_kv_heads, 1, head_dim]; what stands for all that is stored now."""
+        raise NotImplementedError
+
     def attend(
         self,
         original: Attention,
@@ -81,6 +87,14 @@ class AttendingCache:
             mask: what ``make_mask`` returned, perhaps transformed.
         """
         raise NotImplementedError
+
+
+class OwnedKeys(mx.array):
+    """Keys that remember the cache they are in: layers that reuse them may call attention without a cache."""
+
+    def __init__(self, keys: mx.array, owner: AttendingCache) -> None:
+        super().__init__(keys)
+        self.owner = owner
 
 
 class LayerCache(AttendingCache):
@@ -115,7 +129,13 @@ class LayerCache(AttendingCache):
         self._write("keys", keys[:, :, 0])
         self._write("values", values[:, :, 0])
         self.num_writes += 1
-        return keys, values
+        return OwnedKeys(keys, self), values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """For a layer that reuses this one's K and V: what stands for them in its call of attention."""
+        shape = (self.offset.size, self.keys.shape[1], 1, self.keys.shape[2])
+        keys = mx.zeros(shape, self.keys.dtype)
+        return OwnedKeys(keys, self), keys
 
     def _write(self, name: str, rows: mx.array) -> None:
         """Write [N, num_kv_heads, D] to the array of that name, whole blocks by block where they are told apart.
@@ -266,7 +286,12 @@ class RecordingCache(ConcatenateKVCache, AttendingCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.spec = LayerKVSpec(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        return super().update_and_fetch(keys, values)
+        keys, values = super().update_and_fetch(keys, values)
+        return OwnedKeys(keys, self), values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        keys, values = super().keys_and_values()
+        return OwnedKeys(keys, self), values
 
     def attend(
         self,

@@ -26,11 +26,14 @@ from metal_engine.models.gguf import gguf_eos_token_ids, load_gguf_model, read_g
 from metal_engine.models.gguf_tokenizer import load_gguf_tokenizer
 from metal_engine.models.hf_tokenizer import load_tokenizer
 from metal_engine.models.hub import TOKENIZER_PATTERNS, fetch_from_hub
+from metal_engine.models.paged_model import PagedModel
 
 logger = logging.getLogger(__name__)
 
 DEMO_MODEL = "demo"
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+# Where configurations state the longest sequence.
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 # Context length assumed where a checkpoint does not state one.
 _DEFAULT_CONTEXT = 4096
 
@@ -181,7 +184,7 @@ def _cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
     return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
-def model_info(loaded: LoadedModel, kv_bytes_per_token: int, num_layers: int) -> ModelInfo:
+def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
     """The facts about a loaded model that the control plane needs."""
     config = loaded.config
     text_config = config.get("text_config", config)
@@ -193,12 +196,14 @@ def model_info(loaded: LoadedModel, kv_bytes_per_token: int, num_layers: int) ->
         name=loaded.name,
         model_type=config["model_type"],
         dtype=", ".join(sorted(str(dtype).removeprefix("mlx.core.") for dtype in dtypes)),
-        vocab_size=text_config["vocab_size"],
-        num_layers=num_layers,
+        vocab_size=paged.vocab_size,
+        num_layers=len(paged.kv_specs),
         num_params=get_total_parameters(loaded.model),
         weight_bytes=sum(array.nbytes for array in parameters),
-        kv_bytes_per_token=kv_bytes_per_token,
-        max_position_embeddings=text_config.get("max_position_embeddings") or _DEFAULT_CONTEXT,
+        kv_bytes_per_token=paged.kv_bytes_per_token,
+        max_position_embeddings=next(
+            (n for key in _CONTEXT if (n := text_config.get(key))), _DEFAULT_CONTEXT
+        ),
         num_heads=num_heads,
         head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,
         default_sampling=loaded.default_sampling,

@@ -17,7 +17,15 @@ from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from metal_engine.models.errors import UnsupportedModelError
-from metal_engine.models.layer_cache import AttendingCache, Attention, LayerKVSpec, RecordingCache, StepState
+from metal_engine.models.layer_cache import (
+    AttendingCache,
+    Attention,
+    LayerKVSpec,
+    OwnedKeys,
+    RecordingCache,
+    StepState,
+)
+from metal_engine.models.softcap import open_softcapped_layers
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +44,12 @@ class OpenedModel:
     Attributes:
         kv_specs: one for each cache of the model.
         windows: sizes of the sliding windows in use, in tokens.
+        vocab_size: number of logits of a row.
     """
 
     kv_specs: list[LayerKVSpec]
     windows: frozenset[int]
+    vocab_size: int
 
 
 def open_model(model: nn.Module, step: StepState) -> OpenedModel:
@@ -61,10 +71,19 @@ def open_model(model: nn.Module, step: StepState) -> OpenedModel:
             what = _OTHER_STATE.get(kind, "its state is not a plain KV cache")
             raise UnsupportedModelError(f"{what} ({kind})")
     _install_attention_seam(model)
-    recorders = _record(model, len(caches))
+    recorders, vocab_size = _record(model, len(caches))
+    if not all(r.num_reads for r in recorders) and open_softcapped_layers(model):
+        recorders, _ = _record(model, len(caches))
+    for layer, recorder in enumerate(recorders):
+        if recorder.spec is None:
+            raise UnsupportedModelError(f"layer {layer} never uses its KV cache")
+        if recorder.num_reads == 0:
+            raise UnsupportedModelError(
+                f"layer {layer} computes attention in a way of its own, not with mlx-lm's shared function"
+            )
     _select_rows_before_head(model, len(caches), step)
     windows = frozenset().union(*(recorder.windows for recorder in recorders))
-    return OpenedModel([r.spec for r in recorders if r.spec is not None], windows)
+    return OpenedModel([r.spec for r in recorders if r.spec is not None], windows, vocab_size)
 
 
 # --- attention ---
@@ -80,8 +99,9 @@ def _attention_seam(original: Attention) -> Attention:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        if isinstance(cache, AttendingCache):
-            return cache.attend(original, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        owner = keys.owner if cache is None and isinstance(keys, OwnedKeys) else cache
+        if isinstance(owner, AttendingCache):
+            return owner.attend(original, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         return original(queries, keys, values, cache, scale, mask, sinks)
 
     return scaled_dot_product_attention
@@ -105,22 +125,15 @@ def _install_attention_seam(model: nn.Module) -> None:
                     names[name] = _seam
 
 
-def _record(model: nn.Module, num_caches: int) -> list[RecordingCache]:
-    """Run two sequences of one token over recording caches."""
+def _record(model: nn.Module, num_caches: int) -> tuple[list[RecordingCache], int]:
+    """Run two sequences of one token over recording caches; these, and the number of logits of a row."""
     recorders = [RecordingCache() for _ in range(num_caches)]
     try:
-        model(mx.zeros((2, 1), mx.int32), cache=recorders)
+        logits = model(mx.zeros((2, 1), mx.int32), cache=recorders)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UnsupportedModelError(f"its forward does not run over a KV cache ({problem})") from error
-    for layer, recorder in enumerate(recorders):
-        if recorder.spec is None:
-            raise UnsupportedModelError(f"layer {layer} never uses its KV cache")
-        if recorder.num_reads == 0:
-            raise UnsupportedModelError(
-                f"layer {layer} computes attention in a way of its own, not with mlx-lm's shared function"
-            )
-    return recorders
+    return recorders, logits.shape[-1]
 
 
 # --- the rows that go through the LM head ---

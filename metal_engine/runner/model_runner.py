@@ -36,7 +36,18 @@ class ModelRunner:
         model.allocate(cache_config.num_blocks, cache_config.block_size)
 
     def execute(self, plan: SchedulerOutput) -> PendingStep:
-        """Start a step: builds the graph of one forward over every packed row and one sampling pass."""
+        """Start a step: builds the graph of one forward over every packed row and one sampling pass.
+
+        Raises:
+            KVCacheLostError: it failed, and the KV cache with it.
+        """
+        try:
+            return self._start(plan)
+        except Exception as error:
+            self._model.recover_from(error)
+            raise
+
+    def _start(self, plan: SchedulerOutput) -> PendingStep:
         block_size = self._cache_config.block_size
         batch = self._table.pack(plan)
         batch.validate(self._cache_config.num_tokens, block_size)
@@ -92,11 +103,21 @@ class PendingStep:
         self._tokens = tokens  # [R]
 
     def result(self) -> ModelOutput:
-        """Wait for the step and return the tokens it sampled."""
-        if self._tokens is None:
-            # Only intermediate chunks: what matters is the KV they leave behind.
-            self._model.eval_caches()
-            return ModelOutput([])
+        """Wait for the step and return the tokens it sampled.
+
+        Raises:
+            KVCacheLostError: it failed, and the KV cache with it.
+        """
+        try:
+            if self._tokens is None:
+                # Only intermediate chunks: what matters is the KV they leave behind.
+                self._model.eval_caches()
+                return ModelOutput([])
+            # NumPy alone would wait as well, but pass over an error of an operation and take what it left.
+            mx.eval(self._tokens)
+        except Exception as error:
+            self._model.recover_from(error)
+            raise
         token_ids = np.array(self._tokens)
         self._table.append_tokens(self._sampled_req_ids, token_ids)
         return ModelOutput(token_ids.tolist())

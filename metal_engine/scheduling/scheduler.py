@@ -301,6 +301,12 @@ class Scheduler:
         self._release(request)
         self._enqueue(request)
 
+    def preempt_all(self) -> None:
+        """Have every running request computed again from its start, in the same order: their KV is gone."""
+        self.prefix_cache.forget()
+        for request in reversed(list(self.running.values())):
+            self._preempt(request)
+
     def _release(self, request: Request) -> None:
         self.blocks.free(request.request_id)
         request.num_registered_blocks = 0

@@ -95,7 +95,9 @@ def test_packed_equals_mlx_lm(model_type: str) -> None:
     paged = PagedModel(model)
     assert largest_error(model, paged) < TOLERANCE
     for layer in paged.layer_caches:
-        assert (layer.num_writes, layer.num_reads) == (len(STEPS), len(STEPS))
+        assert layer.num_writes == len(STEPS)
+        # More reads where other layers share its K and V.
+        assert layer.num_reads in (len(STEPS), 2 * len(STEPS))
     check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
 
 

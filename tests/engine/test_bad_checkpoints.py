@@ -14,6 +14,7 @@ from metal_engine.config import DeviceInfo, EngineArgs
 from metal_engine.models import checkpoint
 from metal_engine.models.errors import ModelLoadError, UnsupportedModelError
 from metal_engine.models.loader import load
+from tests.architectures import MAMBA
 from tests.checkpoints import CONFIG, write_checkpoint, write_tokenizer
 
 Damage = Callable[[Path], object]
@@ -226,13 +227,15 @@ def test_a_gguf_file_that_does_not_fit(demo_path: Path) -> None:
         load(EngineArgs(model=str(demo_path)), device("cpu", 500_000_000))  # 135 M float32 parameters
 
 
+MAMBA_CONFIG = {"model_type": "mamba", **MAMBA, "use_bias": False}
+
+
 def test_a_refused_architecture_is_named(tmp_path: Path) -> None:
     """What mlx-lm has and the paged cache has not, through the whole way that `serve` goes."""
     from metal_engine.build import build_engine
 
-    config = {"model_type": "gemma2", "head_dim": 16}
-    folder = write_checkpoint(tmp_path, config=config)
+    folder = write_checkpoint(tmp_path, config=MAMBA_CONFIG)
     with pytest.raises(
-        UnsupportedModelError, match=r"architecture gemma2\) cannot run here: layer 0 computes"
+        UnsupportedModelError, match=r"architecture mamba\) cannot run here: it keeps recurrent"
     ):
         build_engine(EngineArgs(model=str(folder)))

@@ -1,0 +1,55 @@
+"""Attention layers with a softcap on their scores (Gemma 2), which compute attention themselves.
+
+mlx-lm's shared attention function has no softcap, so such a layer multiplies queries and keys in its own code,
+where a paged cache has no part. Over one of our caches it is run here instead, from its own projections. Like
+everything about the seam this is compared with the layer's own way when a model is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
+
+from metal_engine.models.layer_cache import AttendingCache
+
+_PARTS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "rope"),
+    *("n_heads", "n_kv_heads", "scale", "attn_logit_softcapping"),
+)
+
+
+def open_softcapped_layers(model: nn.Module) -> bool:
+    """Make every layer of that kind attend through our caches; whether there was any."""
+    layers = [m for m in model.modules() if all(hasattr(m, part) for part in _PARTS)]
+    for layer in layers:
+        cls = type(layer)
+        layer.__class__ = type(cls.__name__, (cls,), {"__call__": _attend_with_softcap})
+    return bool(layers)
+
+
+def _attend_with_softcap(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    """Rows x [N, 1, hidden_size] -> [N, 1, hidden_size]."""
+    if not isinstance(cache, AttendingCache):
+        return super(type(self), self).__call__(x, mask, cache)
+    num_rows, length, _ = x.shape
+
+    def heads(projection: nn.Module, num_heads: int) -> mx.array:  # [N, num_heads, 1, head_dim]
+        return projection(x).reshape(num_rows, length, num_heads, -1).swapaxes(1, 2)
+
+    queries = self.rope(heads(self.q_proj, self.n_heads), offset=cache.offset)
+    keys = self.rope(heads(self.k_proj, self.n_kv_heads), offset=cache.offset)
+    keys, values = cache.update_and_fetch(keys, heads(self.v_proj, self.n_kv_heads))
+    out = cache.attend(
+        scaled_dot_product_attention,
+        queries,
+        keys,
+        values,
+        scale=self.scale,
+        mask=mask,
+        sinks=None,
+        softcap=self.attn_logit_softcapping,
+    )
+    return self.o_proj(out.swapaxes(1, 2).reshape(num_rows, length, -1))
