@@ -70,7 +70,7 @@ class EngineArgs:
     )
     enable_prefix_caching: bool = setting(True, "Compute prefixes that requests share once.")
     max_num_partial_prefills: int = setting(4, "Prompts that may be in progress at once.")
-    max_long_partial_prefills: int = setting(1, "Long ones among them.")
+    max_long_partial_prefills: int = setting(1, "Long prompts that may be in progress at once.")
     long_prefill_token_threshold: int = setting(
         0, "More tokens than this to go: a long prompt. 0: the token budget of a step."
     )
@@ -79,7 +79,7 @@ class EngineArgs:
         "fcfs", "fcfs, or priority (of the request, lower first).", choices=SCHEDULING_POLICIES
     )
     max_attention_work: int | None = setting(
-        None, "(query row, visible key) pairs of a step. Default: about a second's attention."
+        None, "Pairs of a query row and a visible key in a step. Default: about a second's attention."
     )
 
     def __post_init__(self) -> None:
@@ -115,6 +115,10 @@ class EngineArgs:
                 f"--max-long-partial-prefills {self.max_long_partial_prefills} exceeds "
                 f"--max-num-partial-prefills {self.max_num_partial_prefills}"
             )
+        if self.max_num_seqs is not None and self.max_num_seqs > MAX_NUM_SEQS:
+            raise ConfigError(f"--max-num-seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"--seed must be in 0 ... 2**64 - 1, got {self.seed}")
         for name, choices in (
             ("dtype", DTYPES),
             ("attention_backend", ATTENTION_BACKENDS),

@@ -303,6 +303,7 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Have every running request computed again from its start, in the same order: their KV is gone."""
+        self.prefix_cache.forget()
         for request in reversed(list(self.running.values())):
             self._preempt(request)
 
