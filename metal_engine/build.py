@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+from pathlib import Path
 
 from metal_engine.config import ConfigError, EngineArgs, resolve_config
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.platform.blas import load_optimized_blas
-
-logger = logging.getLogger(__name__)
+from metal_engine.platform.blas import BlasInfo, load_optimized_blas
 
 
 def build_engine(args: EngineArgs) -> EngineCore:
@@ -19,11 +17,24 @@ def build_engine(args: EngineArgs) -> EngineCore:
         ModelLoadError: the model cannot be loaded or run.
         ConfigError: the settings cannot work.
     """
+    chat_template = None if args.chat_template is None else read_chat_template(args.chat_template)
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
     import mlx.core as mx
 
-    from metal_engine.attention.mlx_ops import MlxOpsBackend
+    try:
+        return _build(args, blas, chat_template)
+    except BaseException:
+        # Streams left open by a thread that ends abort the process, now and then, when it exits.
+        mx.clear_streams()
+        raise
+
+
+def _build(args: EngineArgs, blas: BlasInfo, chat_template: str | None) -> EngineCore:
+    import mlx.core as mx
+
+    from metal_engine.attention.choice import choose_backend
+    from metal_engine.attention.metal import UnsupportedAttentionError
     from metal_engine.models import loader
     from metal_engine.models.check import check_paged_model
     from metal_engine.models.errors import UnsupportedModelError
@@ -31,32 +42,46 @@ def build_engine(args: EngineArgs) -> EngineCore:
     from metal_engine.platform.device import device_info
     from metal_engine.runner.model_runner import ModelRunner
 
-    if args.attention_backend == "metal":
-        raise ConfigError("--attention-backend metal is not available yet; use mlx")
-    backend = MlxOpsBackend()
+    backend = choose_backend(args.attention_backend, args.block_size)
     mx.random.seed(args.seed)
     loaded = loader.load(args, device_info(blas))
     try:
         paged = PagedModel(loaded.model)
         info = loader.model_info(loaded, paged)
         check_paged_model(paged, backend, info.vocab_size)
-    except UnsupportedModelError as error:
+    except (UnsupportedModelError, UnsupportedAttentionError) as error:
         model_type = loaded.config.get("model_type")
         raise UnsupportedModelError(
             f"{args.model} (architecture {model_type}) cannot run here: {error}"
         ) from error
     config = resolve_config(args, info, device_info(blas), backend.name)
     runner = ModelRunner(paged, backend, config.scheduler, config.cache)
-    logger.info(
-        "%s: %s, %s, %.0f MB of weights; KV cache %d blocks of %d tokens (%.0f MB); %d tokens a step; %s",
-        info.name,
-        info.model_type,
-        info.dtype,
-        info.weight_bytes / 1e6,
-        config.cache.num_blocks,
-        config.cache.block_size,
-        config.cache.num_tokens * info.kv_bytes_per_token / 1e6,
-        config.scheduler.max_num_batched_tokens,
-        config.device.compute,
-    )
+    if chat_template is not None:
+        loaded.tokenizer.chat_template = chat_template
     return EngineCore(config, runner, Tokenizer(loaded.tokenizer, loaded.eos_token_ids))
+
+
+def read_chat_template(given: str) -> str:
+    """The chat template that ``--chat-template`` names: the content of a file, or the Jinja text itself.
+
+    Raises:
+        ConfigError: it is neither, or no valid Jinja.
+    """
+    import jinja2
+
+    text = given
+    if "{{" not in given and "{%" not in given:
+        try:
+            text = Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text file"
+            raise ConfigError(f"cannot read --chat-template {given}: {reason}") from error
+    try:
+        # Extensions that templates of published models use.
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        if "generation" not in str(error):  # a tag of transformers' own
+            raise ConfigError(
+                f"--chat-template is not valid Jinja: line {error.lineno}: {error.message}"
+            ) from error
+    return text

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from metal_engine.config import ConfigError, EngineArgs
+from metal_engine import __version__
+from metal_engine.config import ChatArgs, EngineArgs, ServerArgs
+from metal_engine.options import MODEL_HELP, command
+from metal_engine.settings import ConfigError, make_args
 
 app = typer.Typer(
     name="metal-engine",
@@ -22,58 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[
-    str,
-    typer.Argument(help="`demo`, a Hugging Face repository, a local model directory, or a .gguf file."),
-]
-TokenizerOption = Annotated[str | None, typer.Option(help="Tokenizer, if not the model's own.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")]
-DownloadDir = Annotated[
-    str | None, typer.Option(help="Where repositories are kept. Default: the hub's cache.")
-]
-TrustRemoteCode = Annotated[bool, typer.Option(help="Run code that the model's repository brings.")]
-GenerationConfigOption = Annotated[
-    str,
-    typer.Option(
-        "--generation-config",
-        help="Sampling defaults: auto (the model's own), vllm (none of them), or a folder with such a file.",
-    ),
-]
-Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
-Seed = Annotated[int, typer.Option(help="Seed of what is not seeded per request.")]
-MaxModelLen = Annotated[
-    int | None, typer.Option(help="Longest request, prompt and output, in tokens. Default: the model's own.")
-]
-MaxNumSeqs = Annotated[int | None, typer.Option(help="Requests running at once.")]
-MaxNumBatchedTokens = Annotated[
-    int | None, typer.Option(help="Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU.")
-]
-BlockSize = Annotated[int, typer.Option(help="Tokens per KV cache block.")]
-NumBlocks = Annotated[int | None, typer.Option(help="KV cache blocks, instead of a size in bytes.")]
-KVCacheMemory = Annotated[int | None, typer.Option(help="KV cache size in bytes.")]
-MemoryUtilization = Annotated[
-    float,
-    typer.Option(help="Share of the device's memory to use for weights, KV cache and activations (Metal)."),
-]
-AttentionBackendOption = Annotated[str, typer.Option("--attention-backend", help="auto, mlx or metal.")]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Errors that are the user's to mend end the command with one line, not a traceback."""
-    from metal_engine.models.errors import ModelLoadError
-
-    try:
-        yield
-    except (ConfigError, ModelLoadError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
-
 
 def _set_up_logging(level: str) -> None:
-    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ConfigError(f"--log-level must be debug, info, warning or error, got {level!r}")
     if sys.stderr.isatty():
         handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%H:%M:%S]")
         logging.basicConfig(level="WARNING", format="%(message)s", handlers=[handler])
@@ -82,84 +34,54 @@ def _set_up_logging(level: str) -> None:
     logging.getLogger("metal_engine").setLevel(level.upper())
 
 
-@app.command()
-def serve(
-    model: Model,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    served_model_name: Annotated[str | None, typer.Option(help="Name of the model in the API.")] = None,
-    tokenizer: TokenizerOption = None,
-    revision: Revision = None,
-    download_dir: DownloadDir = None,
-    trust_remote_code: TrustRemoteCode = False,
-    generation_config: GenerationConfigOption = "auto",
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    block_size: BlockSize = 16,
-    num_gpu_blocks_override: NumBlocks = None,
-    kv_cache_memory_bytes: KVCacheMemory = None,
-    gpu_memory_utilization: MemoryUtilization = 0.9,
-    attention_backend: AttentionBackendOption = "auto",
-    log_level: LogLevel = "info",
-) -> None:
+@command(app, {"Server": ServerArgs, "Engine": EngineArgs})
+def serve(values: dict[str, Any]) -> None:
     """Serve a model over an OpenAI-compatible API."""
-    settings = dict(locals())
-    with _one_line_errors():
-        _set_up_logging(log_level)
-        args = _engine_args(settings)
-        from metal_engine.build import build_engine
-        from metal_engine.engine.async_engine import AsyncEngine
-        from metal_engine.server.app import create_app, run_server
+    args: EngineArgs = make_args(EngineArgs, values)
+    server_args: ServerArgs = make_args(ServerArgs, values)
+    _set_up_logging(server_args.log_level)
+    from metal_engine.banner import print_banner, startup_facts
+    from metal_engine.build import build_engine
+    from metal_engine.engine.async_engine import AsyncEngine
+    from metal_engine.server.listen import listen
+    from metal_engine.server.run import quit_on_signals, run_server
 
+    names = server_args.served_model_name or (args.model,)
+    with listen(server_args) as listener:  # before the model: a port in use is noticed at once
         engine = AsyncEngine(lambda: build_engine(args))
-        engine.start()
-        try:
-            run_server(create_app(engine, served_model_name=served_model_name or model), host=host, port=port)
-        finally:
-            engine.shutdown()
+        with quit_on_signals():
+            engine.start()
+        status = run_server(
+            engine,
+            server_args,
+            names,
+            listener,
+            on_ready=lambda url: print_banner(startup_facts(engine.config, url, names)),
+        )
+    if status:
+        raise typer.Exit(status)
 
 
-@app.command()
-def chat(
-    model: Model,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 0.95,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
-    tokenizer: TokenizerOption = None,
-    revision: Revision = None,
-    download_dir: DownloadDir = None,
-    trust_remote_code: TrustRemoteCode = False,
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
-    max_model_len: MaxModelLen = None,
-    kv_cache_memory_bytes: KVCacheMemory = None,
-    attention_backend: AttentionBackendOption = "auto",
-    log_level: LogLevel = "warning",
-) -> None:
+@command(app, {"Chat": ChatArgs, "Engine": EngineArgs})
+def chat(values: dict[str, Any]) -> None:
     """Talk to a model in the terminal. An empty line, Ctrl-D or /exit ends; /reset starts over."""
-    settings = dict(locals())
-    with _one_line_errors():
-        _set_up_logging(log_level)
-        args = _engine_args(settings)
-        from metal_engine.llm import LLM
-        from metal_engine.request import SamplingParams
+    args: EngineArgs = make_args(EngineArgs, values)
+    chat_args: ChatArgs = make_args(ChatArgs, values)
+    _set_up_logging(chat_args.log_level)
+    from metal_engine.llm import LLM
+    from metal_engine.request import SamplingParams
 
-        params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
-        llm = LLM.from_args(args)
-        try:
-            _chat_loop(llm, params, system, _read_line)
-        finally:
-            llm.close()
-
-
-def _engine_args(settings: dict[str, Any]) -> EngineArgs:
-    """The engine's part of a command's settings."""
-    fields = EngineArgs.__dataclass_fields__
-    return EngineArgs(**{name: value for name, value in settings.items() if name in fields})
+    try:
+        params = SamplingParams(
+            temperature=chat_args.temperature, top_p=chat_args.top_p, max_tokens=chat_args.max_tokens
+        )
+    except ValueError as error:
+        raise ConfigError(f"--{str(error).replace('_', '-')}") from error
+    llm = LLM.from_args(args)
+    try:
+        _chat_loop(llm, params, chat_args.system, _read_line)
+    finally:
+        llm.close()
 
 
 def _read_line() -> str | None:
@@ -192,6 +114,37 @@ def _chat_loop(llm: Any, params: Any, system: str | None, read_line: Callable[[]
             continue
         print()
         messages.append({"role": "assistant", "content": answer})
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help=f"Try this one too: {MODEL_HELP}", show_default=False)
+    ] = None,
+) -> None:
+    """Report versions, device and memory, and whether a model runs; for bug reports. Status 1 if something is wrong."""
+    _set_up_logging("warning")
+    from metal_engine.bench.doctor import examine
+
+    healthy = examine(lambda finding: print(finding, flush=True), model)
+    print("\nNothing is wrong." if healthy else "\nSomething is wrong: see the lines that say FAIL.")
+    if not healthy:
+        raise typer.Exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"metal-engine {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _metal_engine(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """LLM inference on Apple Silicon: one packed forward pass per step over a paged KV cache."""
 
 
 def main() -> None:

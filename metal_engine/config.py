@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from metal_engine.settings import ConfigError as ConfigError
+from metal_engine.settings import flag, setting
+
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-ATTENTION_BACKENDS = ("auto", "mlx", "metal")
+ATTENTION_BACKENDS = ("auto", "metal", "mlx")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+# The runner keeps a row for each; far beyond what a device computes at once.
+MAX_NUM_SEQS = 65_536
 
 GIB = 1 << 30
-
-
-class ConfigError(ValueError):
-    """A setting that cannot work. The message names the command-line flag to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,21 +30,57 @@ class EngineArgs:
     """
 
     model: str
-    tokenizer: str | None = None
-    revision: str | None = None
-    download_dir: str | None = None
-    trust_remote_code: bool = False
-    generation_config: str = "auto"
-    dtype: str = "auto"
-    seed: int = 0
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    block_size: int = 16
-    num_gpu_blocks_override: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    attention_backend: str = "auto"
+    tokenizer: str | None = setting(None, "Tokenizer, if not the model's own.")
+    revision: str | None = setting(None, "Branch, tag or commit of the repository.")
+    download_dir: str | None = setting(None, "Where repositories are kept. Default: the hub's cache.")
+    trust_remote_code: bool = setting(False, "Run code that the model's repository brings.")
+    generation_config: str = setting(
+        "auto",
+        "Sampling defaults: auto (the model's own), vllm (none of them), or a folder with such a file.",
+    )
+    chat_template: str | None = setting(
+        None, "Chat template instead of the model's own: a file, or the Jinja text itself."
+    )
+    dtype: str = setting(
+        "auto", "auto (as stored; float32 on a CPU), float32, float16 or bfloat16.", choices=DTYPES
+    )
+    seed: int = setting(0, "Seed of what is not seeded per request.")
+    max_model_len: int | None = setting(
+        None,
+        "Longest request, prompt and output, in tokens. Default: what the model was trained for, "
+        "or what the KV cache holds if that is less.",
+    )
+    max_num_seqs: int | None = setting(None, "Requests running at once. Default: 256 on Metal, 64 on a CPU.")
+    max_num_batched_tokens: int | None = setting(
+        None, "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU."
+    )
+    block_size: int = setting(16, "Tokens per KV cache block.")
+    num_gpu_blocks_override: int | None = setting(None, "KV cache size in blocks, instead of in bytes.")
+    kv_cache_memory_bytes: int | None = setting(
+        None,
+        "KV cache size, as in 2GiB. Default: what --gpu-memory-utilization leaves on Metal; on a CPU 2 GiB, "
+        "at most a quarter of the free memory.",
+        kind="size",
+    )
+    gpu_memory_utilization: float = setting(
+        0.9, "Share of the device's memory for weights, KV cache and activations (Metal)."
+    )
+    attention_backend: str = setting(
+        "auto", "auto (the fastest that runs here), metal or mlx.", choices=ATTENTION_BACKENDS
+    )
+    enable_prefix_caching: bool = setting(True, "Compute prefixes that requests share once.")
+    max_num_partial_prefills: int = setting(4, "Prompts that may be in progress at once.")
+    max_long_partial_prefills: int = setting(1, "Long ones among them.")
+    long_prefill_token_threshold: int = setting(
+        0, "More tokens than this to go: a long prompt. 0: the token budget of a step."
+    )
+    page_aligned_scheduling: bool = setting(False, "End chunks of prompts on block boundaries.")
+    scheduling_policy: str = setting(
+        "fcfs", "fcfs, or priority (of the request, lower first).", choices=SCHEDULING_POLICIES
+    )
+    max_attention_work: int | None = setting(
+        None, "(query row, visible key) pairs of a step. Default: about a second's attention."
+    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -50,6 +90,9 @@ class EngineArgs:
             "block_size",
             "num_gpu_blocks_override",
             "kv_cache_memory_bytes",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
+            "max_attention_work",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -58,15 +101,83 @@ class EngineArgs:
             raise ConfigError(
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
-        for name, choices in (("dtype", DTYPES), ("attention_backend", ATTENTION_BACKENDS)):
+        if self.max_num_seqs is not None and self.max_num_seqs > MAX_NUM_SEQS:
+            raise ConfigError(f"--max-num-seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"--seed must be in 0 ... 2**64 - 1, got {self.seed}")
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"--long-prefill-token-threshold must be 0 (derived) or at least 1, got "
+                f"{self.long_prefill_token_threshold}"
+            )
+        if self.max_long_partial_prefills > self.max_num_partial_prefills:
+            raise ConfigError(
+                f"--max-long-partial-prefills {self.max_long_partial_prefills} exceeds "
+                f"--max-num-partial-prefills {self.max_num_partial_prefills}"
+            )
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("attention_backend", ATTENTION_BACKENDS),
+            ("scheduling_policy", SCHEDULING_POLICIES),
+        ):
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def flag(name: str) -> str:
-    """The command-line flag of a field: ``max_model_len`` -> ``--max-model-len``."""
-    return "--" + name.replace("_", "-")
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs:
+    """Settings of ``metal-engine serve`` beside the engine's."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    port: int = setting(8000, "Port to listen on; 0 for any free one.")
+    uds: str | None = setting(None, "Unix domain socket to listen on, instead of --host and --port.")
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "Name of the model in the API, instead of MODEL. Several may be given by repeating the flag; "
+        "answers carry the first.",
+    )
+    api_key: str | None = setting(
+        None,
+        "Clients must send this as `Authorization: Bearer KEY`; /health stays open. Better given in the "
+        "environment than on a command line that others can read.",
+        secret=True,
+    )
+    max_body_size: int = setting(16 << 20, "Largest request body, as in 16MiB.", kind="size")
+    shutdown_timeout: float = setting(
+        30.0, "Seconds that running requests may take to finish after SIGTERM or SIGINT."
+    )
+    strict_params: bool = setting(
+        False, "Refuse request parameters that are unknown, instead of ignoring them."
+    )
+    log_level: str = setting(
+        "info", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port must be in 0 ... 65535, got {self.port}")
+        if self.api_key is not None and not (self.api_key.strip() and self.api_key.isascii()):
+            raise ConfigError("--api-key must be ASCII and not empty")
+        if self.max_body_size < 1:
+            raise ConfigError(f"--max-body-size must be at least 1, got {self.max_body_size}")
+        if not 0 <= self.shutdown_timeout < float("inf"):
+            raise ConfigError(f"--shutdown-timeout must be at least 0, got {self.shutdown_timeout}")
+        if any(not name.strip() for name in self.served_model_name):
+            raise ConfigError("--served-model-name must not be empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatArgs:
+    """Settings of ``metal-engine chat`` beside the engine's."""
+
+    system: str | None = setting(None, "System prompt.")
+    temperature: float = setting(0.7, "0 is greedy.")
+    top_p: float = setting(0.95, "Nucleus sampling.")
+    max_tokens: int | None = setting(None, "Longest answer, in tokens.")
+    log_level: str = setting(
+        "warning", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +186,7 @@ class ModelInfo:
 
     ``kv_bytes_per_token`` counts K and V over all layers, in bytes. ``max_position_embeddings`` is the context
     length the checkpoint was trained for, in tokens. ``vocab_size`` is the number of rows of the LM head.
+    ``num_heads`` counts the query heads of a layer.
     ``default_sampling`` has the sampling parameters of requests that do not say, as the checkpoint recommends.
     """
 
@@ -87,6 +199,8 @@ class ModelInfo:
     weight_bytes: int
     kv_bytes_per_token: int
     max_position_embeddings: int
+    num_heads: int = 1
+    head_dim: int = 1
     default_sampling: dict[str, float] = field(default_factory=dict)
 
 
@@ -106,19 +220,33 @@ class DeviceInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits the scheduler holds. Tokens are counted per step, sequences at any one time."""
+    """Limits the scheduler holds. Tokens are counted per step, sequences at any one time.
+
+    What the knobs below ``max_model_len`` do is in docs/scheduling.md; as they stand here they are off.
+    """
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+    max_num_partial_prefills: int = 1
+    max_long_partial_prefills: int = 1
+    long_prefill_token_threshold: int = 1 << 62  # more tokens than this to go: a long prompt
+    page_aligned_scheduling: bool = False
+    scheduling_policy: str = "fcfs"
+    max_attention_work: int = 1 << 62  # (query row, visible key) pairs of a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache: ``num_blocks`` blocks of ``block_size`` tokens, shared by all layers' tables."""
+    """The paged KV cache: ``num_blocks`` blocks of ``block_size`` tokens, shared by all layers' tables.
+
+    ``model_fingerprint`` names what K and V depend on besides tokens: cached prefixes are found under it.
+    """
 
     block_size: int
     num_blocks: int
+    enable_prefix_caching: bool = False
+    model_fingerprint: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -144,6 +272,11 @@ _CPU_FLOPS = 1.5e11
 _CPU_STEP_SECONDS = 1.0
 # On a CPU the pool is made of ordinary memory that other programs want too.
 _CPU_POOL_BYTES = 2 * GIB
+# Attention's part of a step, at most, and the rates that turn it into pairs of a query row and a key: seconds
+# for one pair in one head of one layer on such a CPU, and FLOP/s that even a small GPU reaches.
+_ATTENTION_SECONDS = 1.0
+_CPU_SECONDS_PER_SCORE = 10e-9
+_GPU_ATTENTION_FLOPS = 2e12
 # Left free on a GPU for activations and the graph of a step.
 _ACTIVATION_BYTES = GIB
 
@@ -157,16 +290,35 @@ def resolve_config(
         ConfigError: the settings cannot work together; the message names the flag to change.
     """
     num_blocks = _num_blocks(args, model, device)
-    cache = CacheConfig(block_size=args.block_size, num_blocks=num_blocks)
+    _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token, device)
+    cache = CacheConfig(
+        block_size=args.block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=args.enable_prefix_caching,
+        model_fingerprint=_fingerprint(args, model),
+    )
     max_model_len = _max_model_len(args, model, cache)
     max_num_seqs = args.max_num_seqs or (64 if device.kind == "cpu" else 256)
+    budget = args.max_num_batched_tokens or _step_budget(model, device)
+    if args.page_aligned_scheduling and budget < max_num_seqs + args.block_size:
+        raise ConfigError(
+            f"--page-aligned-scheduling needs --max-num-batched-tokens of at least --max-num-seqs + --block-size "
+            f"({max_num_seqs} + {args.block_size}), got {budget}: decodes could leave less than a block for ever, "
+            f"and prompts would starve"
+        )
     return EngineConfig(
         model=model,
         device=device,
         scheduler=SchedulerConfig(
-            max_num_batched_tokens=args.max_num_batched_tokens or _step_budget(model, device),
+            max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            max_num_partial_prefills=args.max_num_partial_prefills,
+            max_long_partial_prefills=args.max_long_partial_prefills,
+            long_prefill_token_threshold=args.long_prefill_token_threshold or _long_threshold(args, budget),
+            page_aligned_scheduling=args.page_aligned_scheduling,
+            scheduling_policy=args.scheduling_policy,
+            max_attention_work=args.max_attention_work or _attention_work(model, device),
         ),
         cache=cache,
         attention_backend=attention_backend,
@@ -180,6 +332,25 @@ def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
         return 2048
     tokens = _CPU_FLOPS * _CPU_STEP_SECONDS / (2 * model.num_params)
     return min(2048, max(64, 1 << int(tokens).bit_length() - 1))
+
+
+def _long_threshold(args: EngineArgs, budget: int) -> int:
+    """Long is what takes more than a step; with one slot nothing is, and prompts go strictly in order."""
+    return budget if args.max_num_partial_prefills > 1 else 1 << 62
+
+
+def _attention_work(model: ModelInfo, device: DeviceInfo) -> int:
+    """Pairs of a query row and a visible key that a step may have, so that attention takes about a second."""
+    if device.kind == "cpu":
+        seconds_per_pair = _CPU_SECONDS_PER_SCORE * model.num_layers * model.num_heads
+    else:
+        seconds_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim / _GPU_ATTENTION_FLOPS
+    return int(_ATTENTION_SECONDS / seconds_per_pair)
+
+
+def _fingerprint(args: EngineArgs, model: ModelInfo) -> str:
+    """What K and V depend on besides the tokens, as far as it is known by name."""
+    return repr((args.model, args.revision, model.model_type, model.dtype, model.num_params, args.block_size))
 
 
 def _num_blocks(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> int:
@@ -200,6 +371,15 @@ def _num_blocks(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> int:
             f"{max(pool_bytes, 0)} are left beside the weights ({model.weight_bytes} bytes); raise {named}"
         )
     return pool_bytes // block_bytes
+
+
+def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> None:
+    if pool_bytes > device.memory_bytes:
+        override = args.num_gpu_blocks_override is not None
+        raise ConfigError(
+            f"a KV cache of {pool_bytes} bytes is more than the {device.memory_bytes} bytes of memory there are; lower "
+            f"{'--num-gpu-blocks-override' if override else '--kv-cache-memory-bytes'}"
+        )
 
 
 def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:

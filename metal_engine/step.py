@@ -57,11 +57,15 @@ class ModelOutput:
     sampled_token_ids: list[int]
 
 
+class KVCacheLostError(Exception):
+    """A step failed and took the KV cache with it: all KV computed so far must be computed again."""
+
+
 class StepHandle(Protocol):
     """A step under way."""
 
     def result(self) -> ModelOutput:
-        """Wait for the step to end. Raises what the step raised."""
+        """Wait for the step to end. Raises what the step raised; KVCacheLostError if no KV is left."""
         ...
 
 
@@ -81,10 +85,12 @@ class Runner(Protocol):
 class TokenOutput:
     """What one step did for one request, as the scheduler tells it to the engine.
 
-    ``finish_reason`` and ``stop_reason`` are those of :class:`metal_engine.request.RequestOutput`.
+    ``num_cached_tokens``, ``finish_reason`` and ``stop_reason`` are those of
+    :class:`metal_engine.request.RequestOutput`.
     """
 
     request_id: str
     token_ids: list[int]
+    num_cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | None = None

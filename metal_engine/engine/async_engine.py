@@ -9,7 +9,7 @@ from metal_engine.config import EngineConfig
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput, SamplingParams
+from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
 from metal_engine.scheduling.scheduler import SchedulerStats
 
 
@@ -25,14 +25,22 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._core: EngineCore | None = None
+        self._cut: str | None = None
 
     def start(self) -> None:
         """Load the model and start the thread; blocks until it is ready. Raises what loading raised."""
         self._core = self._thread.start()
 
-    def shutdown(self) -> None:
-        """Stop the thread after the step under way."""
-        self._thread.shutdown()
+    def shutdown(self, timeout: float = 10.0) -> bool:
+        """Stop the thread after the step under way; whether it has ended within ``timeout`` seconds."""
+        return self._thread.shutdown(timeout)
+
+    def cut_requests(self, message: str) -> None:
+        """End every request, now and from now on, with an output of ``finish_reason`` ``abort``. In the event loop."""
+        self._cut = message
+        for request_id, outputs in self._queues.items():
+            outputs.put_nowait(RequestOutput(request_id, finish_reason="abort", error=message))
+            self._thread.abort(request_id)
 
     @property
     def core(self) -> EngineCore:
@@ -65,7 +73,11 @@ class AsyncEngine:
         self.core.resolve_max_tokens(num_prompt_tokens, params)
 
     async def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request, as they come; the last one has a ``finish_reason``.
 
@@ -84,7 +96,11 @@ class AsyncEngine:
         self._queues[request_id] = outputs
         finished = False
         try:
-            self._thread.submit(request_id, prompt_token_ids, params)
+            if self._cut is not None:
+                finished = True
+                yield RequestOutput(request_id, finish_reason="abort", error=self._cut)
+                return
+            self._thread.submit(request_id, prompt_token_ids, params, options)
             while not finished:
                 output = await outputs.get()
                 while not outputs.empty():

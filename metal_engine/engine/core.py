@@ -9,9 +9,9 @@ from dataclasses import replace
 from metal_engine.config import EngineConfig
 from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import Request, RequestOutput, RequestStatus, SamplingParams
+from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler, SchedulerStats
-from metal_engine.step import Runner, SchedulerOutput, TokenOutput
+from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,13 @@ class EngineCore:
         self.scheduler.check_fits(num_prompt_tokens, max_tokens)
         return max_tokens
 
-    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
+    ) -> None:
         """Queue a request. Raises ValueError if it can never be served, or its id is in use."""
         vocab_size = self.config.model.vocab_size
         if prompt_token_ids and not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
@@ -68,6 +74,7 @@ class EngineCore:
             params,
             max_tokens=max_tokens,
             eos_token_ids=self.tokenizer.eos_token_ids,
+            options=options,
         )
         self.scheduler.add_request(request)
         self._outputs.add_request(request)
@@ -92,15 +99,26 @@ class EngineCore:
     # --- a step ---
 
     def step(self) -> list[RequestOutput]:
-        """Run one packed forward over whatever is to be done. A step that raises fails its own requests only."""
-        plan = self.scheduler.schedule()
+        """Run one packed forward over whatever is to be done. A step that raises fails its own requests only.
+
+        Raises:
+            AssertionError: the scheduler's state is broken, and cannot be mended by failing every request.
+        """
+        try:
+            plan = self.scheduler.schedule()
+        except Exception as error:  # noqa: BLE001  (logged there)
+            return self._fail_everything(error)
         self.num_steps += 1
         try:
             model_output = self._runner.execute(plan).result()
         except Exception as error:
             logger.exception("step %d failed: %s", plan.step_id, _composition(plan))
             return self._fail(plan, error)
-        return [self._process(output) for output in self.scheduler.update(plan, model_output)]
+        try:
+            token_outputs = self.scheduler.update(plan, model_output)
+        except Exception as error:  # noqa: BLE001  (logged there)
+            return self._fail_everything(error)
+        return [self._process(output) for output in token_outputs]
 
     def _process(self, token_output: TokenOutput) -> RequestOutput:
         """One request's new text; ends the request in the scheduler too where its text ends it."""
@@ -116,9 +134,23 @@ class EngineCore:
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
         self.num_failed_steps += 1
+        self.scheduler.prefix_cache.forget()  # some of the blocks may never have been written
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
         scheduled = [r for r in plan.num_scheduled_tokens if r in self.scheduler.requests]
-        return [self._fail_request(request_id, message) for request_id in scheduled]
+        outputs = [self._fail_request(request_id, message) for request_id in scheduled]
+        if isinstance(error, KVCacheLostError):
+            self.scheduler.preempt_all()  # the others' KV is gone too
+        return outputs
+
+    def _fail_everything(self, error: Exception) -> list[RequestOutput]:
+        """The scheduler itself failed: without requests its state is simple enough to go on from."""
+        logger.exception("scheduling failed: %s", self.stats)
+        self.num_failed_steps += 1
+        message = f"scheduling failed: {type(error).__name__}: {error}"
+        outputs = [self._fail_request(request_id, message) for request_id in list(self.scheduler.requests)]
+        self.scheduler.prefix_cache.forget()
+        self.scheduler.check_integrity()
+        return outputs
 
     def _fail_request(self, request_id: str, message: str) -> RequestOutput:
         self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)

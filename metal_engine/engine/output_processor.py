@@ -2,16 +2,73 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from metal_engine.engine.tokenizer import Detokenizer, Tokenizer
 from metal_engine.request import Request, RequestOutput, SamplingParams
 from metal_engine.step import TokenOutput
 
 
+class _Node:
+    """A beginning of one or more stop strings.
+
+    Attributes:
+        depth: its length.
+        longer: beginnings that are one character longer, by that character.
+        shorter: the longest proper end of this one that is a beginning too (the root for none).
+        stop: the longest stop string that this beginning ends with, if there is one.
+    """
+
+    __slots__ = ("depth", "longer", "shorter", "stop")
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.longer: dict[str, _Node] = {}
+        self.shorter: _Node | None = None
+        self.stop: str | None = None
+
+    def after(self, ch: str) -> _Node:
+        """The longest beginning that the text ends with, once ``ch`` follows."""
+        node = self
+        while ch not in node.longer:
+            if node.shorter is None:
+                return node
+            node = node.shorter
+        return node.longer[ch]
+
+
+@lru_cache(maxsize=32)  # the prompts of one request, and the requests of one client, share theirs
+def _automaton(stops: tuple[str, ...]) -> _Node:
+    """The root of an Aho-Corasick automaton: time and memory linear in the stop strings' characters."""
+    root = _Node(0)
+    for stop in stops:
+        node = root
+        for ch in stop:
+            node = node.longer.setdefault(ch, _Node(node.depth + 1))
+        node.stop = stop
+    level = list(root.longer.values())
+    for node in level:
+        node.shorter = root
+    while level:
+        following = []
+        for node in level:
+            for ch, longer in node.longer.items():
+                assert node.shorter is not None
+                longer.shorter = node.shorter.after(ch)
+                longer.stop = longer.stop or longer.shorter.stop
+                following.append(longer)
+        level = following
+    return root
+
+
 class StopStrings:
-    """Finds stop strings in text that arrives in pieces, and holds back what might be the start of one."""
+    """Finds stop strings in text that arrives in pieces, and holds back what might be the start of one.
+
+    Each character costs constant time, however many and long the stop strings are.
+    """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
-        self._stop = stop
+        self._node = _automaton(stop) if stop else None
         self._held = ""
 
     def add(self, text: str) -> tuple[str, str | None]:
@@ -20,28 +77,24 @@ class StopStrings:
         The stop string that is complete first wins, the longest of those that end together; so where the
         text was cut into pieces makes no difference. The text shown ends before it.
         """
+        node = self._node
+        if node is None:
+            return text, None
+        for i, ch in enumerate(text):
+            node = node.after(ch)
+            if node.stop is not None:
+                shown = (self._held + text[: i + 1])[: -len(node.stop)]
+                self._held = ""
+                return shown, node.stop
+        self._node = node
         text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, stop = min(found)
-            self._held = ""
-            return text[:at], stop
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+        self._held = text[len(text) - node.depth :]
+        return text[: len(text) - node.depth], None
 
     def flush(self) -> str:
         """What was held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 class _OutputState:
@@ -100,6 +153,7 @@ class OutputProcessor:
             token_ids=output.token_ids,
             num_prompt_tokens=state.num_prompt_tokens,
             num_output_tokens=state.num_output_tokens,
+            num_cached_tokens=output.num_cached_tokens,
             finish_reason=finish_reason,
             stop_reason=found if found is not None else stop_reason,
         )

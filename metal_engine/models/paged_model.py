@@ -14,12 +14,17 @@ The layer caches share one :class:`StepState`, set for the length of a forward; 
 
 from __future__ import annotations
 
+import logging
+
 import mlx.core as mx
 import mlx.nn as nn
 
 from metal_engine.attention.backend import AttentionMetadata, AttentionPlan
 from metal_engine.models.layer_cache import LatentLayerCache, LayerCache, StepState
 from metal_engine.models.seam import open_model
+from metal_engine.step import KVCacheLostError
+
+logger = logging.getLogger(__name__)
 
 
 class PagedModel:
@@ -54,6 +59,7 @@ class PagedModel:
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Make the KV cache, dropping an earlier one."""
         self.layer_caches = []
+        self._pool = (num_blocks, block_size)
         for spec in self.kv_specs:
             kind = LatentLayerCache if spec.latent_dim else LayerCache
             self.layer_caches.append(kind(self._step, spec, num_blocks, block_size))
@@ -66,6 +72,22 @@ class PagedModel:
     def eval_caches(self) -> None:
         """Wait until every write to the KV cache has happened."""
         mx.eval([array for cache in self.layer_caches for array in (cache.keys, cache.values)])
+
+    def recover_from(self, error: Exception) -> None:
+        """After a step that failed: make sure that the next one finds a KV cache it can use.
+
+        Layers before the failure have writes pending, of KV that nobody will read; they are carried out. Where
+        that fails too, the old arrays are gone (writes are in place), so the cache is made anew, and empty.
+
+        Raises:
+            KVCacheLostError: the cache had to be made anew.
+        """
+        try:
+            self.eval_caches()
+        except Exception as lost:
+            logger.exception("the KV cache cannot be used any more; making it anew")
+            self.allocate(*self._pool)
+            raise KVCacheLostError(f"{type(error).__name__}: {error}") from lost
 
     def __call__(
         self,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import AttentionBackend, AttentionMetadata
+from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, BlockWrites
 from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.runner.batch import RequestTable
+from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
 from metal_engine.runner.sampler import sample
 from metal_engine.step import ModelOutput, SchedulerOutput
 
@@ -29,13 +29,25 @@ class ModelRunner:
         self._model = model
         self._backend = backend
         self._cache_config = cache_config
+        self._writes_blocks = scheduler_config.page_aligned_scheduling
         self._table = RequestTable(
             scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size
         )
         model.allocate(cache_config.num_blocks, cache_config.block_size)
 
     def execute(self, plan: SchedulerOutput) -> PendingStep:
-        """Start a step: builds the graph of one forward over every packed row and one sampling pass."""
+        """Start a step: builds the graph of one forward over every packed row and one sampling pass.
+
+        Raises:
+            KVCacheLostError: it failed, and the KV cache with it.
+        """
+        try:
+            return self._start(plan)
+        except Exception as error:
+            self._model.recover_from(error)
+            raise
+
+    def _start(self, plan: SchedulerOutput) -> PendingStep:
         block_size = self._cache_config.block_size
         batch = self._table.pack(plan)
         batch.validate(self._cache_config.num_tokens, block_size)
@@ -45,6 +57,7 @@ class ModelRunner:
             block_table=batch.block_table,
             slot_mapping=mx.array(batch.slot_mapping),
             block_size=block_size,
+            block_writes=_block_writes(batch, block_size) if self._writes_blocks else None,
         )
         logits = self._model(
             mx.array(batch.input_ids),
@@ -65,6 +78,19 @@ class ModelRunner:
         mx.clear_streams()
 
 
+def _block_writes(batch: PackedBatch, block_size: int) -> BlockWrites | None:
+    rows = whole_block_rows(batch, block_size)
+    if len(rows) == 0:
+        return None
+    others = np.setdiff1d(np.arange(len(batch.slot_mapping), dtype=np.int32), rows)
+    return BlockWrites(
+        rows=mx.array(rows.ravel()),
+        block_ids=mx.array(batch.slot_mapping[rows[:, 0]] // block_size),
+        other_rows=mx.array(others),
+        other_slots=mx.array(batch.slot_mapping[others]),
+    )
+
+
 class PendingStep:
     """A step under way (:class:`metal_engine.step.StepHandle`)."""
 
@@ -77,11 +103,21 @@ class PendingStep:
         self._tokens = tokens  # [R]
 
     def result(self) -> ModelOutput:
-        """Wait for the step and return the tokens it sampled."""
-        if self._tokens is None:
-            # Only intermediate chunks: what matters is the KV they leave behind.
-            self._model.eval_caches()
-            return ModelOutput([])
+        """Wait for the step and return the tokens it sampled.
+
+        Raises:
+            KVCacheLostError: it failed, and the KV cache with it.
+        """
+        try:
+            if self._tokens is None:
+                # Only intermediate chunks: what matters is the KV they leave behind.
+                self._model.eval_caches()
+                return ModelOutput([])
+            # NumPy alone would wait as well, but pass over an error of an operation and take what it left.
+            mx.eval(self._tokens)
+        except Exception as error:
+            self._model.recover_from(error)
+            raise
         token_ids = np.array(self._tokens)
         self._table.append_tokens(self._sampled_req_ids, token_ids)
         return ModelOutput(token_ids.tolist())

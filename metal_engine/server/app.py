@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-import socket
 import time
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from metal_engine import __version__
+from metal_engine.config import ServerArgs
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.server.chat import ChatEndpoint
 from metal_engine.server.completions import CompletionEndpoint
 from metal_engine.server.errors import install_error_handlers, model_not_found
-from metal_engine.server.generation import BodyT, Endpoint, prepare
+from metal_engine.server.gate import limit_body, require_api_key
+from metal_engine.server.generation import BodyT, Endpoint, ServedModel, prepare
+from metal_engine.server.lifecycle import Lifecycle
+from metal_engine.server.parameters import ParameterPolicy
 from metal_engine.server.protocol import (
     ChatCompletion,
     ChatCompletionBody,
@@ -32,8 +34,7 @@ from metal_engine.server.protocol import (
     Version,
 )
 from metal_engine.server.streaming import EventStreamResponse, cancel_on_disconnect, stream_events
-
-logger = logging.getLogger(__name__)
+from metal_engine.server.strict_json import StrictJSONRoute
 
 # nginx's status for a client that left; nobody receives it, but access logs show it.
 CLIENT_CLOSED_REQUEST = 499
@@ -41,37 +42,59 @@ CLIENT_CLOSED_REQUEST = 499
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
 
 
-def create_app(engine: AsyncEngine, *, served_model_name: str) -> FastAPI:
+def create_app(engine: AsyncEngine, names: Sequence[str], args: ServerArgs | None = None) -> FastAPI:
     """The application for an engine that has been started; whoever started it also shuts it down.
 
     Args:
-        served_model_name: name of the model in the API.
+        names: what the model is called in the API; answers carry the first.
+        args: of which the application takes those that are about requests.
     """
+    args = args or ServerArgs()
     app = FastAPI(title="metal-engine", version=__version__, responses=_ERRORS)
+    app.router.route_class = StrictJSONRoute
     install_error_handlers(app)
-    _add_generation_routes(app, engine, served_model_name)
-    _add_model_routes(app, engine, served_model_name)
-    _add_status_routes(app, engine)
+    served = ServedModel(engine, tuple(names), ParameterPolicy(strict=args.strict_params))
+    lifecycle = app.state.lifecycle = Lifecycle(engine)
+    _add_generation_routes(app, served)
+    _add_model_routes(app, served)
+    _add_status_routes(app, served, lifecycle)
+    _add_gates(app, args, lifecycle)
     return app
 
 
-def _add_generation_routes(app: FastAPI, engine: AsyncEngine, model: str) -> None:
+def _add_gates(app: FastAPI, args: ServerArgs, lifecycle: Lifecycle) -> None:
+    # The last one added is the first to see a request.
+    app.add_middleware(_middleware(lambda inner: limit_body(inner, args.max_body_size)))
+    if args.api_key is not None:
+        api_key = args.api_key
+        app.add_middleware(_middleware(lambda inner: require_api_key(inner, api_key)))
+    app.add_middleware(_middleware(lifecycle.middleware))
+
+
+def _middleware(wrap: Callable[[ASGIApp], ASGIApp]) -> Any:
+    """A function that wraps an application, in the form that Starlette asks for."""
+
+    def make(app: ASGIApp) -> ASGIApp:
+        return wrap(app)
+
+    return make
+
+
+def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
     completion_endpoint = CompletionEndpoint()
     chat_endpoint = ChatEndpoint()
 
     @app.post("/v1/completions", response_model=Completion)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
-        return await _answer(engine, model, completion_endpoint, body, request)
+        return await _answer(served, completion_endpoint, body, request)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
     async def create_chat_completion(body: ChatCompletionBody, request: Request) -> Response:
-        return await _answer(engine, model, chat_endpoint, body, request)
+        return await _answer(served, chat_endpoint, body, request)
 
 
-async def _answer(
-    engine: AsyncEngine, model: str, endpoint: Endpoint[BodyT], body: BodyT, request: Request
-) -> Response:
-    generation = await prepare(engine, model, endpoint, body)
+async def _answer(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, request: Request) -> Response:
+    generation = await prepare(served, endpoint, body)
     if body.stream:
         return EventStreamResponse(stream_events(generation, endpoint, body.include_usage))
     try:
@@ -85,78 +108,42 @@ def _json(body: Any) -> Response:
     return Response(body.model_dump_json(), media_type="application/json")
 
 
-def _add_model_routes(app: FastAPI, engine: AsyncEngine, model: str) -> None:
-    card = ModelCard(id=model, created=int(time.time()), max_model_len=engine.config.scheduler.max_model_len)
+def _add_model_routes(app: FastAPI, served: ServedModel) -> None:
+    max_model_len = served.engine.config.scheduler.max_model_len
+    created = int(time.time())
+    cards = {name: ModelCard(id=name, created=created, max_model_len=max_model_len) for name in served.names}
 
     @app.get("/v1/models")
     async def list_models() -> ModelList:
-        return ModelList(data=[card])
+        return ModelList(data=list(cards.values()))
 
     @app.get("/v1/models/{model_id:path}")  # names of models have slashes
     async def get_model(model_id: str) -> ModelCard:
-        if model_id != model:
+        if model_id not in cards:
             raise model_not_found(model_id)
-        return card
+        return cards[model_id]
 
 
-def _add_status_routes(app: FastAPI, engine: AsyncEngine) -> None:
+def _add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle) -> None:
+    engine = served.engine
+
     @app.get("/health", responses={503: {"model": Health}})
     async def health() -> JSONResponse:
         stats = engine.stats
         error = engine.error
         body = Health(
-            status="ok" if error is None else "error",
+            status="error" if error is not None else "draining" if lifecycle.draining else "ok",
             running=stats.num_running,
             waiting=stats.num_waiting,
             kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
             preemptions=stats.num_preemptions,
+            failed_steps=engine.core.num_failed_steps,
+            unknown_parameters=served.parameters.num_unknown,
             error=None if error is None else f"the engine has stopped: {error!r}",
         )
-        return JSONResponse(body.model_dump(exclude_none=True), status_code=200 if error is None else 503)
+        status = 200 if body.status == "ok" else 503
+        return JSONResponse(body.model_dump(exclude_none=True), status_code=status)
 
     @app.get("/version")
     async def version() -> Version:
         return Version(version=__version__)
-
-
-class Server(uvicorn.Server):
-    """uvicorn, saying where it listens in one line."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if not self.should_exit:
-            logger.info("serving on http://%s:%d", self.config.host, self.port)
-
-    @property
-    def port(self) -> int:
-        """The port listened on; differs from the one asked for if that was 0."""
-        return int(self.servers[0].sockets[0].getsockname()[1])
-
-
-def make_server(app: FastAPI, host: str, port: int, *, shutdown_timeout: int = 10) -> Server:
-    """A server that is not running yet.
-
-    Args:
-        port: 0 for any free one.
-        shutdown_timeout: seconds that requests under way may take to finish when the server stops.
-    """
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        timeout_graceful_shutdown=shutdown_timeout,
-        log_config=None,  # the process has one logging set-up, the command line's
-        access_log=False,
-        lifespan="off",
-    )
-    return Server(config)
-
-
-def run_server(app: FastAPI, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serve until SIGINT or SIGTERM.
-
-    Raises:
-        SystemExit: the address cannot be listened on.
-    """
-    with suppress(KeyboardInterrupt):
-        make_server(app, host, port).run()

@@ -29,7 +29,7 @@ class ChatEndpoint:
     def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         messages = template_messages(body.messages)
         try:
-            return [tokenizer.apply_chat_template(messages)]
+            return [tokenizer.apply_chat_template(messages, **_template_flags(body))]
         except ValueError as error:
             raise invalid(str(error), param="messages") from error
 
@@ -74,6 +74,23 @@ class ChatEndpoint:
 
     def usage_chunk(self, generation: Generation) -> BaseModel:
         return _chunk(generation, [], generation.usage)
+
+
+def _template_flags(body: ChatCompletionBody) -> dict[str, bool]:
+    """How the prompt ends: where the assistant begins (the default), or within its last message (a prefill)."""
+    if not body.continue_final_message:
+        return {"add_generation_prompt": body.add_generation_prompt is not False}
+    if body.add_generation_prompt:
+        raise invalid(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    if body.messages[-1].role != "assistant":
+        raise invalid(
+            "continue_final_message needs a last message of the role assistant",
+            param="continue_final_message",
+        )
+    return {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def _chunk(

@@ -46,7 +46,8 @@ def _text(index: int, content: str | list[ContentPart]) -> str:
         place = f"messages[{index}].content[{i}]"
         if part.type != "text":
             raise invalid(
-                f"{place}: content of type {part.type!r} is not supported, only text", param="messages"
+                f"{place}: content of type {part.type!r} is not supported; the model takes text only",
+                param="messages",
             )
         if part.text is None:
             raise invalid(f"{place}.text is required", param="messages")

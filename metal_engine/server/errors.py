@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -59,30 +59,34 @@ def to_api_error(error: Exception) -> APIError:
         return error
     if isinstance(error, EngineDeadError):
         return engine_dead(error)
+    if isinstance(error, RecursionError):  # deep enough to parse, too deep to look at
+        return invalid("the body is nested too deeply")
     # Its text may hold anything; the log has it.
     return APIError(500, "internal error", code="internal_error")
+
+
+def error_response(error: APIError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The error as a response."""
+    return JSONResponse(error.body.model_dump(), status_code=error.status, headers=headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer with :class:`ErrorBody` whatever a route raises, and where there is no route."""
     app.add_exception_handler(APIError, _on_error)
     app.add_exception_handler(EngineDeadError, _on_error)
+    app.add_exception_handler(RecursionError, _on_error)
     app.add_exception_handler(Exception, _on_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
 
 
-def _response(error: APIError, headers: Any = None) -> JSONResponse:
-    return JSONResponse(error.body.model_dump(), status_code=error.status, headers=headers)
-
-
 async def _on_error(_request: Request, error: Exception) -> JSONResponse:
-    return _response(to_api_error(error))
+    return error_response(to_api_error(error))
 
 
 async def _on_validation_error(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return _response(from_validation(error.errors()))
+    return error_response(from_validation(error.errors()))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
@@ -90,7 +94,7 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     message = str(error.detail)
     if error.status_code in (404, 405):
         message = f"{message}: {request.method} {request.url.path}"
-    return _response(APIError(error.status_code, message), headers=error.headers)
+    return error_response(APIError(error.status_code, message), headers=error.headers)
 
 
 _MAX_MESSAGE = 400

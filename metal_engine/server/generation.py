@@ -14,15 +14,25 @@ from pydantic import BaseModel
 
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput, SamplingParams
+from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
-from metal_engine.server.parameters import check_parameters
+from metal_engine.server.lifecycle import SHUTTING_DOWN
+from metal_engine.server.parameters import ParameterPolicy
 from metal_engine.server.protocol import FinishReason, GenerationBody, PromptTokensDetails, Usage
 
 # Outputs of a step or more, each with the index of the choice it belongs to.
 Batch = list[tuple[int, RequestOutput]]
 
 BodyT = TypeVar("BodyT", bound=GenerationBody, contravariant=True)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The engine as the API presents it: under these names, with this policy about parameters."""
+
+    engine: AsyncEngine
+    names: tuple[str, ...]
+    parameters: ParameterPolicy
 
 
 @dataclass
@@ -65,10 +75,12 @@ class Generation:
         model: str,
         prompts: list[list[int]],
         params: SamplingParams,
+        options: RequestOptions,
     ) -> None:
         self._engine = engine
         self._prompts = prompts
         self._params = params
+        self._options = options
         self.request_id = request_id
         self.model = model
         self.created = int(time.time())
@@ -82,7 +94,7 @@ class Generation:
             EngineDeadError: the engine has ended.
         """
         streams = [
-            self._engine.generate(f"{self.request_id}-{i}", prompt, self._params)
+            self._engine.generate(f"{self.request_id}-{i}", prompt, self._params, self._options)
             for i, prompt in enumerate(self._prompts)
         ]
         async with aclosing(_merge(streams)) as batches:
@@ -114,7 +126,9 @@ class Generation:
     def _failure(self, output: RequestOutput) -> APIError:
         if self._engine.error is not None:
             return engine_dead(self._engine.error)
-        return APIError(500, output.error or "the request was aborted", code="generation_failed")
+        if output.finish_reason == "abort":
+            return APIError(503, output.error or "the request was aborted", code=SHUTTING_DOWN)
+        return APIError(500, output.error or "the request failed", code="generation_failed")
 
 
 def finish_reason(output: RequestOutput) -> FinishReason | None:
@@ -150,17 +164,16 @@ class Endpoint(Protocol[BodyT]):
         ...
 
 
-async def prepare(
-    engine: AsyncEngine, served_model_name: str, endpoint: Endpoint[BodyT], body: BodyT
-) -> Generation:
+async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -> Generation:
     """Validate a request and make a generation of it; nothing reaches the engine's queue yet.
 
     Raises:
         APIError: the request cannot be served; 4xx with the field at fault, or 503 if the engine has ended.
     """
-    if body.model is not None and body.model != served_model_name:
+    engine = served.engine
+    if body.model is not None and body.model not in served.names:
         raise model_not_found(body.model)
-    check_parameters(body)
+    served.parameters.check(body)
     params = _sampling_params(body, engine.config.model.default_sampling)
     if engine.error is not None:
         raise engine_dead(engine.error)
@@ -171,9 +184,10 @@ async def prepare(
     return Generation(
         engine,
         request_id=f"{endpoint.id_prefix}-{uuid.uuid4().hex}",
-        model=served_model_name,
+        model=served.names[0],
         prompts=prompts,
         params=params,
+        options=RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or ""),
     )
 
 

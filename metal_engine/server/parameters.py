@@ -1,7 +1,8 @@
 """What the server makes of parameters it does not implement.
 
 A parameter that would change the output must not be ignored: it is refused unless its value asks for nothing.
-Parameters that cannot change the output are accepted. Unknown ones are accepted too, and logged once each.
+Parameters that cannot change the output are accepted. Unknown ones are accepted too, logged once each and counted;
+or refused, if the server is strict.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "chat_template": (),
     "chat_template_kwargs": ({},),
+    # Declared for chats; a plain completion has neither.
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "documents": ([],),
@@ -65,22 +67,54 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _NO_EFFECT = frozenset(
     {
         "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "prediction", "parallel_tool_calls", "priority", "cache_salt", "request_id",
+        "prompt_cache_retention", "prediction", "parallel_tool_calls", "request_id",
         "stream_options.include_obfuscation",
     }
 )  # fmt: skip
 
 # Bounds the memory that a client can take with made-up names.
-_MAX_LOGGED = 1000
-_logged: set[str] = set()
+_MAX_NAMES = 100
+_OTHERS = "(others)"
 
 
-def check_parameters(body: GenerationBody) -> None:
-    """Judge every parameter that is not implemented.
+class ParameterPolicy:
+    """Judges parameters, and remembers the unknown ones.
+
+    Args:
+        strict: whether unknown parameters are refused.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self.num_unknown: dict[str, int] = {}
+
+    def check(self, body: GenerationBody) -> None:
+        """Judge every parameter that is not implemented.
+
+        Raises:
+            APIError: 400, naming a parameter that would change the output, or that is unknown.
+        """
+        for name in unknown_parameters(body):
+            if self._strict:
+                raise invalid(f"unknown parameter {name[:100]!r}", param=name[:100], code="unknown_parameter")
+            self._count(name[:100])
+
+    def _count(self, name: str) -> None:
+        if name not in self.num_unknown:
+            if len(self.num_unknown) >= _MAX_NAMES:
+                name = _OTHERS
+            else:
+                logger.warning("ignoring the unknown request parameter %r", name)
+        self.num_unknown[name] = self.num_unknown.get(name, 0) + 1
+
+
+def unknown_parameters(body: GenerationBody) -> list[str]:
+    """Names of the parameters that mean nothing here.
 
     Raises:
-        APIError: 400, naming a parameter that would change the output.
+        APIError: 400, naming a parameter that is known, and would change the output.
     """
+    unknown = []
     given = dict(body.model_extra or {})
     given["n"] = body.n
     if body.stream_options is not None:
@@ -90,13 +124,14 @@ def check_parameters(body: GenerationBody) -> None:
         if value is None or name in _NO_EFFECT:
             continue
         if name not in _UNSUPPORTED:
-            _log_once(name)
+            unknown.append(name)
         elif not any(_same(value, neutral) for neutral in _UNSUPPORTED[name]):
             raise invalid(
                 f"{name} is not supported (got {_short(value)})", param=name, code="unsupported_parameter"
             )
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is only allowed when stream is true", param="stream_options")
+    return unknown
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -107,9 +142,3 @@ def _same(value: Any, neutral: Any) -> bool:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _log_once(name: str) -> None:
-    if name not in _logged and len(_logged) < _MAX_LOGGED:
-        _logged.add(name)
-        logger.warning("ignoring the unknown request parameter %r", name[:100])

@@ -45,6 +45,8 @@ class GenerationBody(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
     user: str | None = None
 
     @property
@@ -90,6 +92,8 @@ class ChatCompletionBody(GenerationBody):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @property
     def max_tokens_field(self) -> str:
@@ -202,13 +206,18 @@ class ModelList(BaseModel):
 
 
 class Health(BaseModel):
-    """``/health``: counts are of requests, ``kv_cache_usage`` is a share of the pool (0 to 1)."""
+    """``/health``: counts are of requests, ``kv_cache_usage`` is a share of the pool (0 to 1).
 
-    status: Literal["ok", "error"]
+    ``unknown_parameters`` counts request parameters by name that the server did not know and ignored.
+    """
+
+    status: Literal["ok", "draining", "error"]
     running: int
     waiting: int
     kv_cache_usage: float
     preemptions: int
+    failed_steps: int
+    unknown_parameters: dict[str, int]
     error: str | None = None
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import httpx
 import openai
 
-from metal_engine.config import EngineConfig
+from metal_engine.config import EngineConfig, ServerArgs
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.server.app import Server, create_app, make_server
+from metal_engine.server.app import create_app
+from metal_engine.server.run import Server, make_server
 from tests.fakes import FakeRunner, NextToken, fake_config, fake_engine, hash_chain
 
 MODEL = "org/fake-model"
@@ -70,11 +71,22 @@ def serve(
     config: EngineConfig | None = None,
     step_time: float = 0.0,
     tokenizer: Tokenizer | None = None,
+    names: tuple[str, ...] = (MODEL,),
+    args: ServerArgs | None = None,
+    death_grace: float = DEADLINE,
 ) -> Iterator[Served]:
     config = config or fake_config()
     runner = FakeRunner(config.cache.block_size, next_token, step_time)
     engine = fake_engine(runner, config, tokenizer)
-    server = make_server(create_app(engine, served_model_name=MODEL), "127.0.0.1", 0, shutdown_timeout=1)
+    args = args or ServerArgs(shutdown_timeout=1)
+    server = make_server(
+        create_app(engine, names, args),
+        engine,
+        shutdown_timeout=args.shutdown_timeout,
+        death_grace=death_grace,
+        host="127.0.0.1",
+        port=0,
+    )
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def run() -> None:

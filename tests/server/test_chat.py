@@ -116,3 +116,22 @@ def test_a_model_without_a_template_refuses_chat_but_completes() -> None:
         assert response.status_code == 400 and "/v1/completions" in response.json()["error"]["message"]
         text = served.post("/v1/completions", {"prompt": byte_ids("ab")}).json()["choices"][0]["text"]
         assert text == "ab"
+
+
+def test_prefill_continues_the_last_message(served: Served) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, I "}]
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell, I "
+    for extra in ({}, {"add_generation_prompt": False}):
+        body = {"messages": messages, "max_tokens": 20, "continue_final_message": True, **extra}
+        answer = served.post("/v1/chat/completions", body).json()
+        ids = served.tokenizer.encode(prompt)
+        assert answer["choices"][0]["message"]["content"] == "".join(map(chr, generated(ids, 20)))
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_without_a_generation_prompt(served: Served) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
+    body = {"messages": messages, "max_tokens": 20, "add_generation_prompt": False}
+    ids = served.tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell<|im_end|>\n")
+    answer = served.post("/v1/chat/completions", body).json()
+    assert answer["choices"][0]["message"]["content"] == "".join(map(chr, generated(ids, 20)))

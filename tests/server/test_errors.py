@@ -62,6 +62,11 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "top_k": -2}, "top_k", None),
     ({"prompt": "a", "min_p": 2}, "min_p", None),
     ({"prompt": "a", "seed": 2**63}, "seed", None),
+    ({"prompt": "a", "seed": 2**70}, "seed", None),
+    ({"prompt": "a", "n": 10**30}, "n", "unsupported_parameter"),
+    ({"prompt": "a", "stop": "x" * 1_000_000}, "stop", None),
+    ({"prompt": "a", "stop": ["x" * 20] * 50_000}, "stop", None),
+    ({"prompt": "a", "stop_token_ids": [5] * 100_000}, "stop_token_ids", None),
     ({"prompt": "a", "stop": ""}, "stop", None),
     ({"prompt": "a", "stop": [1]}, "stop", None),
     ({"prompt": "a", "stop": {"a": 1}}, "stop", None),
@@ -99,6 +104,18 @@ BAD_CHATS = [
     ({"messages": USER, "max_tokens": 600}, "max_tokens", "context_length_exceeded"),
     ({"messages": USER, "max_completion_tokens": 600}, "max_completion_tokens", "context_length_exceeded"),
     ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", None),
+    ({"messages": USER, "continue_final_message": True}, "continue_final_message", None),
+    (
+        {
+            "messages": [*USER, {"role": "assistant", "content": "I"}],
+            "continue_final_message": True,
+            "add_generation_prompt": True,
+        },
+        "continue_final_message",
+        None,
+    ),
+    ({"messages": USER, "add_generation_prompt": "no"}, "add_generation_prompt", None),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages", None),
     ({"messages": USER, "logprobs": True}, "logprobs", "unsupported_parameter"),
     ({"messages": USER, "top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
     ({"messages": USER, "tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
@@ -140,8 +157,14 @@ BROKEN_BODIES = [
     b'{"prompt": "\\ud800"}',
     b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
     b'{"prompt": "a", "n": "\\udfff"}',
+    b'{"prompt": "a", "model": "\\ud800"}',
+    b'{"prompt": "a", "stop": "\\uDBFF"}',
+    b'{"prompt": "a", "user": "\xed\xa0\x80"}',
     b'{"prompt": "a", "temperature": NaN}',
     b'{"prompt": "a", "temperature": Infinity}',
+    b'{"prompt": "a", "temperature": 1e999}',
+    b'{"prompt": "a", "anything": [-Infinity]}',
+    b'{"prompt": "a", "anything": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
 ]
 
 
@@ -161,6 +184,57 @@ def test_broken_json_says_where(served: Served) -> None:
     assert "not valid JSON" in check_error(response, 400)["message"]
 
 
+@pytest.mark.parametrize("depth", [50, 200, 400, 900, 2000, 20_000])
+@pytest.mark.parametrize("field", ["prompt", "stop", "anything", "logit_bias", "response_format"])
+def test_deep_nesting(served: Served, field: str, depth: int) -> None:
+    """Whatever depth the JSON parser can hold, nothing behind it falls over."""
+    nested = "[" * depth + "]" * depth
+    content = f'{{"prompt": "a", "max_tokens": 1, "{field}": {nested}}}'
+    if field == "prompt":
+        content = f'{{"prompt": {nested}}}'
+    response = httpx.post(
+        served.url + COMPLETIONS, content=content, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400 or (response.status_code == 200 and field == "anything"), response.text
+    if response.status_code == 400:
+        assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("depth", [50, 200, 400, 900, 2000])
+def test_deep_nesting_in_messages(served: Served, depth: int) -> None:
+    nested = '{"a":' * depth + "1" + "}" * depth
+    call = f'{{"type": "function", "function": {{"name": "f", "arguments": {nested}}}}}'
+    content = f'{{"messages": [{{"role": "assistant", "tool_calls": [{call}]}}], "max_tokens": 1}}'
+    response = httpx.post(served.url + CHAT, content=content, headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400), response.text
+
+
+def test_huge_numbers_that_mean_something(served: Served) -> None:
+    body = {"prompt": "a", "max_tokens": 2, "top_k": 10**30, "stop_token_ids": [10**30], "priority": 10**30}
+    assert served.post(COMPLETIONS, body).status_code == 200
+
+
+def test_images_are_refused_by_name(served: Served) -> None:
+    content = [{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    response = served.post(CHAT, {"messages": [{"role": "user", "content": content}]})
+    message = check_error(response, 400, "messages")["message"]
+    assert "messages[0].content[1]" in message and "image_url" in message and "text only" in message
+
+
+def test_bad_requests_beside_good_ones(served: Served) -> None:
+    """Others finish, with their own text, while a client sends nothing but rubbish."""
+    with ThreadPoolExecutor(8) as pool:
+        good = [
+            pool.submit(served.post, COMPLETIONS, {"prompt": f"good {i}", "max_tokens": 40}) for i in range(8)
+        ]
+        for content in BROKEN_BODIES:
+            headers = {"content-type": "application/json"}
+            assert httpx.post(served.url + COMPLETIONS, content=content, headers=headers).status_code == 400
+        for i, future in enumerate(good):
+            expected = "".join(map(chr, generated(served.tokenizer.encode(f"good {i}"), 40)))
+            assert future.result().json()["choices"][0]["text"] == expected
+
+
 def test_not_json(served: Served) -> None:
     response = httpx.post(served.url + COMPLETIONS, data={"prompt": "a"})
     assert "application/json" in check_error(response, 400)["message"]
@@ -173,17 +247,6 @@ def test_unknown_model(served: Served, stream: bool) -> None:
         assert "other" in check_error(response, 404, "model", "model_not_found")["message"]
     with pytest.raises(openai.NotFoundError):
         served.client().completions.create(model="other", prompt="a")
-
-
-def test_unknown_model_that_is_no_unicode(served: Served) -> None:
-    headers = {"content-type": "application/json"}
-    content = b'{"prompt": "a", "model": "\\ud800"}'
-    check_error(
-        httpx.post(served.url + COMPLETIONS, content=content, headers=headers),
-        404,
-        "model",
-        "model_not_found",
-    )
 
 
 def test_unknown_routes(served: Served) -> None:

@@ -30,6 +30,8 @@ def test_health(served: Served) -> None:
         "waiting": 0,
         "kv_cache_usage": 0.0,
         "preemptions": served.engine.stats.num_preemptions,
+        "failed_steps": 0,
+        "unknown_parameters": response.json()["unknown_parameters"],
     }
 
 

@@ -77,6 +77,15 @@ def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
     assert finder.flush() == "S" and finder.flush() == ""
 
 
+def test_long_stop_strings_cost_no_more_than_their_length() -> None:
+    """Text that is always about to become one; with anything but constant time a character, this takes minutes."""
+    stop = "a" * 16_000 + "b"
+    finder = StopStrings((stop, "a" * 300 + "c"))
+    shown = [finder.add("a") for _ in range(50_000)]
+    assert sum(len(text) for text, _ in shown) == 50_000 - 16_000 and not any(found for _, found in shown)
+    assert finder.add("b") == ("", stop)
+
+
 def test_without_stop_strings_text_passes_through() -> None:
     assert StopStrings(()).add("any text") == ("any text", None)
 

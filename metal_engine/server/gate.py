@@ -1,0 +1,94 @@
+"""What a request must pass before a route sees it: the API key, and the size of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from contextlib import suppress
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from metal_engine.server.errors import APIError, error_response
+
+# Open without a key: probes and load balancers have none.
+OPEN_PATHS = frozenset({"/health"})
+_NO_KEY = "No API key provided; send it as `Authorization: Bearer KEY`"
+_WRONG_KEY = "Incorrect API key provided"
+# How long a body that is too large is read and thrown away, so that its client gets to read the answer.
+_DISCARD_SECONDS = 10.0
+
+
+def require_api_key(app: ASGIApp, api_key: str) -> ASGIApp:
+    """``app`` for those only who send ``Authorization: Bearer`` with the key."""
+    # Digests have one length, so that comparing them tells nothing about the key's.
+    wanted = hashlib.sha256(api_key.encode()).digest()
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await app(scope, receive, send)
+            return
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).digest()
+        if hmac.compare_digest(digest, wanted) and scheme.lower() == "bearer":
+            await app(scope, receive, send)
+            return
+        error = APIError(401, _WRONG_KEY if given else _NO_KEY, code="invalid_api_key")
+        response = error_response(error, {"www-authenticate": "Bearer", "connection": "close"})
+        await response(scope, receive, send)
+
+    return guarded
+
+
+def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
+    """``app`` without bodies of more than ``max_bytes``: they are a 413, and never in memory."""
+
+    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > max_bytes:
+            await _refuse(scope, receive, send, max_bytes, expects_continue="expect" in headers)
+            return
+        num_bytes = 0
+
+        async def counting() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > max_bytes:  # a body of unannounced length
+                if message.get("more_body", False):
+                    await _discard(receive)
+                raise HTTPException(413, _too_large(max_bytes), {"connection": "close"})
+            return message
+
+        await app(scope, counting, send)
+
+    return limited
+
+
+def _too_large(max_bytes: int) -> str:
+    return f"the request body is larger than {max_bytes} bytes (--max-body-size)"
+
+
+async def _refuse(
+    scope: Scope, receive: Receive, send: Send, max_bytes: int, *, expects_continue: bool
+) -> None:
+    response = error_response(APIError(413, _too_large(max_bytes)), {"connection": "close"})
+    await send({"type": "http.response.start", "status": 413, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": bytes(response.body), "more_body": True})
+    if not expects_continue:  # such a client waits for the answer before it sends anything
+        await _discard(receive)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _discard(receive: Receive) -> None:
+    """Read the rest of a body into nothing. Closing instead would reset the connection and lose the answer."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass

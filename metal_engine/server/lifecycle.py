@@ -1,0 +1,88 @@
+"""The server's end: requests under way finish, new ones are told to go elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.server.errors import APIError, error_response
+
+logger = logging.getLogger(__name__)
+
+# After requests were cut: time for their last events to be written.
+_LAST_WRITES_SECONDS = 1.0
+
+SHUTTING_DOWN = "shutting_down"
+
+
+class Lifecycle:
+    """Counts the requests that generate, and sees them off when the server stops. Belongs to the event loop."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._num_active = 0
+        self._changed = asyncio.Event()
+        self.draining = False
+        self.cut = False
+
+    @property
+    def num_active(self) -> int:
+        """Generating requests whose answer is not complete."""
+        return self._num_active
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests and wait for those under way; what is left at ``timeout`` is cut."""
+        self.draining = True
+        if self._num_active:
+            logger.warning(
+                "shutting down: %d requests may finish within %g s; a second signal stops at once",
+                self._num_active,
+                timeout,
+            )
+        if not await self._idle_within(timeout):
+            logger.warning("cut %d requests that did not finish within %g s", self._num_active, timeout)
+            await self.cut_all()
+
+    async def cut_all(self) -> None:
+        """End every request with an error, and give the errors a moment to be written."""
+        self.draining = self.cut = True
+        self._engine.cut_requests("the server is shutting down")
+        await self._idle_within(_LAST_WRITES_SECONDS)
+
+    async def _idle_within(self, timeout: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout):
+                while self._num_active:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        """``app``, with its generating requests counted, and refused once the server is stopping."""
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["method"] != "POST":
+                await app(scope, receive, send)
+                return
+            if self.draining:
+                error = APIError(503, "the server is shutting down", code=SHUTTING_DOWN)
+                response = error_response(error, {"connection": "close", "retry-after": "1"})
+                await response(scope, receive, send)
+                return
+            self._num_active += 1
+            try:
+                await app(scope, receive, send)
+            except asyncio.CancelledError:
+                # A client that reads too slowly for its last event; a traceback would tell nothing.
+                if not self.cut:
+                    raise
+            finally:
+                self._num_active -= 1
+                self._changed.set()
+
+        return counted

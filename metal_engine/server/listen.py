@@ -1,0 +1,91 @@
+"""The socket a server listens on, taken before the model is loaded: a port in use is noticed at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from metal_engine.config import ConfigError, ServerArgs
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A bound socket, not listening yet, and the URL that clients use."""
+
+    socket: socket.socket
+    url: str
+
+
+@contextmanager
+def listen(args: ServerArgs) -> Iterator[Listener]:
+    """Bind what ``args`` ask for: ``--uds``, or ``--host`` and ``--port``.
+
+    Raises:
+        ConfigError: the address is in use, forbidden or no address; the message names the flag.
+    """
+    listener = _bind_unix(args.uds) if args.uds is not None else _bind_tcp(args.host, args.port)
+    try:
+        yield listener
+    finally:
+        listener.socket.close()
+        if args.uds is not None:
+            with suppress(OSError):
+                os.unlink(args.uds)
+
+
+def _bind_tcp(host: str, port: int) -> Listener:
+    try:
+        # An empty host means all addresses, as for --host 0.0.0.0.
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--host {host}: no such address") from error
+    family, kind, protocol, _, address = found[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(_bind_problem(error, host, port)) from error
+    shown = f"[{host}]" if ":" in host else host
+    return Listener(bound, f"http://{shown}:{bound.getsockname()[1]}")
+
+
+def _bind_problem(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"--port {port} is in use on {host}: stop what listens there, or choose another --port"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"--port {port} may not be listened on: {error.strerror}; choose one above 1023"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"--host {host} is no address of this machine"
+    return f"cannot listen on --host {host} --port {port}: {error.strerror}"
+
+
+def _bind_unix(path: str) -> Listener:
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        bound.bind(path)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"--uds {path}: {error.strerror or error}") from error
+    return Listener(bound, f"unix:{path}")
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket that a server left behind; one that answers stays, and so does anything else."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)

@@ -1,0 +1,228 @@
+"""Running the application: readiness, signals, the engine's death, and the status the process ends with."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from metal_engine.config import ConfigError, ServerArgs
+from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.server.app import create_app
+from metal_engine.server.lifecycle import Lifecycle
+from metal_engine.server.listen import Listener
+
+logger = logging.getLogger(__name__)
+
+# Between the engine's death and the end of the process: requests are told, probes see /health turn red.
+DEATH_GRACE_SECONDS = 2.0
+_POLL_SECONDS = 0.1
+# After the second signal, however stuck the event loop may be.
+_FORCED_EXIT_SECONDS = 2.0
+# What uvicorn waits for connections after their requests have been answered or cut.
+_CONNECTION_SECONDS = 2
+_ENGINE_STOP_SECONDS = 10.0
+
+
+class Server(uvicorn.Server):
+    """uvicorn, draining on the first signal, stopping at once on the second, and ending with its engine.
+
+    Attributes:
+        exit_status: what the process should end with.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        engine: AsyncEngine,
+        lifecycle: Lifecycle,
+        *,
+        shutdown_timeout: float,
+        death_grace: float,
+        on_ready: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self.exit_status = 0
+        self._engine = engine
+        self._lifecycle = lifecycle
+        self._shutdown_timeout = shutdown_timeout
+        self._death_grace = death_grace
+        self._on_ready = on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_signals = 0
+
+    @property
+    def port(self) -> int:
+        """The port listened on; differs from the one asked for if that was 0."""
+        return int(self.servers[0].sockets[0].getsockname()[1])
+
+    async def startup(self, sockets: Any = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._spawn(self._watch_engine())
+            self._on_ready()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)  # the loop itself holds tasks only weakly
+        task.add_done_callback(self._tasks.discard)
+
+    # --- the end ---
+
+    def stop(self) -> None:
+        """Drain, then end. In the event loop."""
+        self._spawn(self._drain_and_exit())
+
+    def stop_now(self) -> None:
+        """Cut what runs and end. In the event loop."""
+        self._spawn(self._cut_and_exit())
+
+    async def _drain_and_exit(self) -> None:
+        await self._lifecycle.drain(self._shutdown_timeout)
+        self.should_exit = True
+
+    async def _cut_and_exit(self) -> None:
+        await self._lifecycle.cut_all()
+        self.should_exit = self.force_exit = True
+
+    async def _watch_engine(self) -> None:
+        while self._engine.error is None:
+            await asyncio.sleep(_POLL_SECONDS)
+        logger.critical("the engine has died (%r): the server ends", self._engine.error)
+        self.exit_status = self.exit_status or 1
+        await asyncio.sleep(self._death_grace)
+        await self._lifecycle.drain(1.0)
+        self.should_exit = True
+
+    # --- signals ---
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM are :meth:`stop` and then :meth:`stop_now`, not the end of the process."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        earlier = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._num_signals += 1
+        if self._loop is None:  # not up yet, so there is nothing to drain
+            os._exit(128 + number)
+        if self._num_signals == 1:
+            self._loop.call_soon_threadsafe(self.stop)
+        elif self._num_signals == 2:
+            self.exit_status = 128 + number
+            watchdog = threading.Timer(_FORCED_EXIT_SECONDS, os._exit, (128 + number,))
+            watchdog.daemon = True
+            watchdog.start()
+            self._loop.call_soon_threadsafe(self.stop_now)
+        else:
+            os._exit(128 + number)
+
+
+@contextmanager
+def quit_on_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM end the process at once, with 128 + signal: for while a model loads.
+
+    Python's own KeyboardInterrupt may be lost in a finalizer, and leaving in the usual way would tear MLX down under
+    the thread that loads.
+    """
+
+    def quit_(number: int, _frame: FrameType | None) -> None:
+        sys.stderr.flush()
+        os._exit(128 + number)
+
+    earlier = {s: signal.signal(s, quit_) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def make_server(
+    app: FastAPI,
+    engine: AsyncEngine,
+    *,
+    shutdown_timeout: float = 30.0,
+    death_grace: float = DEATH_GRACE_SECONDS,
+    on_ready: Callable[[], None] = lambda: None,
+    **address: Any,
+) -> Server:
+    """A server that is not running yet.
+
+    Args:
+        shutdown_timeout: seconds that requests under way may take to finish when the server stops.
+        death_grace: seconds for which a server whose engine has died still answers.
+        address: ``host`` and ``port`` for uvicorn, unless sockets are given when it runs.
+    """
+    config = uvicorn.Config(
+        app,
+        timeout_graceful_shutdown=_CONNECTION_SECONDS,
+        log_config=None,  # the process has one logging set-up, the command line's
+        access_log=False,
+        lifespan="off",
+        **address,
+    )
+    return Server(
+        config,
+        engine,
+        app.state.lifecycle,
+        shutdown_timeout=shutdown_timeout,
+        death_grace=death_grace,
+        on_ready=on_ready,
+    )
+
+
+def run_server(
+    engine: AsyncEngine,
+    args: ServerArgs,
+    names: tuple[str, ...],
+    listener: Listener,
+    on_ready: Callable[[str], None],
+) -> int:
+    """Serve an engine that has been started, until a signal or its death; then shut it down.
+
+    Returns:
+        The status to end the process with: 0, 1 if the engine died, 128 + signal after a second signal.
+
+    Raises:
+        ConfigError: another process has begun to listen on the address.
+    """
+    server = make_server(
+        create_app(engine, names, args),
+        engine,
+        shutdown_timeout=args.shutdown_timeout,
+        on_ready=lambda: on_ready(listener.url),
+    )
+    try:
+        server.run(sockets=[listener.socket])
+    except OSError as error:
+        engine.shutdown()
+        raise ConfigError(
+            f"cannot listen on {listener.url}: {error.strerror}; choose another --port"
+        ) from error
+    stopped = engine.shutdown(0.5 if server.force_exit else _ENGINE_STOP_SECONDS)
+    if not stopped:
+        # Leaving in the usual way would tear MLX down under the thread that is still within a step.
+        logger.warning("the step under way has not ended; leaving it")
+        sys.stderr.flush()
+        os._exit(server.exit_status)
+    return server.exit_status

@@ -1,0 +1,159 @@
+"""A step that fails within MLX: its requests are told, the KV of the others survives or is computed again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.request import SamplingParams
+from tests.engine.conftest import engine_for
+from tests.engine.running import run
+from tests.fakes import tiny_tokenizer
+from tests.tiny_models import tiny_model
+
+VOCAB_SIZE = 300
+# The fourth does not fit into the steps of the first three: it waits while they fail.
+PROMPTS = [[5, 7, 9], [11] * 20, [3, 1, 4, 1, 5], [200, 100] * 12]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+
+class Fault:
+    """Makes the third of four layers fail: while its graph is built, or when that is evaluated."""
+
+    def __init__(self) -> None:
+        self.kind: str | None = None
+
+    def install(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        mlp = model.model.layers[2].mlp
+        original = type(mlp).__call__
+
+        def call(module: Any, x: mx.array) -> mx.array:
+            y = original(module, x)
+            if module is not mlp or self.kind is None:
+                return y
+            kind, self.kind = self.kind, None
+            if kind == "build":
+                raise RuntimeError("refused while building")
+            # A singular matrix: MLX notices when it computes.
+            return y + mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu).sum()
+
+        monkeypatch.setattr(type(mlp), "__call__", call)
+
+
+@pytest.fixture
+def fault() -> Fault:
+    return Fault()
+
+
+@pytest.fixture
+def engine(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore]:
+    model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
+    fault.install(model, monkeypatch)
+    yield engine_for(
+        PagedModel(model),
+        tiny_tokenizer(),
+        vocab_size=VOCAB_SIZE,
+        budget=16,
+        block_size=8,
+        num_blocks=64,
+        max_num_seqs=3,
+    )
+
+
+def run_with_fault(
+    engine: EngineCore, fault: Fault, kind: str, at_step: int
+) -> tuple[set[str], dict[str, list[int]]]:
+    """Which requests failed, and what the others generated."""
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, GREEDY)
+    failed: set[str] = set()
+    outputs: dict[str, list[int]] = {str(i): [] for i in range(len(PROMPTS))}
+    for step in range(200):
+        if not engine.has_requests:
+            break
+        if step == at_step:
+            fault.kind = kind
+        for output in engine.step():
+            if output.error is not None:
+                failed.add(output.request_id)
+                del outputs[output.request_id]
+            else:
+                outputs[output.request_id] += output.token_ids
+        engine.scheduler.check_integrity()
+    assert not engine.has_requests and engine.stats.num_used_blocks == 0
+    return failed, outputs
+
+
+@pytest.mark.parametrize("kind", ["build", "eval"])
+@pytest.mark.parametrize("at_step", [0, 1, 2, 5])
+def test_the_engine_goes_on(
+    engine: EngineCore, fault: Fault, kind: str, at_step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
+    with caplog.at_level(logging.ERROR):
+        failed, outputs = run_with_fault(engine, fault, kind, at_step)
+    assert failed and "3" not in failed
+    assert outputs == {i: tokens for i, tokens in expected.items() if i not in failed}
+    (record,) = [r for r in caplog.records if "failed:" in r.message]
+    assert f"{len(failed)} requests" in record.message and record.exc_info
+    assert engine.num_failed_steps == 1
+    assert dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True)) == expected
+
+
+def test_a_lost_cache_is_computed_again(
+    engine: EngineCore, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
+    paged = engine._runner._model  # type: ignore[attr-defined]
+    eval_caches = paged.eval_caches
+
+    def broken() -> None:
+        monkeypatch.setattr(paged, "eval_caches", eval_caches)
+        raise RuntimeError("the arrays are gone")
+
+    monkeypatch.setattr(paged, "eval_caches", broken)
+    before = paged.layer_caches
+    failed, outputs = run_with_fault(engine, fault, "build", 3)
+    assert paged.layer_caches is not before
+    assert failed and "3" not in failed
+    assert outputs == {i: tokens for i, tokens in expected.items() if i not in failed}
+
+
+def test_a_scheduler_that_raises_fails_what_there_is(
+    engine: EngineCore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = run(engine, PROMPTS, GREEDY)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, GREEDY)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "_schedule_running", lambda *_: 1 / 0)
+        outputs = engine.step()
+    assert {o.request_id for o in outputs} == set("0123")
+    assert all(o.error is not None and "ZeroDivisionError" in o.error for o in outputs)
+    assert not engine.has_requests and engine.stats.num_used_blocks == 0
+    assert run(engine, PROMPTS, GREEDY) == expected
+
+
+def test_running_requests_survive_the_loss_of_their_kv(engine: EngineCore) -> None:
+    expected = run(engine, PROMPTS, GREEDY)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, GREEDY)
+    outputs: list[list[int]] = [[] for _ in PROMPTS]
+    for step in range(100):
+        if not engine.has_requests:
+            break
+        for output in engine.step():
+            outputs[int(output.request_id)] += output.token_ids
+        if step in (1, 4, 11):
+            engine.scheduler.preempt_all()
+            assert engine.stats.num_used_blocks == 0
+            engine.scheduler.check_integrity()
+    assert outputs == expected
+    assert engine.stats.num_preemptions >= 3
