@@ -23,6 +23,13 @@ _MAX_WINDOW = 1024
 # to compute the same thing by a few units in the last place per layer; a wrong position, mask or slot is of
 # order 1.
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 2e-1}
+# Half precision may send a token to another expert where two are about equally good, and then logits differ by much.
+# Other tokens tell that from a mistake, which shows every time.
+_ATTEMPTS = {mx.float32: 1, mx.float16: 3, mx.bfloat16: 3}
+
+
+class _LogitsDiffer(UnsupportedModelError):
+    pass
 
 
 def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: int) -> None:
@@ -35,8 +42,17 @@ def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: 
     Raises:
         UnsupportedModelError: the logits differ, or some layer did not write once a step and attend.
     """
+    attempts = _ATTEMPTS[paged.kv_specs[0].dtype]
+    for seed in range(attempts):
+        try:
+            return _check(paged, backend, vocab_size, np.random.default_rng(seed))
+        except _LogitsDiffer:
+            if seed == attempts - 1:
+                raise
+
+
+def _check(paged: PagedModel, backend: AttentionBackend, vocab_size: int, rng: np.random.Generator) -> None:
     lengths = (_first_length(paged), _NUM_TOKENS)
-    rng = np.random.default_rng(0)
     tokens = [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
     max_blocks = -(-lengths[0] // _BLOCK_SIZE)
     # [2, max_blocks]: each request's blocks in falling order, the two taking turns.
@@ -53,7 +69,8 @@ def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: 
                     f"layer {layer} wrote its KV {cache.num_writes} and attended {cache.num_reads} times "
                     "in 2 steps"
                 )
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        # MLX raises a RuntimeError for what a device cannot do, such as experts in half precision on a CPU.
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UnsupportedModelError(f"its forward does not run over a paged cache ({problem})") from error
     finally:
@@ -65,7 +82,7 @@ def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: 
             scale = np.abs(expected).max()
             gap = np.abs(logits[request] - expected).max() / (scale if scale > 0 else 1.0)
             if not gap <= _TOLERANCE[paged.kv_specs[0].dtype]:
-                raise UnsupportedModelError(
+                raise _LogitsDiffer(
                     f"its logits through the paged cache are off from mlx-lm's own by {gap:.1g} of their size"
                 )
 

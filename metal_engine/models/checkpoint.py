@@ -172,7 +172,7 @@ def check_memory(name: str, needed: int, available: int, *, on_cpu: bool) -> Non
     """
     if needed > available:
         advice = (
-            "take a smaller model, or --dtype bfloat16 for half the size (slower on a CPU)"
+            "take a smaller model, or --dtype bfloat16 for half the size (slow on a CPU; not for models with experts)"
             if on_cpu
             else "take a smaller or a quantized model, or raise --gpu-memory-utilization"
         )

@@ -14,6 +14,7 @@ from metal_engine.attention.backend import AttentionMetadata
 from metal_engine.attention.mlx_ops import MlxOpsBackend
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.errors import UnsupportedModelError
+from metal_engine.models.layer_cache import AttentionMask, LayerCache
 from metal_engine.models.paged_model import PagedModel
 from tests.architectures import SUPPORTED, UNSUPPORTED, VOCAB_SIZE, configuration
 from tests.tiny_models import random_model
@@ -109,6 +110,38 @@ def test_what_cannot_run_is_refused_with_the_reason(model_type: str) -> None:
         check_paged_model(PagedModel(model), MlxOpsBackend(), VOCAB_SIZE)
     assert reason in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma3_text", "gemma2", "gemma4", "olmo3", "youtu_llm", "dbrx"]
+)
+def test_half_precision_passes_the_check_at_load(model_type: str, dtype: mx.Dtype) -> None:
+    for seed in range(3):
+        paged = PagedModel(random_model(configuration(model_type), seed, dtype))
+        check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
+
+
+def test_what_the_device_cannot_do_is_a_refusal_too() -> None:
+    """MLX has no products of experts in half precision on a CPU."""
+    if mx.metal.is_available():
+        pytest.skip("there it has")
+    paged = PagedModel(random_model(configuration("mixtral"), dtype=mx.bfloat16))
+    with pytest.raises(UnsupportedModelError, match="float32"):
+        check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_the_check_notices_mistakes_in_any_precision(
+    dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paged = PagedModel(random_model(configuration("gemma3_text"), dtype=dtype))
+    attend = LayerCache.attend
+    monkeypatch.setattr(
+        LayerCache, "attend", lambda *args, mask, **kw: attend(*args, mask=AttentionMask(None), **kw)
+    )
+    with pytest.raises(UnsupportedModelError, match="logits through the paged cache are off"):
+        check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
 
 
 def test_the_table_covers_what_differs() -> None:

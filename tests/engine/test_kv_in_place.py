@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -17,9 +19,25 @@ from tests.tiny_models import tiny_model
 NUM_STEPS = 200
 
 
-@pytest.mark.parametrize("num_layers", [1, 30])
-def test_writes_stay_in_place_over_200_decode_steps(num_layers: int) -> None:
-    paged = PagedModel(tiny_model(num_hidden_layers=num_layers))
+# One array for latents and positions, 2 * 16 numbers of a token as in K or V of the others.
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 1,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "q_lora_rank": 16,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"num_hidden_layers": 1}, {"num_hidden_layers": 30}, LATENT],
+    ids=["1 layer", "30 layers", "latent"],
+)
+def test_writes_stay_in_place_over_200_decode_steps(config: dict[str, Any]) -> None:
+    paged = PagedModel(tiny_model(**config))
     # K or V of one layer is 4 MB: large against everything else in a step of this model.
     cache = CacheConfig(block_size=16, num_blocks=2048)
     array_bytes = cache.num_tokens * 2 * 16 * 4

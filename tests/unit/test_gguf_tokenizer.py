@@ -1,9 +1,10 @@
-"""Tokenizers of GGUF files against independent ones: transformers' own classes and SentencePiece."""
+"""Tokenizers of GGUF files against independent ones: transformers' own classes, SentencePiece and llama.cpp."""
 
 from __future__ import annotations
 
 import io
 import json
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from metal_engine.models.gguf_tokenizer import load_gguf_tokenizer
 
 FIXTURE = Path(__file__).parents[1] / "fixtures/llama_cpp_smollm2.json"
 TEXTS: list[str] = [case["text"] for case in json.loads(FIXTURE.read_text())["texts"]]
+# Written by tools/make_gguf_tokenizer_fixture.py.
+LLAMA_CPP: dict[str, Any] = json.loads((FIXTURE.parent / "llama_cpp_tokenizers.json").read_text())
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -165,6 +168,19 @@ def test_unknown_kind_is_an_error(tmp_path: Path, model: str | None, error: type
         writer.add_tokenizer_model(model)
     with pytest.raises(error, match=model or "tokenizer.ggml.model"):
         load_gguf_tokenizer(finish(writer, tmp_path / "t.gguf"))
+
+
+@pytest.mark.parametrize("pre", LLAMA_CPP["ids"])
+def test_token_ids_are_llama_cpps(tmp_path: Path, pre: str) -> None:
+    """Every name of a pre-tokenizer, over tokens that run across words, digits and line breaks."""
+    vocab = {token: i for i, token in enumerate(LLAMA_CPP["tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in LLAMA_CPP["merges"]]
+    ours = load_gguf_tokenizer(write_byte_level(tmp_path / "t.gguf", pre, vocab, merges, add_bos_token=False))
+    normalizes = ours.backend_tokenizer.normalizer is not None
+    for text, expected in zip(LLAMA_CPP["texts"], LLAMA_CPP["ids"][pre], strict=True):
+        # Qwen's own tokenizer composes characters first (NFC) and llama.cpp does not: there we follow Qwen.
+        if not normalizes or unicodedata.is_normalized("NFC", text):
+            assert ours.encode(text, add_special_tokens=False) == expected, text
 
 
 @pytest.mark.parametrize("add_prefix", [True, False])
