@@ -33,7 +33,8 @@ def build_engine(args: EngineArgs) -> EngineCore:
 def _build(args: EngineArgs, blas: BlasInfo, chat_template: str | None) -> EngineCore:
     import mlx.core as mx
 
-    from metal_engine.attention.mlx_ops import MlxOpsBackend
+    from metal_engine.attention.choice import choose_backend
+    from metal_engine.attention.metal import UnsupportedAttentionError
     from metal_engine.models import loader
     from metal_engine.models.check import check_paged_model
     from metal_engine.models.errors import UnsupportedModelError
@@ -41,16 +42,14 @@ def _build(args: EngineArgs, blas: BlasInfo, chat_template: str | None) -> Engin
     from metal_engine.platform.device import device_info
     from metal_engine.runner.model_runner import ModelRunner
 
-    if args.attention_backend == "metal":
-        raise ConfigError("--attention-backend metal is not available yet; use mlx")
-    backend = MlxOpsBackend()
+    backend = choose_backend(args.attention_backend, args.block_size)
     mx.random.seed(args.seed)
     loaded = loader.load(args, device_info(blas))
     try:
         paged = PagedModel(loaded.model)
         info = loader.model_info(loaded, paged)
         check_paged_model(paged, backend, info.vocab_size)
-    except UnsupportedModelError as error:
+    except (UnsupportedModelError, UnsupportedAttentionError) as error:
         model_type = loaded.config.get("model_type")
         raise UnsupportedModelError(
             f"{args.model} (architecture {model_type}) cannot run here: {error}"

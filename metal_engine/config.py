@@ -13,6 +13,7 @@ from metal_engine.settings import flag, setting
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "metal", "mlx")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 # The runner keeps a row for each; far beyond what a device computes at once.
@@ -67,6 +68,19 @@ class EngineArgs:
     attention_backend: str = setting(
         "auto", "auto (the fastest that runs here), metal or mlx.", choices=ATTENTION_BACKENDS
     )
+    enable_prefix_caching: bool = setting(True, "Compute prefixes that requests share once.")
+    max_num_partial_prefills: int = setting(4, "Prompts that may be in progress at once.")
+    max_long_partial_prefills: int = setting(1, "Long ones among them.")
+    long_prefill_token_threshold: int = setting(
+        0, "More tokens than this to go: a long prompt. 0: the token budget of a step."
+    )
+    page_aligned_scheduling: bool = setting(False, "End chunks of prompts on block boundaries.")
+    scheduling_policy: str = setting(
+        "fcfs", "fcfs, or priority (of the request, lower first).", choices=SCHEDULING_POLICIES
+    )
+    max_attention_work: int | None = setting(
+        None, "(query row, visible key) pairs of a step. Default: about a second's attention."
+    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -76,6 +90,9 @@ class EngineArgs:
             "block_size",
             "num_gpu_blocks_override",
             "kv_cache_memory_bytes",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
+            "max_attention_work",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -88,7 +105,21 @@ class EngineArgs:
             raise ConfigError(f"--max-num-seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"--seed must be in 0 ... 2**64 - 1, got {self.seed}")
-        for name, choices in (("dtype", DTYPES), ("attention_backend", ATTENTION_BACKENDS)):
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"--long-prefill-token-threshold must be 0 (derived) or at least 1, got "
+                f"{self.long_prefill_token_threshold}"
+            )
+        if self.max_long_partial_prefills > self.max_num_partial_prefills:
+            raise ConfigError(
+                f"--max-long-partial-prefills {self.max_long_partial_prefills} exceeds "
+                f"--max-num-partial-prefills {self.max_num_partial_prefills}"
+            )
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("attention_backend", ATTENTION_BACKENDS),
+            ("scheduling_policy", SCHEDULING_POLICIES),
+        ):
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}")
@@ -155,6 +186,7 @@ class ModelInfo:
 
     ``kv_bytes_per_token`` counts K and V over all layers, in bytes. ``max_position_embeddings`` is the context
     length the checkpoint was trained for, in tokens. ``vocab_size`` is the number of rows of the LM head.
+    ``num_heads`` counts the query heads of a layer.
     ``default_sampling`` has the sampling parameters of requests that do not say, as the checkpoint recommends.
     """
 
@@ -167,6 +199,8 @@ class ModelInfo:
     weight_bytes: int
     kv_bytes_per_token: int
     max_position_embeddings: int
+    num_heads: int = 1
+    head_dim: int = 1
     default_sampling: dict[str, float] = field(default_factory=dict)
 
 
@@ -186,19 +220,33 @@ class DeviceInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits the scheduler holds. Tokens are counted per step, sequences at any one time."""
+    """Limits the scheduler holds. Tokens are counted per step, sequences at any one time.
+
+    What the knobs below ``max_model_len`` do is in docs/scheduling.md; as they stand here they are off.
+    """
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+    max_num_partial_prefills: int = 1
+    max_long_partial_prefills: int = 1
+    long_prefill_token_threshold: int = 1 << 62  # more tokens than this to go: a long prompt
+    page_aligned_scheduling: bool = False
+    scheduling_policy: str = "fcfs"
+    max_attention_work: int = 1 << 62  # (query row, visible key) pairs of a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache: ``num_blocks`` blocks of ``block_size`` tokens, shared by all layers' tables."""
+    """The paged KV cache: ``num_blocks`` blocks of ``block_size`` tokens, shared by all layers' tables.
+
+    ``model_fingerprint`` names what K and V depend on besides tokens: cached prefixes are found under it.
+    """
 
     block_size: int
     num_blocks: int
+    enable_prefix_caching: bool = False
+    model_fingerprint: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -224,6 +272,11 @@ _CPU_FLOPS = 1.5e11
 _CPU_STEP_SECONDS = 1.0
 # On a CPU the pool is made of ordinary memory that other programs want too.
 _CPU_POOL_BYTES = 2 * GIB
+# Attention's part of a step, at most, and the rates that turn it into pairs of a query row and a key: seconds
+# for one pair in one head of one layer on such a CPU, and FLOP/s that even a small GPU reaches.
+_ATTENTION_SECONDS = 1.0
+_CPU_SECONDS_PER_SCORE = 10e-9
+_GPU_ATTENTION_FLOPS = 2e12
 # Left free on a GPU for activations and the graph of a step.
 _ACTIVATION_BYTES = GIB
 
@@ -238,16 +291,34 @@ def resolve_config(
     """
     num_blocks = _num_blocks(args, model, device)
     _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token, device)
-    cache = CacheConfig(block_size=args.block_size, num_blocks=num_blocks)
+    cache = CacheConfig(
+        block_size=args.block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=args.enable_prefix_caching,
+        model_fingerprint=_fingerprint(args, model),
+    )
     max_model_len = _max_model_len(args, model, cache)
     max_num_seqs = args.max_num_seqs or (64 if device.kind == "cpu" else 256)
+    budget = args.max_num_batched_tokens or _step_budget(model, device)
+    if args.page_aligned_scheduling and budget < max_num_seqs + args.block_size:
+        raise ConfigError(
+            f"--page-aligned-scheduling needs --max-num-batched-tokens of at least --max-num-seqs + --block-size "
+            f"({max_num_seqs} + {args.block_size}), got {budget}: decodes could leave less than a block for ever, "
+            f"and prompts would starve"
+        )
     return EngineConfig(
         model=model,
         device=device,
         scheduler=SchedulerConfig(
-            max_num_batched_tokens=args.max_num_batched_tokens or _step_budget(model, device),
+            max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            max_num_partial_prefills=args.max_num_partial_prefills,
+            max_long_partial_prefills=args.max_long_partial_prefills,
+            long_prefill_token_threshold=args.long_prefill_token_threshold or _long_threshold(args, budget),
+            page_aligned_scheduling=args.page_aligned_scheduling,
+            scheduling_policy=args.scheduling_policy,
+            max_attention_work=args.max_attention_work or _attention_work(model, device),
         ),
         cache=cache,
         attention_backend=attention_backend,
@@ -261,6 +332,25 @@ def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
         return 2048
     tokens = _CPU_FLOPS * _CPU_STEP_SECONDS / (2 * model.num_params)
     return min(2048, max(64, 1 << int(tokens).bit_length() - 1))
+
+
+def _long_threshold(args: EngineArgs, budget: int) -> int:
+    """Long is what takes more than a step; with one slot nothing is, and prompts go strictly in order."""
+    return budget if args.max_num_partial_prefills > 1 else 1 << 62
+
+
+def _attention_work(model: ModelInfo, device: DeviceInfo) -> int:
+    """Pairs of a query row and a visible key that a step may have, so that attention takes about a second."""
+    if device.kind == "cpu":
+        seconds_per_pair = _CPU_SECONDS_PER_SCORE * model.num_layers * model.num_heads
+    else:
+        seconds_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim / _GPU_ATTENTION_FLOPS
+    return int(_ATTENTION_SECONDS / seconds_per_pair)
+
+
+def _fingerprint(args: EngineArgs, model: ModelInfo) -> str:
+    """What K and V depend on besides the tokens, as far as it is known by name."""
+    return repr((args.model, args.revision, model.model_type, model.dtype, model.num_params, args.block_size))
 
 
 def _num_blocks(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> int:

@@ -69,6 +69,19 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """How to serve a request, beside what to generate; nothing here changes its output.
+
+    Attributes:
+        priority: lower goes first under ``--scheduling-policy priority``; ignored otherwise.
+        cache_salt: requests share cached prefixes only with requests of the same salt.
+    """
+
+    priority: int = 0
+    cache_salt: str = ""
+
+
 class RequestStatus(enum.Enum):
     """Where a request is. PREEMPTED waits like WAITING, ahead of it."""
 
@@ -109,19 +122,32 @@ class Request:
         num_computed_tokens: leading tokens whose KV is in the cache, or will be when the steps under way end.
         num_output_placeholders: tokens that steps under way will sample and that are not in ``token_ids`` yet.
         arrival: position in order of arrival; lower is earlier.
+        needs_prompt_rows: every prompt token must be computed, so the prefix cache cannot help.
+        block_hashes: of the full blocks of ``token_ids``, as far as they have been computed.
+        num_cached_tokens: prompt tokens found in the prefix cache on the first admission; -1 before it.
+        num_registered_blocks: leading blocks that the prefix cache knows by their hashes.
+        sort_key: order of service; lower goes first.
+        last_step: id of the last step that computed some of it; -1 before the first.
         num_preemptions: how often the request lost its blocks.
     """
 
     __slots__ = (
         "arrival",
+        "block_hashes",
         "eos_token_ids",
+        "last_step",
         "max_tokens",
+        "needs_prompt_rows",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_registered_blocks",
+        "options",
         "request_id",
         "sampling_params",
+        "sort_key",
         "status",
         "stop_token_id_set",
         "token_ids",
@@ -135,6 +161,8 @@ class Request:
         *,
         max_tokens: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        options: RequestOptions | None = None,
+        needs_prompt_rows: bool = False,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -148,6 +176,13 @@ class Request:
         self.num_output_placeholders = 0
         self.num_preemptions = 0
         self.arrival = -1
+        self.options = options or RequestOptions()
+        self.needs_prompt_rows = needs_prompt_rows
+        self.block_hashes: list[bytes] = []
+        self.num_cached_tokens = -1
+        self.num_registered_blocks = 0
+        self.sort_key = (0, -1)
+        self.last_step = -1
 
     def __repr__(self) -> str:
         return (

@@ -85,10 +85,12 @@ class Runner(Protocol):
 class TokenOutput:
     """What one step did for one request, as the scheduler tells it to the engine.
 
-    ``finish_reason`` and ``stop_reason`` are those of :class:`metal_engine.request.RequestOutput`.
+    ``num_cached_tokens``, ``finish_reason`` and ``stop_reason`` are those of
+    :class:`metal_engine.request.RequestOutput`.
     """
 
     request_id: str
     token_ids: list[int]
+    num_cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | None = None

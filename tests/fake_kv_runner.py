@@ -8,16 +8,17 @@ the request's next tokens differ from those it gets alone, which have a closed f
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from metal_engine.config import CacheConfig, SchedulerConfig
-from metal_engine.request import Request, RequestStatus, SamplingParams
+from metal_engine.request import Request, RequestOptions, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.step import ModelOutput, SchedulerOutput, TokenOutput
+from tests.scheduling_checks import check_fcfs, check_plan, demand_of, is_plain, max_steps
 
 # Large, so that a wrong token is not the right one by chance.
 VOCAB_SIZE = 1 << 30
@@ -103,6 +104,7 @@ class FakeKVRunner:
         self.max_num_seqs = max_num_seqs
         self.kv = np.full(cache_config.num_tokens, _POISON, np.uint64)  # [slots]
         self.held: dict[str, _Held] = {}
+        self.num_holders: Counter[int] = Counter()  # block id -> requests held that have it in their table
         self.num_steps = 0
         self.last_step_id = -1
 
@@ -119,6 +121,10 @@ class FakeKVRunner:
             assert stop <= len(held.token_ids), f"{request_id}: tokens up to {stop} of {len(held.token_ids)}"
             assert stop <= len(held.slots), f"{request_id}: tokens up to {stop}, slots for {len(held.slots)}"
             ranges[request_id] = start, stop
+            for block_id in held.block_ids[start // self.block_size : -(-stop // self.block_size)]:
+                assert self.num_holders[block_id] == 1, (
+                    f"{request_id} writes to block {block_id}, which is shared"
+                )
         assert plan.sampled_req_ids == [
             request_id
             for request_id, (_, stop) in ranges.items()
@@ -151,7 +157,7 @@ class FakeKVRunner:
         self.last_step_id = plan.step_id
         for request_id in plan.dropped_req_ids:
             assert request_id in self.held, f"told to drop {request_id}, which is not held"
-            del self.held[request_id]
+            self.num_holders.subtract(self.held.pop(request_id).block_ids)
         for new in plan.new_requests:
             assert new.request_id not in self.held, f"{new.request_id} is new, but was never dropped"
             assert new.request_id in plan.num_scheduled_tokens, f"{new.request_id} is new, but has no share"
@@ -168,6 +174,7 @@ class FakeKVRunner:
         held = self.held[request_id]
         assert all(0 <= block_id < self.num_blocks for block_id in block_ids), f"{request_id}: {block_ids}"
         held.block_ids += block_ids
+        self.num_holders.update(block_ids)
         blocks = np.array(held.block_ids, np.int64)
         held.slots = (blocks[:, None] * self.block_size + np.arange(self.block_size)).ravel()
 
@@ -228,6 +235,8 @@ class SchedulerHarness:
         *,
         stop_after: int | None = None,
         ignore_eos: bool = False,
+        options: RequestOptions | None = None,
+        needs_prompt_rows: bool = False,
     ) -> Request:
         """Queue a request; ``stop_after=n`` makes the n-th token it will generate an end of sequence."""
         expected = expected_tokens(prompt, max_tokens)
@@ -245,6 +254,8 @@ class SchedulerHarness:
             SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
             max_tokens=max_tokens,
             eos_token_ids=eos,
+            options=options,
+            needs_prompt_rows=needs_prompt_rows,
         )
         self.scheduler.add_request(request)
         self.tracked[request_id] = Tracked(request, expected, reason)
@@ -270,12 +281,18 @@ class SchedulerHarness:
     def schedule(self) -> SchedulerOutput:
         """Plan a step and start it, without the update."""
         assert len(self.in_flight) < self.depth
-        before = {t.request.request_id: _demand(t.request) for t in self.live}
+        before = {t.request.request_id: demand_of(t.request) for t in self.live}
+        context_lens = {request_id: r.num_computed_tokens for request_id, r in self.scheduler.running.items()}
         num_preemptions = self.scheduler.num_preemptions
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         self.check_limits(plan)
-        self.check_fcfs(plan, before, self.scheduler.num_preemptions - num_preemptions)
+        num_preemptions = self.scheduler.num_preemptions - num_preemptions
+        check_plan(self.scheduler, plan, before, context_lens)
+        if is_plain(self.config, self.cache_config):
+            check_fcfs(self.scheduler, plan, before, num_preemptions)
+        if not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions:
+            assert not self.live, "nothing is under way, and nothing is planned"
         self.plans.append(plan)
         if plan.num_scheduled_tokens:
             self.in_flight.append((plan, self.runner.execute(plan)))
@@ -302,12 +319,14 @@ class SchedulerHarness:
     def run(self, until: Callable[[], bool] | None = None) -> int:
         """Step until done, within the bound below; returns the steps taken.
 
-        The oldest request advances in every step that is not spent waiting for a step under way. So all are
-        done after as many steps as they would take one after the other, each alone.
+        The first request in order advances in every step that is not spent waiting for a step under way, or for
+        a turn in the rotation. So all are done after as many steps as they would take one after the other.
         """
-        budget = self.config.max_num_batched_tokens
         alone = sum(
-            -(-t.request.num_tokens // budget) + len(t.expected) - len(t.token_ids) + 1 for t in self.live
+            max_steps(t.request.num_tokens, self.config, self.cache_config.block_size)
+            + len(t.expected)
+            - len(t.token_ids)
+            for t in self.live
         )
         bound = alone * self.depth + self.depth + 4
         steps = 0
@@ -357,47 +376,3 @@ class SchedulerHarness:
             request = self.scheduler.requests[request_id]
             assert request.num_computed_tokens <= self.config.max_model_len
             assert request.num_output_tokens + request.num_output_placeholders <= request.max_tokens
-
-    def check_fcfs(self, plan: SchedulerOutput, demand: dict[str, int], num_preemptions: int) -> None:
-        """Earlier arrivals go first, and nothing that could be used is left over.
-
-        Args:
-            demand: request id -> tokens it could have computed in this step, in order of arrival.
-            num_preemptions: requests preempted by this plan.
-        """
-        order = list(demand)
-        packed = list(plan.num_scheduled_tokens)
-        scheduled = set(packed)
-        assert packed == [r for r in order if r in scheduled], "not packed in order of arrival"
-        left = self.config.max_num_batched_tokens
-        served_all_before = True
-        for request_id in order:
-            share = plan.num_scheduled_tokens.get(request_id, 0)
-            if demand[request_id] > 0:
-                if share:
-                    assert served_all_before, f"{request_id} overtook an earlier arrival"
-                    assert share == min(demand[request_id], left), f"{request_id} got {share} of {left}"
-                else:
-                    served_all_before = False
-            left -= share
-        oldest = next((r for r in order if demand[r] > 0), None)
-        if oldest == next(iter(order), None) and oldest is not None:
-            assert oldest in plan.num_scheduled_tokens, "the oldest request does not advance"
-        # Room left over and a request that could use it: only the pool may stand in between.
-        waiting = next(iter(self.scheduler.waiting.values()), None)
-        if waiting is not None and not waiting.num_output_placeholders and left > 0 and not num_preemptions:
-            blocks = self.scheduler.blocks
-            if len(self.scheduler.running) < self.config.max_num_seqs:
-                reserve = blocks.num_blocks // 100
-                assert blocks.num_free_blocks < blocks.blocks_for(waiting.num_tokens) + reserve, (
-                    f"{waiting} could have been admitted"
-                )
-
-
-def _demand(request: Request) -> int:
-    """Tokens a request could compute now: those that are known or under way, less those computed."""
-    if request.num_output_tokens + request.num_output_placeholders >= request.max_tokens:
-        return 0
-    if request.status is not RequestStatus.RUNNING and request.num_output_placeholders:
-        return 0  # preempted while its token is under way
-    return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens

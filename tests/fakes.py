@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -159,15 +160,17 @@ class FakeRunner:
 
     def _check(self, plan: SchedulerOutput) -> None:
         assert plan.num_scheduled_tokens, "an empty step"
-        seen: set[int] = set()
+        holders = Counter(block_id for held in self._held.values() for block_id in held.block_ids)
         for request_id, length in plan.num_scheduled_tokens.items():
             held = self._held[request_id]
             assert length > 0
             end = held.num_computed + length
             assert end <= len(held.tokens), f"{request_id}: computes {end} of {len(held.tokens)} tokens"
             assert end <= len(held.block_ids) * self.block_size, f"{request_id}: too few blocks"
-            assert not seen & set(held.block_ids), f"{request_id}: shares a block"
-            seen |= set(held.block_ids)
+            written = held.block_ids[held.num_computed // self.block_size : -(-end // self.block_size)]
+            assert all(holders[block_id] == 1 for block_id in written), (
+                f"{request_id}: writes to a shared block"
+            )
 
 
 @dataclass
@@ -188,6 +191,7 @@ def fake_config(
     max_num_batched_tokens: int = 64,
     max_num_seqs: int = 64,
     max_model_len: int = 512,
+    scheduling_policy: str = "fcfs",
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelInfo(
@@ -206,8 +210,9 @@ def fake_config(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            scheduling_policy=scheduling_policy,
         ),
-        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
+        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=True),
         attention_backend="fake",
         seed=0,
     )

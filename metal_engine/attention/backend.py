@@ -20,6 +20,16 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class BlockWrites:
+    """A step's rows, those that fill whole blocks apart: they can be written by block instead of by slot."""
+
+    rows: mx.array  # [W * block_size] packed rows that fill blocks, block after block
+    block_ids: mx.array  # [W]
+    other_rows: mx.array  # [M]
+    other_slots: mx.array  # [M]
+
+
+@dataclass(frozen=True)
 class AttentionMetadata:
     """Where the rows of a packed step come from and where their KV lives. Built once per step, for all layers.
 
@@ -32,6 +42,9 @@ class AttentionMetadata:
     block_table: np.ndarray  # [B, max_blocks] logical -> physical block; entries past seq_len are padding
     slot_mapping: mx.array  # [N] block_id * block_size + position % block_size
     block_size: int
+    block_writes: BlockWrites | None = (
+        None  # under page-aligned scheduling, if any row fills a block with others
+    )
 
     @property
     def num_tokens(self) -> int:

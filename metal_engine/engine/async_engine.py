@@ -9,7 +9,7 @@ from metal_engine.config import EngineConfig
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput, SamplingParams
+from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
 from metal_engine.scheduling.scheduler import SchedulerStats
 
 
@@ -73,7 +73,11 @@ class AsyncEngine:
         self.core.resolve_max_tokens(num_prompt_tokens, params)
 
     async def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request, as they come; the last one has a ``finish_reason``.
 
@@ -96,7 +100,7 @@ class AsyncEngine:
                 finished = True
                 yield RequestOutput(request_id, finish_reason="abort", error=self._cut)
                 return
-            self._thread.submit(request_id, prompt_token_ids, params)
+            self._thread.submit(request_id, prompt_token_ids, params, options)
             while not finished:
                 output = await outputs.get()
                 while not outputs.empty():

@@ -9,7 +9,7 @@ from dataclasses import replace
 from metal_engine.config import EngineConfig
 from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import Request, RequestOutput, RequestStatus, SamplingParams
+from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler, SchedulerStats
 from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, TokenOutput
 
@@ -53,7 +53,13 @@ class EngineCore:
         self.scheduler.check_fits(num_prompt_tokens, max_tokens)
         return max_tokens
 
-    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
+    ) -> None:
         """Queue a request. Raises ValueError if it can never be served, or its id is in use."""
         vocab_size = self.config.model.vocab_size
         if prompt_token_ids and not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
@@ -68,6 +74,7 @@ class EngineCore:
             params,
             max_tokens=max_tokens,
             eos_token_ids=self.tokenizer.eos_token_ids,
+            options=options,
         )
         self.scheduler.add_request(request)
         self._outputs.add_request(request)
@@ -127,6 +134,7 @@ class EngineCore:
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
         self.num_failed_steps += 1
+        self.scheduler.prefix_cache.forget()  # some of the blocks may never have been written
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
         scheduled = [r for r in plan.num_scheduled_tokens if r in self.scheduler.requests]
         outputs = [self._fail_request(request_id, message) for request_id in scheduled]
@@ -140,6 +148,7 @@ class EngineCore:
         self.num_failed_steps += 1
         message = f"scheduling failed: {type(error).__name__}: {error}"
         outputs = [self._fail_request(request_id, message) for request_id in list(self.scheduler.requests)]
+        self.scheduler.prefix_cache.forget()
         self.scheduler.check_integrity()
         return outputs
 

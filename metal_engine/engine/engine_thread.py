@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from metal_engine.engine.core import EngineCore
-from metal_engine.request import RequestOutput, SamplingParams
+from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ class _Add:
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    options: RequestOptions | None
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,13 @@ class EngineThread:
         """What ended the thread, if it ended on its own."""
         return self._error
 
-    def submit(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
+    ) -> None:
         """Queue a request; its outputs arrive at ``on_outputs``, an error among them.
 
         Raises:
@@ -80,7 +87,7 @@ class EngineThread:
         with self._lock:
             if self._stopped:
                 raise EngineDeadError(f"the engine has stopped: {self._error or 'it was shut down'}")
-            self._inbox.put(_Add(request_id, prompt_token_ids, params))
+            self._inbox.put(_Add(request_id, prompt_token_ids, params, options))
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; no further output comes for it after that."""
@@ -135,7 +142,9 @@ class EngineThread:
                     engine.abort_request(message.request_id)
                     continue
                 try:
-                    engine.add_request(message.request_id, message.prompt_token_ids, message.params)
+                    engine.add_request(
+                        message.request_id, message.prompt_token_ids, message.params, message.options
+                    )
                 except ValueError as error:
                     outputs.append(RequestOutput(message.request_id, finish_reason="error", error=str(error)))
                     break

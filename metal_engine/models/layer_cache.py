@@ -125,14 +125,9 @@ class LayerCache(AttendingCache):
         return AttentionMask(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write this step's K and V, [N, num_kv_heads, 1, head_dim], to their slots.
-
-        The scatter is in place when nothing else holds the old array, which MLX sees when the step runs.
-        """
-        assert self._step.metadata is not None
-        slots = self._step.metadata.slot_mapping
-        self.keys[slots] = keys[:, :, 0].astype(self.keys.dtype)
-        self.values[slots] = values[:, :, 0].astype(self.values.dtype)
+        """Write this step's K and V, [N, num_kv_heads, 1, head_dim], to their slots."""
+        self._write("keys", keys[:, :, 0])
+        self._write("values", values[:, :, 0])
         self.num_writes += 1
         return OwnedKeys(keys, self), values
 
@@ -141,6 +136,27 @@ class LayerCache(AttendingCache):
         shape = (self.offset.size, self.keys.shape[1], 1, self.keys.shape[2])
         keys = mx.zeros(shape, self.keys.dtype)
         return OwnedKeys(keys, self), keys
+
+    def _write(self, name: str, rows: mx.array) -> None:
+        """Write [N, num_kv_heads, D] to the array of that name, whole blocks by block where they are told apart.
+
+        A scatter is in place when nothing else holds the old array, which MLX sees when the step runs. So the
+        attribute is cleared first: the old array has one owner at a time.
+        """
+        assert self._step.metadata is not None
+        slots, by_block = self._step.metadata.slot_mapping, self._step.metadata.block_writes
+        array = getattr(self, name)
+        setattr(self, name, None)
+        rows = rows.astype(array.dtype)
+        if by_block is None:
+            array[slots] = rows
+        else:
+            array = self._blocks(array)
+            array[by_block.block_ids] = self._blocks(rows[by_block.rows])
+            array = array.reshape(-1, *rows.shape[1:])
+            if by_block.other_rows.size:
+                array[by_block.other_slots] = rows[by_block.other_rows]
+        setattr(self, name, array)
 
     def attend(
         self,

@@ -191,6 +191,7 @@ def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
     flat = cast(list[tuple[str, mx.array]], tree_flatten(loaded.model.parameters()))
     parameters = [array for _, array in flat]
     dtypes = {array.dtype for array in parameters if mx.issubdtype(array.dtype, mx.floating)}
+    num_heads = text_config.get("num_attention_heads") or 1
     return ModelInfo(
         name=loaded.name,
         model_type=config["model_type"],
@@ -203,5 +204,7 @@ def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
         max_position_embeddings=next(
             (n for key in _CONTEXT if (n := text_config.get(key))), _DEFAULT_CONTEXT
         ),
+        num_heads=num_heads,
+        head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,
         default_sampling=loaded.default_sampling,
     )

@@ -77,6 +77,16 @@ class PackedBatch:
             raise ValueError("bad batch: sampled_rows are not distinct rows")
 
 
+def whole_block_rows(batch: PackedBatch, block_size: int) -> np.ndarray:
+    """The packed rows that fill whole blocks, [W, block_size] int32: one row of the result a block."""
+    query_lens = np.diff(batch.cu_seqlens_q)
+    rows_left = np.repeat(batch.cu_seqlens_q[1:], query_lens) - np.arange(
+        len(batch.positions)
+    )  # of its request
+    starts = np.flatnonzero((batch.positions % block_size == 0) & (rows_left >= block_size))
+    return (starts[:, None] + np.arange(block_size)).astype(np.int32)
+
+
 class RequestTable:
     """What the runner holds of each request: tokens, block table, sampling parameters. One row a request.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import AttentionBackend, AttentionMetadata
+from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, BlockWrites
 from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.runner.batch import RequestTable
+from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
 from metal_engine.runner.sampler import sample
 from metal_engine.step import ModelOutput, SchedulerOutput
 
@@ -29,6 +29,7 @@ class ModelRunner:
         self._model = model
         self._backend = backend
         self._cache_config = cache_config
+        self._writes_blocks = scheduler_config.page_aligned_scheduling
         self._table = RequestTable(
             scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size
         )
@@ -56,6 +57,7 @@ class ModelRunner:
             block_table=batch.block_table,
             slot_mapping=mx.array(batch.slot_mapping),
             block_size=block_size,
+            block_writes=_block_writes(batch, block_size) if self._writes_blocks else None,
         )
         logits = self._model(
             mx.array(batch.input_ids),
@@ -74,6 +76,19 @@ class ModelRunner:
         """Free the KV cache and end this thread's streams: MLX must not find them open when the thread has gone."""
         self._model.release()
         mx.clear_streams()
+
+
+def _block_writes(batch: PackedBatch, block_size: int) -> BlockWrites | None:
+    rows = whole_block_rows(batch, block_size)
+    if len(rows) == 0:
+        return None
+    others = np.setdiff1d(np.arange(len(batch.slot_mapping), dtype=np.int32), rows)
+    return BlockWrites(
+        rows=mx.array(rows.ravel()),
+        block_ids=mx.array(batch.slot_mapping[rows[:, 0]] // block_size),
+        other_rows=mx.array(others),
+        other_slots=mx.array(batch.slot_mapping[others]),
+    )
 
 
 class PendingStep:

@@ -1,18 +1,19 @@
-"""The KV cache's blocks: which are free, which request holds which, in constant time per block.
+"""The KV cache's blocks: which are free, which request holds which, what they hold; constant time per block.
 
 Pure bookkeeping over block ids; the memory itself belongs to the runner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 class Block:
     """One block of the KV cache.
 
-    ``ref_cnt`` counts the block tables it stands in. ``block_hash`` identifies the contents of a full block
-    (None while unknown). The two links are the free queue's.
+    ``ref_cnt`` counts the block tables it stands in. ``block_hash`` is the key under which the prefix cache
+    knows its contents, None if it does not; it outlives the last reference, until the block is reused. The two
+    links are the free queue's.
     """
 
     __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
@@ -29,7 +30,7 @@ class Block:
 
 
 class FreeBlockQueue:
-    """Unreferenced blocks, least recently freed first: a doubly linked list through the blocks themselves.
+    """Unreferenced blocks, the next to be reused first: a doubly linked list through the blocks themselves.
 
     Every operation is O(1), removal from the middle included (a cached block that is used again).
     """
@@ -51,6 +52,15 @@ class FreeBlockQueue:
         block.prev_free = last
         block.next_free = self._tail
         self._tail.prev_free = block
+        self.num_free_blocks += 1
+
+    def prepend(self, block: Block) -> None:
+        first = self._head.next_free
+        assert first is not None and block.next_free is None, f"{block} is in the free queue already"
+        first.prev_free = block
+        block.next_free = first
+        block.prev_free = self._head
+        self._head.next_free = block
         self.num_free_blocks += 1
 
     def remove(self, block: Block) -> None:
@@ -76,7 +86,10 @@ class FreeBlockQueue:
 
 
 class BlockManager:
-    """Block tables of all running requests over one pool.
+    """Block tables of all running requests over one pool, and the cache of prefixes in the same blocks.
+
+    A full block is known by its hash from :meth:`register` on. Tables may share it; when the last one lets it
+    go it waits in the free queue, contents and all, and is found there until it is reused for something else.
 
     Args:
         num_blocks: blocks in the pool.
@@ -89,6 +102,7 @@ class BlockManager:
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._free = FreeBlockQueue(self._blocks)
         self._tables: dict[str, list[Block]] = {}
+        self._cached: dict[bytes, Block] = {}
         self.peak_used_blocks = 0
 
     @property
@@ -112,34 +126,95 @@ class BlockManager:
         """The request's block table: logical -> physical."""
         return [block.block_id for block in self._tables.get(request_id, ())]
 
-    def allocate(self, request_id: str, num_tokens: int, *, reserve: int = 0) -> list[int] | None:
+    def allocate(
+        self, request_id: str, num_tokens: int, *, reserve: int = 0, cached: Sequence[Block] = ()
+    ) -> list[int] | None:
         """Extend the request's table so that it holds ``num_tokens`` tokens.
 
-        Returns the ids of the blocks added, or None, with nothing changed, if fewer than that plus
-        ``reserve`` blocks are free.
+        Args:
+            reserve: blocks that must stay free beyond that.
+            cached: from :meth:`find_cached`; a new table begins with them.
+
+        Returns:
+            The ids of the blocks added, or None, with nothing changed, if there are too few.
         """
         table = self._tables.get(request_id)
-        num_new = self.blocks_for(num_tokens) - (len(table) if table is not None else 0)
-        if num_new <= 0:
+        assert table is None or not cached, f"{request_id} has blocks already"
+        num_new = self.blocks_for(num_tokens) - (len(table) if table is not None else len(cached))
+        if num_new <= 0 and not cached:
             return []
-        if num_new + reserve > self._free.num_free_blocks:
+        num_taken = num_new + sum(block.ref_cnt == 0 for block in cached)
+        if num_taken + reserve > self._free.num_free_blocks:
             return None
+        for block in cached:
+            if block.ref_cnt == 0:
+                self._free.remove(block)
+            block.ref_cnt += 1
+        new_blocks = [*cached, *(self._take() for _ in range(num_new))]
         if table is None:
             table = self._tables[request_id] = []
-        new_blocks = [self._free.popleft() for _ in range(num_new)]
-        for block in new_blocks:
-            block.ref_cnt = 1
-            block.block_hash = None
         table += new_blocks
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
         return [block.block_id for block in new_blocks]
 
+    def _take(self) -> Block:
+        """The next block to reuse; what it held is forgotten."""
+        block = self._free.popleft()
+        self._forget(block)
+        block.ref_cnt = 1
+        return block
+
     def free(self, request_id: str) -> None:
-        """Give the request's blocks back, its last block first, so that tails are reused before heads."""
+        """Give the request's blocks back, its last block first, so that tails are reused before heads.
+
+        Those that hold no cached prefix are reused before all others.
+        """
         for block in reversed(self._tables.pop(request_id, ())):
             block.ref_cnt -= 1
-            if block.ref_cnt == 0:
+            if block.ref_cnt:
+                continue
+            if self._cached and block.block_hash is None:
+                self._free.prepend(block)
+            else:
                 self._free.append(block)
+
+    # --- cached prefixes ------------------------------------------------------------------------------------
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._cached)
+
+    def find_cached(self, block_hashes: Sequence[bytes], max_blocks: int) -> list[Block]:
+        """The longest run of cached blocks that a chain of hashes begins with, ``max_blocks`` at most."""
+        found: list[Block] = []
+        for block_hash in block_hashes[:max_blocks]:
+            block = self._cached.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def register(self, request_id: str, block_hashes: Sequence[bytes], start: int, stop: int) -> None:
+        """Make blocks ``start`` to ``stop`` of the request's table, which are full, known by their hashes.
+
+        Where the same contents are cached already, the request's own copy stays unknown.
+        """
+        table = self._tables[request_id]
+        for index in range(start, stop):
+            block, block_hash = table[index], block_hashes[index]
+            if block.block_hash is None and block_hash not in self._cached:
+                block.block_hash = block_hash
+                self._cached[block_hash] = block
+
+    def forget_cached(self) -> None:
+        """Forget all cached prefixes; block tables stay as they are."""
+        for block in list(self._cached.values()):
+            self._forget(block)
+
+    def _forget(self, block: Block) -> None:
+        if block.block_hash is not None:
+            del self._cached[block.block_hash]
+            block.block_hash = None
 
     def check_integrity(self) -> None:
         """Assert every invariant; O(num_blocks), for tests and debugging."""
@@ -155,3 +230,5 @@ class BlockManager:
         for block, count in zip(self._blocks, references, strict=True):
             assert block.ref_cnt == count, f"{block} stands in {count} tables"
             assert (count == 0) == (block.block_id in free_set), f"{block} is free and used, or neither"
+        cached = {block.block_id: block.block_hash for block in self._blocks if block.block_hash is not None}
+        assert cached == {block.block_id: block_hash for block_hash, block in self._cached.items()}

@@ -1,18 +1,175 @@
-"""Every limit on one request's share of a step; the running and the waiting loop both call it."""
+"""Every limit on one request's share of a step; the running and the waiting loop both come here.
+
+Token budget, partial-prefill share, long-prompt limit, ``max_model_len``, block alignment and the cap on attention
+work meet in :class:`PrefillShares`. A decode's share is one token, so :func:`num_remaining` is all it needs.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
 
 from metal_engine.config import SchedulerConfig
 from metal_engine.request import Request
 
 
-def num_new_tokens(request: Request, token_budget: int, config: SchedulerConfig) -> int:
-    """How many tokens ``request`` may compute in this step; 0 if it has none to compute.
+@dataclass(slots=True)
+class StepBudget:
+    """What a step has left to hand out.
+
+    Attributes:
+        tokens: query rows.
+        attention_work: pairs of a query row and a key it sees; decodes may take it below 0.
+    """
+
+    tokens: int
+    attention_work: int
+
+
+def num_remaining(request: Request, config: SchedulerConfig) -> int:
+    """Tokens ``request`` could compute now; 0 if steps under way will finish it."""
+    num_known = len(request.token_ids) + request.num_output_placeholders
+    if num_known - request.num_prompt_tokens >= request.max_tokens:
+        return 0
+    return min(num_known, config.max_model_len) - request.num_computed_tokens
+
+
+def is_long(num_remaining_tokens: int, config: SchedulerConfig) -> bool:
+    """Whether a prompt with so many tokens to go counts as long."""
+    return num_remaining_tokens > config.long_prefill_token_threshold
+
+
+def attention_work(context_len: int, num_rows: int) -> int:
+    """Keys that ``num_rows`` rows after ``context_len`` tokens see, all together."""
+    return num_rows * context_len + num_rows * (num_rows + 1) // 2
+
+
+def rows_for_work(context_len: int, work: int) -> int:
+    """The most rows after ``context_len`` tokens whose :func:`attention_work` is within ``work``."""
+    if work <= 0:
+        return 0
+    b = 2 * context_len + 1
+    return (isqrt(b * b + 8 * work) - b) // 2
+
+
+class PrefillShares:
+    """A step's budget for prefills, as decodes left it, shared out.
+
+    First every request taken in gets the smallest share: a block, or what is left of its prompt if that is less.
+    Then :meth:`spread` deals out the rest evenly; what one cannot use goes to the others.
 
     Args:
-        token_budget: tokens this step has left.
+        step: what decodes left; reduced by what is given here.
+        prefills: running requests with more than one token to go. They are taken in here, those that have waited
+            longest for a share first, as far as the budget serves one block each: that is the rotation.
+
+    Attributes:
+        shares: tokens for each request taken in, in the order of their turns.
+        num_partial: requests whose prompt will not be complete after this step.
+        num_long: requests that came into the step with more than the long threshold to go.
     """
-    if request.num_output_tokens + request.num_output_placeholders >= request.max_tokens:
-        return 0  # steps under way will finish it
-    remaining = request.num_tokens_with_placeholders - request.num_computed_tokens
-    return min(remaining, token_budget, config.max_model_len - request.num_computed_tokens)
+
+    def __init__(
+        self, step: StepBudget, prefills: list[Request], config: SchedulerConfig, block_size: int
+    ) -> None:
+        self.step = step
+        self.shares: dict[Request, int] = {}
+        self._config = config
+        self._block_size = block_size
+        # Shares of chunks that are not the last are multiples of this; so is what every chunk is charged.
+        self._unit = block_size if config.page_aligned_scheduling else 1
+        self._hungry: list[Request] = []
+        self._left_out: list[Request] = []
+        self.num_long = 0
+        for request in sorted(prefills, key=lambda r: (r.last_step, r.arrival)):
+            if self.has_room(request.num_computed_tokens, num_remaining(request, config)):
+                self.take(request)
+            else:
+                self._left_out.append(request)
+                self.num_long += is_long(num_remaining(request, config), config)
+
+    @property
+    def num_partial(self) -> int:
+        return len(self._hungry) + len(self._left_out)
+
+    @property
+    def num_in_progress(self) -> int:
+        return len(self.shares) + len(self._left_out)
+
+    @property
+    def in_progress(self) -> list[Request]:
+        """Requests whose prefill is under way, this step's admissions included."""
+        return [*self.shares, *self._left_out]
+
+    def has_room(self, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
+        """Whether a request can have the smallest share. The first one gets whatever there is."""
+        smallest = min(num_remaining_tokens, self._block_size)
+        return self._fits(num_computed_tokens, smallest) or self._is_first
+
+    def has_some_room(self, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
+        """Whether a request can have anything, be it less than the smallest share."""
+        some = min(num_remaining_tokens, self._block_size, self.step.tokens)
+        return (some > 0 and self._fits(num_computed_tokens, some)) or self._is_first
+
+    def has_room_for_all(self, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
+        """Whether the rest of a prompt fits into this step."""
+        return self._fits(num_computed_tokens, num_remaining_tokens)
+
+    @property
+    def _is_first(self) -> bool:
+        return not self.shares and self.step.tokens >= self._unit
+
+    def _fits(self, num_computed_tokens: int, num_tokens: int) -> bool:
+        return (
+            self._charge(num_tokens) <= self.step.tokens
+            and attention_work(num_computed_tokens, num_tokens) <= self.step.attention_work
+        )
+
+    def take(self, request: Request) -> None:
+        """Take a request in, for which :meth:`has_room`, and give it the smallest share."""
+        remaining = num_remaining(request, self._config)
+        self.num_long += is_long(remaining, self._config)
+        self.shares[request] = 0
+        self._give(request, min(remaining, self._block_size, self.step.tokens))
+        if self.shares[request] < remaining:
+            self._hungry.append(request)
+
+    def spread(self) -> None:
+        """Deal out what is left of the budget, evenly among those that can still use some."""
+        self._hungry.sort(key=self._missing)  # those that need least first: what they leave is for the others
+        served = self._hungry
+        while served and self.step.tokens:
+            in_turn, served = served, []
+            for i, request in enumerate(in_turn):
+                extra = self._extra(request, len(in_turn) - i)
+                if extra:
+                    self._give(request, extra)
+                    served.append(request)
+            served = [request for request in served if self._missing(request)]
+        self._hungry = [request for request in self._hungry if self._missing(request)]
+
+    def _missing(self, request: Request) -> int:
+        return num_remaining(request, self._config) - self.shares[request]
+
+    def _extra(self, request: Request, num_parts: int) -> int:
+        """What ``request`` can use of one of ``num_parts`` equal parts of the budget."""
+        missing = self._missing(request)
+        context_len = request.num_computed_tokens + self.shares[request]
+        extra = min(
+            missing,
+            self._aligned(self.step.tokens // num_parts),
+            rows_for_work(context_len, self.step.attention_work // num_parts),
+        )
+        return extra if extra == missing else self._aligned(extra)
+
+    def _give(self, request: Request, num_tokens: int) -> None:
+        context_len = request.num_computed_tokens + self.shares[request]
+        self.step.attention_work -= attention_work(context_len, num_tokens)
+        self.step.tokens -= self._charge(num_tokens)
+        self.shares[request] += num_tokens
+
+    def _aligned(self, num_tokens: int) -> int:
+        return num_tokens - num_tokens % self._unit
+
+    def _charge(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._unit) * self._unit

@@ -1,24 +1,28 @@
 """Who gets how many tokens in the next step.
 
-There is no prefill phase and no decode phase: a step hands out tokens to running requests, oldest first, then
-admits waiting ones, until the token budget is used up. A decode is a request whose share is one token; fresh
-prefills, continuation chunks and decodes share every step.
+There is no prefill phase and no decode phase: a step hands out tokens, first to requests with one token to go,
+then to those with more, running or waiting, until the budget is used up. Fresh prefills, continuation chunks and
+decodes share every step. docs/scheduling.md explains the rules; the limits on a share are in ``limits.py``.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.request import Request, RequestStatus
-from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.limits import num_new_tokens
+from metal_engine.scheduling.block_manager import Block, BlockManager
+from metal_engine.scheduling.limits import PrefillShares, StepBudget, is_long, num_remaining
+from metal_engine.scheduling.prefix_cache import PrefixCache
+from metal_engine.scheduling.waiting_queue import WaitingQueue
 from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput, TokenOutput
 
 # Share of the pool left free when a request is admitted beside others, so that their next tokens do not
 # preempt it at once.
 WATERMARK = 0.01
+
+# Waiting requests that one admission looks past, at most: the others' turn is the next step.
+_MAX_PASSED_OVER_PER_STEP = 32
 
 
 @dataclass(frozen=True)
@@ -33,21 +37,43 @@ class SchedulerStats:
     peak_used_blocks: int
 
 
+@dataclass(slots=True)
+class _Admission:
+    """A waiting request and what of it is cached now."""
+
+    request: Request
+    cached: list[Block]
+    block_size: int
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return len(self.cached) * self.block_size
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        return self.request.num_tokens - self.num_cached_tokens
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Tokens that need not be computed, and tokens that must be."""
+        return self.num_cached_tokens, self.num_remaining_tokens
+
+
 class Scheduler:
-    """First come, first served, over one token budget and one pool of blocks.
+    """In order of priority and arrival, over one token budget and one pool of blocks.
 
     A request is admitted when blocks for all its tokens are free; it then grows block by block. When the pool
-    runs out, the latest arrival is preempted: it loses its blocks, returns to the front of the waiting queue
-    and is recomputed later. The oldest request therefore always advances, and nothing starves.
+    runs out, the last running request in order is preempted: it loses its blocks, returns to its place among the
+    waiting and is recomputed later. The first in order therefore always advances.
     """
 
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
         self.config = config
         self.blocks = BlockManager(cache_config.num_blocks, cache_config.block_size)
+        self.prefix_cache = PrefixCache(self.blocks, cache_config)
         self.requests: dict[str, Request] = {}
-        # Both in order of arrival; a preempted request goes back to the front of `waiting`.
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
-        self.running: dict[str, Request] = {}
+        self.waiting = WaitingQueue()
+        self.running: dict[str, Request] = {}  # in order
         self.num_preemptions = 0
         self._num_arrivals = 0
         self._num_steps = 0
@@ -55,6 +81,8 @@ class Scheduler:
         # What the runner holds, and what it must forget before the next step.
         self._held_by_runner: set[str] = set()
         self._dropped: list[str] = []
+        # Running requests with full blocks that the prefix cache does not know yet.
+        self._filled: list[Request] = []
 
     # --- requests come and go -------------------------------------------------------------------------------
 
@@ -83,8 +111,10 @@ class Scheduler:
         self.check_fits(request.num_prompt_tokens, request.max_tokens)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
+        priority = request.options.priority if self.config.scheduling_policy == "priority" else 0
+        request.sort_key = (priority, request.arrival)
         self.requests[request.request_id] = request
-        self.waiting[request.request_id] = request
+        self._enqueue(request)
 
     def finish_request(self, request_id: str, status: RequestStatus) -> None:
         """End a request in any state and free its blocks; unknown ids (finished already) are ignored."""
@@ -92,9 +122,9 @@ class Scheduler:
         if request is None:
             return
         request.status = status
-        self.waiting.pop(request_id, None)
+        self.waiting.remove(request_id)
         self.running.pop(request_id, None)
-        self._release(request_id)
+        self._release(request)
 
     @property
     def has_requests(self) -> bool:
@@ -120,79 +150,146 @@ class Scheduler:
         """
         plan = SchedulerOutput(step_id=self._num_steps)
         self._num_steps += 1
+        budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work)
         num_preemptions = self.num_preemptions
-        token_budget = self._schedule_running(plan, self.config.max_num_batched_tokens)
-        if self.num_preemptions == num_preemptions:  # else the pool is full: admitting would preempt again
-            self._schedule_waiting(plan, token_budget)
+        partial = self._schedule_decodes(plan, budget)
+        prefills = PrefillShares(budget, partial, self.config, self.blocks.block_size)
+        pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
+        if not pool_is_full:
+            self._fill_slots(plan, prefills)
+        prefills.spread()
+        if not pool_is_full:
+            self._use_up(plan, prefills)
+        for request, share in prefills.shares.items():
+            self._add_to_plan(plan, request, share)
+        self._publish_prefixes(prefills)
         if plan.num_scheduled_tokens:  # an empty plan is not executed, so it must not carry the drops off
             plan.dropped_req_ids, self._dropped = self._dropped, []
         return plan
 
-    def _schedule_running(self, plan: SchedulerOutput, token_budget: int) -> int:
-        """Give running requests their share, oldest first; returns what is left of the budget."""
+    def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:
+        """Give running requests their next token, in order; returns those with more than one token to go."""
+        prefills = []
         for request in list(self.running.values()):
-            if token_budget == 0:
+            if budget.tokens == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
-                continue  # preempted for an older one, earlier in this loop
-            share = num_new_tokens(request, token_budget, self.config)
-            if share == 0:
-                continue
-            new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + share)
-            if new_block_ids is None:
-                break  # the request was the latest arrival and preempted itself
-            if new_block_ids:
-                plan.new_block_ids[request.request_id] = new_block_ids
-            self._add_to_plan(plan, request, share)
-            token_budget -= share
-        return token_budget
+                continue  # preempted for an earlier one in this loop
+            remaining = num_remaining(request, self.config)
+            if remaining > 1:
+                prefills.append(request)
+            elif remaining == 1:
+                new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + 1)
+                if new_block_ids is None:
+                    break  # the request was the last in order and preempted itself
+                if new_block_ids:
+                    plan.new_block_ids[request.request_id] = new_block_ids
+                self._add_to_plan(plan, request, 1)
+                budget.tokens -= 1
+                budget.attention_work -= request.num_computed_tokens
+        return [request for request in prefills if request.status is RequestStatus.RUNNING]
 
-    def _schedule_waiting(self, plan: SchedulerOutput, token_budget: int) -> None:
-        """Admit waiting requests in order while the budget, the pool and ``max_num_seqs`` allow."""
-        while self.waiting and token_budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = next(iter(self.waiting.values()))
-            if request.num_output_placeholders:
-                break  # preempted while a step was under way: its token must land first
-            share = num_new_tokens(request, token_budget, self.config)
-            reserve = self._watermark_blocks if self.running else 0
-            if self.blocks.allocate(request.request_id, request.num_tokens, reserve=reserve) is None:
+    def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillShares) -> None:
+        """Admit waiting requests to the slots for partial prefills that are free, while each gets a block."""
+        for _ in range(self.config.max_num_partial_prefills - prefills.num_in_progress):
+            admission = self._next_waiting(prefills)
+            if admission is None or not prefills.has_room(*admission.extent):
                 break
-            del self.waiting[request.request_id]
-            self.running[request.request_id] = request
-            request.status = RequestStatus.RUNNING
-            self._held_by_runner.add(request.request_id)
-            plan.new_requests.append(
-                NewRequestData(
-                    request_id=request.request_id,
-                    token_ids=list(request.token_ids),
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    num_computed_tokens=request.num_computed_tokens,
-                    block_ids=self.blocks.block_ids(request.request_id),
-                    sampling_params=request.sampling_params,
-                )
+            if not self._admit(plan, admission):
+                break
+            prefills.take(admission.request)
+
+    def _use_up(self, plan: SchedulerOutput, prefills: PrefillShares) -> None:
+        """Admit further requests to the budget that the slots left: whole prompts, or to slots free by now."""
+        while (admission := self._next_waiting(prefills)) is not None:
+            has_slot = prefills.num_partial < self.config.max_num_partial_prefills
+            has_room = prefills.has_some_room if has_slot else prefills.has_room_for_all
+            if not has_room(*admission.extent) or not self._admit(plan, admission):
+                break
+            prefills.take(admission.request)
+            prefills.spread()
+
+    def _next_waiting(self, prefills: PrefillShares) -> _Admission | None:
+        """The next request to admit, or None.
+
+        Long prompts are passed over while as many as may be are in progress, and so are requests that would
+        compute what a running prefill is about to.
+        """
+        if prefills.step.tokens <= 0 or len(self.running) >= self.config.max_num_seqs:
+            return None
+        may_be_long = prefills.num_long < self.config.max_long_partial_prefills
+        for _ in range(_MAX_PASSED_OVER_PER_STEP):
+            request = self.waiting.head(include_long=may_be_long)
+            if request is None or request.num_output_placeholders:
+                return None  # the latter: preempted while a step was under way, its token must land first
+            admission = _Admission(request, self.prefix_cache.find(request), self.blocks.block_size)
+            if not may_be_long and is_long(admission.num_remaining_tokens, self.config):
+                self.waiting.push(request, is_long=True)  # what was cached when it came is so no longer
+            elif owner := self.prefix_cache.find_owner(
+                request, admission.num_cached_tokens, prefills.in_progress
+            ):
+                self.waiting.park(request, *owner)
+            else:
+                return admission
+        return None
+
+    def _admit(self, plan: SchedulerOutput, admission: _Admission) -> bool:
+        """Start running a request, if there are blocks for all its tokens."""
+        request = admission.request
+        reserve = self._watermark_blocks if self.running else 0
+        block_ids = self.blocks.allocate(
+            request.request_id, request.num_tokens, reserve=reserve, cached=admission.cached
+        )
+        if block_ids is None:
+            return False
+        self.waiting.remove(request.request_id)
+        self._append_running(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = admission.num_cached_tokens
+        request.num_registered_blocks = len(admission.cached)
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = admission.num_cached_tokens
+        self._held_by_runner.add(request.request_id)
+        plan.new_requests.append(
+            NewRequestData(
+                request_id=request.request_id,
+                token_ids=list(request.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=request.num_computed_tokens,
+                block_ids=block_ids,
+                sampling_params=request.sampling_params,
             )
-            self._add_to_plan(plan, request, share)
-            token_budget -= share
+        )
+        return True
+
+    def _append_running(self, request: Request) -> None:
+        last = next(reversed(self.running.values()), None)
+        self.running[request.request_id] = request
+        if last is not None and request.sort_key < last.sort_key:  # others were admitted past it
+            self.running = dict(sorted(self.running.items(), key=lambda item: item[1].sort_key))
 
     def _add_to_plan(self, plan: SchedulerOutput, request: Request, share: int) -> None:
         plan.num_scheduled_tokens[request.request_id] = share
         request.num_computed_tokens += share
-        if request.num_computed_tokens == request.num_tokens_with_placeholders:
+        request.last_step = plan.step_id
+        if request.num_computed_tokens == len(request.token_ids) + request.num_output_placeholders:
             plan.sampled_req_ids.append(request.request_id)
             request.num_output_placeholders += 1
+        if request.num_computed_tokens >= (request.num_registered_blocks + 1) * self.blocks.block_size:
+            self._filled.append(request)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Blocks for ``num_tokens`` tokens, preempting the latest arrivals for them if need be.
+        """Blocks for ``num_tokens`` tokens, preempting the last requests in order for them if need be.
 
-        Returns None if ``request`` itself was the latest.
+        Returns None if ``request`` itself was the last.
         """
         while True:
             new_block_ids = self.blocks.allocate(request.request_id, num_tokens)
             if new_block_ids is not None:
                 return new_block_ids
-            latest = next(reversed(self.running.values()))
-            self._preempt(latest)
-            if latest is request:
+            last = next(reversed(self.running.values()))
+            self._preempt(last)
+            if last is request:
                 return None
 
     def _preempt(self, request: Request) -> None:
@@ -201,20 +298,35 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._release(request.request_id)
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
+        self._release(request)
+        self._enqueue(request)
 
     def preempt_all(self) -> None:
         """Have every running request computed again from its start, in the same order: their KV is gone."""
         for request in reversed(list(self.running.values())):
             self._preempt(request)
 
-    def _release(self, request_id: str) -> None:
-        self.blocks.free(request_id)
-        if request_id in self._held_by_runner:
-            self._held_by_runner.remove(request_id)
-            self._dropped.append(request_id)
+    def _release(self, request: Request) -> None:
+        self.blocks.free(request.request_id)
+        request.num_registered_blocks = 0
+        self.waiting.unpark(request.request_id)
+        if request.request_id in self._held_by_runner:
+            self._held_by_runner.remove(request.request_id)
+            self._dropped.append(request.request_id)
+
+    def _enqueue(self, request: Request) -> None:
+        num_cached_tokens = len(self.prefix_cache.find(request)) * self.blocks.block_size
+        self.waiting.push(request, is_long=is_long(request.num_tokens - num_cached_tokens, self.config))
+
+    def _publish_prefixes(self, prefills: PrefillShares) -> None:
+        """Let later steps share the blocks that this one fills, and those who waited for them go on."""
+        for request in self._filled:
+            self.prefix_cache.publish(request)
+        self._filled.clear()
+        for request in prefills.shares:
+            self.waiting.unpark(request.request_id, request.num_computed_tokens)
+
+    # --- results --------------------------------------------------------------------------------------------
 
     def update(self, plan: SchedulerOutput, model_output: ModelOutput) -> list[TokenOutput]:
         """Take in what a step sampled; finish the requests that are done and free their blocks."""
@@ -226,7 +338,9 @@ class Scheduler:
             request.num_output_placeholders -= 1
             request.token_ids.append(token_id)
             status = _finish_status(request, token_id)
-            output = TokenOutput(request_id, [token_id])
+            if request.num_computed_tokens == request.num_tokens and request.status is RequestStatus.RUNNING:
+                self.prefix_cache.publish(request)  # its last block was computed before this token was known
+            output = TokenOutput(request_id, [token_id], request.num_cached_tokens)
             if status is not None:
                 output.finish_reason = status.finish_reason
                 if status is RequestStatus.FINISHED_STOPPED and token_id not in request.eos_token_ids:
@@ -240,21 +354,29 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert every invariant between steps; for tests and debugging."""
         self.blocks.check_integrity()
-        assert not self.waiting.keys() & self.running.keys()
-        assert self.waiting.keys() | self.running.keys() == self.requests.keys()
+        self.waiting.check_integrity(set(self.running))
+        waiting = {request.request_id for request in self.waiting}
+        assert not waiting & self.running.keys()
+        assert waiting | self.running.keys() == self.requests.keys()
         assert len(self.running) <= self.config.max_num_seqs
-        for queue in (self.waiting, self.running):
-            arrivals = [request.arrival for request in queue.values()]
-            assert arrivals == sorted(arrivals), f"out of order of arrival: {arrivals}"
-        num_held = {request_id: len(self.blocks.block_ids(request_id)) for request_id in self.requests}
-        for request in self.waiting.values():
-            assert request.num_computed_tokens == 0
-        held = {request_id for request_id, num_blocks in num_held.items() if num_blocks}
-        assert self.blocks.num_used_blocks == sum(num_held.values())
+        order = [request.sort_key for request in self.running.values()]
+        assert order == sorted(order), f"running out of order: {order}"
+        for request in self.waiting:
+            assert not self.blocks.block_ids(request.request_id)
+            assert request.num_computed_tokens == 0 and request.num_registered_blocks == 0
+        held = {request_id for request_id in self.requests if self.blocks.block_ids(request_id)}
+        used = {block_id for request_id in held for block_id in self.blocks.block_ids(request_id)}
+        assert self.blocks.num_used_blocks == len(used)
         assert held == self.running.keys() == self._held_by_runner
-        for request_id, request in self.running.items():
-            assert num_held[request_id] >= self.blocks.blocks_for(request.num_computed_tokens)
+        for request in self.running.values():
+            num_blocks = len(self.blocks.block_ids(request.request_id))
+            assert num_blocks >= self.blocks.blocks_for(request.num_computed_tokens)
             assert 0 < request.num_computed_tokens <= request.num_tokens_with_placeholders
+            assert request.num_registered_blocks * self.blocks.block_size <= request.num_computed_tokens
+        partial = [r for r in self.running.values() if num_remaining(r, self.config) > 1]
+        assert len(partial) <= self.config.max_num_partial_prefills
+        num_long = sum(is_long(num_remaining(r, self.config), self.config) for r in partial)
+        assert num_long <= self.config.max_long_partial_prefills
 
 
 def _finish_status(request: Request, token_id: int) -> RequestStatus | None:

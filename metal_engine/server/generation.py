@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput, SamplingParams
+from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.lifecycle import SHUTTING_DOWN
 from metal_engine.server.parameters import ParameterPolicy
@@ -75,10 +75,12 @@ class Generation:
         model: str,
         prompts: list[list[int]],
         params: SamplingParams,
+        options: RequestOptions,
     ) -> None:
         self._engine = engine
         self._prompts = prompts
         self._params = params
+        self._options = options
         self.request_id = request_id
         self.model = model
         self.created = int(time.time())
@@ -92,7 +94,7 @@ class Generation:
             EngineDeadError: the engine has ended.
         """
         streams = [
-            self._engine.generate(f"{self.request_id}-{i}", prompt, self._params)
+            self._engine.generate(f"{self.request_id}-{i}", prompt, self._params, self._options)
             for i, prompt in enumerate(self._prompts)
         ]
         async with aclosing(_merge(streams)) as batches:
@@ -185,6 +187,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         model=served.names[0],
         prompts=prompts,
         params=params,
+        options=RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or ""),
     )
 
 

@@ -45,6 +45,8 @@ class GenerationBody(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
     user: str | None = None
 
     @property

@@ -1,0 +1,30 @@
+"""Which attention backend a setting means on this machine."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from metal_engine.attention.backend import AttentionBackend
+from metal_engine.attention.metal import BLOCK_SIZES, MetalBackend
+from metal_engine.attention.mlx_ops import MlxOpsBackend
+from metal_engine.config import ConfigError
+
+
+def choose_backend(setting: str, block_size: int) -> AttentionBackend:
+    """``auto`` is the kernel where there is Metal. It never falls back by itself: a shape that the kernel does not
+    do is an error at load, and the portable backend is for who asks for it.
+
+    Raises:
+        ConfigError: there is no Metal here, or the kernel does not do such blocks.
+    """
+    has_metal = mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
+    if setting == "mlx" or (setting == "auto" and not has_metal):
+        return MlxOpsBackend()
+    if not has_metal:
+        raise ConfigError("--attention-backend metal needs Apple's Metal, and there is none here; use mlx")
+    if block_size not in BLOCK_SIZES:
+        raise ConfigError(
+            f"--block-size {block_size} does not go with the metal attention backend: choose one of "
+            f"{', '.join(map(str, BLOCK_SIZES))}, or --attention-backend mlx"
+        )
+    return MetalBackend()

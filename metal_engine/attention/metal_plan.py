@@ -1,0 +1,84 @@
+"""Cuts a step into the kernel's work items: pure NumPy, done once per step.
+
+A mixed batch, 2 query heads per KV head, tiles of 8 rows (4 tokens); the last column is the item's keys::
+
+    request 0  fresh, 6 tokens     [t0 t1 t2 t3]                  keys 0 .. 3
+                                   [t4 t5]                        keys 0 .. 5
+    request 1  chunk of 3, at 9    [t6 t7 t8]                     keys 0 .. 11
+    request 2  decode, at 5,000    [t9]                           keys 0 .. 2,499      split, merged afterwards
+                                   [t9]                           keys 2,500 .. 5,000
+
+Every item is run once per KV head. A decode is an item with one token, alone or in company.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from metal_engine.attention.backend import AttentionMetadata
+
+# Fields of an item in the kernel's table (paged_attention.metal): first packed row, tokens, position of the first,
+# first key, end of the keys, request, first partial row or -1. ITEM_FIELDS reaches the kernel as a template argument.
+ITEM_FIELDS = 7
+TILE_ROWS = 64  # rows (token, query head) of a tile: 8 SIMD groups of 8 rows
+MIN_SPLIT_KEYS = 512  # a split shorter than this costs more to merge than it saves
+
+
+@dataclass(frozen=True)
+class Items:
+    """The work of a step for layers of one kind."""
+
+    table: np.ndarray  # [num_items, ITEM_FIELDS] int32
+    rows: np.ndarray  # [N, 3] int32: first partial row, splits, partial rows between splits; for the merge
+    num_partial_rows: int
+
+    @property
+    def is_split(self) -> bool:
+        return self.num_partial_rows > 0
+
+
+def plan_items(
+    metadata: AttentionMetadata,
+    *,
+    group: int,
+    num_kv_heads: int,
+    window: int | None,
+    target_threadgroups: int,
+    key_step: int,
+) -> Items:
+    """Work items of a step. ``key_step``: splits begin at multiples of it after the range's first key."""
+    tile_tokens = max(1, TILE_ROWS // group)
+    tiles = []  # (first packed row, tokens, first position, first key, end key, request)
+    for request, (start, length, context) in enumerate(
+        zip(metadata.cu_seqlens_q[:-1], metadata.query_lens, metadata.context_lens, strict=True)
+    ):
+        for first in range(0, int(length), tile_tokens):
+            tokens = min(tile_tokens, int(length) - first)
+            position = int(context) + first
+            begin = 0 if window is None else max(0, position - window + 1)
+            tiles.append((int(start) + first, tokens, position, begin, position + tokens, request))
+
+    # Split only where there is too little work for the GPU, and only contexts that are longer than the rest.
+    keys = sum(t[4] - t[3] for t in tiles)
+    chunk = max(MIN_SPLIT_KEYS, -(-keys * num_kv_heads // target_threadgroups))
+    chunk = -(-chunk // key_step) * key_step
+    may_split = len(tiles) * num_kv_heads < target_threadgroups
+
+    table: list[tuple[int, ...]] = []
+    rows = np.zeros((metadata.num_tokens, 3), np.int32)
+    partial = 0
+    for first, tokens, position, begin, end, request in tiles:
+        if not may_split or end - begin < 2 * chunk:
+            table.append((first, tokens, position, begin, end, request, -1))
+            continue
+        starts = range(begin, end, chunk)
+        for token in range(tokens):
+            rows[first + token] = (partial + token * group, len(starts), tokens * group)
+        for start in starts:
+            table.append((first, tokens, position, start, min(start + chunk, end), request, partial))
+            partial += tokens * group
+    # Long items first: the GPU starts threadgroups in order, and a long one at the end would run alone.
+    order = np.argsort([t[3] - t[4] for t in table], kind="stable")
+    return Items(np.array(table, np.int32)[order], rows, partial)

@@ -1,0 +1,90 @@
+"""Shared prefixes: which blocks a request can begin with, and when its own can be shared.
+
+A block's K and V depend on its tokens and on every token before them. So its hash covers its tokens and the hash
+of the block before it; the chain begins with what else K and V depend on (the model) and with the salt that keeps
+tenants apart. SHA-256, because whoever could make two prefixes collide would read someone else's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable
+from hashlib import sha256
+
+from metal_engine.config import CacheConfig
+from metal_engine.request import Request
+from metal_engine.scheduling.block_manager import Block, BlockManager
+
+
+def root_hash(model_fingerprint: str, cache_salt: str) -> bytes:
+    """Where the chains of one model and one salt begin."""
+    salt = cache_salt.encode("utf-8", "surrogatepass")
+    # Hashed apart, so that no salt can pretend to be part of the fingerprint.
+    return sha256(sha256(model_fingerprint.encode()).digest() + sha256(salt).digest()).digest()
+
+
+def extend_block_hashes(request: Request, block_size: int, model_fingerprint: str) -> list[bytes]:
+    """Bring ``request.block_hashes`` up to date with its tokens, hashing only blocks that filled up since."""
+    hashes = request.block_hashes
+    token_ids = request.token_ids
+    parent = hashes[-1] if hashes else root_hash(model_fingerprint, request.options.cache_salt)
+    for end in range((len(hashes) + 1) * block_size, len(token_ids) + 1, block_size):
+        parent = sha256(parent + array("i", token_ids[end - block_size : end]).tobytes()).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def _common_length(a: list[bytes], b: list[bytes]) -> int:
+    """How many hashes two chains have in common: they agree up to a point and differ from there on."""
+    return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[i] != b[i])
+
+
+class PrefixCache:
+    """Finds and publishes shared prefixes in a block manager's pool.
+
+    Full blocks are published when a step has been planned, for the steps after it: steps run in the order they
+    were planned, so a later one finds the blocks written even if it is planned before this one has run. The same
+    step does not share them; that would hang on every backend writing all rows of a layer before it attends.
+    """
+
+    def __init__(self, blocks: BlockManager, config: CacheConfig) -> None:
+        self.is_enabled = config.enable_prefix_caching
+        self._blocks = blocks
+        self._block_size = config.block_size
+        self._model_fingerprint = config.model_fingerprint
+
+    def find(self, request: Request) -> list[Block]:
+        """Cached blocks that a waiting request can begin with. At least one token is left to compute."""
+        if not self.is_enabled or request.needs_prompt_rows:
+            return []
+        hashes = extend_block_hashes(request, self._block_size, self._model_fingerprint)
+        return self._blocks.find_cached(hashes, (request.num_tokens - 1) // self._block_size)
+
+    def find_owner(
+        self, request: Request, num_cached_tokens: int, prefills: Iterable[Request]
+    ) -> tuple[Request, int] | None:
+        """A prefill that is about to compute at least half of what ``request`` has to, and up to which token."""
+        if not self.is_enabled or request.needs_prompt_rows:
+            return None
+        hashes = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
+        for owner in prefills:
+            num_common = self._block_size * _common_length(hashes, owner.block_hashes)
+            saved = num_common - num_cached_tokens
+            if 2 * saved >= request.num_tokens - num_cached_tokens and owner.num_computed_tokens < num_common:
+                return owner, num_common
+        return None
+
+    def publish(self, request: Request) -> None:
+        """Let requests share the running ``request``'s full blocks, as far as their tokens are known."""
+        if not self.is_enabled:
+            return
+        num_full = min(request.num_computed_tokens, request.num_tokens) // self._block_size
+        if num_full > request.num_registered_blocks:
+            hashes = extend_block_hashes(request, self._block_size, self._model_fingerprint)
+            self._blocks.register(request.request_id, hashes, request.num_registered_blocks, num_full)
+            request.num_registered_blocks = num_full
+
+    def forget(self) -> None:
+        """Forget everything: after a step that failed, blocks may not hold what they should."""
+        self._blocks.forget_cached()

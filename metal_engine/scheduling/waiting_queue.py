@@ -1,0 +1,90 @@
+"""Requests that wait to be admitted, by priority and arrival; finding the next costs the same however many wait."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from metal_engine.request import Request
+
+
+@dataclass(order=True, slots=True)
+class _Entry:
+    key: tuple[int, int]
+    request: Request = field(compare=False)
+    is_long: bool = field(compare=False)
+
+
+class WaitingQueue:
+    """Waiting requests in order of their sort keys.
+
+    Long prompts stand apart, so that short ones can be found past them; each keeps its place. A request may
+    also be parked until another one has computed a prefix that both have: then nobody computes it twice.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        # Heaps of entries, short prompts and long ones. An entry that is not in `_entries` is void.
+        self._heaps: tuple[list[_Entry], list[_Entry]] = ([], [])
+        # Request that computes -> heap of (tokens it must have computed, key, who waits for that).
+        self._parked: dict[str, list[tuple[int, tuple[int, int], _Entry]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    def __iter__(self) -> Iterator[Request]:
+        """All of them in order; O(n log n), for tests and debugging."""
+        return iter([entry.request for entry in sorted(self._entries.values())])
+
+    def push(self, request: Request, *, is_long: bool) -> None:
+        """Put a request in, or back to its place."""
+        entry = self._entries[request.request_id] = _Entry(request.sort_key, request, is_long)
+        heap = self._heaps[is_long]
+        if len(heap) > 2 * len(self._entries) + 64:  # mostly requests that were aborted
+            heap[:] = [e for e in heap if self._entries.get(e.request.request_id) is e]
+            heapq.heapify(heap)
+        heapq.heappush(heap, entry)
+
+    def remove(self, request_id: str) -> None:
+        """Take a request out; one that is not there is ignored."""
+        self._entries.pop(request_id, None)
+
+    def head(self, *, include_long: bool) -> Request | None:
+        """The first request, or the first with a short prompt."""
+        entries = [e for heap in self._heaps[: 1 + include_long] if (e := self._first(heap)) is not None]
+        return min(entries).request if entries else None
+
+    def _first(self, heap: list[_Entry]) -> _Entry | None:
+        while heap and self._entries.get(heap[0].request.request_id) is not heap[0]:
+            heapq.heappop(heap)
+        return heap[0] if heap else None
+
+    def park(self, request: Request, owner: Request, num_tokens: int) -> None:
+        """Set a request aside until ``owner`` has computed ``num_tokens`` tokens."""
+        old = self._entries[request.request_id]
+        entry = self._entries[request.request_id] = _Entry(old.key, request, old.is_long)
+        heapq.heappush(self._parked.setdefault(owner.request_id, []), (num_tokens, entry.key, entry))
+
+    def unpark(self, owner_id: str, num_computed_tokens: int | None = None) -> None:
+        """Put back who waited for so many of the owner's tokens; for any number if None is given."""
+        parked = self._parked.get(owner_id)
+        if parked is None:
+            return
+        while parked and (num_computed_tokens is None or parked[0][0] <= num_computed_tokens):
+            entry = heapq.heappop(parked)[2]
+            if self._entries.get(entry.request.request_id) is entry:
+                heapq.heappush(self._heaps[entry.is_long], entry)
+        if not parked:
+            del self._parked[owner_id]
+
+    def check_integrity(self, owners: set[str]) -> None:
+        """Assert that every request can be found, or is parked with one of ``owners``."""
+        assert self._parked.keys() <= owners, "parked with a request that computes nothing"
+        found = [e for heap in self._heaps for e in heap] + [p[2] for ps in self._parked.values() for p in ps]
+        valid = [e for e in found if self._entries.get(e.request.request_id) is e]
+        assert len(valid) == len(self._entries), "a waiting request is lost, or found twice"
+        assert all(e.is_long == bool(i) for i, heap in enumerate(self._heaps) for e in heap)

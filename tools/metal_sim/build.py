@@ -1,0 +1,111 @@
+"""The run pass: compiles a translation unit to a library whose every memory access calls the runtime.
+
+Clang writes LLVM IR without optimising. There, threadgroup variables are internal globals with undefined
+contents, from which an optimiser would conclude too much; they move into one arena, each between two gaps.
+Only then comes the optimiser, and after it the instrumentation, so that the counts are those of optimised code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import CheckError, ToolchainError
+from .source import mlx_headers
+from .toolchain import INCLUDE, cache_dir, host_features, key_of, run_clang
+
+LANGUAGE = [
+    "-x",
+    "clcpp",
+    "-cl-std=clc++2021",
+    "-cl-no-stdinc",
+    "-cl-single-precision-constant",
+    "-ffp-contract=off",
+    "-Wno-unknown-attributes",
+]
+GAP = 128  # bytes on both sides of a threadgroup variable
+_NO_VECTORS = ["-fno-vectorize", "-fno-slp-vectorize"]
+
+
+def language_flags() -> list[str]:
+    return [*LANGUAGE, f"-I{INCLUDE}", f"-I{mlx_headers()}"]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A compiled kernel."""
+
+    library: Path
+    variables: tuple[str, ...]  # names of its threadgroup variables, in the order of the arena
+
+
+def _arena(ir: str) -> tuple[str, list[str]]:
+    """Move the threadgroup variables of a module into an arena. Returns the new IR and their names."""
+    pattern = re.compile(r"^(@[^\s=]+) = internal global (.+?) undef, align \d+(.*)$", re.M)
+    found = list(pattern.finditer(ir))
+    gap = f"[{GAP} x i8]"
+    fields = ", ".join([gap, *(f"{m[2]}, {gap}" for m in found)])
+    arena = f"%ms_arena = type {{ {fields} }}\n@ms_arena = global %ms_arena zeroinitializer, align 128\n"
+    place = "ptr getelementptr (%ms_arena, ptr @ms_arena, i32 0, i32 {})"
+    rows = []
+    for i, m in enumerate(found):
+        arena += f"{m[1]} = alias {m[2]}, {place.format(2 * i + 1)}\n"
+        size = f"i64 ptrtoint (ptr getelementptr ({m[2]}, ptr null, i32 1) to i64)"
+        rows.append(f"{{ ptr, i64 }} {{ {place.format(2 * i + 1)}, {size} }}")
+    table = f"@ms_variables = constant [{len(rows)} x {{ ptr, i64 }}] [{', '.join(rows)}]\n"
+    # The IR verifier wants debug information on definitions, and an alias is none.
+    ir = pattern.sub("", ir)
+    if found:
+        ir = re.sub(r"^target triple = .*$", lambda m: f"{m[0]}\n\n{arena}{table}", ir, count=1, flags=re.M)
+    names = [re.sub(r'^@"?_ZZ.*?E(\d+)(\w+?)"?$', lambda m: m[2][: int(m[1])], m[1]) for m in found]
+    return ir, names
+
+
+def build(unit: str, name: str) -> Built:
+    """Compile for the host, or take it from the cache."""
+    key = key_of("run", unit)
+    library = cache_dir() / f"{key}.so"
+    listing = cache_dir() / f"{key}.variables"
+    if library.exists() and listing.exists():
+        return Built(library, tuple(listing.read_text().split()))
+    with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
+        source, raw, ir, made = (
+            str(Path(tmp) / n) for n in ("kernel.cl", "raw.ll", "kernel.ll", "kernel.so")
+        )
+        Path(source).write_text(unit)
+        checks = "-fsanitize=kernel-address,array-bounds,alignment,shift-exponent,integer-divide-by-zero"
+        flags = ["-O2", "-g", "-fPIC", *host_features(), "-w"]
+        done = run_clang(
+            [
+                *(*language_flags(), *flags, checks),
+                *("-Xclang", "-disable-llvm-passes", "-emit-llvm", "-S", source, "-o", raw),
+            ]
+        )
+        if done.returncode:
+            raise CheckError(f"{name} does not compile:\n{done.stderr}")
+        text, names = _arena(Path(raw).read_text())
+        Path(ir).write_text(text)
+        instrument = []
+        for option in (
+            "asan-instrumentation-with-call-threshold=0",
+            "asan-globals=0",
+            "asan-stack=0",
+            "asan-opt=0",
+            "asan-kernel-mem-intrinsic-prefix=1",
+        ):
+            instrument += ["-mllvm", f"-{option}"]
+        undefined = ["-undefined", "dynamic_lookup"] if os.uname().sysname == "Darwin" else []
+        done = run_clang(
+            [
+                *("-x", "ir", ir, *flags, *_NO_VECTORS, "-fsanitize=kernel-address", *instrument),
+                *("-shared", *undefined, "-lm", "-o", made),
+            ]
+        )
+        if done.returncode:
+            raise ToolchainError(f"cannot build {name} for the host:\n{done.stderr}")
+        listing.write_text("\n".join(names))
+        os.replace(made, library)
+    return Built(library, tuple(names))

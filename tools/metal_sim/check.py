@@ -1,0 +1,161 @@
+"""The check pass: is this legal Metal?
+
+Clang parses the kernel as C++ for OpenCL for a SPIR target, where device, constant, threadgroup and thread
+memory are address spaces of their own, with warnings as errors. What that language allows and Metal does not is
+looked up in the IR it writes: recursion, and pointers that name no address space.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+from .build import language_flags
+from .errors import CheckError
+from .toolchain import cache_dir, key_of, publish, run_clang
+
+_WARNINGS = [
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    # Style, or noise from generated signatures (MLX passes every attribute and shape that the text mentions).
+    "-Wno-unused-parameter",
+    "-Wno-unused-variable",
+    "-Wno-unused-const-variable",
+    "-Wno-unused-but-set-variable",
+    "-Wno-unused-function",
+    "-Wno-unused-local-typedef",
+    "-Wno-sign-compare",
+    "-Wno-missing-braces",
+    "-Wno-missing-field-initializers",
+    "-Wno-pass-failed",
+]
+
+
+def check(unit: str, name: str, *, own_files: bool = True) -> None:
+    """Raise CheckError if the kernel would not compile for Metal.
+
+    ``own_files``: hold the text to the rule that every pointer names its address space.
+    """
+    mark = cache_dir() / f"{key_of('check', unit, own_files)}.checked"
+    if mark.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
+        source, ir = Path(tmp) / "kernel.cl", Path(tmp) / "kernel.ll"
+        source.write_text(_quiet_headers(unit))
+        done = run_clang(
+            [
+                *language_flags(),
+                *_WARNINGS,
+                *("-target", "spir64", "-O0", "-g"),
+                *("-Xclang", "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64"),  # Metal has no double
+                *("-Xclang", "-disable-llvm-passes", "-emit-llvm", "-S", str(source), "-o", str(ir)),
+            ]
+        )
+        if done.returncode:
+            raise CheckError(f"{name} is not legal Metal:\n{done.stderr}")
+        text = ir.read_text()
+    problems = _recursion(text) + _program_scope_variables(text)
+    if own_files:
+        problems += _unqualified_pointers(text)
+    if problems:
+        raise CheckError(f"{name} is not legal Metal:\n" + "\n".join(problems))
+    publish("", mark)
+
+
+def _quiet_headers(unit: str) -> str:
+    """Warnings count in the kernel's own text, not in MLX's headers."""
+    lines = unit.split("\n")
+    for i, line in enumerate(lines):
+        if line.startswith("#include"):
+            lines[i] = (
+                '#pragma clang diagnostic push\n#pragma clang diagnostic ignored "-Weverything"\n'
+                f"{line}\n#pragma clang diagnostic pop\n#line {i + 2}"
+            )
+    return "\n".join(lines)
+
+
+def _files(ir: str) -> dict[str, str]:
+    """Metadata node of a file -> its name; those of the kernel's own text are <name>:source and <name>:header."""
+    return {m[1]: m[2] for m in re.finditer(r'^(!\d+) = !DIFile\(filename: "([^"]+)"', ir, re.M)}
+
+
+def _described(ir: str, node: str) -> str:
+    """ "file:line: error: 'name'" of a function's or variable's debug information."""
+    found = re.search(rf"^{node} = (?:distinct )?!DI\w+\((.*)\)$", ir, re.M)
+    fields = found[1] if found else ""
+    if expression := re.match(r"var: (!\d+)", fields):
+        return _described(ir, expression[1])
+    name, where = re.search(r'name: "([^"]+)"', fields), re.search(r"file: (!\d+), line: (\d+)", fields)
+    at = f"{_files(ir).get(where[1], '?')}:{where[2]}: " if where else ""
+    return f"{at}error: {name[1] if name else '?'!r}"
+
+
+def _recursion(ir: str) -> list[str]:
+    """A cycle in the call graph."""
+    calls: dict[str, set[str]] = {}
+    nodes: dict[str, str] = {}
+    current = ""
+    for line in ir.split("\n"):
+        if found := re.match(r"define .*?@([\w.$]+)\(", line):
+            current = found[1]
+            calls[current] = set()
+            node = re.search(r"!dbg (!\d+)", line)
+            nodes[current] = node[1] if node else "!none"
+        elif current and (found := re.search(r"\bcall .*?@([\w.$]+)\(", line)):
+            calls[current].add(found[1])
+    state: dict[str, int] = {}
+
+    def visit(f: str) -> str | None:
+        state[f] = 1
+        for callee in sorted(calls.get(f, ())):
+            if state.get(callee) == 1:
+                return callee
+            if callee in calls and callee not in state and (bad := visit(callee)):
+                return bad
+        state[f] = 2
+        return None
+
+    for f in calls:
+        if f not in state and (bad := visit(f)):
+            return [f"{_described(ir, nodes[bad])} calls itself: recursion is not for Metal's GPU functions"]
+    return []
+
+
+def _program_scope_variables(ir: str) -> list[str]:
+    """Variables outside functions, and static ones inside, must be constant."""
+    nodes = re.findall(r"^@[\w.$]+ = .*\baddrspace\(1\) (?:global|constant)\b.*!dbg (!\d+)", ir, re.M)
+    return [
+        f"{_described(ir, n)} lives outside functions, so its address space must be constant" for n in nodes
+    ]
+
+
+def _unqualified_pointers(ir: str) -> list[str]:
+    """Variables and parameters of pointer type in the generic address space, in the kernel's own text."""
+    files = _files(ir)
+    variables = {m[1]: m[2] for m in re.finditer(r"^(!\d+) = !DILocalVariable\((.*)\)$", ir, re.M)}
+    problems = []
+    generic: set[str] = set()
+    for line in ir.split("\n"):
+        if line.startswith("define "):
+            generic = set()
+        elif found := re.match(r"\s*(%[\w.]+) = alloca ptr addrspace\(4\)", line):
+            generic.add(found[1])
+        declared = re.search(
+            r"dbg\.declare\(metadata ptr (?:addrspace\(\d+\) )?(%[\w.]+), metadata (!\d+)", line
+        )
+        if not declared or declared[1] not in generic:
+            continue
+        fields = variables.get(declared[2], "")
+        where = re.search(r"file: (!\d+), line: (\d+)", fields)
+        name = re.search(r'name: "([^"]+)"', fields)
+        if "DIFlagArtificial" in fields or not where or not name:
+            continue
+        file = files.get(where[1], "")
+        if re.search(r":(source|header)$", file):
+            problems.append(
+                f"{file}:{where[2]}: error: the pointer or reference {name[1]!r} names no address space "
+                "(device, constant, threadgroup or thread)"
+            )
+    return sorted(set(problems))

@@ -1,0 +1,135 @@
+"""``python -m tools.metal_sim report``: bytes that the attention kernel moves, beside the least it could move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from .kernel import metal_kernel
+from .launch import LaunchCounts, record_launches
+
+HEADER = """\
+# Bytes that the attention kernel reads
+
+Written by `python -m tools.metal_sim report --write`; counted by the simulator, so the same on every machine.
+
+*K+V read* counts every load from the cache. *Bound* is each visible byte of K and V once per KV head (for a
+prefill, too: one pass over K and V). *Ratio* is their quotient, and *allowed* what the tests hold it to.
+*Other* is everything else that goes to or from device memory: queries, outputs, tables, and splits' partial results.
+"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A step: requests as (query_len, kv_len)."""
+
+    name: str
+    segments: tuple[tuple[int, int], ...]
+    group: int
+    allowed: float
+    num_kv_heads: int = 1
+    head_dim: int = 64
+    window: int | None = None
+
+    @property
+    def visible_keys(self) -> int:
+        return sum(kv if self.window is None else min(kv, n + self.window - 1) for n, kv in self.segments)
+
+
+DECODES = ((1, 4096), (1, 777), (1, 1500), (1, 64))
+SHAPES = (
+    *(Shape(f"decode, 4 requests, group {g}", DECODES, g, 1.05, num_kv_heads=2) for g in (1, 2, 4, 8)),
+    *(
+        Shape(f"the same beside a chunk and a fresh prompt, group {g}", (*DECODES, (96, 352), (64, 64)), g, 2.0,
+              num_kv_heads=2)
+        for g in (4,)
+    ),
+    *(
+        Shape(f"prefill 2,048 on 2,048, group {g}", ((2048, 2048),), g, 0.55 * -(-2048 * g // 64))
+        for g in (1, 2, 4)
+    ),
+    Shape("decode at 32,768, window 1,024, group 4", ((1, 32_768),), 4, 1.1, window=1024),
+    Shape("decode at 32,768, group 4", ((1, 32_768),), 4, 1.05),
+)  # fmt: skip
+
+
+def run(shape: Shape) -> list[LaunchCounts]:
+    """One layer of the shape through the simulated backend, in float16."""
+    from metal_engine.attention.backend import AttentionMetadata
+    from metal_engine.attention.metal import MetalBackend
+
+    block_size = 16
+    query_lens, seq_lens = np.array(shape.segments, np.int32).T
+    blocks = -(-seq_lens // block_size)
+    table = np.zeros((len(blocks), int(blocks.max())), np.int32)
+    order = iter(np.random.default_rng(0).permutation(int(blocks.sum())))
+    for row, n in zip(table, blocks, strict=True):
+        row[:n] = [next(order) for _ in range(n)]
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    metadata = AttentionMetadata(starts, seq_lens, table, mx.zeros((int(starts[-1]),), mx.int32), block_size)
+    mx.random.seed(0)
+    cache = (int(blocks.sum()), block_size, shape.num_kv_heads, shape.head_dim)
+    k, v = (mx.random.normal(cache).astype(mx.float16) for _ in range(2))
+    heads = shape.num_kv_heads * shape.group
+    q = mx.random.normal((int(starts[-1]), heads, shape.head_dim)).astype(mx.float16)
+    with record_launches() as launches:
+        MetalBackend(metal_kernel).plan(metadata).attend(
+            q, k, v, scale=shape.head_dim**-0.5, window=shape.window
+        )
+    return launches
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the table."""
+
+    shape: Shape
+    launches: list[LaunchCounts]
+
+    @property
+    def kv_read(self) -> int:
+        buffers = self.launches[0].buffers
+        return buffers["k_cache"].read + buffers["v_cache"].read
+
+    @property
+    def bound(self) -> int:
+        return self.shape.visible_keys * 2 * self.shape.num_kv_heads * self.shape.head_dim * 2
+
+    @property
+    def ratio(self) -> float:
+        return self.kv_read / self.bound
+
+    @property
+    def other(self) -> int:
+        moved = sum(b.read + b.written for c in self.launches for b in c.buffers.values())
+        return moved - self.kv_read
+
+    def cells(self) -> list[str]:
+        c = self.launches[0]
+        return [
+            self.shape.name,
+            f"{self.kv_read:,}",
+            f"{self.bound:,}",
+            f"{self.ratio:.3f}",
+            f"{self.shape.allowed:.2f}",
+            f"{self.other:,}",
+            f"{c.threadgroup_read + c.threadgroup_written:,}",
+            f"{c.products:,}",
+            f"{c.barriers:,}",
+            f"{sum(x.simd_operations for x in self.launches):,}",
+            str(len(self.launches)),
+        ]
+
+
+COLUMNS = (
+    "shape", "K+V read", "bound", "ratio", "allowed", "other", "threadgroup memory", "8x8 products", "barriers",
+    "SIMD operations", "launches",
+)  # fmt: skip
+
+
+def table(shapes: tuple[Shape, ...] = SHAPES) -> tuple[str, list[Line]]:
+    lines = [Line(s, run(s)) for s in shapes]
+    rows = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)], *(line.cells() for line in lines)]
+    return HEADER + "\n" + "\n".join("| " + " | ".join(r) + " |" for r in rows) + "\n", lines

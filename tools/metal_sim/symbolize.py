@@ -1,0 +1,34 @@
+"""Addresses inside a compiled kernel -> lines of its source."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from .errors import Place
+from .toolchain import INCLUDE, symbolizer
+
+
+def place_of(library: Path, offset: int) -> Place | None:
+    """The line of a return address, given as an offset into the library. Frames inside this package's own headers
+    (inlined functions of the standard library) give way to the line that called them."""
+    if offset <= 0:
+        return None
+    # The call is the instruction before the return address.
+    done = subprocess.run(
+        [*symbolizer(), "-e", str(library), hex(offset - 1)], capture_output=True, text=True, check=False
+    )
+    places = []
+    for line in done.stdout.splitlines():
+        file, _, number = line.strip().rpartition(":")
+        number = number.split(" ")[0]
+        if number.isdigit() and file not in ("", "??"):
+            places.append(Place(_short(file), int(number)))
+    own = [p for p in places if "/metal_sim/" not in p.file and INCLUDE.name not in Path(p.file).parts]
+    return (own or places or [None])[0]
+
+
+def _short(file: str) -> str:
+    """Names given by #line are not paths, though debug information puts a directory before them."""
+    base = file.rsplit("/", 1)[-1]
+    return base if base.endswith((":source", ":header", ":generated")) else file

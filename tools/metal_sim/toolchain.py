@@ -1,0 +1,131 @@
+"""Finds clang, runs it, and keeps what it made in a cache directory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from .errors import ToolchainError
+
+HERE = Path(__file__).parent
+INCLUDE = HERE / "include"
+# Older ones lack the C++ for OpenCL 2021 that the check pass rests on.
+OLDEST_CLANG = 16
+INSTALL_HINT = (
+    "The Metal simulator needs clang 16 or newer. On Debian or Ubuntu: tools/metal_sim/install_clang.sh "
+    "(it runs apt-get install clang-16); on a Mac: brew install llvm. "
+    "METAL_SIM_CLANG can name another clang++."
+)
+
+
+def _version(clang: str) -> int | None:
+    try:
+        text = subprocess.run([clang, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(r"clang version (\d+)", text)
+    return int(found[1]) if found else None
+
+
+@cache
+def clang() -> str:
+    """The clang++ to use. Raises with what to do where there is none."""
+    given = os.environ.get("METAL_SIM_CLANG")
+    candidates = [given] if given else [f"clang++-{v}" for v in range(OLDEST_CLANG, 30)]
+    if not given:
+        candidates += ["clang++", "/opt/homebrew/opt/llvm/bin/clang++", "/usr/local/opt/llvm/bin/clang++"]
+    for name in candidates:
+        path = shutil.which(name)
+        if path and (_version(path) or 0) >= OLDEST_CLANG:
+            return path
+    raise ToolchainError(INSTALL_HINT)
+
+
+@cache
+def cache_dir() -> Path:
+    """Where compiled kernels stay between runs (``METAL_SIM_CACHE``, else the user's cache directory)."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = Path(os.environ.get("METAL_SIM_CACHE") or users / "metal-sim")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@cache
+def fingerprint() -> str:
+    """Changes whenever the clang, the machine's kind or a file that shapes compiled code does."""
+    h = hashlib.sha256()
+    code = [
+        HERE / f"{n}.py"
+        for n in ("build", "check", "signature", "source", "toolchain", "trace", "trace_child")
+    ]
+    for path in sorted([*INCLUDE.rglob("*"), *(HERE / "runtime").rglob("*"), *code]):
+        if path.is_file():
+            h.update(path.name.encode())
+            h.update(path.read_bytes())
+    h.update(f"{clang()} {_version(clang())} {sys.platform} {platform.machine()}".encode())
+    return h.hexdigest()
+
+
+def key_of(*parts: object) -> str:
+    h = hashlib.sha256(fingerprint().encode())
+    for part in parts:
+        h.update(repr(part).encode())
+        h.update(b"\0")
+    return h.hexdigest()[:32]
+
+
+def run_clang(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([clang(), *arguments], capture_output=True, text=True)
+
+
+def publish(text: str | bytes, path: Path) -> None:
+    """Write a file so that other processes see all of it or nothing."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
+        f.write(text.encode() if isinstance(text, str) else text)
+    os.replace(f.name, path)
+
+
+@cache
+def host_features() -> list[str]:
+    """Flags for conversions of half in hardware where the CPU has them (slower, and the same, without)."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return []
+    return ["-mf16c"] if re.search(r"\bf16c\b", flags) else []
+
+
+@cache
+def runtime_library() -> Path:
+    """The compiled runtime, built at first use."""
+    out = cache_dir() / f"runtime-{key_of('runtime')}.so"
+    if out.exists():
+        return out
+    sources = sorted(str(p) for p in (HERE / "runtime").glob("*.cpp"))
+    with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
+        made = Path(tmp) / "runtime.so"
+        done = run_clang(["-O2", "-std=c++17", "-fPIC", "-shared", *sources, "-o", str(made)])
+        if done.returncode:
+            raise ToolchainError(f"the simulator's runtime does not compile:\n{done.stderr}")
+        os.replace(made, out)
+    return out
+
+
+@cache
+def symbolizer() -> list[str]:
+    """A program that turns addresses into lines, inlined frames included."""
+    directory = Path(os.path.realpath(clang())).parent
+    for name in (directory / "llvm-symbolizer", "llvm-symbolizer", "llvm-symbolizer-16"):
+        if path := shutil.which(str(name)):
+            return [path, "--output-style=GNU", "--inlines", "--functions=none"]
+    if path := shutil.which("addr2line"):
+        return [path, "--inlines"]
+    raise ToolchainError("no llvm-symbolizer and no addr2line: cannot tell source lines")
