@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 BIN := .venv/bin
 
-.PHONY: serve chat test test-full lint format clean
+.PHONY: serve chat test test-full lint format clang clean
 
 serve: .venv/.installed  ## serve MODEL on HOST:PORT
 	$(BIN)/metal-engine serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -19,10 +19,10 @@ serve: .venv/.installed  ## serve MODEL on HOST:PORT
 chat: .venv/.installed  ## talk to MODEL in the terminal
 	$(BIN)/metal-engine chat $(MODEL) $(ARGS)
 
-test: .venv/.installed-dev  ## all tests, long sweeps run small
+test: .venv/.installed-dev clang  ## all tests, long sweeps run small
 	$(BIN)/python -m pytest $(ARGS)
 
-test-full: .venv/.installed-full  ## all tests and the long sweeps
+test-full: .venv/.installed-full clang  ## all tests and the long sweeps
 	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
 
 lint: .venv/.installed-dev  ## ruff, mypy, import-linter
@@ -34,6 +34,9 @@ lint: .venv/.installed-dev  ## ruff, mypy, import-linter
 format: .venv/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+clang:  ## what the Metal simulator compiles with, installed where apt is at hand
+	@sh tools/metal_sim/install_clang.sh
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

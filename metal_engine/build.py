@@ -20,13 +20,12 @@ def build_engine(args: EngineArgs) -> EngineCore:
     chat_template = None if args.chat_template is None else read_chat_template(args.chat_template)
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
-    import mlx.core as mx
+    from metal_engine.platform.streams import end_streams_of_thread
 
     try:
         return _build(args, blas, chat_template)
     except BaseException:
-        # Streams left open by a thread that ends abort the process, now and then, when it exits.
-        mx.clear_streams()
+        end_streams_of_thread()
         raise
 
 

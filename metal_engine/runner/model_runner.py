@@ -8,6 +8,7 @@ import numpy as np
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, BlockWrites
 from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.platform.streams import end_streams_of_thread
 from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
 from metal_engine.runner.sampler import sample
 from metal_engine.step import ModelOutput, SchedulerOutput
@@ -73,9 +74,9 @@ class ModelRunner:
         return PendingStep(self._model, self._table, plan.sampled_req_ids, tokens)
 
     def close(self) -> None:
-        """Free the KV cache and end this thread's streams: MLX must not find them open when the thread has gone."""
+        """Free the KV cache, in the thread that ran the steps."""
         self._model.release()
-        mx.clear_streams()
+        end_streams_of_thread()
 
 
 def _block_writes(batch: PackedBatch, block_size: int) -> BlockWrites | None:

@@ -132,8 +132,10 @@ def test_a_scheduler_that_raises_fails_what_there_is(
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), prompt, GREEDY)
     engine.step()
+    schedule = engine.scheduler.schedule
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "_schedule_running", lambda *_: 1 / 0)
+        # Late, when the state has advanced and the plan is lost.
+        patch.setattr(engine.scheduler, "schedule", lambda: (schedule(), 1 / 0))
         outputs = engine.step()
     assert {o.request_id for o in outputs} == set("0123")
     assert all(o.error is not None and "ZeroDivisionError" in o.error for o in outputs)
