@@ -189,7 +189,7 @@ class ModelInfo:
     """Facts about a loaded model that the control plane needs.
 
     ``kv_bytes_per_token`` counts K and V over all layers, in bytes. ``max_position_embeddings`` is the context
-    length the checkpoint was trained for, in tokens. ``vocab_size`` is the number of rows of the LM head.
+    length the checkpoint was trained for, in tokens, if it says. ``vocab_size`` is the number of rows of the LM head.
     ``num_heads`` counts the query heads of a layer.
     ``default_sampling`` has the sampling parameters of requests that do not say, as the checkpoint recommends.
     """
@@ -202,7 +202,7 @@ class ModelInfo:
     num_params: int
     weight_bytes: int
     kv_bytes_per_token: int
-    max_position_embeddings: int
+    max_position_embeddings: int | None
     num_heads: int = 1
     head_dim: int = 1
     default_sampling: dict[str, float] = field(default_factory=dict)
@@ -281,6 +281,8 @@ _CPU_POOL_BYTES = 2 * GIB
 _ATTENTION_SECONDS = 1.0
 _CPU_SECONDS_PER_SCORE = 10e-9
 _GPU_ATTENTION_FLOPS = 2e12
+# Tokens of context for a model that does not say what it was trained for, if the user does not either.
+_UNKNOWN_CONTEXT = 4096
 # Left free on a GPU for activations and the graph of a step.
 _ACTIVATION_BYTES = GIB
 
@@ -389,8 +391,8 @@ def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> N
 def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:
     """As asked, or the checkpoint's context length; never more than the pool holds."""
     limit = model.max_position_embeddings
-    wanted = args.max_model_len if args.max_model_len is not None else limit
-    if wanted > limit:
+    wanted = args.max_model_len if args.max_model_len is not None else limit or _UNKNOWN_CONTEXT
+    if limit is not None and wanted > limit:
         raise ConfigError(
             f"--max-model-len {wanted} exceeds the {limit} tokens that {model.name} was trained for"
         )

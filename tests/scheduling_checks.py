@@ -109,8 +109,8 @@ def check_fcfs(
             else:
                 served_all_before = False
         left -= share
-    oldest = next((r for r in order if demand[r] > 0), None)
-    if oldest == next(iter(order), None) and oldest is not None:
+    oldest = next(iter(demand), None)
+    if oldest is not None and demand[oldest] > 0:
         assert oldest in plan.num_scheduled_tokens, "the oldest request does not advance"
     # Room left over and a request that could use it: only the pool may stand in between.
     waiting = next(iter(scheduler.waiting), None)
