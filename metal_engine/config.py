@@ -15,6 +15,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "metal", "mlx")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 
 # The runner keeps a row for each; far beyond what a device computes at once.
 MAX_NUM_SEQS = 65_536
@@ -157,8 +158,14 @@ class ServerArgs:
     log_level: str = setting(
         "info", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
     )
+    log_format: str = setting("text", "text, or json (one object a line).", choices=LOG_FORMATS)
+    log_stats_interval: float = setting(
+        10.0, "Seconds between log lines about throughput, running, waiting and KV cache; 0: none."
+    )
 
     def __post_init__(self) -> None:
+        if not 0 <= self.log_stats_interval < float("inf"):
+            raise ConfigError(f"--log-stats-interval must be at least 0, got {self.log_stats_interval}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be in 0 ... 65535, got {self.port}")
         if self.api_key is not None and not (self.api_key.strip() and self.api_key.isascii()):

@@ -46,6 +46,10 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own spelling of each token; empty for an id that it does not have."""
+        return [self._hf.convert_ids_to_tokens(i) or "" for i in token_ids]
+
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer.
 

@@ -17,6 +17,7 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.lifecycle import SHUTTING_DOWN
+from metal_engine.server.logs import note
 from metal_engine.server.parameters import ParameterPolicy
 from metal_engine.server.protocol import FinishReason, GenerationBody, PromptTokensDetails, Usage
 
@@ -104,6 +105,17 @@ class Generation:
                         raise self._failure(output)
                     self.choices[index].add(output)
                 yield batch
+        self._note()
+
+    def _note(self) -> None:
+        usage = self.usage
+        note(
+            id=self.request_id,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            finish_reason=",".join(str(choice.finish_reason) for choice in self.choices),
+        )
 
     async def finish(self) -> None:
         """Run to the end. Raises what :meth:`outputs` raises."""

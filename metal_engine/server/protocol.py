@@ -197,6 +197,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "metal-engine"
+    root: str
     max_model_len: int
 
 
@@ -219,6 +220,10 @@ class Health(BaseModel):
     failed_steps: int
     unknown_parameters: dict[str, int]
     error: str | None = None
+
+
+class Ready(BaseModel):
+    ready: bool
 
 
 class Version(BaseModel):
