@@ -58,15 +58,33 @@ def serve(values: dict[str, Any]) -> None:
         engine = AsyncEngine(lambda: build_engine(args))
         with quit_on_signals():
             engine.start()
+            parsers = make_parsers(engine.tokenizer.hf_tokenizer, server_args)
         status = run_server(
             engine,
             server_args,
             names,
             listener,
             on_ready=lambda url: print_banner(startup_facts(engine.config, url, names)),
+            parsers=parsers,
         )
     if status:
         raise typer.Exit(status)
+
+
+def make_parsers(tokenizer: Any, args: ServerArgs) -> Any:
+    """What the server needs to know of the model's answers, from its ``transformers`` tokenizer and the settings."""
+    from metal_engine.models.answer_formats import any_special, reasoning_marks, tool_parser
+    from metal_engine.server.parsers import Parsers, ReasoningMarks
+
+    tool = tool_parser(tokenizer, args.tool_call_parser)
+    marks = reasoning_marks(tokenizer, args.reasoning_parser)
+    texts = [*(marks or ()), *((tool.tool_call_start, tool.tool_call_end) if tool else ())]
+    return Parsers(
+        tool=tool,
+        reasoning=None if marks is None else ReasoningMarks(*marks),
+        special=any_special(tokenizer, texts),
+        auto_tool_choice=args.enable_auto_tool_choice,
+    )
 
 
 @command(app, {"Chat": ChatArgs, "Engine": EngineArgs})

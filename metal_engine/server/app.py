@@ -22,6 +22,7 @@ from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.metrics import ServerMetrics
 from metal_engine.server.observe import observe
 from metal_engine.server.parameters import ParameterPolicy
+from metal_engine.server.parsers import Parsers
 from metal_engine.server.protocol import (
     ChatCompletion,
     ChatCompletionBody,
@@ -40,22 +41,27 @@ CLIENT_CLOSED_REQUEST = 499
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
 
 
-def create_app(engine: AsyncEngine, names: Sequence[str], args: ServerArgs | None = None) -> FastAPI:
+def create_app(
+    engine: AsyncEngine, names: Sequence[str], args: ServerArgs | None = None, parsers: Parsers | None = None
+) -> FastAPI:
     """The application for an engine that has been started; whoever started it also shuts it down.
 
     Args:
         names: what the model is called in the API; answers carry the first.
         args: of which the application takes those that are about requests.
+        parsers: how the model writes tool calls and reasoning; without them, all is plain text.
     """
     args = args or ServerArgs()
     app = FastAPI(title="metal-engine", version=__version__, responses=_ERRORS)
     app.router.route_class = StrictJSONRoute
     install_error_handlers(app)
-    served = ServedModel(engine, tuple(names), ParameterPolicy(strict=args.strict_params))
+    served = ServedModel(
+        engine, tuple(names), ParameterPolicy(strict=args.strict_params), parsers or Parsers()
+    )
     lifecycle = app.state.lifecycle = Lifecycle(engine)
     metrics = ServerMetrics(engine, served.names[0])
     _add_generation_routes(app, served)
-    add_tokenization_routes(app, served, ChatEndpoint())
+    add_tokenization_routes(app, served)
     add_model_routes(app, served)
     add_status_routes(app, served, lifecycle, metrics)
     _add_gates(app, args, lifecycle, metrics)
@@ -82,16 +88,13 @@ def _middleware(wrap: Callable[[ASGIApp], ASGIApp]) -> Any:
 
 
 def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
-    completion_endpoint = CompletionEndpoint()
-    chat_endpoint = ChatEndpoint()
-
     @app.post("/v1/completions", tags=["generation"], response_model=Completion)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
-        return await _answer(served, completion_endpoint, body, request)
+        return await _answer(served, CompletionEndpoint(), body, request)
 
     @app.post("/v1/chat/completions", tags=["generation"], response_model=ChatCompletion)
     async def create_chat_completion(body: ChatCompletionBody, request: Request) -> Response:
-        return await _answer(served, chat_endpoint, body, request)
+        return await _answer(served, ChatEndpoint(served.parsers), body, request)
 
 
 async def _answer(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, request: Request) -> Response:

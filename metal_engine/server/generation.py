@@ -19,12 +19,13 @@ from metal_engine.server.errors import APIError, engine_dead, invalid, model_not
 from metal_engine.server.lifecycle import SHUTTING_DOWN
 from metal_engine.server.logs import note
 from metal_engine.server.parameters import ParameterPolicy
+from metal_engine.server.parsers import Parsers
 from metal_engine.server.protocol import FinishReason, GenerationBody, PromptTokensDetails, Usage
 
 # Outputs of a step or more, each with the index of the choice it belongs to.
 Batch = list[tuple[int, RequestOutput]]
 
-BodyT = TypeVar("BodyT", bound=GenerationBody, contravariant=True)
+BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class ServedModel:
     engine: AsyncEngine
     names: tuple[str, ...]
     parameters: ParameterPolicy
+    parsers: Parsers
 
 
 @dataclass
@@ -161,6 +163,10 @@ class Endpoint(Protocol[BodyT]):
         """The prompts' token ids; runs in a thread. Raises APIError for a body that cannot be a prompt."""
         ...
 
+    def adjust(self, body: BodyT) -> BodyT:
+        """The body with what its prompt asks of sampling; the same one if that is nothing. After :meth:`tokenize`."""
+        ...
+
     def response(self, generation: Generation) -> BaseModel:
         """The answer to a request that does not stream, once the generation is complete."""
         ...
@@ -191,6 +197,9 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         raise engine_dead(engine.error)
     # Both can take long for a long prompt, and the event loop serves everybody.
     prompts = await asyncio.to_thread(endpoint.tokenize, body, engine.tokenizer)
+    adjusted = endpoint.adjust(body)
+    if adjusted is not body:
+        params = _sampling_params(adjusted, engine.config.model.default_sampling)
     for prompt in prompts:
         _check_prompt(engine, prompt, params, body)
     return Generation(

@@ -21,6 +21,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.server.app import create_app
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.listen import Listener
+from metal_engine.server.parsers import Parsers
 from metal_engine.server.stats_log import StatsLog
 
 logger = logging.getLogger(__name__)
@@ -205,6 +206,7 @@ def run_server(
     names: tuple[str, ...],
     listener: Listener,
     on_ready: Callable[[str], None],
+    parsers: Parsers | None = None,
 ) -> int:
     """Serve an engine that has been started, until a signal or its death; then shut it down.
 
@@ -215,7 +217,7 @@ def run_server(
         ConfigError: another process has begun to listen on the address.
     """
     server = make_server(
-        create_app(engine, names, args),
+        create_app(engine, names, args, parsers),
         engine,
         shutdown_timeout=args.shutdown_timeout,
         log_stats_interval=args.log_stats_interval,

@@ -48,7 +48,7 @@ class Text(BaseModel):
     prompt: str
 
 
-def add_tokenization_routes(app: FastAPI, served: ServedModel, chat: ChatEndpoint) -> None:
+def add_tokenization_routes(app: FastAPI, served: ServedModel) -> None:
     @app.post("/tokenize", tags=["tokens"])
     async def tokenize(body: TokenizeBody) -> Tokens:
         _check_model(served, body.model)
@@ -67,7 +67,9 @@ def add_tokenization_routes(app: FastAPI, served: ServedModel, chat: ChatEndpoin
                 ChatCompletionBody, {"messages": body.messages, **(body.model_extra or {})}
             )
             served.parameters.check(conversation)
-            (tokens,) = await asyncio.to_thread(chat.tokenize, conversation, tokenizer)
+            (tokens,) = await asyncio.to_thread(
+                ChatEndpoint(served.parsers).tokenize, conversation, tokenizer
+            )
         return Tokens(
             count=len(tokens),
             max_model_len=served.engine.config.scheduler.max_model_len,
