@@ -15,6 +15,33 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "metal", "mlx")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+# mlx-lm's formats of tool calls, by its names for them.
+TOOL_PARSERS = (
+    "auto", "none", "function_gemma", "gemma4", "glm47", "json_tools", "kimi_k2", "kimi_k3", "laguna", "longcat",
+    "minicpm5", "minimax_m2", "mistral", "muse_spark", "pythonic", "qwen3_coder",
+)  # fmt: skip
+# vLLM's names for formats that mlx-lm calls otherwise.
+TOOL_PARSER_ALIASES = {
+    "hermes": "json_tools",
+    "qwen3_xml": "qwen3_coder",
+    "glm45": "glm47",
+    "lfm2": "pythonic",
+}
+# Name -> what reasoning is written between.
+REASONING_MARKS = {
+    "think": ("<think>", "</think>"),
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    "longcat": ("<longcat_think>", "</longcat_think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "think_tokens": ("<|think:start|>", "<|think:end|>"),
+}
+# vLLM's names for the first.
+REASONING_PARSER_ALIASES = dict.fromkeys(
+    ("deepseek_r1", "qwen3", "glm45", "ernie45", "hunyuan_a13b", "minimax_m2", "holo2", "kimi_k2"), "think"
+)
 
 # The runner keeps a row for each; far beyond what a device computes at once.
 MAX_NUM_SEQS = 65_536
@@ -157,8 +184,27 @@ class ServerArgs:
     log_level: str = setting(
         "info", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
     )
+    enable_auto_tool_choice: bool = setting(
+        True, "Whether a request with tools may leave it to the model to call them."
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "Format of the model's tool calls: auto (what its tokenizer says), none, or a name.",
+        choices=(*TOOL_PARSERS, *TOOL_PARSER_ALIASES),
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "Format of the model's reasoning: auto (what its tokenizer says), none, or a name.",
+        choices=("auto", "none", *REASONING_MARKS, *REASONING_PARSER_ALIASES),
+    )
+    log_format: str = setting("text", "text, or json (one object a line).", choices=LOG_FORMATS)
+    log_stats_interval: float = setting(
+        10.0, "Seconds between log lines about throughput, running, waiting and KV cache; 0: none."
+    )
 
     def __post_init__(self) -> None:
+        if not 0 <= self.log_stats_interval < float("inf"):
+            raise ConfigError(f"--log-stats-interval must be at least 0, got {self.log_stats_interval}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be in 0 ... 65535, got {self.port}")
         if self.api_key is not None and not (self.api_key.strip() and self.api_key.isascii()):

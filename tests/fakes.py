@@ -34,6 +34,9 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + CHAT_TEMPLATE
+)
 # Enough merges for texts to have more than one tokenization.
 MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("in", "g"), ("Ġ", "the"), ("S", "T"), ("O", "P")]
 
@@ -90,6 +93,16 @@ def generated(prompt: list[int], num_tokens: int, next_token: NextToken = hash_c
     for _ in range(num_tokens):
         tokens.append(next_token(tokens, len(prompt)))
     return tokens[len(prompt) :]
+
+
+def script(text: str) -> NextToken:
+    """A text, byte by byte, then EOS, whatever the prompt."""
+    tokens = [*byte_ids(text), EOS]
+
+    def next_token(so_far: list[int], num_prompt_tokens: int) -> int:
+        return tokens[min(len(so_far) - num_prompt_tokens, len(tokens) - 1)]
+
+    return next_token
 
 
 # --- runner -----------------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from dataclasses import replace
 
 from metal_engine.config import EngineConfig
+from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus, SamplingParams
@@ -31,6 +33,7 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, config.cache)
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
+        self.metrics = EngineMetrics()
         self._seeds = random.Random(config.seed)
         self.num_steps = 0
         self.num_failed_steps = 0
@@ -59,8 +62,13 @@ class EngineCore:
         prompt_token_ids: list[int],
         params: SamplingParams,
         options: RequestOptions | None = None,
+        arrival_time: float | None = None,
     ) -> None:
-        """Queue a request. Raises ValueError if it can never be served, or its id is in use."""
+        """Queue a request that arrived then (seconds of ``time.monotonic``), or now.
+
+        Raises:
+            ValueError: it can never be served, or its id is in use.
+        """
         vocab_size = self.config.model.vocab_size
         if prompt_token_ids and not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
             raise ValueError(f"the prompt has token ids outside the vocabulary of {vocab_size}")
@@ -78,11 +86,13 @@ class EngineCore:
         )
         self.scheduler.add_request(request)
         self._outputs.add_request(request)
+        self.metrics.arrived(request_id, len(prompt_token_ids), arrival_time)
 
     def abort_request(self, request_id: str) -> None:
         """End a request and free its blocks; one that is not there (any more) is ignored."""
         self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ABORTED)
         self._outputs.remove_request(request_id)
+        self.metrics.finished(request_id, "abort")
 
     def close(self) -> None:
         """Let the runner go, in the thread that stepped it; nothing may follow."""
@@ -104,11 +114,13 @@ class EngineCore:
         Raises:
             AssertionError: the scheduler's state is broken, and cannot be mended by failing every request.
         """
+        started = time.monotonic()
         try:
             plan = self.scheduler.schedule()
         except Exception as error:  # noqa: BLE001  (logged there)
             return self._fail_everything(error)
         self.num_steps += 1
+        self.metrics.scheduled(plan, started)
         try:
             model_output = self._runner.execute(plan).result()
         except Exception as error:
@@ -118,7 +130,9 @@ class EngineCore:
             token_outputs = self.scheduler.update(plan, model_output)
         except Exception as error:  # noqa: BLE001  (logged there)
             return self._fail_everything(error)
-        return [self._process(output) for output in token_outputs]
+        outputs = [self._process(output) for output in token_outputs]
+        self.metrics.produced(outputs, started, time.monotonic())
+        return outputs
 
     def _process(self, token_output: TokenOutput) -> RequestOutput:
         """One request's new text; ends the request in the scheduler too where its text ends it."""
@@ -155,6 +169,7 @@ class EngineCore:
     def _fail_request(self, request_id: str, message: str) -> RequestOutput:
         self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
         self._outputs.remove_request(request_id)
+        self.metrics.finished(request_id, "error")
         return RequestOutput(request_id, finish_reason="error", error=message)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class _Add:
     prompt_token_ids: list[int]
     params: SamplingParams
     options: RequestOptions | None
+    arrival_time: float
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class EngineThread:
         with self._lock:
             if self._stopped:
                 raise EngineDeadError(f"the engine has stopped: {self._error or 'it was shut down'}")
-            self._inbox.put(_Add(request_id, prompt_token_ids, params, options))
+            self._inbox.put(_Add(request_id, prompt_token_ids, params, options, time.monotonic()))
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; no further output comes for it after that."""
@@ -146,7 +148,11 @@ class EngineThread:
                     continue
                 try:
                     engine.add_request(
-                        message.request_id, message.prompt_token_ids, message.params, message.options
+                        message.request_id,
+                        message.prompt_token_ids,
+                        message.params,
+                        message.options,
+                        message.arrival_time,
                     )
                 except ValueError as error:
                     outputs.append(RequestOutput(message.request_id, finish_reason="error", error=str(error)))
