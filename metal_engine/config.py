@@ -108,6 +108,7 @@ class EngineArgs:
     max_attention_work: int | None = setting(
         None, "Pairs of a query row and a visible key in a step. Default: about a second's attention."
     )
+    async_scheduling: bool = setting(False, "Plan and build a step while the one before it runs.")
 
     def __post_init__(self) -> None:
         for name in (
@@ -284,6 +285,7 @@ class SchedulerConfig:
     page_aligned_scheduling: bool = False
     scheduling_policy: str = "fcfs"
     max_attention_work: int = 1 << 62  # (query row, visible key) pairs of a step
+    async_scheduling: bool = False  # a step is planned before the tokens of the one before it are known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,6 +373,7 @@ def resolve_config(
             page_aligned_scheduling=args.page_aligned_scheduling,
             scheduling_policy=args.scheduling_policy,
             max_attention_work=args.max_attention_work or _attention_work(model, device),
+            async_scheduling=args.async_scheduling,
         ),
         cache=cache,
         attention_backend=attention_backend,

@@ -128,7 +128,7 @@ class EngineThread:
     def _fail_everything(self, engine: EngineCore, message: str) -> None:
         with self._lock:
             self._stopped = True
-        requests = list(engine.scheduler.requests)
+        requests = engine.request_ids
         while not self._inbox.empty():
             waiting = self._inbox.get()
             if isinstance(waiting, _Add):
