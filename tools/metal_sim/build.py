@@ -122,9 +122,8 @@ def build(unit: str, name: str) -> Built:
         if done.returncode:
             raise ToolchainError(f"cannot optimise {name} for the host:\n{done.stderr}")
         # What local-bounds puts where an access leaves an array of the thread.
-        text = (
-            Path(optimised).read_text().replace("call void @llvm.trap()", "call void @__ms_thread_bounds()")
-        )
+        trap = r"call void @llvm\.(?:trap\(\)|ubsantrap\(i8 \d+\))"  # by clang's version
+        text = re.sub(trap, "call void @__ms_thread_bounds()", Path(optimised).read_text())
         Path(optimised).write_text(text + "\ndeclare void @__ms_thread_bounds() noreturn nounwind\n")
         done = run_clang(
             [
