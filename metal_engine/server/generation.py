@@ -37,6 +37,11 @@ class ServedModel:
     parameters: ParameterPolicy
     parsers: Parsers
 
+    def check_model(self, model: str | None) -> None:
+        """Raises APIError, a 404, for a model that is not this one."""
+        if model is not None and model not in self.names:
+            raise model_not_found(model)
+
 
 @dataclass
 class Choice:
@@ -126,6 +131,11 @@ class Generation:
                 pass
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts; known before there is any output."""
+        return sum(map(len, self._prompts))
+
+    @property
     def usage(self) -> Usage:
         prompt_tokens = sum(choice.num_prompt_tokens for choice in self.choices)
         completion_tokens = sum(choice.num_output_tokens for choice in self.choices)
@@ -171,14 +181,20 @@ class Endpoint(Protocol[BodyT]):
         """The answer to a request that does not stream, once the generation is complete."""
         ...
 
-    def chunks(
-        self, generation: Generation, index: int, output: RequestOutput, first: bool
-    ) -> list[BaseModel]:
-        """What to send for one output in a stream; ``first`` for the first output of its choice."""
+    def begin(self, generation: Generation) -> bytes:
+        """What a stream begins with, before there is any output."""
         ...
 
-    def usage_chunk(self, generation: Generation) -> BaseModel:
-        """The chunk without choices that ends a stream with ``include_usage``."""
+    def chunk(self, generation: Generation, index: int, output: RequestOutput, first: bool) -> bytes:
+        """The events of one output in a stream; ``first`` for the first output of its choice."""
+        ...
+
+    def end(self, generation: Generation, include_usage: bool) -> bytes:
+        """What a stream ends with when all has gone well."""
+        ...
+
+    def error(self, generation: Generation, error: APIError) -> bytes:
+        """What a stream ends with otherwise."""
         ...
 
 
@@ -189,8 +205,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         APIError: the request cannot be served; 4xx with the field at fault, or 503 if the engine has ended.
     """
     engine = served.engine
-    if body.model is not None and body.model not in served.names:
-        raise model_not_found(body.model)
+    served.check_model(body.model)
     served.parameters.check(body)
     params = _sampling_params(body, engine.config.model.default_sampling)
     if engine.error is not None:
