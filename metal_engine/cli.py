@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from metal_engine import __version__
+from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
 from metal_engine.config import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.options import MODEL_HELP, command
 from metal_engine.settings import ConfigError, make_args
@@ -23,6 +24,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench = typer.Typer(
+    help="Measure: a server as its users see it, or the engine alone.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench")
 
 
 def _set_up_logging(level: str, style: str = "text") -> None:
@@ -139,6 +146,34 @@ def _chat_loop(llm: Any, params: Any, system: str | None, read_line: Callable[[]
             continue
         print()
         messages.append({"role": "assistant", "content": answer})
+
+
+@command(bench, {"Benchmark": BenchServeArgs}, takes_model=False)
+def _serve(values: dict[str, Any]) -> None:
+    """Load a server that speaks OpenAI's API, and print what its users would see. Status 1 if a request failed."""
+    _set_up_logging("warning")
+    from metal_engine.bench.serve import bench_serve
+
+    if bench_serve(make_args(BenchServeArgs, values)).num_failed:
+        raise typer.Exit(1)
+
+
+@command(bench, {"Benchmark": BenchThroughputArgs, "Engine": EngineArgs})
+def _throughput(values: dict[str, Any]) -> None:
+    """Tokens a second of the engine alone, all requests at once."""
+    _set_up_logging("warning")
+    from metal_engine.bench.offline import bench_throughput
+
+    bench_throughput(make_args(EngineArgs, values), make_args(BenchThroughputArgs, values))
+
+
+@command(bench, {"Benchmark": BenchLatencyArgs, "Engine": EngineArgs})
+def _latency(values: dict[str, Any]) -> None:
+    """How long the engine alone takes for one batch."""
+    _set_up_logging("warning")
+    from metal_engine.bench.offline import bench_latency
+
+    bench_latency(make_args(EngineArgs, values), make_args(BenchLatencyArgs, values))
 
 
 @app.command()

@@ -108,6 +108,7 @@ class EngineArgs:
     max_attention_work: int | None = setting(
         None, "Pairs of a query row and a visible key in a step. Default: about a second's attention."
     )
+    async_scheduling: bool = setting(False, "Plan and build a step while the one before it runs.")
 
     def __post_init__(self) -> None:
         for name in (
@@ -247,7 +248,7 @@ class ModelInfo:
     """Facts about a loaded model that the control plane needs.
 
     ``kv_bytes_per_token`` counts K and V over all layers, in bytes. ``max_position_embeddings`` is the context
-    length the checkpoint was trained for, in tokens. ``vocab_size`` is the number of rows of the LM head.
+    length the checkpoint was trained for, in tokens, if it says. ``vocab_size`` is the number of rows of the LM head.
     ``num_heads`` counts the query heads of a layer.
     ``default_sampling`` has the sampling parameters of requests that do not say, as the checkpoint recommends.
     """
@@ -260,7 +261,7 @@ class ModelInfo:
     num_params: int
     weight_bytes: int
     kv_bytes_per_token: int
-    max_position_embeddings: int
+    max_position_embeddings: int | None
     num_heads: int = 1
     head_dim: int = 1
     default_sampling: dict[str, float] = field(default_factory=dict)
@@ -296,6 +297,7 @@ class SchedulerConfig:
     page_aligned_scheduling: bool = False
     scheduling_policy: str = "fcfs"
     max_attention_work: int = 1 << 62  # (query row, visible key) pairs of a step
+    async_scheduling: bool = False  # a step is planned before the tokens of the one before it are known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,6 +341,8 @@ _CPU_POOL_BYTES = 2 * GIB
 _ATTENTION_SECONDS = 1.0
 _CPU_SECONDS_PER_SCORE = 10e-9
 _GPU_ATTENTION_FLOPS = 2e12
+# Tokens of context for a model that does not say what it was trained for, if the user does not either.
+_UNKNOWN_CONTEXT = 4096
 # Left free on a GPU for activations and the graph of a step.
 _ACTIVATION_BYTES = GIB
 
@@ -381,6 +385,7 @@ def resolve_config(
             page_aligned_scheduling=args.page_aligned_scheduling,
             scheduling_policy=args.scheduling_policy,
             max_attention_work=args.max_attention_work or _attention_work(model, device),
+            async_scheduling=args.async_scheduling,
         ),
         cache=cache,
         attention_backend=attention_backend,
@@ -447,8 +452,8 @@ def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> N
 def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:
     """As asked, or the checkpoint's context length; never more than the pool holds."""
     limit = model.max_position_embeddings
-    wanted = args.max_model_len if args.max_model_len is not None else limit
-    if wanted > limit:
+    wanted = args.max_model_len if args.max_model_len is not None else limit or _UNKNOWN_CONTEXT
+    if limit is not None and wanted > limit:
         raise ConfigError(
             f"--max-model-len {wanted} exceeds the {limit} tokens that {model.name} was trained for"
         )

@@ -123,6 +123,7 @@ class FakeRunner:
     Attributes:
         step_time: seconds to sleep in a step, so that clients can act while requests run.
         running: cleared to hold the engine before its next step, set to let it go on.
+        has_arrived: whether a step has begun, held or not.
         raise_next: raised by the next step, once.
         seen_params: the sampling parameters of every request so far, in order of admission.
     """
@@ -131,6 +132,7 @@ class FakeRunner:
     next_token: NextToken = hash_chain
     step_time: float = 0.0
     running: threading.Event = field(default_factory=threading.Event)
+    has_arrived: bool = False
     raise_next: BaseException | None = None
     num_steps: int = 0
     seen_params: list[SamplingParams] = field(default_factory=list)
@@ -143,6 +145,7 @@ class FakeRunner:
         """Nothing here belongs to a thread."""
 
     def execute(self, plan: SchedulerOutput) -> FakeStep:
+        self.has_arrived = True
         self.running.wait()
         if self.step_time:
             time.sleep(self.step_time)

@@ -66,6 +66,7 @@ class EngineThread:
         self._ready.wait()
         if self._engine is None:
             assert self._error is not None
+            self._thread.join()  # its streams are closed before the process may end
             raise self._error
         return self._engine
 
@@ -112,19 +113,22 @@ class EngineThread:
             return
         finally:
             self._ready.set()
+        message = "the engine was shut down"
         try:
             self._loop(self._engine)
         except BaseException as error:
             logger.critical("the engine thread has died", exc_info=True)
             self._error = error
-            self._fail_everything(self._engine, f"the engine has stopped: {error}")
+            message = f"the engine has stopped: {error}"
+        try:
+            self._engine.close()  # before anyone is told: they may end the process
         finally:
-            self._engine.close()
+            self._fail_everything(self._engine, message)
 
     def _fail_everything(self, engine: EngineCore, message: str) -> None:
         with self._lock:
             self._stopped = True
-        requests = list(engine.scheduler.requests)
+        requests = engine.request_ids
         while not self._inbox.empty():
             waiting = self._inbox.get()
             if isinstance(waiting, _Add):
@@ -138,7 +142,6 @@ class EngineThread:
             while not engine.has_requests or not self._inbox.empty():
                 message = self._inbox.get()
                 if isinstance(message, _Stop):
-                    self._fail_everything(engine, "the engine was shut down")
                     return
                 if isinstance(message, _Abort):
                     engine.abort_request(message.request_id)
