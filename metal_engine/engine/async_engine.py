@@ -13,6 +13,32 @@ from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
 from metal_engine.scheduling.scheduler import SchedulerStats
 
 
+class _Mailbox:
+    """Outputs of one request on their way to its one reader; all in the event loop."""
+
+    __slots__ = ("_arrived", "_waiter")
+
+    def __init__(self) -> None:
+        self._arrived: list[RequestOutput] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        self._arrived.append(output)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> RequestOutput:
+        """Everything that has come, as one output; waits for the first."""
+        while not self._arrived:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        output, *more = self._arrived
+        self._arrived.clear()
+        for later in more:
+            output = _merged(output, later)
+        return output
+
+
 class AsyncEngine:
     """An :class:`EngineThread` seen from one event loop.
 
@@ -23,7 +49,7 @@ class AsyncEngine:
     def __init__(self, build: Callable[[], EngineCore]) -> None:
         self._thread = EngineThread(build, self._on_outputs)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._queues: dict[str, asyncio.Queue[RequestOutput]] = {}
+        self._queues: dict[str, _Mailbox] = {}
         self._core: EngineCore | None = None
         self._cut: str | None = None
 
@@ -39,7 +65,7 @@ class AsyncEngine:
         """End every request, now and from now on, with an output of ``finish_reason`` ``abort``. In the event loop."""
         self._cut = message
         for request_id, outputs in self._queues.items():
-            outputs.put_nowait(RequestOutput(request_id, finish_reason="abort", error=message))
+            outputs.put(RequestOutput(request_id, finish_reason="abort", error=message))
             self._thread.abort(request_id)
 
     @property
@@ -97,7 +123,7 @@ class AsyncEngine:
         if request_id in self._queues:
             raise ValueError(f"request id {request_id!r} is in use")
         self._loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        outputs = _Mailbox()
         self._queues[request_id] = outputs
         finished = False
         try:
@@ -107,9 +133,7 @@ class AsyncEngine:
                 return
             self._thread.submit(request_id, prompt_token_ids, params, options)
             while not finished:
-                output = await outputs.get()
-                while not outputs.empty():
-                    output = _merged(output, outputs.get_nowait())
+                output = await outputs.take()
                 finished = output.finished
                 yield output
         finally:
@@ -131,7 +155,7 @@ class AsyncEngine:
         for output in outputs:
             queue = self._queues.get(output.request_id)
             if queue is not None:
-                queue.put_nowait(output)
+                queue.put(output)
 
 
 def _merged(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
