@@ -176,6 +176,26 @@ class ServerArgs:
         "others can read.",
         secret=True,
     )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "Origins whose web pages may call the server (CORS), as in https://chat.example; * for all. Several may be "
+        "given by repeating the flag.",
+    )
+    max_num_queued_reqs: int = setting(
+        2048, "Requests that may wait; further ones are answered 503 with Retry-After. 0: no limit."
+    )
+    max_num_queued_tokens: int = setting(
+        0, "Prompt tokens of requests without any output yet; beyond it, 503 with Retry-After. 0: no limit."
+    )
+    request_timeout: float = setting(
+        0.0, "Seconds after which a request is ended with an error (504); 0: never."
+    )
+    ssl_keyfile: str | None = setting(None, "Private key of the certificate (PEM).")
+    ssl_keyfile_password: str | None = setting(None, "Password of the private key.", secret=True)
+    ssl_certfile: str | None = setting(None, "Certificate (PEM): serve over TLS.")
+    ssl_ca_certs: str | None = setting(
+        None, "Certificate authorities (PEM): clients must show a certificate of one of them."
+    )
     max_body_size: int = setting(16 << 20, "Largest request body, as in 16MiB.", kind="size")
     shutdown_timeout: float = setting(
         30.0, "Seconds that running requests may take to finish after SIGTERM or SIGINT."
@@ -212,7 +232,18 @@ class ServerArgs:
     )
 
     def __post_init__(self) -> None:
-        for name in ("log_stats_interval", "sse_keep_alive", "max_stored_responses"):
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile need each other")
+        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_keyfile_password) is not None:
+            raise ConfigError("--ssl-ca-certs and --ssl-keyfile-password need --ssl-certfile")
+        for name in (
+            "log_stats_interval",
+            "sse_keep_alive",
+            "max_stored_responses",
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
+            "request_timeout",
+        ):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"{flag(name)} must be at least 0, got {value}")

@@ -16,9 +16,10 @@ from metal_engine.scheduling.scheduler import SchedulerStats
 class _Mailbox:
     """Outputs of one request on their way to its one reader; all in the event loop."""
 
-    __slots__ = ("_arrived", "_waiter")
+    __slots__ = ("_arrived", "_waiter", "num_prompt_tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens  # as long as there is no output
         self._arrived: list[RequestOutput] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -50,6 +51,7 @@ class AsyncEngine:
         self._thread = EngineThread(build, self._on_outputs)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, _Mailbox] = {}
+        self._num_queued_tokens = 0
         self._core: EngineCore | None = None
         self._cut: str | None = None
 
@@ -64,8 +66,13 @@ class AsyncEngine:
     def cut_requests(self, message: str) -> None:
         """End every request, now and from now on, with an output of ``finish_reason`` ``abort``. In the event loop."""
         self._cut = message
-        for request_id, outputs in self._queues.items():
-            outputs.put(RequestOutput(request_id, finish_reason="abort", error=message))
+        for request_id in self._queues:
+            self.cut_request(request_id, message)
+
+    def cut_request(self, request_id: str, message: str) -> None:
+        """End one request like that; one that is not there (any more) is ignored. In the event loop."""
+        if request_id in self._queues:
+            self._queues[request_id].put(RequestOutput(request_id, finish_reason="abort", error=message))
             self._thread.abort(request_id)
 
     @property
@@ -99,6 +106,11 @@ class AsyncEngine:
         """Requests that are not in the batch, those included that the engine's thread has not seen yet."""
         return max(len(self._queues) - self.core.stats.num_running, 0)
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of the requests that have had no output yet."""
+        return self._num_queued_tokens
+
     def check_request(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         """Raise ValueError if such a request can never be served."""
         self.core.resolve_max_tokens(num_prompt_tokens, params)
@@ -123,7 +135,8 @@ class AsyncEngine:
         if request_id in self._queues:
             raise ValueError(f"request id {request_id!r} is in use")
         self._loop = asyncio.get_running_loop()
-        outputs = _Mailbox()
+        outputs = _Mailbox(len(prompt_token_ids))
+        self._num_queued_tokens += outputs.num_prompt_tokens
         self._queues[request_id] = outputs
         finished = False
         try:
@@ -134,12 +147,19 @@ class AsyncEngine:
             self._thread.submit(request_id, prompt_token_ids, params, options)
             while not finished:
                 output = await outputs.take()
+                if outputs.num_prompt_tokens:
+                    self._begun(outputs)
                 finished = output.finished
                 yield output
         finally:
             del self._queues[request_id]
+            self._begun(outputs)
             if not finished:
                 self._thread.abort(request_id)
+
+    def _begun(self, outputs: _Mailbox) -> None:
+        self._num_queued_tokens -= outputs.num_prompt_tokens
+        outputs.num_prompt_tokens = 0
 
     def _on_outputs(self, outputs: list[RequestOutput]) -> None:
         """In the engine's thread: one hop to the event loop per step."""

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from metal_engine import __version__
 from metal_engine.config import ServerArgs
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.server.admission import Admission
 from metal_engine.server.errors import install_error_handlers
 from metal_engine.server.gate import limit_body, require_api_key
 from metal_engine.server.generation import ServedModel
@@ -43,7 +45,11 @@ def create_app(
     app.router.route_class = StrictJSONRoute
     install_error_handlers(app)
     served = ServedModel(
-        engine, tuple(names), ParameterPolicy(strict=args.strict_params), parsers or Parsers()
+        engine,
+        tuple(names),
+        ParameterPolicy(strict=args.strict_params),
+        parsers or Parsers(),
+        Admission.of(engine, args),
     )
     lifecycle = app.state.lifecycle = Lifecycle(engine)
     metrics = ServerMetrics(engine, served.names[0])
@@ -60,6 +66,15 @@ def _add_gates(app: FastAPI, args: ServerArgs, lifecycle: Lifecycle, metrics: Se
     app.add_middleware(_middleware(lambda inner: limit_body(inner, args.max_body_size)))
     if args.api_key:
         app.add_middleware(_middleware(lambda inner: require_api_key(inner, args.api_key)))
+    if args.allowed_origins:
+        # Browsers ask without a key what they may send, so this comes before the key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(args.allowed_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_middleware(_middleware(lifecycle.middleware))
     app.add_middleware(_middleware(lambda inner: observe(inner, metrics)))
 

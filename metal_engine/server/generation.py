@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
+from metal_engine.server.admission import Admission
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.lifecycle import SHUTTING_DOWN
 from metal_engine.server.logs import note
@@ -36,6 +37,7 @@ class ServedModel:
     names: tuple[str, ...]
     parameters: ParameterPolicy
     parsers: Parsers
+    admission: Admission
 
     def check_model(self, model: str | None) -> None:
         """Raises APIError, a 404, for a model that is not this one."""
@@ -84,8 +86,11 @@ class Generation:
         prompts: list[list[int]],
         params: SamplingParams,
         options: RequestOptions,
+        timeout: float = 0.0,
     ) -> None:
         self._engine = engine
+        self._timeout = timeout
+        self._timed_out = False
         self._prompts = prompts
         self._params = params
         self._options = options
@@ -105,14 +110,26 @@ class Generation:
             self._engine.generate(f"{self.request_id}-{i}", prompt, self._params, self._options)
             for i, prompt in enumerate(self._prompts)
         ]
-        async with aclosing(_merge(streams)) as batches:
-            async for batch in batches:
-                for index, output in batch:
-                    if output.finish_reason in ("error", "abort"):
-                        raise self._failure(output)
-                    self.choices[index].add(output)
-                yield batch
+        timer = None
+        if self._timeout:
+            timer = asyncio.get_running_loop().call_later(self._timeout, self._time_out)
+        try:
+            async with aclosing(_merge(streams)) as batches:
+                async for batch in batches:
+                    for index, output in batch:
+                        if output.finish_reason in ("error", "abort"):
+                            raise self._failure(output)
+                        self.choices[index].add(output)
+                    yield batch
+        finally:
+            if timer is not None:
+                timer.cancel()
         self._note()
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        for i in range(len(self._prompts)):
+            self._engine.cut_request(f"{self.request_id}-{i}", "the request took too long")
 
     def _note(self) -> None:
         usage = self.usage
@@ -150,6 +167,9 @@ class Generation:
     def _failure(self, output: RequestOutput) -> APIError:
         if self._engine.error is not None:
             return engine_dead(self._engine.error)
+        if self._timed_out:
+            message = f"the request was not done within {self._timeout:g} s (--request-timeout)"
+            return APIError(504, message, code="timeout")
         if output.finish_reason == "abort":
             return APIError(503, output.error or "the request was aborted", code=SHUTTING_DOWN)
         return APIError(500, output.error or "the request failed", code="generation_failed")
@@ -206,6 +226,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
     """
     engine = served.engine
     served.check_model(body.model)
+    served.admission.check(0)  # before any work on it
     served.parameters.check(body)
     params = _sampling_params(body, engine.config.model.default_sampling)
     if engine.error is not None:
@@ -217,6 +238,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         params = _sampling_params(adjusted, engine.config.model.default_sampling)
     for prompt in prompts:
         _check_prompt(engine, prompt, params, body)
+    served.admission.check(sum(map(len, prompts)))
     return Generation(
         engine,
         request_id=f"{endpoint.id_prefix}-{uuid.uuid4().hex}",
@@ -224,6 +246,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         prompts=prompts,
         params=params,
         options=RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or ""),
+        timeout=served.admission.request_timeout,
     )
 
 
