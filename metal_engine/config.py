@@ -169,11 +169,32 @@ class ServerArgs:
         "Name of the model in the API, instead of MODEL. Several may be given by repeating the flag; "
         "answers carry the first.",
     )
-    api_key: str | None = setting(
-        None,
-        "Clients must send this as `Authorization: Bearer KEY`; /health stays open. Better given in the "
-        "environment than on a command line that others can read.",
+    api_key: tuple[str, ...] = setting(
+        (),
+        "Clients must send this as `Authorization: Bearer KEY`, or as `x-api-key`; /health and /ready stay open. "
+        "Several may be given by repeating the flag. Better given in the environment than on a command line that "
+        "others can read.",
         secret=True,
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "Origins whose web pages may call the server (CORS), as in https://chat.example; * for all. Several may be "
+        "given by repeating the flag.",
+    )
+    max_num_queued_reqs: int = setting(
+        2048, "Requests that may wait; further ones are answered 503 with Retry-After. 0: no limit."
+    )
+    max_num_queued_tokens: int = setting(
+        0, "Prompt tokens of requests without any output yet; beyond it, 503 with Retry-After. 0: no limit."
+    )
+    request_timeout: float = setting(
+        0.0, "Seconds after which a request is ended with an error (504); 0: never."
+    )
+    ssl_keyfile: str | None = setting(None, "Private key of the certificate (PEM).")
+    ssl_keyfile_password: str | None = setting(None, "Password of the private key.", secret=True)
+    ssl_certfile: str | None = setting(None, "Certificate (PEM): serve over TLS.")
+    ssl_ca_certs: str | None = setting(
+        None, "Certificate authorities (PEM): clients must show a certificate of one of them."
     )
     max_body_size: int = setting(16 << 20, "Largest request body, as in 16MiB.", kind="size")
     shutdown_timeout: float = setting(
@@ -198,17 +219,39 @@ class ServerArgs:
         "Format of the model's reasoning: auto (what its tokenizer says), none, or a name.",
         choices=("auto", "none", *REASONING_MARKS, *REASONING_PARSER_ALIASES),
     )
+    sse_keep_alive: float = setting(
+        15.0,
+        "Seconds without an event after which a stream is sent a comment, so that it is not cut; 0: never.",
+    )
+    max_stored_responses: int = setting(
+        1000, "Responses of /v1/responses kept in memory for previous_response_id; 0: none."
+    )
     log_format: str = setting("text", "text, or json (one object a line).", choices=LOG_FORMATS)
     log_stats_interval: float = setting(
         10.0, "Seconds between log lines about throughput, running, waiting and KV cache; 0: none."
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.log_stats_interval < float("inf"):
-            raise ConfigError(f"--log-stats-interval must be at least 0, got {self.log_stats_interval}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile need each other")
+        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_keyfile_password) is not None:
+            raise ConfigError("--ssl-ca-certs and --ssl-keyfile-password need --ssl-certfile")
+        for name in (
+            "log_stats_interval",
+            "sse_keep_alive",
+            "max_stored_responses",
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
+            "request_timeout",
+        ):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{flag(name)} must be at least 0, got {value}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be in 0 ... 65535, got {self.port}")
-        if self.api_key is not None and not (self.api_key.strip() and self.api_key.isascii()):
+        if isinstance(self.api_key, str):
+            object.__setattr__(self, "api_key", (self.api_key,))
+        if not all(key.strip() and key.isascii() for key in self.api_key):
             raise ConfigError("--api-key must be ASCII and not empty")
         if self.max_body_size < 1:
             raise ConfigError(f"--max-body-size must be at least 1, got {self.max_body_size}")

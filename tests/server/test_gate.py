@@ -14,12 +14,13 @@ from tests.server.serving import DEADLINE, MODEL, Served, serve
 from tests.server.test_errors import check_error
 
 KEY = "sk-sesame"
+OTHER_KEY = "sk-open"
 MAX_BODY = 10_000
 
 
 @pytest.fixture(scope="module")
 def _guarded_server() -> Iterator[Served]:
-    args = ServerArgs(api_key=KEY, max_body_size=MAX_BODY, strict_params=True)
+    args = ServerArgs(api_key=(KEY, OTHER_KEY), max_body_size=MAX_BODY, strict_params=True)
     with serve(args=args, names=(MODEL, "alias")) as served:
         yield served
 
@@ -43,6 +44,9 @@ WRONG = [
     {"authorization": f"Bearer {KEY[:-1]}"},
     {"authorization": f"Bearer {KEY.upper()}"},
     {"authorization": "Bearer \xff"},
+    {"x-api-key": f"Bearer {KEY}"},
+    {"x-api-key": OTHER_KEY[:-1]},
+    {"authorization": f"Bearer {KEY},{OTHER_KEY}"},
 ]
 
 
@@ -68,6 +72,12 @@ def test_with_the_key(guarded: Served) -> None:
     assert client.completions.create(model=MODEL, prompt="a").model == MODEL
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="other", max_retries=0).models.list()
+
+
+def test_every_key_opens_in_either_header(guarded: Served) -> None:
+    for key in (KEY, OTHER_KEY):
+        for headers in ({"authorization": f"bearer {key}"}, {"x-api-key": key}):
+            assert httpx.get(guarded.url + "/v1/models", headers=headers).status_code == 200
 
 
 def test_health_is_open(guarded: Served) -> None:

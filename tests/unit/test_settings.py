@@ -35,7 +35,7 @@ def test_precedence(tmp_path: Path) -> None:
     values = settle({"port": "3"}, environ, yaml, tmp_path)
     assert values == {"port": 3, "host": "env", "max_num_seqs": 5}
     args = make_args(ServerArgs, values)
-    assert (args.port, args.host, args.api_key) == (3, "env", None)
+    assert (args.port, args.host, args.api_key) == (3, "env", ())
     assert make_args(EngineArgs, {"model": "m", **values}).max_num_seqs == 5
 
 
@@ -124,7 +124,7 @@ def test_bad_variables_and_flags() -> None:
 def test_secrets_stay_secret() -> None:
     key = BY_NAME["api_key"]
     with pytest.raises(ConfigError, match="--api-key") as info:
-        resolve([key], {"api_key": ["hidden"]}, {})
+        resolve([key], {"api_key": [{"hidden": 1}]}, {})
     assert "hidden" not in str(info.value)
     # Set but empty is a mistake, which must not leave the server open.
     with pytest.raises(ConfigError, match="--api-key"):
