@@ -143,10 +143,6 @@ class EngineArgs:
                 f"--max-long-partial-prefills {self.max_long_partial_prefills} exceeds "
                 f"--max-num-partial-prefills {self.max_num_partial_prefills}"
             )
-        if self.max_num_seqs is not None and self.max_num_seqs > MAX_NUM_SEQS:
-            raise ConfigError(f"--max-num-seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
-        if not 0 <= self.seed < 2**64:
-            raise ConfigError(f"--seed must be in 0 ... 2**64 - 1, got {self.seed}")
         for name, choices in (
             ("dtype", DTYPES),
             ("attention_backend", ATTENTION_BACKENDS),
@@ -491,8 +487,9 @@ def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> in
     if wanted <= cache.num_tokens:
         return wanted
     if args.max_model_len is not None:
+        override = args.num_gpu_blocks_override is not None
         raise ConfigError(
             f"--max-model-len {wanted} does not fit into the KV cache of {cache.num_tokens} tokens; lower it or "
-            f"raise --kv-cache-memory-bytes"
+            f"raise {'--num-gpu-blocks-override' if override else '--kv-cache-memory-bytes'}"
         )
     return cache.num_tokens

@@ -105,6 +105,18 @@ def test_unknown_parameters_are_refused_when_strict(guarded: Served) -> None:
     assert httpx.get(guarded.url + "/health").json()["unknown_parameters"] == {}
 
 
+def test_unknown_fields_of_messages_are_refused_when_strict(guarded: Served) -> None:
+    def post(**fields: object) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "a", **fields}], "max_tokens": 1}
+        return httpx.post(guarded.url + "/v1/chat/completions", json=body, headers=auth())
+
+    check_error(post(cotnent="b"), 400, "messages.cotnent", "unknown_parameter")
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    check_error(post(content=[part]), 400, "messages.content.cache_control", "unknown_parameter")
+    # What an answer brings, and a client sends back.
+    assert post(refusal=None, annotations=[], audio=None, function_call=None).status_code == 200
+
+
 def body_of(num_bytes: int) -> bytes:
     start, end = b'{"prompt": "a", "max_tokens": 1, "user": "', b'"}'
     return start + b"x" * (num_bytes - len(start) - len(end)) + end
@@ -147,6 +159,14 @@ def test_unknown_parameters_are_counted(served: Served) -> None:
     for _ in range(3):
         assert served.post("/v1/completions", {"prompt": "a", "temprature": 1.0}).status_code == 200
     assert httpx.get(served.url + "/health").json()["unknown_parameters"]["temprature"] == before + 3
+
+
+def test_unknown_fields_of_messages_are_counted_once_a_request(served: Served) -> None:
+    messages = [{"role": "user", "content": "a", "mood": "good"}] * 3
+    for _ in range(2):
+        response = served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+        assert response.status_code == 200
+    assert httpx.get(served.url + "/health").json()["unknown_parameters"]["messages.mood"] == 2
 
 
 def test_made_up_names_take_no_memory() -> None:
