@@ -76,10 +76,13 @@ class EngineArgs:
         None,
         "Longest request, prompt and output, in tokens. Default: what the model was trained for, "
         "or what the KV cache holds if that is less.",
+        kind="count",
     )
     max_num_seqs: int | None = setting(None, "Requests running at once. Default: 256 on Metal, 64 on a CPU.")
     max_num_batched_tokens: int | None = setting(
-        None, "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU."
+        None,
+        "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU.",
+        kind="count",
     )
     block_size: int = setting(16, "Tokens per KV cache block.")
     num_gpu_blocks_override: int | None = setting(None, "KV cache size in blocks, instead of in bytes.")
