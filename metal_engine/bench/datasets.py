@@ -96,12 +96,20 @@ _INSTRUCTION = "Pick as many lines as you can from these verses, and go on in th
 
 def verse_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int, prefix: str = "") -> str:
     """An instruction and as many lines, drawn at random, as fit into ``length`` tokens."""
+    lengths = [len(tokenizer.encode(line + "\n")) for line in LINES]
     text = prefix + _INSTRUCTION
+    left = length - len(tokenizer.encode(text))
+    lines = []
     while True:
-        longer = f"{text}{LINES[rng.integers(len(LINES))]}\n"
-        if len(tokenizer.encode(longer)) > length:
-            return text
-        text = longer
+        i = int(rng.integers(len(LINES)))
+        if lengths[i] > left:
+            break
+        lines.append(LINES[i] + "\n")
+        left -= lengths[i]
+    # Lines may take a token more together than apart.
+    while lines and len(tokenizer.encode(text + "".join(lines))) > length:
+        lines.pop()
+    return text + "".join(lines)
 
 
 # --- files ---
