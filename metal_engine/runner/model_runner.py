@@ -10,7 +10,7 @@ from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.platform.streams import end_streams_of_thread
 from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
-from metal_engine.runner.sampler import sample
+from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.step import ModelOutput, SchedulerOutput
 
 
@@ -60,18 +60,19 @@ class ModelRunner:
             block_size=block_size,
             block_writes=_block_writes(batch, block_size) if self._writes_blocks else None,
         )
+        sampling = StepSampling(self._table, plan, batch)
         logits = self._model(
             mx.array(batch.input_ids),
             mx.array(batch.positions),
             metadata,
             self._backend.plan(metadata),
-            mx.array(batch.logits_indices),
+            mx.array(sampling.logits_indices),
         )
-        tokens = None
-        if plan.sampled_req_ids:
-            positions = self._table.num_output_tokens(batch.sampled_rows)
-            tokens = sample(logits, self._table.sampling, batch.sampled_rows, positions)
-        return PendingStep(self._model, self._table, plan.sampled_req_ids, tokens)
+        if sampling.has_masks:
+            mx.async_eval(logits)  # the forward runs while the host computes the masks
+            sampling.compute_masks(logits.shape[-1])
+        sampling.build(logits)
+        return PendingStep(self._model, self._table, plan.sampled_req_ids, sampling)
 
     def close(self) -> None:
         """Free the KV cache, in the thread that ran the steps."""
@@ -96,29 +97,29 @@ class PendingStep:
     """A step under way (:class:`metal_engine.step.StepHandle`)."""
 
     def __init__(
-        self, model: PagedModel, table: RequestTable, sampled_req_ids: list[str], tokens: mx.array | None
+        self, model: PagedModel, table: RequestTable, sampled_req_ids: list[str], sampling: StepSampling
     ) -> None:
         self._model = model
         self._table = table
         self._sampled_req_ids = sampled_req_ids
-        self._tokens = tokens  # [R]
+        self._sampling = sampling
 
     def result(self) -> ModelOutput:
-        """Wait for the step and return the tokens it sampled.
+        """Wait for the step and return what came of it.
 
         Raises:
             KVCacheLostError: it failed, and the KV cache with it.
         """
         try:
-            if self._tokens is None:
+            if not self._sampling.arrays:
                 # Only intermediate chunks: what matters is the KV they leave behind.
                 self._model.eval_caches()
                 return ModelOutput([])
             # NumPy alone would wait as well, but pass over an error of an operation and take what it left.
-            mx.eval(self._tokens)
+            mx.eval(self._sampling.arrays)
         except Exception as error:
             self._model.recover_from(error)
             raise
-        token_ids = np.array(self._tokens)
-        self._table.append_tokens(self._sampled_req_ids, token_ids)
-        return ModelOutput(token_ids.tolist())
+        output = self._sampling.result()
+        self._table.append_tokens(self._sampled_req_ids, np.array(output.sampled_token_ids, np.int32))
+        return output

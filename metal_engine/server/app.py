@@ -96,7 +96,8 @@ def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
 async def _answer(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, request: Request) -> Response:
     generation = await prepare(served, endpoint, body)
     if body.stream:
-        return EventStreamResponse(stream_events(generation, endpoint, body.include_usage))
+        events = stream_events(generation, endpoint, body.include_usage, body.continuous_usage)
+        return EventStreamResponse(events)
     try:
         await cancel_on_disconnect(request.receive, generation.finish())
     except ClientDisconnect:

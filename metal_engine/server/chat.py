@@ -5,10 +5,11 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput
-from metal_engine.server.conversation import template_messages
+from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.server.conversation import template_kwargs, template_messages
 from metal_engine.server.errors import invalid
 from metal_engine.server.generation import Generation, finish_reason
+from metal_engine.server.logprobs import chat_logprobs
 from metal_engine.server.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -16,6 +17,7 @@ from metal_engine.server.protocol import (
     ChatCompletion,
     ChatCompletionBody,
     ChatCompletionChunk,
+    ChatLogprobs,
     Delta,
     Usage,
 )
@@ -28,10 +30,16 @@ class ChatEndpoint:
 
     def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         messages = template_messages(body.messages)
+        flags = {**template_kwargs(body, tokenizer), **_template_flags(body)}
         try:
-            return [tokenizer.apply_chat_template(messages, **_template_flags(body))]
+            return [tokenizer.apply_chat_template(messages, **flags)]
         except ValueError as error:
             raise invalid(str(error), param="messages") from error
+
+    def echoes(
+        self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
+    ) -> list[str] | None:
+        return None
 
     def response(self, generation: Generation) -> BaseModel:
         choices = []
@@ -41,6 +49,7 @@ class ChatEndpoint:
                 ChatChoice(
                     index=choice.index,
                     message=AssistantMessage(content=choice.text),
+                    logprobs=_logprobs(generation, choice.text_logprobs),
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.stop_reason,
                 )
@@ -51,6 +60,7 @@ class ChatEndpoint:
             model=generation.model,
             choices=choices,
             usage=generation.usage,
+            prompt_logprobs=generation.prompt_logprobs(generation.choices[0]),
         )
 
     def chunks(
@@ -59,8 +69,14 @@ class ChatEndpoint:
         choices = []
         if first:
             choices.append(ChatChunkChoice(index=index, delta=Delta(role="assistant", content="")))
-        if output.text:
-            choices.append(ChatChunkChoice(index=index, delta=Delta(content=output.text)))
+        if output.text or output.text_logprobs:
+            choices.append(
+                ChatChunkChoice(
+                    index=index,
+                    delta=Delta(content=output.text),
+                    logprobs=_logprobs(generation, output.text_logprobs or []),
+                )
+            )
         if output.finished:
             choices.append(
                 ChatChunkChoice(
@@ -74,6 +90,10 @@ class ChatEndpoint:
 
     def usage_chunk(self, generation: Generation) -> BaseModel:
         return _chunk(generation, [], generation.usage)
+
+
+def _logprobs(generation: Generation, tokens: list[TokenLogprobs]) -> ChatLogprobs | None:
+    return None if generation.params.logprobs is None else chat_logprobs(generation.tokenizer, tokens)
 
 
 def _template_flags(body: ChatCompletionBody) -> dict[str, bool]:

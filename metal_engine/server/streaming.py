@@ -30,7 +30,7 @@ def sse(event: BaseModel) -> bytes:
 
 
 async def stream_events(
-    generation: Generation, endpoint: Endpoint[Any], include_usage: bool
+    generation: Generation, endpoint: Endpoint[Any], include_usage: bool, continuous_usage: bool = False
 ) -> AsyncGenerator[bytes, None]:
     """A generation as server-sent events: one item, so one write, for whatever came at once.
 
@@ -44,6 +44,8 @@ async def stream_events(
                 for index, output in batch:
                     chunks = endpoint.chunks(generation, index, output, first=index not in started)
                     started.add(index)
+                    if continuous_usage:
+                        chunks = [chunk.model_copy(update={"usage": generation.usage}) for chunk in chunks]
                     data += b"".join(map(sse, chunks))
                 if data:
                     yield data
