@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import operator
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -183,9 +184,13 @@ class LLM:
         ids = [request_id for _, _, request_id in sequences]
         outputs: dict[str, list[RequestOutput]] = {request_id: [] for request_id in ids}
         num_tokens = 0
-        with _progress_bar(show_progress) as progress:
+        # Closed at once if a step fails, so that the other requests do not go on unseen.
+        with (
+            _progress_bar(show_progress) as progress,
+            closing(self._outputs_of([s[0] for s in sequences], [s[1] for s in sequences], ids)) as stream,
+        ):
             task = progress.add_task("Generating", total=len(sequences), rate="")
-            for output in self._outputs_of([s[0] for s in sequences], [s[1] for s in sequences], ids):
+            for output in stream:
                 outputs[output.request_id].append(output)
                 num_tokens += len(output.token_ids)
                 elapsed = progress.tasks[task].elapsed or 0.0
@@ -216,7 +221,7 @@ class LLM:
 
     def _outputs_of(
         self, prompts: list[list[int]], params: list[SamplingParams], ids: list[str]
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput]:
         """Outputs of several requests as they come; aborts what is left if the iteration ends early."""
         outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         unfinished = dict.fromkeys(ids)

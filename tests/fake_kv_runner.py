@@ -290,7 +290,7 @@ class SchedulerHarness:
         num_preemptions = self.scheduler.num_preemptions - num_preemptions
         check_plan(self.scheduler, plan, before, context_lens)
         if is_plain(self.config, self.cache_config):
-            check_fcfs(self.scheduler, plan, before, num_preemptions)
+            check_fcfs(self.scheduler, plan, before, context_lens, num_preemptions)
         if not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions:
             assert not self.live, "nothing is under way, and nothing is planned"
         self.plans.append(plan)

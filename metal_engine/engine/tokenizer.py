@@ -48,8 +48,21 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes] = {}
 
     @property
+    def hf_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer of ``transformers``."""
+        return self._hf
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
+
+    @property
+    def template_takes_tools(self) -> bool:
+        """Whether the chat template does anything with tools."""
+        template = self._hf.chat_template
+        if isinstance(template, dict):
+            return "tool_use" in template or any("tools" in text for text in template.values())
+        return "tools" in (template or "")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the ids the tokenizer puts around a raw prompt (BOS) unless told not to."""
@@ -95,6 +108,10 @@ class Tokenizer:
         template = self._hf.chat_template
         texts = template.values() if isinstance(template, dict) else [template or ""]
         return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own spelling of each token; empty for an id that it does not have."""
+        return [self._hf.convert_ids_to_tokens(i) or "" for i in token_ids]
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer.

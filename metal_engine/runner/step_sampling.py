@@ -26,14 +26,14 @@ class _PromptRows:
 
 
 class StepSampling:
-    """One step's sampling, in the order: construct, :meth:`compute_masks`, :meth:`build`, evaluate, :meth:`result`.
+    """One step's sampling, in the order: construct, :meth:`build`, evaluate, :meth:`result`.
 
     Construction brings each sampling request's edits up to date with its tokens, on the host alone.
 
     Attributes:
         logits_indices: packed rows whose logits :meth:`build` is to be given, [R + T] int32: those that sample, then
             those that predict prompt tokens whose probabilities are asked for.
-        has_masks: whether :meth:`compute_masks` has work to do, for which the device need not wait.
+        has_masks: whether :meth:`build` computes masks on the host, which may take milliseconds.
         tokens: after :meth:`build`, [R] int32; None if nothing samples.
     """
 
@@ -82,8 +82,7 @@ class StepSampling:
     def has_masks(self) -> bool:
         return self._edits is not None and bool(self._edits.grammars)
 
-    def compute_masks(self, vocab_size: int) -> None:
-        """Compute the masks of structured outputs, on the host."""
+    def _compute_masks(self, vocab_size: int) -> None:
         if self._edits is None or not self._edits.grammars:
             return
         self._masks = np.zeros((len(self._edits.grammars), -(-vocab_size // 32)), np.int32)
@@ -96,6 +95,7 @@ class StepSampling:
 
     def build(self, logits: mx.array) -> None:
         """Build the graph on the step's logits, [R + T, vocab_size]."""
+        self._compute_masks(logits.shape[-1])
         num_sampled = len(self._rows)
         if self._prompt_rows:
             targets = mx.array(np.concatenate([p.targets for p in self._prompt_rows]))

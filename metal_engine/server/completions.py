@@ -34,6 +34,9 @@ class CompletionEndpoint:
         except ValueError as error:
             raise invalid(f"prompt: {error}", param="prompt") from error
 
+    def adjust(self, body: CompletionBody) -> CompletionBody:
+        return body
+
     def echoes(
         self, body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
     ) -> list[str] | None:

@@ -18,7 +18,9 @@ from metal_engine.request import RequestOptions, RequestOutput, SamplingParams, 
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.lifecycle import SHUTTING_DOWN
 from metal_engine.server.logprobs import TextOffsets, prompt_logprobs
+from metal_engine.server.logs import note
 from metal_engine.server.parameters import ParameterPolicy
+from metal_engine.server.parsers import Parsers
 from metal_engine.server.protocol import (
     FinishReason,
     GenerationBody,
@@ -34,7 +36,7 @@ Batch = list[tuple[int, RequestOutput]]
 # Sequences of one request; each takes memory before it runs.
 MAX_SEQUENCES = 2048
 
-BodyT = TypeVar("BodyT", bound=GenerationBody, contravariant=True)
+BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class ServedModel:
     engine: AsyncEngine
     names: tuple[str, ...]
     parameters: ParameterPolicy
+    parsers: Parsers
 
 
 @dataclass
@@ -152,6 +155,17 @@ class Generation:
                         _hide_output(output)
                     self.choices[index].add(output)
                 yield batch
+        self._note()
+
+    def _note(self) -> None:
+        usage = self.usage
+        note(
+            id=self.request_id,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            finish_reason=",".join(str(choice.finish_reason) for choice in self.choices),
+        )
 
     async def finish(self) -> None:
         """Run to the end. Raises what :meth:`outputs` raises."""
@@ -218,6 +232,10 @@ class Endpoint(Protocol[BodyT]):
         """Each prompt's text, if the answer is to begin with it; runs in a thread."""
         ...
 
+    def adjust(self, body: BodyT) -> BodyT:
+        """The body with what its prompt asks of sampling; the same one if that is nothing. After :meth:`tokenize`."""
+        ...
+
     def response(self, generation: Generation) -> BaseModel:
         """The answer to a request that does not stream, once the generation is complete."""
         ...
@@ -268,6 +286,9 @@ def _prepared(
 ) -> tuple[list[list[int]], list[str] | None, SamplingParams]:
     """The prompts, their texts if they are wanted back, and the parameters in the model's tokens; in a thread."""
     whole = endpoint.tokenize(body, engine.tokenizer)
+    adjusted = endpoint.adjust(body)
+    if adjusted is not body:
+        params = sampling_params(adjusted, engine.config.model.default_sampling)
     if len(whole) * params.n > MAX_SEQUENCES:
         raise invalid(f"n times the number of prompts may be {MAX_SEQUENCES} at most", param="n")
     try:
