@@ -7,7 +7,7 @@ from typing import Any
 
 from metal_engine.sampling_params import PARAMETER_NAMES, SamplingParams, StructuredOutputsParams
 from metal_engine.server.errors import APIError, invalid
-from metal_engine.server.protocol import GenerationBody
+from metal_engine.server.protocol import ChatCompletionBody, GenerationBody
 
 # Not copied from the body field for field.
 _MADE_HERE = {"max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}
@@ -26,6 +26,8 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, Any]) -> Sampli
     given["prompt_logprobs"] = body.num_prompt_logprobs
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs are not available when stream is true", param="prompt_logprobs")
+    if isinstance(body, ChatCompletionBody) and body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs to be true", param="top_logprobs")
     try:
         given["structured_outputs"] = _structured_outputs(body)
         return SamplingParams(**{**defaults, **given})
