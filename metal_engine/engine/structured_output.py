@@ -10,7 +10,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llguidance
 import llguidance.hf
@@ -20,17 +20,20 @@ from llguidance.numpy import fill_next_token_bitmask
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.sampling_params import StructuredOutputsParams
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 # Compiled grammars kept for further requests.
 _MAX_CACHED = 64
 # llguidance's own units: 50,000 of the first and 14,000 of the second take about a millisecond.
-_LIMITS = {
-    "initial_lexer_fuel": 2_000_000,
-    "step_lexer_fuel": 500_000,
-    "step_max_items": 100_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 200_000,
-    "verbose_errors": False,
-}
+_LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=2_000_000,
+    step_lexer_fuel=500_000,
+    step_max_items=100_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
 # Without a limit, small models write white space for ever.
 _WHITESPACE = r"[ \t\r\n]{1,20}"
 
@@ -98,9 +101,7 @@ class GrammarCompiler:
                 self._compiled.move_to_end(source)
                 return compiled
             tokenizer = self._tokenizer_for_masks()
-        matcher = llguidance.LLMatcher(
-            tokenizer, source, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS)
-        )
+        matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise StructuredOutputError(
                 f"structured_outputs cannot be compiled: {_first_line(matcher.get_error())}"
@@ -146,7 +147,7 @@ def _source(params: StructuredOutputsParams) -> str:
             schema = {}
         if not isinstance(schema, Mapping):
             raise ValueError("a JSON schema is an object (or true)")
-    options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
+    options: JsonCompileOptions = {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
     return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)
