@@ -32,12 +32,19 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
-def _set_up_logging(level: str) -> None:
-    if sys.stderr.isatty():
+def _set_up_logging(level: str, style: str = "text") -> None:
+    handler: logging.Handler = logging.StreamHandler()
+    if style == "json":
+        from metal_engine.server.logs import JSONFormatter, RequestIdFilter
+
+        handler.setFormatter(JSONFormatter())
+        handler.addFilter(RequestIdFilter())
+    elif sys.stderr.isatty():
         handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%H:%M:%S]")
-        logging.basicConfig(level="WARNING", format="%(message)s", handlers=[handler])
+        handler.setFormatter(logging.Formatter("%(message)s"))
     else:
-        logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level="WARNING", handlers=[handler])
     logging.getLogger("metal_engine").setLevel(level.upper())
 
 
@@ -46,7 +53,7 @@ def serve(values: dict[str, Any]) -> None:
     """Serve a model over an OpenAI-compatible API."""
     args: EngineArgs = make_args(EngineArgs, values)
     server_args: ServerArgs = make_args(ServerArgs, values)
-    _set_up_logging(server_args.log_level)
+    _set_up_logging(server_args.log_level, server_args.log_format)
     from metal_engine.banner import print_banner, startup_facts
     from metal_engine.build import build_engine
     from metal_engine.engine.async_engine import AsyncEngine
@@ -58,15 +65,33 @@ def serve(values: dict[str, Any]) -> None:
         engine = AsyncEngine(lambda: build_engine(args))
         with quit_on_signals():
             engine.start()
+            parsers = make_parsers(engine.tokenizer.hf_tokenizer, server_args)
         status = run_server(
             engine,
             server_args,
             names,
             listener,
             on_ready=lambda url: print_banner(startup_facts(engine.config, url, names)),
+            parsers=parsers,
         )
     if status:
         raise typer.Exit(status)
+
+
+def make_parsers(tokenizer: Any, args: ServerArgs) -> Any:
+    """What the server needs to know of the model's answers, from its ``transformers`` tokenizer and the settings."""
+    from metal_engine.models.answer_formats import any_special, reasoning_marks, tool_parser
+    from metal_engine.server.parsers import Parsers, ReasoningMarks
+
+    tool = tool_parser(tokenizer, args.tool_call_parser)
+    marks = reasoning_marks(tokenizer, args.reasoning_parser)
+    texts = [*(marks or ()), *((tool.tool_call_start, tool.tool_call_end) if tool else ())]
+    return Parsers(
+        tool=tool,
+        reasoning=None if marks is None else ReasoningMarks(*marks),
+        special=any_special(tokenizer, texts),
+        auto_tool_choice=args.enable_auto_tool_choice,
+    )
 
 
 @command(app, {"Chat": ChatArgs, "Engine": EngineArgs})

@@ -15,6 +15,33 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "metal", "mlx")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+# mlx-lm's formats of tool calls, by its names for them.
+TOOL_PARSERS = (
+    "auto", "none", "function_gemma", "gemma4", "glm47", "json_tools", "kimi_k2", "kimi_k3", "laguna", "longcat",
+    "minicpm5", "minimax_m2", "mistral", "muse_spark", "pythonic", "qwen3_coder",
+)  # fmt: skip
+# vLLM's names for formats that mlx-lm calls otherwise.
+TOOL_PARSER_ALIASES = {
+    "hermes": "json_tools",
+    "qwen3_xml": "qwen3_coder",
+    "glm45": "glm47",
+    "lfm2": "pythonic",
+}
+# Name -> what reasoning is written between.
+REASONING_MARKS = {
+    "think": ("<think>", "</think>"),
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    "longcat": ("<longcat_think>", "</longcat_think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "think_tokens": ("<|think:start|>", "<|think:end|>"),
+}
+# vLLM's names for the first.
+REASONING_PARSER_ALIASES = dict.fromkeys(
+    ("deepseek_r1", "qwen3", "glm45", "ernie45", "hunyuan_a13b", "minimax_m2", "holo2", "kimi_k2"), "think"
+)
 
 # The runner keeps a row for each; far beyond what a device computes at once.
 MAX_NUM_SEQS = 65_536
@@ -49,10 +76,13 @@ class EngineArgs:
         None,
         "Longest request, prompt and output, in tokens. Default: what the model was trained for, "
         "or what the KV cache holds if that is less.",
+        kind="count",
     )
     max_num_seqs: int | None = setting(None, "Requests running at once. Default: 256 on Metal, 64 on a CPU.")
     max_num_batched_tokens: int | None = setting(
-        None, "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU."
+        None,
+        "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU.",
+        kind="count",
     )
     block_size: int = setting(16, "Tokens per KV cache block.")
     num_gpu_blocks_override: int | None = setting(None, "KV cache size in blocks, instead of in bytes.")
@@ -81,6 +111,7 @@ class EngineArgs:
     max_attention_work: int | None = setting(
         None, "Pairs of a query row and a visible key in a step. Default: about a second's attention."
     )
+    async_scheduling: bool = setting(False, "Plan and build a step while the one before it runs.")
 
     def __post_init__(self) -> None:
         for name in (
@@ -115,10 +146,6 @@ class EngineArgs:
                 f"--max-long-partial-prefills {self.max_long_partial_prefills} exceeds "
                 f"--max-num-partial-prefills {self.max_num_partial_prefills}"
             )
-        if self.max_num_seqs is not None and self.max_num_seqs > MAX_NUM_SEQS:
-            raise ConfigError(f"--max-num-seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
-        if not 0 <= self.seed < 2**64:
-            raise ConfigError(f"--seed must be in 0 ... 2**64 - 1, got {self.seed}")
         for name, choices in (
             ("dtype", DTYPES),
             ("attention_backend", ATTENTION_BACKENDS),
@@ -141,11 +168,32 @@ class ServerArgs:
         "Name of the model in the API, instead of MODEL. Several may be given by repeating the flag; "
         "answers carry the first.",
     )
-    api_key: str | None = setting(
-        None,
-        "Clients must send this as `Authorization: Bearer KEY`; /health stays open. Better given in the "
-        "environment than on a command line that others can read.",
+    api_key: tuple[str, ...] = setting(
+        (),
+        "Clients must send this as `Authorization: Bearer KEY`, or as `x-api-key`; /health and /ready stay open. "
+        "Several may be given by repeating the flag. Better given in the environment than on a command line that "
+        "others can read.",
         secret=True,
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "Origins whose web pages may call the server (CORS), as in https://chat.example; * for all. Several may be "
+        "given by repeating the flag.",
+    )
+    max_num_queued_reqs: int = setting(
+        2048, "Requests that may wait; further ones are answered 503 with Retry-After. 0: no limit."
+    )
+    max_num_queued_tokens: int = setting(
+        0, "Prompt tokens of requests without any output yet; beyond it, 503 with Retry-After. 0: no limit."
+    )
+    request_timeout: float = setting(
+        0.0, "Seconds after which a request is ended with an error (504); 0: never."
+    )
+    ssl_keyfile: str | None = setting(None, "Private key of the certificate (PEM).")
+    ssl_keyfile_password: str | None = setting(None, "Password of the private key.", secret=True)
+    ssl_certfile: str | None = setting(None, "Certificate (PEM): serve over TLS.")
+    ssl_ca_certs: str | None = setting(
+        None, "Certificate authorities (PEM): clients must show a certificate of one of them."
     )
     max_body_size: int = setting(16 << 20, "Largest request body, as in 16MiB.", kind="size")
     shutdown_timeout: float = setting(
@@ -157,11 +205,52 @@ class ServerArgs:
     log_level: str = setting(
         "info", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
     )
+    enable_auto_tool_choice: bool = setting(
+        True, "Whether a request with tools may leave it to the model to call them."
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "Format of the model's tool calls: auto (what its tokenizer says), none, or a name.",
+        choices=(*TOOL_PARSERS, *TOOL_PARSER_ALIASES),
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "Format of the model's reasoning: auto (what its tokenizer says), none, or a name.",
+        choices=("auto", "none", *REASONING_MARKS, *REASONING_PARSER_ALIASES),
+    )
+    sse_keep_alive: float = setting(
+        15.0,
+        "Seconds without an event after which a stream is sent a comment, so that it is not cut; 0: never.",
+    )
+    max_stored_responses: int = setting(
+        1000, "Responses of /v1/responses kept in memory for previous_response_id; 0: none."
+    )
+    log_format: str = setting("text", "text, or json (one object a line).", choices=LOG_FORMATS)
+    log_stats_interval: float = setting(
+        10.0, "Seconds between log lines about throughput, running, waiting and KV cache; 0: none."
+    )
 
     def __post_init__(self) -> None:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile need each other")
+        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_keyfile_password) is not None:
+            raise ConfigError("--ssl-ca-certs and --ssl-keyfile-password need --ssl-certfile")
+        for name in (
+            "log_stats_interval",
+            "sse_keep_alive",
+            "max_stored_responses",
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
+            "request_timeout",
+        ):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{flag(name)} must be at least 0, got {value}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be in 0 ... 65535, got {self.port}")
-        if self.api_key is not None and not (self.api_key.strip() and self.api_key.isascii()):
+        if isinstance(self.api_key, str):
+            object.__setattr__(self, "api_key", (self.api_key,))
+        if not all(key.strip() and key.isascii() for key in self.api_key):
             raise ConfigError("--api-key must be ASCII and not empty")
         if self.max_body_size < 1:
             raise ConfigError(f"--max-body-size must be at least 1, got {self.max_body_size}")
@@ -189,7 +278,7 @@ class ModelInfo:
     """Facts about a loaded model that the control plane needs.
 
     ``kv_bytes_per_token`` counts K and V over all layers, in bytes. ``max_position_embeddings`` is the context
-    length the checkpoint was trained for, in tokens. ``vocab_size`` is the number of rows of the LM head.
+    length the checkpoint was trained for, in tokens, if it says. ``vocab_size`` is the number of rows of the LM head.
     ``num_heads`` counts the query heads of a layer.
     ``default_sampling`` has the sampling parameters of requests that do not say, as the checkpoint recommends.
     """
@@ -202,7 +291,7 @@ class ModelInfo:
     num_params: int
     weight_bytes: int
     kv_bytes_per_token: int
-    max_position_embeddings: int
+    max_position_embeddings: int | None
     num_heads: int = 1
     head_dim: int = 1
     default_sampling: dict[str, float] = field(default_factory=dict)
@@ -238,6 +327,7 @@ class SchedulerConfig:
     page_aligned_scheduling: bool = False
     scheduling_policy: str = "fcfs"
     max_attention_work: int = 1 << 62  # (query row, visible key) pairs of a step
+    async_scheduling: bool = False  # a step is planned before the tokens of the one before it are known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +371,8 @@ _CPU_POOL_BYTES = 2 * GIB
 _ATTENTION_SECONDS = 1.0
 _CPU_SECONDS_PER_SCORE = 10e-9
 _GPU_ATTENTION_FLOPS = 2e12
+# Tokens of context for a model that does not say what it was trained for, if the user does not either.
+_UNKNOWN_CONTEXT = 4096
 # Left free on a GPU for activations and the graph of a step.
 _ACTIVATION_BYTES = GIB
 
@@ -323,6 +415,7 @@ def resolve_config(
             page_aligned_scheduling=args.page_aligned_scheduling,
             scheduling_policy=args.scheduling_policy,
             max_attention_work=args.max_attention_work or _attention_work(model, device),
+            async_scheduling=args.async_scheduling,
         ),
         cache=cache,
         attention_backend=attention_backend,
@@ -389,16 +482,17 @@ def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> N
 def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:
     """As asked, or the checkpoint's context length; never more than the pool holds."""
     limit = model.max_position_embeddings
-    wanted = args.max_model_len if args.max_model_len is not None else limit
-    if wanted > limit:
+    wanted = args.max_model_len if args.max_model_len is not None else limit or _UNKNOWN_CONTEXT
+    if limit is not None and wanted > limit:
         raise ConfigError(
             f"--max-model-len {wanted} exceeds the {limit} tokens that {model.name} was trained for"
         )
     if wanted <= cache.num_tokens:
         return wanted
     if args.max_model_len is not None:
+        override = args.num_gpu_blocks_override is not None
         raise ConfigError(
             f"--max-model-len {wanted} does not fit into the KV cache of {cache.num_tokens} tokens; lower it or "
-            f"raise --kv-cache-memory-bytes"
+            f"raise {'--num-gpu-blocks-override' if override else '--kv-cache-memory-bytes'}"
         )
     return cache.num_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from metal_engine.request import SamplingParams
+from metal_engine.request import SamplingParams, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -51,10 +51,28 @@ class SchedulerOutput:
 
 
 @dataclass(slots=True)
+class PromptLogprobs:
+    """Log probabilities of consecutive prompt tokens, the first of which has index ``start``."""
+
+    start: int
+    tokens: list[TokenLogprobs]
+
+
+@dataclass(slots=True)
 class ModelOutput:
-    """What a step sampled: one token for each of ``SchedulerOutput.sampled_req_ids``, in that order."""
+    """What came of a step.
+
+    Attributes:
+        sampled_token_ids: one token for each of ``SchedulerOutput.sampled_req_ids``, in that order.
+        logprobs: by request id, of the token it sampled, where asked for.
+        prompt_logprobs: by request id, of the prompt tokens in this step, where asked for.
+        errors: by request id, why a request cannot go on. Its token means nothing.
+    """
 
     sampled_token_ids: list[int]
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
 
 
 class KVCacheLostError(Exception):
@@ -65,7 +83,11 @@ class StepHandle(Protocol):
     """A step under way."""
 
     def result(self) -> ModelOutput:
-        """Wait for the step to end. Raises what the step raised; KVCacheLostError if no KV is left."""
+        """Wait for the step to end; steps end in the order in which they were started.
+
+        Raises what the step raised; KVCacheLostError if no KV is left. Steps started after one that raised are
+        void: they are not run, their handles must not be asked, and what they planned must be computed again.
+        """
         ...
 
 
@@ -73,7 +95,11 @@ class Runner(Protocol):
     """What the engine needs of a model runner."""
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle:
-        """Start one forward pass and one sampling pass over the plan; must not block on the device."""
+        """Start one forward pass and one sampling pass over the plan; must not block on the device.
+
+        Where a request's last token is still being sampled by the step before, it is taken from there. A plan
+        that is refused (this raises) leaves the steps under way as they are.
+        """
         ...
 
     def close(self) -> None:
@@ -85,7 +111,7 @@ class Runner(Protocol):
 class TokenOutput:
     """What one step did for one request, as the scheduler tells it to the engine.
 
-    ``num_cached_tokens``, ``finish_reason`` and ``stop_reason`` are those of
+    ``num_cached_tokens``, ``finish_reason``, ``stop_reason``, ``error`` and ``logprobs`` are those of
     :class:`metal_engine.request.RequestOutput`.
     """
 
@@ -94,3 +120,5 @@ class TokenOutput:
     num_cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | None = None
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None

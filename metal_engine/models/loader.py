@@ -34,8 +34,6 @@ DEMO_MODEL = "demo"
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # Where configurations state the longest sequence.
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
-# Context length assumed where a checkpoint does not state one.
-_DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,8 @@ def load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
     """
     on_cpu = device.kind == "cpu"
     dtype = _DTYPES.get(args.dtype, mx.float32 if on_cpu else None)
+    if args.revision is not None and (args.model == DEMO_MODEL or Path(args.model).expanduser().exists()):
+        logger.warning("--revision %s has no effect: %s is not from the hub", args.revision, args.model)
     if args.model == DEMO_MODEL:
         return _load_gguf(fetch_demo_model(), args, dtype, device, name=DEMO_MODEL)
     path = Path(args.model).expanduser()
@@ -147,8 +147,15 @@ def _load_mlx_lm_model(
         raise ModelLoadError(f"{args.model}: {model_type} needs {error}, which config.json lacks") from error
     except Exception as error:
         raise ModelLoadError(
-            f"{args.model}: its files do not fit {model_type} as mlx-lm has it: {one_line(error)}"
+            f"{args.model}: its files do not fit {model_type} as mlx-lm has it{_quantization(config)}: "
+            f"{one_line(error)}"
         ) from error
+
+
+def _quantization(config: dict[str, Any]) -> str:
+    """Says how a checkpoint is quantized, where mlx-lm may not know how."""
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    return "" if method is None else f" (it is quantized with {method}: choose one for MLX, or plain weights)"
 
 
 def _check_memory(args: EngineArgs, device: DeviceInfo, needed: int) -> None:
@@ -201,10 +208,19 @@ def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
         num_params=get_total_parameters(loaded.model),
         weight_bytes=sum(array.nbytes for array in parameters),
         kv_bytes_per_token=paged.kv_bytes_per_token,
-        max_position_embeddings=next(
-            (n for key in _CONTEXT if (n := text_config.get(key))), _DEFAULT_CONTEXT
-        ),
+        max_position_embeddings=_context_length(text_config, loaded.model),
         num_heads=num_heads,
         head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,
         default_sampling=loaded.default_sampling,
     )
+
+
+def _context_length(text_config: dict[str, Any], model: nn.Module) -> int | None:
+    """As the configuration says, or as the architecture assumes where it does not."""
+    args = getattr(model, "args", None)
+    for source in (text_config, getattr(args, "text_config", None), args):
+        values = source if isinstance(source, dict) else vars(source) if source is not None else {}
+        for key in _CONTEXT:
+            if values.get(key):
+                return int(values[key])
+    return None

@@ -307,6 +307,19 @@ class Scheduler:
         for request in reversed(list(self.running.values())):
             self._preempt(request)
 
+    def cancel(self, plan: SchedulerOutput) -> None:
+        """Take back a plan that will not be run: what it planned is computed again from its start.
+
+        Plans made after it must be cancelled too.
+        """
+        self.prefix_cache.forget()  # it shared blocks that nobody will write
+        for request_id in plan.sampled_req_ids:
+            if request_id in self.requests:
+                self.requests[request_id].num_output_placeholders -= 1
+        planned = [self.running[r] for r in plan.num_scheduled_tokens if r in self.running]
+        for request in sorted(planned, key=lambda r: r.sort_key, reverse=True):
+            self._preempt(request)
+
     def _release(self, request: Request) -> None:
         self.blocks.free(request.request_id)
         request.num_registered_blocks = 0
@@ -336,12 +349,19 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None:
                 continue  # aborted, or stopped, while the step was under way
+            if request_id in model_output.errors:
+                self.finish_request(request_id, RequestStatus.FINISHED_ERROR)
+                error = model_output.errors[request_id]
+                outputs.append(TokenOutput(request_id, [], finish_reason="error", error=error))
+                continue
             request.num_output_placeholders -= 1
             request.token_ids.append(token_id)
             status = _finish_status(request, token_id)
             if request.num_computed_tokens == request.num_tokens and request.status is RequestStatus.RUNNING:
                 self.prefix_cache.publish(request)  # its last block was computed before this token was known
             output = TokenOutput(request_id, [token_id], request.num_cached_tokens)
+            if (logprobs := model_output.logprobs.get(request_id)) is not None:
+                output.logprobs = [logprobs]
             if status is not None:
                 output.finish_reason = status.finish_reason
                 if status is RequestStatus.FINISHED_STOPPED and token_id not in request.eos_token_ids:

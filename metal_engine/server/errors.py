@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from metal_engine.engine.engine_thread import EngineDeadError
 from metal_engine.server.protocol import ErrorBody, ErrorDetail
+
+# Where an error's code is left in the ASGI scope, for whoever counts errors by their cause.
+ERROR_CODE = "metal_engine.error_code"
 
 
 class APIError(Exception):
@@ -21,10 +25,17 @@ class APIError(Exception):
         status: HTTP status.
         param: the request field at fault, if one is.
         code: OpenAI's machine-readable code, if there is one for it.
+        headers: to send with it.
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -32,6 +43,7 @@ class APIError(Exception):
         self.message = message.encode("utf-8", "replace").decode("utf-8")
         self.param = param
         self.code = code
+        self.headers = headers
 
     @property
     def body(self) -> ErrorBody:
@@ -65,9 +77,28 @@ def to_api_error(error: Exception) -> APIError:
     return APIError(500, "internal error", code="internal_error")
 
 
-def error_response(error: APIError, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The error as a response."""
-    return JSONResponse(error.body.model_dump(), status_code=error.status, headers=headers)
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+_ANTHROPIC_PATHS = "/v1/messages"
+
+
+def anthropic_error(error: APIError) -> dict[str, Any]:
+    """The error in Anthropic's shape."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_response(
+    error: APIError, headers: Mapping[str, str] | None = None, *, path: str = ""
+) -> JSONResponse:
+    """The error as a response, in the shape that the clients of a path know."""
+    content = anthropic_error(error) if path.startswith(_ANTHROPIC_PATHS) else error.body.model_dump()
+    return JSONResponse(content, status_code=error.status, headers=headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -80,13 +111,15 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http_exception)
 
 
-async def _on_error(_request: Request, error: Exception) -> JSONResponse:
-    return error_response(to_api_error(error))
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    api_error = to_api_error(error)
+    request.scope[ERROR_CODE] = api_error.code
+    return error_response(api_error, api_error.headers, path=request.url.path)
 
 
-async def _on_validation_error(_request: Request, error: Exception) -> JSONResponse:
+async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return error_response(from_validation(error.errors()))
+    return error_response(from_validation(error.errors()), path=request.url.path)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
@@ -94,10 +127,24 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     message = str(error.detail)
     if error.status_code in (404, 405):
         message = f"{message}: {request.method} {request.url.path}"
-    return error_response(APIError(error.status_code, message), headers=error.headers)
+    return error_response(APIError(error.status_code, message), error.headers, path=request.url.path)
 
 
 _MAX_MESSAGE = 400
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def validated(model: type[ModelT], fields: Mapping[str, Any]) -> ModelT:
+    """A body made here of what a client sent in another form.
+
+    Raises:
+        APIError: 400, naming the field at fault.
+    """
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        raise from_validation([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from error
 
 
 def from_validation(errors: Sequence[Any]) -> APIError:

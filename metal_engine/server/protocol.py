@@ -26,6 +26,7 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(_Body):
@@ -45,6 +46,18 @@ class GenerationBody(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: _TokenIds | None = None
+    bad_words: _TextList | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
@@ -60,18 +73,56 @@ class GenerationBody(_Body):
         raise NotImplementedError
 
     @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to each output token whose log probabilities are wanted; None for no log probabilities."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt."""
+        return self.prompt_logprobs
+
+    @property
+    def logprobs_field(self) -> str:
+        """Name of the field that has the number of alternatives."""
+        return "logprobs"
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(
+            self.stream_options is not None and self.stream_options.continuous_usage_stats
+        )
 
 
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
     prompt: str | _TextList | _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True)]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    @property
+    def is_echo_only(self) -> bool:
+        """The prompt is wanted back, and nothing else."""
+        return bool(self.echo) and self.max_tokens == 0
 
     @property
     def token_limit(self) -> int | None:
+        if self.is_echo_only:
+            return 1  # the least that can be generated; it is not shown
         return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
 class ContentPart(_Body):
@@ -85,6 +136,32 @@ class ChatMessage(_Body):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class FunctionDefinition(_Body):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(_Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(_Body):
+    name: str
+
+
+class NamedToolChoice(_Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 class ChatCompletionBody(GenerationBody):
@@ -92,8 +169,15 @@ class ChatCompletionBody(GenerationBody):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def max_tokens_field(self) -> str:
@@ -102,6 +186,14 @@ class ChatCompletionBody(GenerationBody):
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def logprobs_field(self) -> str:
+        return "top_logprobs"
 
 
 # --- responses ----------------------------------------------------------------------------------------------
@@ -119,6 +211,43 @@ class Usage(BaseModel):
 
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class CompletionLogprobs(BaseModel):
+    """One entry for each token; of the first token of a prompt nothing is known."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class ChatTopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob] | None
+    refusal: None = None
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionChoice(BaseModel):
@@ -126,9 +255,10 @@ class CompletionChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(BaseModel):
@@ -143,17 +273,35 @@ class Completion(BaseModel):
     system_fingerprint: str | None = None
 
 
+class FunctionCall(BaseModel):
+    """``arguments`` are a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(BaseModel):
+    """``reasoning_content`` is ``reasoning`` by its older name; both are left out if there is none."""
+
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, exclude_if=lambda value: value is None)
+    reasoning: str | None = Field(default=None, exclude_if=lambda value: value is None)
+    reasoning_content: str | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
-    logprobs: None = None
-    finish_reason: FinishReason
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinishReason
     stop_reason: str | int | None = None
 
 
@@ -165,6 +313,19 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class FunctionCallDelta(TypedDict, total=False):
+    name: str
+    arguments: str
+
+
+class ToolCallDelta(TypedDict, total=False):
+    index: int
+    id: str
+    type: Literal["function"]
+    function: FunctionCallDelta
 
 
 class Delta(TypedDict, total=False):
@@ -172,13 +333,16 @@ class Delta(TypedDict, total=False):
 
     role: Literal["assistant"]
     content: str
+    reasoning: str
+    reasoning_content: str
+    tool_calls: list[ToolCallDelta]
 
 
 class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
-    logprobs: None = None
-    finish_reason: FinishReason | None = None
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: str | int | None = None
 
 
@@ -197,6 +361,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "metal-engine"
+    root: str
     max_model_len: int
 
 
@@ -219,6 +384,10 @@ class Health(BaseModel):
     failed_steps: int
     unknown_parameters: dict[str, int]
     error: str | None = None
+
+
+class Ready(BaseModel):
+    ready: bool
 
 
 class Version(BaseModel):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.server.app import create_app
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.listen import Listener
+from metal_engine.server.parsers import Parsers
+from metal_engine.server.stats_log import StatsLog
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,7 @@ class Server(uvicorn.Server):
         *,
         shutdown_timeout: float,
         death_grace: float,
+        log_stats_interval: float,
         on_ready: Callable[[], None],
     ) -> None:
         super().__init__(config)
@@ -57,6 +61,7 @@ class Server(uvicorn.Server):
         self._lifecycle = lifecycle
         self._shutdown_timeout = shutdown_timeout
         self._death_grace = death_grace
+        self._log_stats_interval = log_stats_interval
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,6 +77,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if not self.should_exit:
             self._spawn(self._watch_engine())
+            if self._log_stats_interval:
+                self._spawn(StatsLog(self._engine).run(self._log_stats_interval))
             self._on_ready()
 
     def _spawn(self, work: Any) -> None:
@@ -163,15 +170,17 @@ def make_server(
     *,
     shutdown_timeout: float = 30.0,
     death_grace: float = DEATH_GRACE_SECONDS,
+    log_stats_interval: float = 0.0,
     on_ready: Callable[[], None] = lambda: None,
-    **address: Any,
+    **options: Any,
 ) -> Server:
     """A server that is not running yet.
 
     Args:
         shutdown_timeout: seconds that requests under way may take to finish when the server stops.
         death_grace: seconds for which a server whose engine has died still answers.
-        address: ``host`` and ``port`` for uvicorn, unless sockets are given when it runs.
+        log_stats_interval: seconds between log lines about the engine; 0 for none.
+        options: for uvicorn: ``host`` and ``port`` unless sockets are given when it runs, and :func:`tls_options`.
     """
     config = uvicorn.Config(
         app,
@@ -179,7 +188,7 @@ def make_server(
         log_config=None,  # the process has one logging set-up, the command line's
         access_log=False,
         lifespan="off",
-        **address,
+        **options,
     )
     return Server(
         config,
@@ -187,8 +196,35 @@ def make_server(
         app.state.lifecycle,
         shutdown_timeout=shutdown_timeout,
         death_grace=death_grace,
+        log_stats_interval=log_stats_interval,
         on_ready=on_ready,
     )
+
+
+def tls_options(args: ServerArgs) -> dict[str, Any]:
+    """uvicorn's options for TLS, as the settings ask for it; none without.
+
+    Raises:
+        ConfigError: the files cannot be read or used.
+    """
+    if args.ssl_certfile is None:
+        return {}
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, args.ssl_keyfile_password or "")
+        if args.ssl_ca_certs is not None:
+            context.load_verify_locations(args.ssl_ca_certs)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
+        ) from error
+    return {
+        "ssl_certfile": args.ssl_certfile,
+        "ssl_keyfile": args.ssl_keyfile,
+        "ssl_keyfile_password": args.ssl_keyfile_password,
+        "ssl_ca_certs": args.ssl_ca_certs,
+        "ssl_cert_reqs": ssl.CERT_NONE if args.ssl_ca_certs is None else ssl.CERT_REQUIRED,
+    }
 
 
 def run_server(
@@ -197,6 +233,7 @@ def run_server(
     names: tuple[str, ...],
     listener: Listener,
     on_ready: Callable[[str], None],
+    parsers: Parsers | None = None,
 ) -> int:
     """Serve an engine that has been started, until a signal or its death; then shut it down.
 
@@ -207,10 +244,12 @@ def run_server(
         ConfigError: another process has begun to listen on the address.
     """
     server = make_server(
-        create_app(engine, names, args),
+        create_app(engine, names, args, parsers),
         engine,
         shutdown_timeout=args.shutdown_timeout,
+        log_stats_interval=args.log_stats_interval,
         on_ready=lambda: on_ready(listener.url),
+        **tls_options(args),
     )
     try:
         server.run(sockets=[listener.socket])

@@ -15,6 +15,7 @@ from tests.server.serving import DEADLINE, MODEL, Served, serve, wait_until
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -63,7 +64,8 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "min_p": 2}, "min_p", None),
     ({"prompt": "a", "seed": 2**63}, "seed", None),
     ({"prompt": "a", "seed": 2**70}, "seed", None),
-    ({"prompt": "a", "n": 10**30}, "n", "unsupported_parameter"),
+    ({"prompt": "a", "n": 10**30}, "n", None),
+    ({"prompt": ["a"] * 100, "n": 100}, "n", None),
     ({"prompt": "a", "stop": "x" * 1_000_000}, "stop", None),
     ({"prompt": "a", "stop": ["x" * 20] * 50_000}, "stop", None),
     ({"prompt": "a", "stop_token_ids": [5] * 100_000}, "stop_token_ids", None),
@@ -74,15 +76,44 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "stream": "yes"}, "stream", None),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", None),
     ({"prompt": "a", "stream": True, "stream_options": {"include_usage": 3}}, "stream_options", None),
-    ({"prompt": "a", "n": 2}, "n", "unsupported_parameter"),
+    ({"prompt": "a", "n": 0}, "n", None),
     ({"prompt": "a", "best_of": 3}, "best_of", "unsupported_parameter"),
-    ({"prompt": "a", "logprobs": 0}, "logprobs", "unsupported_parameter"),
-    ({"prompt": "a", "echo": True}, "echo", "unsupported_parameter"),
     ({"prompt": "a", "suffix": "end"}, "suffix", "unsupported_parameter"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
-    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
-    ({"prompt": "a", "frequency_penalty": -1}, "frequency_penalty", "unsupported_parameter"),
-    ({"prompt": "a", "repetition_penalty": 1.1}, "repetition_penalty", "unsupported_parameter"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs", None),
+    ({"prompt": "a", "logprobs": -1}, "logprobs", None),
+    ({"prompt": "a", "logprobs": True}, "logprobs", None),
+    ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs", None),
+    ({"prompt": "a", "echo": "yes"}, "echo", None),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias", None),
+    ({"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias", None),
+    ({"prompt": "a", "logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias", None),
+    ({"prompt": "a", "logit_bias": [1]}, "logit_bias", None),
+    ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", None),
+    ({"prompt": "a", "frequency_penalty": -3}, "frequency_penalty", None),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", None),
+    ({"prompt": "a", "repetition_penalty": "1"}, "repetition_penalty", None),
+    ({"prompt": "a", "min_tokens": -1}, "min_tokens", None),
+    ({"prompt": "a", "min_tokens": 20}, "min_tokens", None),
+    ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", None),
+    ({"prompt": "a", "allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids", None),
+    ({"prompt": "a", "bad_words": [""]}, "bad_words", None),
+    ({"prompt": "a", "bad_words": "word"}, "bad_words", None),
+    ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", None),
+    ({"prompt": "a", "truncate_prompt_tokens": 10**6}, "truncate_prompt_tokens", None),
+    ({"prompt": "a", "structured_outputs": {"regex": "("}}, "structured_outputs", None),
+    ({"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", None),
+    ({"prompt": "a", "structured_outputs": {"regex": 5}}, "structured_outputs", None),
+    ({"prompt": "a", "structured_outputs": {"json": {"type": 5}}}, "structured_outputs", None),
+    ({"prompt": "a", "structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", None),
+    ({"prompt": "a", "structured_outputs": {"json": "{"}}, "structured_outputs", None),
+    ({"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs", None),
+    ({"prompt": "a", "structured_outputs": {"choice": [5]}}, "structured_outputs", None),
+    ({"prompt": "a", "structured_outputs": {"grammar": "start: %%"}}, "structured_outputs", None),
+    ({"prompt": "a", "structured_outputs": {"regex": "a" * 200_000}}, "structured_outputs", None),
+    ({"prompt": "a", "structured_outputs": {"magic": 1}}, "structured_outputs", None),
+    ({"prompt": "a", "structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", None),
+    ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format", None),
+    ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format", None),
 ]
 
 BAD_CHATS = [
@@ -116,14 +147,45 @@ BAD_CHATS = [
     ),
     ({"messages": USER, "add_generation_prompt": "no"}, "add_generation_prompt", None),
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages", None),
-    ({"messages": USER, "logprobs": True}, "logprobs", "unsupported_parameter"),
-    ({"messages": USER, "top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
-    ({"messages": USER, "tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-    ({"messages": USER, "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
     (
-        {"messages": USER, "response_format": {"type": "json_object"}},
-        "response_format",
+        {
+            "messages": [
+                *USER,
+                {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+                *USER,
+            ]
+        },
+        "messages.function_call",
         "unsupported_parameter",
+    ),
+    (
+        {"messages": [*USER, {"role": "assistant", "audio": {"id": "x"}}, *USER]},
+        "messages.audio",
+        "unsupported_parameter",
+    ),
+    ({"messages": USER, "xtc_probability": 0.5}, "xtc_probability", "unsupported_parameter"),
+    ({"messages": USER, "logits_processors": ["x"]}, "logits_processors", "unsupported_parameter"),
+    ({"messages": USER, "logprobs": 3}, "logprobs", None),
+    ({"messages": USER, "top_logprobs": 3}, "top_logprobs", None),
+    ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
+    ({"messages": USER, "reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
+    ({"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", None),
+    ({"messages": USER, "echo": True}, "echo", "unsupported_parameter"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools", None),
+    ({"messages": USER, "tools": [TOOL]}, "tools", None),  # the template takes none
+    ({"messages": USER, "tools": [TOOL, TOOL]}, "tools", None),
+    ({"messages": USER, "tools": "f"}, "tools", None),
+    ({"messages": USER, "tool_choice": "required"}, "tool_choice", None),
+    ({"messages": USER, "tool_choice": "sometimes"}, "tool_choice", None),
+    ({"messages": USER, "parallel_tool_calls": "no"}, "parallel_tool_calls", None),
+    ({"messages": USER, "response_format": "json_object"}, "response_format", None),
+    (
+        {
+            "messages": USER,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}},
+        },
+        "response_format",
+        None,
     ),
 ]
 
@@ -251,7 +313,8 @@ def test_unknown_model(served: Served, stream: bool) -> None:
 
 def test_unknown_routes(served: Served) -> None:
     check_error(httpx.get(served.url + "/nowhere"), 404)
-    check_error(httpx.post(served.url + "/v1/embeddings", json={}), 404)
+    error = check_error(httpx.post(served.url + "/v1/embeddings", json={}), 404, code="unsupported_endpoint")
+    assert "embeddings" in error["message"]
     response = httpx.get(served.url + COMPLETIONS)
     check_error(response, 405)
     assert response.headers["allow"] == "POST"

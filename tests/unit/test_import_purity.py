@@ -9,7 +9,7 @@ from importlib import import_module
 
 import pytest
 
-PURE = ["server", "engine", "scheduling", "step", "request", "config"]
+PURE = ["server", "engine", "scheduling", "step", "request", "sampling_params", "config"]
 
 
 def submodules(name: str) -> list[str]:
