@@ -94,7 +94,7 @@ PATTERNS = [
     pattern("^[a-z]+(_[a-z]+){1,3}$") | {"maxLength": 30},
     pattern("^#[0-9a-f]{6}$"),
     pattern(r"^v\d+\.\d+\.\d+$") | {"maxLength": 16},
-    pattern("^[^\"\\\\]{1,10}$"),
+    pattern('^[^"\\\\]{1,10}$'),
     obj(plate=pattern("^[A-Z]{2} [0-9]{2} [A-Z]{3}$")),
     obj(phone=pattern(r"^\+[0-9]{1,3} [0-9]{6,9}$"), name=TEXT),
     arr(pattern("^[a-f0-9]{4}$"), 1, 3),
@@ -141,7 +141,7 @@ UNICODE = [
     pattern("^[぀-ゟ]{1,5}$"),
     obj(text=pattern("^[àéîöü]{1,6}$")),
     {"const": "naïve café – “quoted” … ∑ 𝛼"},
-    obj(**{"ключ": enum("да", "нет"), "鍵": BOOL}),
+    obj(ключ=enum("да", "нет"), 鍵=BOOL),
     arr(enum("é", "e\u0301", "ñ", "\u00a0"), 1, 3),
 ]
 
@@ -155,9 +155,20 @@ NESTED = [
     obj(order=obj(id=INT, lines=arr(obj(product=TEXT, price=number(0, 1000)), 1, 2)), paid=BOOL),
     {"type": "array", "prefixItems": [TEXT, INT, BOOL], "items": False, "minItems": 3},
     {"type": "array", "prefixItems": [enum("x", "y")], "items": INT, "minItems": 2, "maxItems": 3},
-    obj(point={"type": "array", "prefixItems": [number(-90, 90), number(-180, 180)], "items": False, "minItems": 2}),
+    obj(
+        point={
+            "type": "array",
+            "prefixItems": [number(-90, 90), number(-180, 180)],
+            "items": False,
+            "minItems": 2,
+        }
+    ),
     obj(questions=arr(obj(text=TEXT, options=arr(TEXT, 2, 2), answer=integer(0, 1)), 1, 1)),
-    obj(meta=obj(tags=arr(pattern("^[a-z]{1,8}$"), 0, 3), version=pattern("^[0-9]+\\.[0-9]+$") | {"maxLength": 8})),
+    obj(
+        meta=obj(
+            tags=arr(pattern("^[a-z]{1,8}$"), 0, 3), version=pattern("^[0-9]+\\.[0-9]+$") | {"maxLength": 8}
+        )
+    ),
 ]
 
 CHOICES = [

@@ -54,7 +54,10 @@ def test_every_schema_holds_a_random_model() -> None:
     requests = []
     for i, schema in enumerate(SCHEMAS):
         params = SamplingParams(
-            seed=i, max_tokens=300, temperature=(0.7, 1.5)[i % 2], structured_outputs=StructuredOutputsParams(json=schema)
+            seed=i,
+            max_tokens=300,
+            temperature=(0.7, 1.5)[i % 2],
+            structured_outputs=StructuredOutputsParams(json=schema),
         )
         requests.append((byte_ids(f"schema {i}"), params))
     texts = complete_outputs(engine, requests)
@@ -69,7 +72,9 @@ def demo_outputs(
 ) -> list[str | None]:
     requests = []
     for i, schema in enumerate(schemas):
-        question = f"Answer with one short JSON value of this schema: {json.dumps(schema, ensure_ascii=False)}"
+        question = (
+            f"Answer with one short JSON value of this schema: {json.dumps(schema, ensure_ascii=False)}"
+        )
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}])
         params = SamplingParams(
             seed=i,
@@ -151,7 +156,7 @@ def nested(depth: int) -> dict[str, Any]:
         {"json": {"anyOf": [{"type": "object", "properties": {f"p{i}": nested(3)}} for i in range(300)]}},
         {"json": {"type": "array", "items": {"type": "string", "minLength": 10**6}, "maxItems": 10**9}},
         {"json": {"enum": [f"value {i}" for i in range(4000)]}},
-        {"grammar": "start: a a a a a a\na: b b b b b b | \nb: c c c c | \nc: \"x\"* | "},
+        {"grammar": 'start: a a a a a a\na: b b b b b b | \nb: c c c c | \nc: "x"* | '},
     ],
     ids=range(10),
 )
@@ -165,7 +170,8 @@ def test_large_ones_are_compiled_or_refused_and_fail_alone(params: dict[str, Any
         assert str(error).startswith("structured_outputs")
         return
     outputs, others = run_all(
-        engine, [(byte_ids("a"), resolved), (byte_ids("b"), SamplingParams(seed=1, max_tokens=9, ignore_eos=True))]
+        engine,
+        [(byte_ids("a"), resolved), (byte_ids("b"), SamplingParams(seed=1, max_tokens=9, ignore_eos=True))],
     )
     assert outputs[-1].finish_reason in ("stop", "length", "error")
     assert others[-1].finish_reason == "length"
