@@ -143,7 +143,7 @@ class MetalPlan:
         uploaded = self._items(group, num_kv_heads, window, keys)
         if self._block_table is None:
             self._block_table = mx.array(self.metadata.block_table)
-        sink_values = sinks if sinks is not None else mx.zeros((1,), mx.float32)
+        sink_values = sinks if sinks is not None else self.backend.no_sinks
         shared = [("T", q.dtype), ("D", head_dim), ("G", group), ("HAS_SINKS", sinks is not None)]
         # One partial row at least: MLX has no outputs without elements.
         partial_rows = max(1, uploaded.items.num_partial_rows)
@@ -199,6 +199,8 @@ class MetalBackend:
         kernel_factory: Callable[..., Any] = mx.fast.metal_kernel,
         target_threadgroups: int | None = None,
     ):
+        # Made of data, once: mx.zeros would be one more kernel for the GPU in every layer.
+        self.no_sinks = mx.array([0.0], mx.float32)
         self.target_threadgroups = target_threadgroups or THREADGROUPS_PER_CORE * UNKNOWN_GPU_CORES
         self.attention = kernel_factory(
             name="paged_attention",

@@ -142,6 +142,7 @@ class ModelRunner:
     def close(self) -> None:
         """Free the KV cache, in the thread that ran the steps."""
         self._steps.clear()
+        mx.synchronize()
         self._model.release()
         end_streams_of_thread()
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput, TokenLogprobs
-from metal_engine.server.errors import invalid
+from metal_engine.server.errors import APIError, invalid, invalid_prompt
 from metal_engine.server.generation import Choice, Generation, finish_reason
 from metal_engine.server.logprobs import completion_logprobs
 from metal_engine.server.protocol import (
@@ -18,12 +18,16 @@ from metal_engine.server.protocol import (
     CompletionLogprobs,
     Usage,
 )
+from metal_engine.server.streaming import DONE, ChunkTemplate, sse
 
 
 class CompletionEndpoint:
-    """Implements :class:`metal_engine.server.generation.Endpoint`."""
+    """Implements :class:`metal_engine.server.generation.Endpoint` for one request."""
 
     id_prefix = "cmpl"
+
+    def __init__(self) -> None:
+        self._templates: dict[int, ChunkTemplate] = {}
 
     def tokenize(self, body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         prompts = _prompts(body)
@@ -32,7 +36,7 @@ class CompletionEndpoint:
         try:
             return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         except ValueError as error:
-            raise invalid(f"prompt: {error}", param="prompt") from error
+            raise invalid_prompt(error, "prompt") from error
 
     def adjust(self, body: CompletionBody) -> CompletionBody:
         return body
@@ -68,14 +72,19 @@ class CompletionEndpoint:
             )
         return _completion(generation, choices, generation.usage)
 
-    def chunks(
-        self, generation: Generation, index: int, output: RequestOutput, first: bool
-    ) -> list[BaseModel]:
+    def begin(self, generation: Generation) -> bytes:
+        return b""
+
+    def chunk(
+        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
+    ) -> bytes:
         choice = generation.choices[index]
         text = (choice.echo or "") + output.text if first else output.text
         tokens = output.text_logprobs or []
         if not text and not tokens and not output.finished:
-            return []
+            return b""
+        if not (output.finished or output.text_logprobs or usage is not None):
+            return self._template(generation, index).fill(text)
         logprobs = None
         if first and output.text_logprobs is not None:
             logprobs = self._prompt_part(generation, choice, tokens)
@@ -88,7 +97,14 @@ class CompletionEndpoint:
             finish_reason=finish_reason(output),
             stop_reason=output.stop_reason,
         )
-        return [_completion(generation, [chunk])]
+        return sse(_completion(generation, [chunk], usage))
+
+    def _template(self, generation: Generation, index: int) -> ChunkTemplate:
+        template = self._templates.get(index)
+        if template is None:
+            choice = CompletionChoice(index=index, text=ChunkTemplate.TEXT)
+            template = self._templates[index] = ChunkTemplate(_completion(generation, [choice]))
+        return template
 
     def _prompt_part(
         self, generation: Generation, choice: Choice, tokens: list[TokenLogprobs]
@@ -100,8 +116,11 @@ class CompletionEndpoint:
             generation.tokenizer, choice.offsets, [*(prompt or ()), *tokens], first_token_id
         )
 
-    def usage_chunk(self, generation: Generation) -> BaseModel:
-        return _completion(generation, [], generation.usage)
+    def end(self, generation: Generation, include_usage: bool) -> bytes:
+        return (sse(_completion(generation, [], generation.usage)) if include_usage else b"") + DONE
+
+    def error(self, generation: Generation, error: APIError) -> bytes:
+        return sse(error.body)
 
 
 def _text_of(prompt: list[int], body: CompletionBody, tokenizer: Tokenizer) -> str:

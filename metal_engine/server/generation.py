@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOptions, RequestOutput, SamplingParams, TokenLogprobs
+from metal_engine.server.admission import Admission
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.lifecycle import SHUTTING_DOWN
 from metal_engine.server.logprobs import TextOffsets, prompt_logprobs
@@ -47,6 +48,12 @@ class ServedModel:
     names: tuple[str, ...]
     parameters: ParameterPolicy
     parsers: Parsers
+    admission: Admission
+
+    def check_model(self, model: str | None) -> None:
+        """Raises APIError, a 404, for a model that is not this one."""
+        if model is not None and model not in self.names:
+            raise model_not_found(model)
 
 
 @dataclass
@@ -107,11 +114,14 @@ class Generation:
         prompts: list[list[int]],
         params: SamplingParams,
         options: RequestOptions,
+        timeout: float = 0.0,
         echoes: list[str] | None = None,
         is_echo_only: bool = False,
         shows_prompt_logprobs: bool = False,
     ) -> None:
         self._engine = engine
+        self._timeout = timeout
+        self._timed_out = False
         self.params = params
         self._options = options
         self._is_echo_only = is_echo_only
@@ -146,16 +156,28 @@ class Generation:
             )
             for choice in self.choices
         ]
-        async with aclosing(_merge(streams)) as batches:
-            async for batch in batches:
-                for index, output in batch:
-                    if output.finish_reason in ("error", "abort"):
-                        raise self._failure(output)
-                    if self._is_echo_only:
-                        _hide_output(output)
-                    self.choices[index].add(output)
-                yield batch
+        timer = None
+        if self._timeout:
+            timer = asyncio.get_running_loop().call_later(self._timeout, self._time_out)
+        try:
+            async with aclosing(_merge(streams)) as batches:
+                async for batch in batches:
+                    for index, output in batch:
+                        if output.finish_reason in ("error", "abort"):
+                            raise self._failure(output)
+                        if self._is_echo_only:
+                            _hide_output(output)
+                        self.choices[index].add(output)
+                    yield batch
+        finally:
+            if timer is not None:
+                timer.cancel()
         self._note()
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        for choice in self.choices:
+            self._engine.cut_request(f"{self.request_id}-{choice.index}", "the request took too long")
 
     def _note(self) -> None:
         usage = self.usage
@@ -172,6 +194,11 @@ class Generation:
         async with aclosing(self.outputs()) as batches:
             async for _ in batches:
                 pass
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts; known before there is any output."""
+        return sum(len(choice.prompt_token_ids) for choice in self.choices[:: self.params.n])
 
     @property
     def usage(self) -> Usage:
@@ -199,6 +226,9 @@ class Generation:
     def _failure(self, output: RequestOutput) -> APIError:
         if self._engine.error is not None:
             return engine_dead(self._engine.error)
+        if self._timed_out:
+            message = f"the request was not done within {self._timeout:g} s (--request-timeout)"
+            return APIError(504, message, code="timeout")
         if output.finish_reason == "abort":
             return APIError(503, output.error or "the request was aborted", code=SHUTTING_DOWN)
         return APIError(500, output.error or "the request failed", code="generation_failed")
@@ -240,14 +270,27 @@ class Endpoint(Protocol[BodyT]):
         """The answer to a request that does not stream, once the generation is complete."""
         ...
 
-    def chunks(
-        self, generation: Generation, index: int, output: RequestOutput, first: bool
-    ) -> list[BaseModel]:
-        """What to send for one output in a stream; ``first`` for the first output of its choice."""
+    def begin(self, generation: Generation) -> bytes:
+        """What a stream begins with, before there is any output."""
         ...
 
-    def usage_chunk(self, generation: Generation) -> BaseModel:
-        """The chunk without choices that ends a stream with ``include_usage``."""
+    def chunk(
+        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
+    ) -> bytes:
+        """The events of one output in a stream.
+
+        Args:
+            first: it is the first of its choice.
+            usage: to be told with it, if the client asked for that.
+        """
+        ...
+
+    def end(self, generation: Generation, include_usage: bool) -> bytes:
+        """What a stream ends with when all has gone well."""
+        ...
+
+    def error(self, generation: Generation, error: APIError) -> bytes:
+        """What a stream ends with otherwise."""
         ...
 
 
@@ -258,8 +301,8 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         APIError: the request cannot be served; 4xx with the field at fault, or 503 if the engine has ended.
     """
     engine = served.engine
-    if body.model is not None and body.model not in served.names:
-        raise model_not_found(body.model)
+    served.check_model(body.model)
+    served.admission.check(0)  # before any work on it
     served.parameters.check(body)
     params = sampling_params(body, engine.config.model.default_sampling)
     if engine.error is not None:
@@ -268,6 +311,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
     prompts, echoes, params = await asyncio.to_thread(_prepared, engine, endpoint, body, params)
     for prompt in prompts:
         _check_prompt(engine, prompt, params, body)
+    served.admission.check(sum(map(len, prompts)))
     return Generation(
         engine,
         request_id=f"{endpoint.id_prefix}-{uuid.uuid4().hex}",
@@ -275,6 +319,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         prompts=prompts,
         params=params,
         options=RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or ""),
+        timeout=served.admission.request_timeout,
         echoes=echoes,
         is_echo_only=echoes is not None and body.max_tokens == 0,
         shows_prompt_logprobs=body.prompt_logprobs is not None,
@@ -285,7 +330,10 @@ def _prepared(
     engine: AsyncEngine, endpoint: Endpoint[BodyT], body: BodyT, params: SamplingParams
 ) -> tuple[list[list[int]], list[str] | None, SamplingParams]:
     """The prompts, their texts if they are wanted back, and the parameters in the model's tokens; in a thread."""
-    whole = endpoint.tokenize(body, engine.tokenizer)
+    tokenizer = engine.tokenizer
+    if body.truncate_prompt_tokens is None:
+        tokenizer = tokenizer.limited(engine.config.scheduler.max_model_len)
+    whole = endpoint.tokenize(body, tokenizer)
     adjusted = endpoint.adjust(body)
     if adjusted is not body:
         params = sampling_params(adjusted, engine.config.model.default_sampling)

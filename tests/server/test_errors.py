@@ -49,6 +49,7 @@ BAD_COMPLETIONS = [
     ({"prompt": [10**30]}, "prompt", None),
     ({"prompt": "a" * 512}, "prompt", "context_length_exceeded"),
     ({"prompt": "a" * 10_000, "max_tokens": 1}, "prompt", "context_length_exceeded"),
+    ({"prompt": "a" * (1 << 20)}, "prompt", "context_length_exceeded"),
     ({"prompt": "a", "max_tokens": 512}, "max_tokens", "context_length_exceeded"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens", None),
     ({"prompt": "a", "max_tokens": -5}, "max_tokens", None),
@@ -132,6 +133,7 @@ BAD_CHATS = [
         None,
     ),
     ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages", "context_length_exceeded"),
+    ({"messages": [{"role": "user", "content": "a" * (1 << 20)}]}, "messages", "context_length_exceeded"),
     ({"messages": USER, "max_tokens": 600}, "max_tokens", "context_length_exceeded"),
     ({"messages": USER, "max_completion_tokens": 600}, "max_completion_tokens", "context_length_exceeded"),
     ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", None),
@@ -147,6 +149,24 @@ BAD_CHATS = [
     ),
     ({"messages": USER, "add_generation_prompt": "no"}, "add_generation_prompt", None),
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages", None),
+    (
+        {
+            "messages": [
+                *USER,
+                {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+                *USER,
+            ]
+        },
+        "messages.function_call",
+        "unsupported_parameter",
+    ),
+    (
+        {"messages": [*USER, {"role": "assistant", "audio": {"id": "x"}}, *USER]},
+        "messages.audio",
+        "unsupported_parameter",
+    ),
+    ({"messages": USER, "xtc_probability": 0.5}, "xtc_probability", "unsupported_parameter"),
+    ({"messages": USER, "logits_processors": ["x"]}, "logits_processors", "unsupported_parameter"),
     ({"messages": USER, "logprobs": 3}, "logprobs", None),
     ({"messages": USER, "top_logprobs": 3}, "top_logprobs", None),
     ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
