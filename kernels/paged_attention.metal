@@ -1,7 +1,7 @@
 // Variable-length paged attention: the body of a kernel. MLX writes the signature (mx.fast.metal_kernel), so the
 // names of inputs and template arguments are those of metal_engine/attention/metal.py.
 //
-// metal_sim: never small: q, k_cache, v_cache
+// metal_sim: never small: q, k_cache, v_cache, block_table, items
 //
 // One threadgroup takes one work item of one KV head. An item is a tile of query rows and a range of keys:
 //
