@@ -9,11 +9,16 @@ from dataclasses import replace
 from metal_engine.config import EngineConfig
 from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
+from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler, SchedulerStats
 from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, TokenOutput
 
 logger = logging.getLogger(__name__)
+
+# When every request waits for KV to be loaded, a step waits for it as long as this before it returns.
+_LOAD_WAIT_SECONDS = 0.01
 
 
 class EngineCore:
@@ -23,12 +28,19 @@ class EngineCore:
         config: everything resolved.
         runner: executes plans; tests give one that computes nothing.
         tokenizer: for text and end-of-sequence ids.
+        kv_connector: loads and saves KV; the runner has its other half.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        kv_connector: KVConnectorScheduler | None = None,
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(config.scheduler, config.cache)
+        self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector)
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
         self._seeds = random.Random(config.seed)
@@ -96,6 +108,12 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats
 
+    @property
+    def kv_transfer_stats(self) -> KVTransferStats | None:
+        """What KV transfer has done so far; None without it."""
+        connector = self.scheduler.connector
+        return None if connector is None else connector.stats
+
     # --- a step ---
 
     def step(self) -> list[RequestOutput]:
@@ -108,17 +126,29 @@ class EngineCore:
             plan = self.scheduler.schedule()
         except Exception as error:  # noqa: BLE001  (logged there)
             return self._fail_everything(error)
+        failed = self._failed_loads()
+        if not plan.num_scheduled_tokens and self.scheduler.connector is not None:
+            if not failed:  # all that is left to do waits for KV
+                self.scheduler.connector.wait(_LOAD_WAIT_SECONDS)
+            return failed
         self.num_steps += 1
         try:
             model_output = self._runner.execute(plan).result()
         except Exception as error:
             logger.exception("step %d failed: %s", plan.step_id, _composition(plan))
-            return self._fail(plan, error)
+            return failed + self._fail(plan, error)
         try:
             token_outputs = self.scheduler.update(plan, model_output)
         except Exception as error:  # noqa: BLE001  (logged there)
             return self._fail_everything(error)
-        return [self._process(output) for output in token_outputs]
+        return failed + [self._process(output) for output in token_outputs]
+
+    def _failed_loads(self) -> list[RequestOutput]:
+        """End the requests whose KV could not be loaded, where that is asked for."""
+        connector = self.scheduler.connector
+        if connector is None:
+            return []
+        return [self._fail_request(r, message) for r, message in list(connector.failed_loads.items())]
 
     def _process(self, token_output: TokenOutput) -> RequestOutput:
         """One request's new text; ends the request in the scheduler too where its text ends it."""

@@ -15,6 +15,7 @@ The layer caches share one :class:`StepState`, set for the length of a forward; 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -69,9 +70,9 @@ class PagedModel:
         """Drop the KV cache."""
         self.layer_caches = []
 
-    def eval_caches(self) -> None:
-        """Wait until every write to the KV cache has happened."""
-        mx.eval([array for cache in self.layer_caches for array in (cache.keys, cache.values)])
+    def eval_caches(self, also: Sequence[mx.array] = ()) -> None:
+        """Wait until every write to the KV cache has happened, and for what the same step computes besides."""
+        mx.eval([array for cache in self.layer_caches for array in (cache.keys, cache.values)], list(also))
 
     def recover_from(self, error: Exception) -> None:
         """After a step that failed: make sure that the next one finds a KV cache it can use.

@@ -7,6 +7,7 @@ import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, BlockWrites
 from metal_engine.config import CacheConfig, SchedulerConfig
+from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepSaves
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.platform.streams import end_streams_of_thread
 from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
@@ -27,6 +28,8 @@ class ModelRunner:
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
     ) -> None:
+        # Set after construction: what a connector moves depends on the cache that is allocated here.
+        self.kv_connector: KVConnectorRunner | None = None
         self._model = model
         self._backend = backend
         self._cache_config = cache_config
@@ -60,6 +63,10 @@ class ModelRunner:
             block_size=block_size,
             block_writes=_block_writes(batch, block_size) if self._writes_blocks else None,
         )
+        if self.kv_connector is not None:
+            self.kv_connector.start_load_kv(plan.kv_connector_metadata)
+            for index, layer in enumerate(self._model.layer_caches):
+                self.kv_connector.wait_for_layer_load(index, layer)
         logits = self._model(
             mx.array(batch.input_ids),
             mx.array(batch.positions),
@@ -71,10 +78,17 @@ class ModelRunner:
         if plan.sampled_req_ids:
             positions = self._table.num_output_tokens(batch.sampled_rows)
             tokens = sample(logits, self._table.sampling, batch.sampled_rows, positions)
-        return PendingStep(self._model, self._table, plan.sampled_req_ids, tokens)
+        saves = None
+        if self.kv_connector is not None:
+            for index, layer in enumerate(self._model.layer_caches):
+                self.kv_connector.save_kv_layer(index, layer)
+            saves = self.kv_connector.take_saves()
+        return PendingStep(self._model, self._table, plan.sampled_req_ids, tokens, saves, self.kv_connector)
 
     def close(self) -> None:
         """Free the KV cache, in the thread that ran the steps."""
+        if self.kv_connector is not None:
+            self.kv_connector.close()
         self._model.release()
         end_streams_of_thread()
 
@@ -96,12 +110,20 @@ class PendingStep:
     """A step under way (:class:`metal_engine.step.StepHandle`)."""
 
     def __init__(
-        self, model: PagedModel, table: RequestTable, sampled_req_ids: list[str], tokens: mx.array | None
+        self,
+        model: PagedModel,
+        table: RequestTable,
+        sampled_req_ids: list[str],
+        tokens: mx.array | None,
+        saves: StepSaves | None = None,
+        kv_connector: KVConnectorRunner | None = None,
     ) -> None:
         self._model = model
         self._table = table
         self._sampled_req_ids = sampled_req_ids
         self._tokens = tokens  # [R]
+        self._saves = saves
+        self._kv_connector = kv_connector
 
     def result(self) -> ModelOutput:
         """Wait for the step and return the tokens it sampled.
@@ -109,16 +131,21 @@ class PendingStep:
         Raises:
             KVCacheLostError: it failed, and the KV cache with it.
         """
+        saved = list(self._saves.arrays.values()) if self._saves is not None else []
         try:
             if self._tokens is None:
                 # Only intermediate chunks: what matters is the KV they leave behind.
-                self._model.eval_caches()
-                return ModelOutput([])
-            # NumPy alone would wait as well, but pass over an error of an operation and take what it left.
-            mx.eval(self._tokens)
+                self._model.eval_caches(saved)
+            else:
+                # NumPy alone would wait as well, but pass over an error of an operation and take what it left.
+                mx.eval(self._tokens, saved)
+            if self._kv_connector is not None and self._saves is not None:
+                self._kv_connector.wait_for_save(self._saves)
         except Exception as error:
             self._model.recover_from(error)
             raise
+        if self._tokens is None:
+            return ModelOutput([])
         token_ids = np.array(self._tokens)
         self._table.append_tokens(self._sampled_req_ids, token_ids)
         return ModelOutput(token_ids.tolist())

@@ -139,6 +139,7 @@ def _add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle) 
             preemptions=stats.num_preemptions,
             failed_steps=engine.core.num_failed_steps,
             unknown_parameters=served.parameters.num_unknown,
+            kv_transfer=None if (kv := engine.core.kv_transfer_stats) is None else kv.as_dict(),
             error=None if error is None else f"the engine has stopped: {error!r}",
         )
         status = 200 if body.status == "ok" else 503

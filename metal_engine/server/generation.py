@@ -18,7 +18,13 @@ from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.lifecycle import SHUTTING_DOWN
 from metal_engine.server.parameters import ParameterPolicy
-from metal_engine.server.protocol import FinishReason, GenerationBody, PromptTokensDetails, Usage
+from metal_engine.server.protocol import (
+    FinishReason,
+    GenerationBody,
+    KVTransferParams,
+    PromptTokensDetails,
+    Usage,
+)
 
 # Outputs of a step or more, each with the index of the choice it belongs to.
 Batch = list[tuple[int, RequestOutput]]
@@ -44,6 +50,7 @@ class Choice:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    num_external_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -56,6 +63,7 @@ class Choice:
         self.num_prompt_tokens = output.num_prompt_tokens
         self.num_output_tokens = output.num_output_tokens
         self.num_cached_tokens = output.num_cached_tokens
+        self.num_external_tokens = output.num_external_tokens
         self.finish_reason = finish_reason(output)
         self.stop_reason = output.stop_reason
 
@@ -115,12 +123,15 @@ class Generation:
     def usage(self) -> Usage:
         prompt_tokens = sum(choice.num_prompt_tokens for choice in self.choices)
         completion_tokens = sum(choice.num_output_tokens for choice in self.choices)
-        cached_tokens = sum(choice.num_cached_tokens for choice in self.choices)
+        details = PromptTokensDetails(
+            cached_tokens=sum(choice.num_cached_tokens for choice in self.choices),
+            kv_store_tokens=sum(choice.num_external_tokens for choice in self.choices),
+        )
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+            prompt_tokens_details=details,
         )
 
     def _failure(self, output: RequestOutput) -> APIError:
@@ -187,7 +198,17 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         model=served.names[0],
         prompts=prompts,
         params=params,
-        options=RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or ""),
+        options=_options(body),
+    )
+
+
+def _options(body: GenerationBody) -> RequestOptions:
+    transfer = body.kv_transfer_params or KVTransferParams()
+    return RequestOptions(
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        do_remote_prefill=transfer.do_remote_prefill,
+        do_remote_decode=transfer.do_remote_decode,
     )
 
 
