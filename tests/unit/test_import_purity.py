@@ -9,7 +9,16 @@ from importlib import import_module
 
 import pytest
 
-PURE = ["server", "engine", "scheduling", "step", "request", "config"]
+PURE = [
+    "server",
+    "engine",
+    "scheduling",
+    "kv_transfer.scheduler_side",
+    "kv_transfer.stores",
+    "step",
+    "request",
+    "config",
+]
 
 
 def submodules(name: str) -> list[str]:

@@ -3,8 +3,8 @@
     DIR/<fingerprint>/<first two digits of the hash>/<hash>.safetensors
 
 A block is written beside its place under a name of its own and renamed into it: a reader sees a whole block or
-none, and a writer that dies leaves at most a temporary file, which is swept up later. Two writers of the same block
-write the same bytes. Nothing is forced to the medium: what a power failure cuts short fails its checksum.
+none, and a writer that dies leaves at most a temporary file, which is swept up later. Of two writers of the same
+block either may win. Nothing is forced to the medium: what a power failure cuts short fails its checksum.
 """
 
 from __future__ import annotations
