@@ -19,11 +19,13 @@ from metal_engine.kv_transfer.layout import KVPart
 from metal_engine.kv_transfer.stores import disk
 from metal_engine.kv_transfer.stores.base import StoreError
 from metal_engine.kv_transfer.stores.disk import DiskStore
+from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 from metal_engine.request import RequestOptions, SamplingParams
 from metal_engine.runner.model_runner import ModelRunner
 from tests.engine.kv_engines import KVEngine, kv_engine
 from tests.fakes import tiny_tokenizer
 from tests.tiny_models import tiny_model
+from tests.valkey_server import ValkeyServer
 from tools.equal_outputs import compare_outputs
 
 BLOCK_SIZE = 8
@@ -287,7 +289,7 @@ def test_kv_of_another_model_in_the_wrong_place_is_refused(
 class Disturbed:
     """A store around another that does something before each operation of some kind."""
 
-    def __init__(self, inner: DiskStore) -> None:
+    def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.before: dict[str, Callable[[], None]] = {}
 
@@ -436,6 +438,25 @@ def test_two_engines_write_the_same_blocks(make: MakeEngine, check: Check) -> No
     last = make()
     check(last.run(PROMPTS))
     assert last.stats.blocks_corrupt == 0 and last.stats.blocks_loaded > 0
+
+
+def test_through_a_server_that_is_killed_while_loading(make: MakeEngine, check: Check) -> None:
+    server = ValkeyServer()
+    try:
+        fingerprint = make().layout.fingerprint
+        first = make(ValkeyStore(server.url, fingerprint))
+        check(first.run(PROMPTS))
+        second = make(Disturbed(ValkeyStore(server.url, fingerprint)))
+        check(second.run(PROMPTS))
+        assert second.stats.blocks_loaded > 0
+        calls = iter(range(1 << 30))
+        third = make(Disturbed(ValkeyStore(server.url, fingerprint)), io_threads=1)
+        third.transfer._blocks_per_batch = 2  # type: ignore[union-attr]
+        third.transfer.store.before["get"] = lambda: server.kill() if next(calls) == 5 else None  # type: ignore[union-attr]
+        check(third.run(PROMPTS))
+        assert third.stats.store_errors > 0 and third.stats.blocks_loaded > 0
+    finally:
+        server.kill()
 
 
 def test_the_policy_fail_ends_requests_whose_load_failed(

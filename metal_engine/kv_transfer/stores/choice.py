@@ -6,6 +6,7 @@ from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.kv_transfer.stores.base import KVStore, StoreError
 from metal_engine.kv_transfer.stores.disk import DiskStore
+from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 from metal_engine.settings import ConfigError
 
 
@@ -15,13 +16,18 @@ def open_store(config: KVTransferConfig, layout: BlockLayout) -> KVStore:
     Raises:
         ConfigError: it cannot be used as configured.
     """
+    store: DiskStore | ValkeyStore
     try:
-        assert config.kv_connector == "disk"
-        store = DiskStore(fingerprint=layout.fingerprint, writable=config.saves, **config.options)
+        if config.kv_connector == "valkey":
+            store = ValkeyStore(fingerprint=layout.fingerprint, **config.options)
+            limit, key = store.max_block_bytes, "max_block_bytes"
+        else:
+            store = DiskStore(fingerprint=layout.fingerprint, writable=config.saves, **config.options)
+            limit, key = store.max_size, "max_size"
     except StoreError as error:
         raise ConfigError(f"KV transfer: {error}") from error
-    if store.max_size < layout.max_stored_bytes:
+    if limit < layout.max_stored_bytes:
         raise ConfigError(
-            f"KV transfer: a size of {store.max_size} bytes does not hold one block ({layout.max_stored_bytes})"
+            f"KV transfer: a block has up to {layout.max_stored_bytes} bytes, more than the {key} of {limit}"
         )
     return store
