@@ -11,13 +11,16 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 BIN := .venv/bin
 
-.PHONY: serve chat test test-full lint format clang clean
+.PHONY: serve chat disagg test test-full lint format clang clean
 
 serve: .venv/.installed  ## serve MODEL on HOST:PORT
 	$(BIN)/metal-engine serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 chat: .venv/.installed  ## talk to MODEL in the terminal
 	$(BIN)/metal-engine chat $(MODEL) $(ARGS)
+
+disagg: .venv/.installed-dev  ## prefill on one server, decode on another, on this machine
+	PYTHONPATH=. $(BIN)/python -m tools.disagg_demo $(MODEL)
 
 test: .venv/.installed-dev clang  ## all tests, long sweeps run small
 	$(BIN)/python -m pytest $(ARGS)
