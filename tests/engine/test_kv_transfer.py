@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -106,6 +108,21 @@ def test_cold_then_after_a_restart(make: MakeEngine, check: Check) -> None:
     assert stats.prompt_tokens_computed == computed
     assert stats.prompt_tokens_local + stats.prompt_tokens_store == num_tokens - computed
     assert stats.blocks_loaded * BLOCK_SIZE == stats.prompt_tokens_store > 0
+
+
+def test_another_process_finds_it(make: MakeEngine, check: Check, tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from tests.engine import test_kv_transfer as t; "
+        "from tests.engine.kv_engines import kv_engine; "
+        "engine = kv_engine(t.tiny_tokenizer(), pathlib.Path(sys.argv[1]), budget=48); "
+        "engine.run(t.PROMPTS); engine.core.close()"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    subprocess.run([sys.executable, "-c", code, tmp_path / "kv"], check=True, env=environment)
+    engine = make()
+    check(engine.run(PROMPTS))
+    assert engine.stats.prompt_tokens_computed == sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
+    assert engine.stats.blocks_saved == 0, "what is generated was stored by the other, too"
 
 
 @pytest.mark.parametrize("seed", range(4))
