@@ -10,6 +10,8 @@ ARGS  ?=
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 BIN := .venv/bin
+# Test processes side by side, at most four; a file's tests stay together.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: serve chat disagg test test-full lint format clang clean
 
@@ -23,10 +25,10 @@ disagg: .venv/.installed-dev  ## prefill on one server, decode on another, on th
 	PYTHONPATH=. $(BIN)/python -m tools.disagg_demo $(MODEL)
 
 test: .venv/.installed-dev clang  ## all tests, long sweeps run small
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-full: .venv/.installed-full clang  ## all tests and the long sweeps
-	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
+	$(PYTEST) -m "full or not full" $(ARGS)
 
 lint: .venv/.installed-dev  ## ruff, mypy, import-linter
 	$(BIN)/ruff format --check .

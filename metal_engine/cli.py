@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from metal_engine import __version__
+from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
 from metal_engine.config import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.options import MODEL_HELP, command
 from metal_engine.settings import ConfigError, make_args
@@ -23,14 +24,27 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench = typer.Typer(
+    help="Measure: a server as its users see it, or the engine alone.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench")
 
 
-def _set_up_logging(level: str) -> None:
-    if sys.stderr.isatty():
+def _set_up_logging(level: str, style: str = "text") -> None:
+    handler: logging.Handler = logging.StreamHandler()
+    if style == "json":
+        from metal_engine.server.logs import JSONFormatter, RequestIdFilter
+
+        handler.setFormatter(JSONFormatter())
+        handler.addFilter(RequestIdFilter())
+    elif sys.stderr.isatty():
         handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%H:%M:%S]")
-        logging.basicConfig(level="WARNING", format="%(message)s", handlers=[handler])
+        handler.setFormatter(logging.Formatter("%(message)s"))
     else:
-        logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level="WARNING", handlers=[handler])
     logging.getLogger("metal_engine").setLevel(level.upper())
 
 
@@ -39,7 +53,7 @@ def serve(values: dict[str, Any]) -> None:
     """Serve a model over an OpenAI-compatible API."""
     args: EngineArgs = make_args(EngineArgs, values)
     server_args: ServerArgs = make_args(ServerArgs, values)
-    _set_up_logging(server_args.log_level)
+    _set_up_logging(server_args.log_level, server_args.log_format)
     from metal_engine.banner import print_banner, startup_facts
     from metal_engine.build import build_engine
     from metal_engine.engine.async_engine import AsyncEngine
@@ -51,15 +65,33 @@ def serve(values: dict[str, Any]) -> None:
         engine = AsyncEngine(lambda: build_engine(args))
         with quit_on_signals():
             engine.start()
+            parsers = make_parsers(engine.tokenizer.hf_tokenizer, server_args)
         status = run_server(
             engine,
             server_args,
             names,
             listener,
             on_ready=lambda url: print_banner(startup_facts(engine.config, url, names)),
+            parsers=parsers,
         )
     if status:
         raise typer.Exit(status)
+
+
+def make_parsers(tokenizer: Any, args: ServerArgs) -> Any:
+    """What the server needs to know of the model's answers, from its ``transformers`` tokenizer and the settings."""
+    from metal_engine.models.answer_formats import any_special, reasoning_marks, tool_parser
+    from metal_engine.server.parsers import Parsers, ReasoningMarks
+
+    tool = tool_parser(tokenizer, args.tool_call_parser)
+    marks = reasoning_marks(tokenizer, args.reasoning_parser)
+    texts = [*(marks or ()), *((tool.tool_call_start, tool.tool_call_end) if tool else ())]
+    return Parsers(
+        tool=tool,
+        reasoning=None if marks is None else ReasoningMarks(*marks),
+        special=any_special(tokenizer, texts),
+        auto_tool_choice=args.enable_auto_tool_choice,
+    )
 
 
 @command(app, {"Chat": ChatArgs, "Engine": EngineArgs})
@@ -114,6 +146,34 @@ def _chat_loop(llm: Any, params: Any, system: str | None, read_line: Callable[[]
             continue
         print()
         messages.append({"role": "assistant", "content": answer})
+
+
+@command(bench, {"Benchmark": BenchServeArgs}, takes_model=False)
+def _serve(values: dict[str, Any]) -> None:
+    """Load a server that speaks OpenAI's API, and print what its users would see. Status 1 if a request failed."""
+    _set_up_logging("warning")
+    from metal_engine.bench.serve import bench_serve
+
+    if bench_serve(make_args(BenchServeArgs, values)).num_failed:
+        raise typer.Exit(1)
+
+
+@command(bench, {"Benchmark": BenchThroughputArgs, "Engine": EngineArgs})
+def _throughput(values: dict[str, Any]) -> None:
+    """Tokens a second of the engine alone, all requests at once."""
+    _set_up_logging("warning")
+    from metal_engine.bench.offline import bench_throughput
+
+    bench_throughput(make_args(EngineArgs, values), make_args(BenchThroughputArgs, values))
+
+
+@command(bench, {"Benchmark": BenchLatencyArgs, "Engine": EngineArgs})
+def _latency(values: dict[str, Any]) -> None:
+    """How long the engine alone takes for one batch."""
+    _set_up_logging("warning")
+    from metal_engine.bench.offline import bench_latency
+
+    bench_latency(make_args(EngineArgs, values), make_args(BenchLatencyArgs, values))
 
 
 @app.command()

@@ -15,6 +15,33 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "metal", "mlx")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+# mlx-lm's formats of tool calls, by its names for them.
+TOOL_PARSERS = (
+    "auto", "none", "function_gemma", "gemma4", "glm47", "json_tools", "kimi_k2", "kimi_k3", "laguna", "longcat",
+    "minicpm5", "minimax_m2", "mistral", "muse_spark", "pythonic", "qwen3_coder",
+)  # fmt: skip
+# vLLM's names for formats that mlx-lm calls otherwise.
+TOOL_PARSER_ALIASES = {
+    "hermes": "json_tools",
+    "qwen3_xml": "qwen3_coder",
+    "glm45": "glm47",
+    "lfm2": "pythonic",
+}
+# Name -> what reasoning is written between.
+REASONING_MARKS = {
+    "think": ("<think>", "</think>"),
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    "longcat": ("<longcat_think>", "</longcat_think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "think_tokens": ("<|think:start|>", "<|think:end|>"),
+}
+# vLLM's names for the first.
+REASONING_PARSER_ALIASES = dict.fromkeys(
+    ("deepseek_r1", "qwen3", "glm45", "ernie45", "hunyuan_a13b", "minimax_m2", "holo2", "kimi_k2"), "think"
+)
 
 # The runner keeps a row for each; far beyond what a device computes at once.
 MAX_NUM_SEQS = 65_536
@@ -92,6 +119,7 @@ class EngineArgs:
     max_attention_work: int | None = setting(
         None, "Pairs of a query row and a visible key in a step. Default: about a second's attention."
     )
+    async_scheduling: bool = setting(False, "Plan and build a step while the one before it runs.")
 
     def __post_init__(self) -> None:
         for name in (
@@ -169,8 +197,27 @@ class ServerArgs:
     log_level: str = setting(
         "info", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
     )
+    enable_auto_tool_choice: bool = setting(
+        True, "Whether a request with tools may leave it to the model to call them."
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "Format of the model's tool calls: auto (what its tokenizer says), none, or a name.",
+        choices=(*TOOL_PARSERS, *TOOL_PARSER_ALIASES),
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "Format of the model's reasoning: auto (what its tokenizer says), none, or a name.",
+        choices=("auto", "none", *REASONING_MARKS, *REASONING_PARSER_ALIASES),
+    )
+    log_format: str = setting("text", "text, or json (one object a line).", choices=LOG_FORMATS)
+    log_stats_interval: float = setting(
+        10.0, "Seconds between log lines about throughput, running, waiting and KV cache; 0: none."
+    )
 
     def __post_init__(self) -> None:
+        if not 0 <= self.log_stats_interval < float("inf"):
+            raise ConfigError(f"--log-stats-interval must be at least 0, got {self.log_stats_interval}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be in 0 ... 65535, got {self.port}")
         if self.api_key is not None and not (self.api_key.strip() and self.api_key.isascii()):
@@ -201,7 +248,7 @@ class ModelInfo:
     """Facts about a loaded model that the control plane needs.
 
     ``kv_bytes_per_token`` counts K and V over all layers, in bytes. ``max_position_embeddings`` is the context
-    length the checkpoint was trained for, in tokens. ``vocab_size`` is the number of rows of the LM head.
+    length the checkpoint was trained for, in tokens, if it says. ``vocab_size`` is the number of rows of the LM head.
     ``num_heads`` counts the query heads of a layer.
     ``default_sampling`` has the sampling parameters of requests that do not say, as the checkpoint recommends.
     """
@@ -214,7 +261,7 @@ class ModelInfo:
     num_params: int
     weight_bytes: int
     kv_bytes_per_token: int
-    max_position_embeddings: int
+    max_position_embeddings: int | None
     num_heads: int = 1
     head_dim: int = 1
     default_sampling: dict[str, float] = field(default_factory=dict)
@@ -250,6 +297,7 @@ class SchedulerConfig:
     page_aligned_scheduling: bool = False
     scheduling_policy: str = "fcfs"
     max_attention_work: int = 1 << 62  # (query row, visible key) pairs of a step
+    async_scheduling: bool = False  # a step is planned before the tokens of the one before it are known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +341,8 @@ _CPU_POOL_BYTES = 2 * GIB
 _ATTENTION_SECONDS = 1.0
 _CPU_SECONDS_PER_SCORE = 10e-9
 _GPU_ATTENTION_FLOPS = 2e12
+# Tokens of context for a model that does not say what it was trained for, if the user does not either.
+_UNKNOWN_CONTEXT = 4096
 # Left free on a GPU for activations and the graph of a step.
 _ACTIVATION_BYTES = GIB
 
@@ -335,6 +385,7 @@ def resolve_config(
             page_aligned_scheduling=args.page_aligned_scheduling,
             scheduling_policy=args.scheduling_policy,
             max_attention_work=args.max_attention_work or _attention_work(model, device),
+            async_scheduling=args.async_scheduling,
         ),
         cache=cache,
         attention_backend=attention_backend,
@@ -401,8 +452,8 @@ def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> N
 def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:
     """As asked, or the checkpoint's context length; never more than the pool holds."""
     limit = model.max_position_embeddings
-    wanted = args.max_model_len if args.max_model_len is not None else limit
-    if wanted > limit:
+    wanted = args.max_model_len if args.max_model_len is not None else limit or _UNKNOWN_CONTEXT
+    if limit is not None and wanted > limit:
         raise ConfigError(
             f"--max-model-len {wanted} exceeds the {limit} tokens that {model.name} was trained for"
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -140,9 +141,13 @@ class LLM:
         ids = [str(next(self._ids)) for _ in prompts]
         outputs: dict[str, list[RequestOutput]] = {request_id: [] for request_id in ids}
         num_tokens = 0
-        with _progress_bar(show_progress) as progress:
+        # Closed at once if a step fails, so that the other requests do not go on unseen.
+        with (
+            _progress_bar(show_progress) as progress,
+            closing(self._outputs_of(prompts, params, ids)) as stream,
+        ):
             task = progress.add_task("Generating", total=len(prompts), rate="")
-            for output in self._outputs_of(prompts, params, ids):
+            for output in stream:
                 outputs[output.request_id].append(output)
                 num_tokens += len(output.token_ids)
                 elapsed = progress.tasks[task].elapsed or 0.0
@@ -152,7 +157,7 @@ class LLM:
 
     def _outputs_of(
         self, prompts: list[list[int]], params: list[SamplingParams], ids: list[str]
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput]:
         """Outputs of several requests as they come; aborts what is left if the iteration ends early."""
         outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         unfinished = dict.fromkeys(ids)

@@ -28,27 +28,30 @@ Command = Callable[[dict[str, Any]], None]
 
 
 def command(
-    app: typer.Typer, groups: dict[str, type], *, default_model: str | None = None
+    app: typer.Typer, groups: dict[str, type], *, default_model: str | None = None, takes_model: bool = True
 ) -> Callable[[Command], Command]:
-    """Register a function as a command of a model: it is called with the values given anywhere, by field name.
+    """Register a function as a command: it is called with the values given anywhere, by field name.
 
     Args:
         groups: heading in ``--help`` -> dataclass whose settings are the options below it.
         default_model: model if none is named; without it, naming one is required.
+        takes_model: whether the command's argument is a model to load.
     """
-    settings = [_MODEL, *settings_of(*groups.values())]
+    settings = [*([_MODEL] if takes_model else []), *settings_of(*groups.values())]
     _known.extend(settings)
 
     def register(function: Command) -> Command:
         def run(config: Path | None = None, **given: Any) -> None:
             with one_line_errors():
                 values = resolve(settings, given, os.environ, config, known=_known)
-                values.setdefault("model", default_model)
-                if values["model"] is None:
+                if takes_model and values.setdefault("model", default_model) is None:
                     raise ConfigError("name a MODEL: `demo`, a repository, a directory, or a .gguf file")
                 function(values)
 
-        parameters = [_parameter("model", str | None, typer.Argument(help=MODEL_HELP, show_default=False))]
+        parameters = []
+        if takes_model:
+            model = typer.Argument(help=MODEL_HELP, show_default=False)
+            parameters.append(_parameter("model", str | None, model))
         config_option = typer.Option("--config", help=_CONFIG_HELP, show_default=False)
         parameters.append(_parameter("config", Path | None, config_option))
         for heading, cls in groups.items():
@@ -57,7 +60,7 @@ def command(
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__doc__ = function.__doc__
-        app.command(function.__name__)(run)
+        app.command(function.__name__.lstrip("_"))(run)
         return function
 
     return register

@@ -68,6 +68,14 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def needs_token_on_host(self) -> bool:
+        """Whether a token can be sampled only once the one before it is known on the host.
+
+        Such a request is not planned one step ahead: it waits for its token, and others go on.
+        """
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:

@@ -83,7 +83,11 @@ class StepHandle(Protocol):
     """A step under way."""
 
     def result(self) -> ModelOutput:
-        """Wait for the step to end. Raises what the step raised; KVCacheLostError if no KV is left."""
+        """Wait for the step to end; steps end in the order in which they were started.
+
+        Raises what the step raised; KVCacheLostError if no KV is left. Steps started after one that raised are
+        void: they are not run, their handles must not be asked, and what they planned must be computed again.
+        """
         ...
 
 
@@ -91,7 +95,11 @@ class Runner(Protocol):
     """What the engine needs of a model runner."""
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle:
-        """Start one forward pass and one sampling pass over the plan; must not block on the device."""
+        """Start one forward pass and one sampling pass over the plan; must not block on the device.
+
+        Where a request's last token is still being sampled by the step before, it is taken from there. A plan
+        that is refused (this raises) leaves the steps under way as they are.
+        """
         ...
 
     def close(self) -> None:

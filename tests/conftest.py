@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from metal_engine.platform.blas import load_optimized_blas
+
+# Test processes side by side share the cores: more BLAS threads than cores are slower than one.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 
 # Before any test module imports MLX.
 load_optimized_blas()

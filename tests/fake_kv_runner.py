@@ -319,7 +319,7 @@ class SchedulerHarness:
         num_preemptions = self.scheduler.num_preemptions - num_preemptions
         check_plan(self.scheduler, plan, before, context_lens)
         if is_plain(self.config, self.cache_config):
-            check_fcfs(self.scheduler, plan, before, num_preemptions)
+            check_fcfs(self.scheduler, plan, before, context_lens, num_preemptions)
         is_idle = not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions
         if is_idle and not self.scheduler.loading:
             assert not self.live, "nothing is under way, and nothing is planned"

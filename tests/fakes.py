@@ -34,6 +34,9 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + CHAT_TEMPLATE
+)
 # Enough merges for texts to have more than one tokenization.
 MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("in", "g"), ("Ġ", "the"), ("S", "T"), ("O", "P")]
 
@@ -92,6 +95,16 @@ def generated(prompt: list[int], num_tokens: int, next_token: NextToken = hash_c
     return tokens[len(prompt) :]
 
 
+def script(text: str) -> NextToken:
+    """A text, byte by byte, then EOS, whatever the prompt."""
+    tokens = [*byte_ids(text), EOS]
+
+    def next_token(so_far: list[int], num_prompt_tokens: int) -> int:
+        return tokens[min(len(so_far) - num_prompt_tokens, len(tokens) - 1)]
+
+    return next_token
+
+
 # --- runner -----------------------------------------------------------------------------------------------
 
 
@@ -110,6 +123,7 @@ class FakeRunner:
     Attributes:
         step_time: seconds to sleep in a step, so that clients can act while requests run.
         running: cleared to hold the engine before its next step, set to let it go on.
+        has_arrived: whether a step has begun, held or not.
         raise_next: raised by the next step, once.
         seen_params: the sampling parameters of every request so far, in order of admission.
     """
@@ -118,6 +132,7 @@ class FakeRunner:
     next_token: NextToken = hash_chain
     step_time: float = 0.0
     running: threading.Event = field(default_factory=threading.Event)
+    has_arrived: bool = False
     raise_next: BaseException | None = None
     num_steps: int = 0
     seen_params: list[SamplingParams] = field(default_factory=list)
@@ -130,6 +145,7 @@ class FakeRunner:
         """Nothing here belongs to a thread."""
 
     def execute(self, plan: SchedulerOutput) -> FakeStep:
+        self.has_arrived = True
         self.running.wait()
         if self.step_time:
             time.sleep(self.step_time)

@@ -14,6 +14,7 @@ def is_plain(config: SchedulerConfig, cache_config: CacheConfig) -> bool:
     """Whether the settings are those of a scheduler without knobs: first come, first served, one after another."""
     return (
         config.max_num_partial_prefills == 1
+        and config.long_prefill_token_threshold >= config.max_model_len
         and not config.page_aligned_scheduling
         and config.scheduling_policy == "fcfs"
         and config.max_attention_work == _UNLIMITED
@@ -79,17 +80,21 @@ def check_plan(
 
 
 def check_fcfs(
-    scheduler: Scheduler, plan: SchedulerOutput, demand: dict[str, int], num_preemptions: int
+    scheduler: Scheduler,
+    plan: SchedulerOutput,
+    demand: dict[str, int],
+    context_lens: dict[str, int],
+    num_preemptions: int,
 ) -> None:
     """Earlier arrivals go first, and nothing that could be used is left over.
 
     Args:
         demand: request id -> tokens it could have computed in this step, in order of arrival.
+        context_lens: as for :func:`check_plan`.
         num_preemptions: requests preempted by this plan.
     """
     order = list(demand)
-    new = {request.request_id for request in plan.new_requests}
-    order.sort(key=lambda r: demand[r] != 1 or r in new)  # decodes go first
+    order.sort(key=lambda r: demand[r] != 1 or r not in context_lens)  # decodes go first
     packed = list(plan.num_scheduled_tokens)
     scheduled = set(packed)
     assert packed == [r for r in order if r in scheduled], "not packed decodes first, in order of arrival"
@@ -104,8 +109,8 @@ def check_fcfs(
             else:
                 served_all_before = False
         left -= share
-    oldest = next((r for r in order if demand[r] > 0), None)
-    if oldest == next(iter(order), None) and oldest is not None:
+    oldest = next(iter(demand), None)
+    if oldest is not None and demand[oldest] > 0:
         assert oldest in plan.num_scheduled_tokens, "the oldest request does not advance"
     # Room left over and a request that could use it: only the pool may stand in between.
     waiting = next(iter(scheduler.waiting), None)

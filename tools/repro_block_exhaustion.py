@@ -202,6 +202,8 @@ def main() -> int:
     failures = []
     if stats[1].num_preemptions == 0:
         failures.append("preemption never happened: the pool was not exhausted (lower --pool-fraction)")
+    if stats[1].peak_used_blocks < stats[1].num_blocks:
+        failures.append("the pool was never full (lower --pool-fraction)")
     if stats[0].num_preemptions:
         failures.append("the ample run preempted: it is no reference")
     if different:

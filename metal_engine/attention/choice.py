@@ -5,9 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionBackend
-from metal_engine.attention.metal import BLOCK_SIZES, MetalBackend
+from metal_engine.attention.metal import BLOCK_SIZES, THREADGROUPS_PER_CORE, MetalBackend
 from metal_engine.attention.mlx_ops import MlxOpsBackend
 from metal_engine.config import ConfigError
+from metal_engine.platform.device import gpu_core_count
 
 
 def choose_backend(setting: str, block_size: int) -> AttentionBackend:
@@ -27,4 +28,5 @@ def choose_backend(setting: str, block_size: int) -> AttentionBackend:
             f"--block-size {block_size} does not go with the metal attention backend: choose one of "
             f"{', '.join(map(str, BLOCK_SIZES))}, or --attention-backend mlx"
         )
-    return MetalBackend()
+    num_cores = gpu_core_count()
+    return MetalBackend(target_threadgroups=num_cores and THREADGROUPS_PER_CORE * num_cores)

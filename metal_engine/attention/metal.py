@@ -22,8 +22,9 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 MAX_GROUP = 16
 THREADS = 256  # of a threadgroup: 8 SIMD groups, GROUPS in the kernel
 STAGE_BYTES = 26 << 10  # most threadgroup memory for staged keys, of Metal's 32 KiB
-# Threadgroups that keep a GPU busy: a few for each core. MLX does not tell the number of cores.
-TARGET_THREADGROUPS = 96
+# Threadgroups that keep a GPU busy: two at a time on a core, for the memory they take, and some to follow.
+THREADGROUPS_PER_CORE = 8
+UNKNOWN_GPU_CORES = 12
 
 
 class UnsupportedAttentionError(ValueError):
@@ -142,7 +143,7 @@ class MetalPlan:
         uploaded = self._items(group, num_kv_heads, window, keys)
         if self._block_table is None:
             self._block_table = mx.array(self.metadata.block_table)
-        sink_values = sinks if sinks is not None else mx.zeros((1,), mx.float32)
+        sink_values = sinks if sinks is not None else self.backend.no_sinks
         shared = [("T", q.dtype), ("D", head_dim), ("G", group), ("HAS_SINKS", sinks is not None)]
         # One partial row at least: MLX has no outputs without elements.
         partial_rows = max(1, uploaded.items.num_partial_rows)
@@ -184,16 +185,23 @@ class MetalPlan:
 
 
 class MetalBackend:
-    """Makes plans. Holds the two kernels; MLX compiles each variant at its first use."""
+    """Makes plans. Holds the two kernels; MLX compiles each variant at its first use.
+
+    Args:
+        kernel_factory: ``mx.fast.metal_kernel`` or the simulator's.
+        target_threadgroups: contexts are split until a step has about so many; None: as unknown GPUs get.
+    """
 
     name = "metal"
 
     def __init__(
         self,
         kernel_factory: Callable[..., Any] = mx.fast.metal_kernel,
-        target_threadgroups: int = TARGET_THREADGROUPS,
+        target_threadgroups: int | None = None,
     ):
-        self.target_threadgroups = target_threadgroups
+        # Made of data, once: mx.zeros would be one more kernel for the GPU in every layer.
+        self.no_sinks = mx.array([0.0], mx.float32)
+        self.target_threadgroups = target_threadgroups or THREADGROUPS_PER_CORE * UNKNOWN_GPU_CORES
         self.attention = kernel_factory(
             name="paged_attention",
             input_names=[

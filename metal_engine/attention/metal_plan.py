@@ -60,17 +60,17 @@ def plan_items(
             begin = 0 if window is None else max(0, position - window + 1)
             tiles.append((int(start) + first, tokens, position, begin, position + tokens, request))
 
-    # Split only where there is too little work for the GPU, and only contexts that are longer than the rest.
+    # Split what takes longer than a threadgroup's fair share of the step: a long context is split in company, too,
+    # or it would run on long after all else is done.
     keys = sum(t[4] - t[3] for t in tiles)
     chunk = max(MIN_SPLIT_KEYS, -(-keys * num_kv_heads // target_threadgroups))
     chunk = -(-chunk // key_step) * key_step
-    may_split = len(tiles) * num_kv_heads < target_threadgroups
 
     table: list[tuple[int, ...]] = []
     rows = np.zeros((metadata.num_tokens, 3), np.int32)
     partial = 0
     for first, tokens, position, begin, end, request in tiles:
-        if not may_split or end - begin < 2 * chunk:
+        if end - begin < 2 * chunk:
             table.append((first, tokens, position, begin, end, request, -1))
             continue
         starts = range(begin, end, chunk)

@@ -68,6 +68,11 @@ class AsyncEngine:
     def num_open_requests(self) -> int:
         return len(self._queues)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not in the batch, those included that the engine's thread has not seen yet."""
+        return max(len(self._queues) - self.core.stats.num_running, 0)
+
     def check_request(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         """Raise ValueError if such a request can never be served."""
         self.core.resolve_max_tokens(num_prompt_tokens, params)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
+import time
+from collections import deque
 from dataclasses import replace
 
 from metal_engine.config import EngineConfig
+from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler, SchedulerStats
-from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, TokenOutput
+from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, StepHandle, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +25,17 @@ logger = logging.getLogger(__name__)
 _LOAD_WAIT_SECONDS = 0.01
 
 
+def client_id(request_id: str) -> str:
+    """The id that a request was submitted under. Inside it is another, since clients may use theirs again at
+    once, while a step that computes the request they aborted is under way."""
+    return request_id.rpartition("#")[0]
+
+
 class EngineCore:
     """Requests in, outputs out, one packed step at a time.
+
+    With ``async_scheduling`` a step is planned and built while the one before it runs, whose tokens are not known
+    yet; so a stop is noticed one step late, and the token sampled meanwhile is dropped.
 
     Args:
         config: everything resolved.
@@ -43,7 +56,13 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector)
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
+        self.metrics = EngineMetrics()
         self._seeds = random.Random(config.seed)
+        self._serials = itertools.count()
+        self._ids: dict[str, str] = {}  # the client's -> ours
+        # Steps started and not finished, with their times; and how many there may be when step() returns.
+        self._under_way: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
+        self._num_ahead = int(config.scheduler.async_scheduling)
         self.num_steps = 0
         self.num_failed_steps = 0
 
@@ -71,17 +90,24 @@ class EngineCore:
         prompt_token_ids: list[int],
         params: SamplingParams,
         options: RequestOptions | None = None,
+        arrival_time: float | None = None,
     ) -> None:
-        """Queue a request. Raises ValueError if it can never be served, or its id is in use."""
+        """Queue a request that arrived then (seconds of ``time.monotonic``), or now.
+
+        Raises:
+            ValueError: it can never be served, or its id is in use.
+        """
         vocab_size = self.config.model.vocab_size
         if prompt_token_ids and not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
             raise ValueError(f"the prompt has token ids outside the vocabulary of {vocab_size}")
+        if request_id in self._ids:
+            raise ValueError(f"request id {request_id!r} is in use")
         max_tokens = self.resolve_max_tokens(len(prompt_token_ids), params)
         if params.seed is None and not params.is_greedy:
             # Drawn once, so that a request draws the same numbers again after preemption.
             params = replace(params, seed=self._seeds.getrandbits(63))
         request = Request(
-            request_id,
+            f"{request_id}#{next(self._serials)}",
             prompt_token_ids,
             params,
             max_tokens=max_tokens,
@@ -90,19 +116,33 @@ class EngineCore:
         )
         self.scheduler.add_request(request)
         self._outputs.add_request(request)
+        self._ids[request_id] = request.request_id
+        self.metrics.arrived(request.request_id, len(prompt_token_ids), arrival_time)
 
     def abort_request(self, request_id: str) -> None:
         """End a request and free its blocks; one that is not there (any more) is ignored."""
-        self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ABORTED)
+        if request_id in self._ids:
+            self.metrics.finished(self._ids[request_id], "abort")
+            self._forget(self._ids[request_id], RequestStatus.FINISHED_ABORTED)
+
+    def _forget(self, request_id: str, status: RequestStatus) -> None:
+        self.scheduler.finish_request(request_id, status)
         self._outputs.remove_request(request_id)
+        self._ids.pop(client_id(request_id), None)
 
     def close(self) -> None:
         """Let the runner go, in the thread that stepped it; nothing may follow."""
         self._runner.close()
 
     @property
+    def request_ids(self) -> list[str]:
+        """Unfinished requests, by the ids they were submitted under."""
+        return list(self._ids)
+
+    @property
     def has_requests(self) -> bool:
-        return self.scheduler.has_requests
+        """Whether there is anything to do; a step under way whose requests have all gone must still be finished."""
+        return self.scheduler.has_requests or bool(self._under_way)
 
     @property
     def stats(self) -> SchedulerStats:
@@ -117,38 +157,57 @@ class EngineCore:
     # --- a step ---
 
     def step(self) -> list[RequestOutput]:
-        """Run one packed forward over whatever is to be done. A step that raises fails its own requests only.
+        """Start one packed forward over whatever is to be done; finish the oldest under way, unless it was just
+        started and the next one is to be planned beside it. A step that raises fails its own requests only.
 
         Raises:
             AssertionError: the scheduler's state is broken, and cannot be mended by failing every request.
         """
+        started = time.monotonic()
         try:
             plan = self.scheduler.schedule()
         except Exception as error:  # noqa: BLE001  (logged there)
             return self._fail_everything(error)
         failed = self._failed_loads()
-        if not plan.num_scheduled_tokens and self.scheduler.connector is not None:
-            if not failed:  # all that is left to do waits for KV
-                self.scheduler.connector.wait(_LOAD_WAIT_SECONDS)
-            return failed
-        self.num_steps += 1
-        try:
-            model_output = self._runner.execute(plan).result()
-        except Exception as error:
-            logger.exception("step %d failed: %s", plan.step_id, _composition(plan))
-            return failed + self._fail(plan, error)
-        try:
-            token_outputs = self.scheduler.update(plan, model_output)
-        except Exception as error:  # noqa: BLE001  (logged there)
-            return self._fail_everything(error)
-        return failed + [self._process(output) for output in token_outputs]
+        if plan.num_scheduled_tokens:
+            self.num_steps += 1
+            self.metrics.scheduled(plan, started)
+            try:
+                handle = self._runner.execute(plan)
+            except Exception as error:  # noqa: BLE001  (logged there)
+                return failed + self._fail(plan, error)
+            self._under_way.append((plan, handle, started))
+            if len(self._under_way) <= self._num_ahead:
+                return failed
+        elif not (self._under_way or failed) and self.scheduler.connector is not None:
+            self.scheduler.connector.wait(_LOAD_WAIT_SECONDS)  # all that is left to do waits for KV
+        return failed + (self._finish_oldest() if self._under_way else [])
 
     def _failed_loads(self) -> list[RequestOutput]:
         """End the requests whose KV could not be loaded, where that is asked for."""
         connector = self.scheduler.connector
         if connector is None:
             return []
-        return [self._fail_request(r, message) for r, message in list(connector.failed_loads.items())]
+        failed = list(connector.failed_loads.items())
+        return _under_clients_ids([self._fail_request(r, message) for r, message in failed])
+
+    def _finish_oldest(self) -> list[RequestOutput]:
+        plan, handle, started = self._under_way.popleft()
+        try:
+            model_output = handle.result()
+        except Exception as error:  # noqa: BLE001  (logged there)
+            outputs = self._fail(plan, error)
+            for void_plan, _, _ in self._under_way:
+                self.scheduler.cancel(void_plan)
+            self._under_way.clear()
+            return outputs
+        try:
+            token_outputs = self.scheduler.update(plan, model_output)
+        except Exception as error:  # noqa: BLE001  (logged there)
+            return self._fail_everything(error)
+        outputs = [self._process(output) for output in token_outputs]
+        self.metrics.produced(outputs, started, time.monotonic())
+        return _under_clients_ids(outputs)
 
     def _process(self, token_output: TokenOutput) -> RequestOutput:
         """One request's new text; ends the request in the scheduler too where its text ends it."""
@@ -158,11 +217,12 @@ class EngineCore:
         except Exception as error:
             logger.exception("no text for %s from tokens %s", request_id, token_output.token_ids)
             return self._fail_request(request_id, f"its tokens cannot be decoded: {error}")
-        if output.finished and token_output.finish_reason is None:  # a stop string
-            self.scheduler.finish_request(request_id, RequestStatus.FINISHED_STOPPED)
+        if output.finished:  # the scheduler knows, unless it was a stop string
+            self._forget(request_id, RequestStatus.FINISHED_STOPPED)
         return output
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
+        logger.error("step %d failed: %s", plan.step_id, _composition(plan), exc_info=error)
         self.num_failed_steps += 1
         self.scheduler.prefix_cache.forget()  # some of the blocks may never have been written
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
@@ -170,22 +230,39 @@ class EngineCore:
         outputs = [self._fail_request(request_id, message) for request_id in scheduled]
         if isinstance(error, KVCacheLostError):
             self.scheduler.preempt_all()  # the others' KV is gone too
-        return outputs
+        return _under_clients_ids(outputs)
 
     def _fail_everything(self, error: Exception) -> list[RequestOutput]:
         """The scheduler itself failed: without requests its state is simple enough to go on from."""
         logger.exception("scheduling failed: %s", self.stats)
         self.num_failed_steps += 1
+        self._abandon_steps()
         message = f"scheduling failed: {type(error).__name__}: {error}"
         outputs = [self._fail_request(request_id, message) for request_id in list(self.scheduler.requests)]
         self.scheduler.prefix_cache.forget()
         self.scheduler.check_integrity()
-        return outputs
+        return _under_clients_ids(outputs)
+
+    def _abandon_steps(self) -> None:
+        """Wait for the steps under way, whatever comes of them."""
+        while self._under_way:
+            _, handle, _ = self._under_way.popleft()
+            try:
+                handle.result()
+            except Exception:
+                logger.exception("a step under way failed, too")
+                self._under_way.clear()  # void
 
     def _fail_request(self, request_id: str, message: str) -> RequestOutput:
-        self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
-        self._outputs.remove_request(request_id)
+        self.metrics.finished(request_id, "error")
+        self._forget(request_id, RequestStatus.FINISHED_ERROR)
         return RequestOutput(request_id, finish_reason="error", error=message)
+
+
+def _under_clients_ids(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    for output in outputs:
+        output.request_id = client_id(output.request_id)
+    return outputs
 
 
 def _composition(plan: SchedulerOutput) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class _Add:
     prompt_token_ids: list[int]
     params: SamplingParams
     options: RequestOptions | None
+    arrival_time: float
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class EngineThread:
         self._ready.wait()
         if self._engine is None:
             assert self._error is not None
+            self._thread.join()  # its streams are closed before the process may end
             raise self._error
         return self._engine
 
@@ -87,7 +90,7 @@ class EngineThread:
         with self._lock:
             if self._stopped:
                 raise EngineDeadError(f"the engine has stopped: {self._error or 'it was shut down'}")
-            self._inbox.put(_Add(request_id, prompt_token_ids, params, options))
+            self._inbox.put(_Add(request_id, prompt_token_ids, params, options, time.monotonic()))
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; no further output comes for it after that."""
@@ -110,19 +113,22 @@ class EngineThread:
             return
         finally:
             self._ready.set()
+        message = "the engine was shut down"
         try:
             self._loop(self._engine)
         except BaseException as error:
             logger.critical("the engine thread has died", exc_info=True)
             self._error = error
-            self._fail_everything(self._engine, f"the engine has stopped: {error}")
+            message = f"the engine has stopped: {error}"
+        try:
+            self._engine.close()  # before anyone is told: they may end the process
         finally:
-            self._engine.close()
+            self._fail_everything(self._engine, message)
 
     def _fail_everything(self, engine: EngineCore, message: str) -> None:
         with self._lock:
             self._stopped = True
-        requests = list(engine.scheduler.requests)
+        requests = engine.request_ids
         while not self._inbox.empty():
             waiting = self._inbox.get()
             if isinstance(waiting, _Add):
@@ -136,14 +142,17 @@ class EngineThread:
             while not engine.has_requests or not self._inbox.empty():
                 message = self._inbox.get()
                 if isinstance(message, _Stop):
-                    self._fail_everything(engine, "the engine was shut down")
                     return
                 if isinstance(message, _Abort):
                     engine.abort_request(message.request_id)
                     continue
                 try:
                     engine.add_request(
-                        message.request_id, message.prompt_token_ids, message.params, message.options
+                        message.request_id,
+                        message.prompt_token_ids,
+                        message.params,
+                        message.options,
+                        message.arrival_time,
                     )
                 except ValueError as error:
                     outputs.append(RequestOutput(message.request_id, finish_reason="error", error=str(error)))

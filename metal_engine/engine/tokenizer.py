@@ -31,8 +31,21 @@ class Tokenizer:
         self.eos_token_ids = frozenset(eos_token_ids) | ({own} if own is not None else set())
 
     @property
+    def hf_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer of ``transformers``."""
+        return self._hf
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
+
+    @property
+    def template_takes_tools(self) -> bool:
+        """Whether the chat template does anything with tools."""
+        template = self._hf.chat_template
+        if isinstance(template, dict):
+            return "tool_use" in template or any("tools" in text for text in template.values())
+        return "tools" in (template or "")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the ids the tokenizer puts around a raw prompt (BOS) unless told not to."""
@@ -45,6 +58,10 @@ class Tokenizer:
         return self._hf.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own spelling of each token; empty for an id that it does not have."""
+        return [self._hf.convert_ids_to_tokens(i) or "" for i in token_ids]
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer.

@@ -9,6 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata
+from metal_engine.attention.metal import UnsupportedAttentionError
 from metal_engine.models.errors import UnsupportedModelError
 from metal_engine.models.paged_model import PagedModel
 
@@ -41,6 +42,7 @@ def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: 
 
     Raises:
         UnsupportedModelError: the logits differ, or some layer did not write once a step and attend.
+        UnsupportedAttentionError: the backend does not do the model's shape.
     """
     attempts = _ATTEMPTS[paged.kv_specs[0].dtype]
     for seed in range(attempts):
@@ -69,6 +71,8 @@ def _check(paged: PagedModel, backend: AttentionBackend, vocab_size: int, rng: n
                     f"layer {layer} wrote its KV {cache.num_writes} and attended {cache.num_reads} times "
                     "in 2 steps"
                 )
+    except UnsupportedAttentionError:
+        raise  # it says by itself what cannot be done
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         # MLX raises a RuntimeError for what a device cannot do, such as experts in half precision on a CPU.
         problem = f"{type(error).__name__}: {error}".splitlines()[0]

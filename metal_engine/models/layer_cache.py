@@ -137,6 +137,10 @@ class LayerCache(AttendingCache):
         keys = mx.zeros(shape, self.keys.dtype)
         return OwnedKeys(keys, self), keys
 
+    def restore(self, keys: mx.array, values: mx.array) -> None:
+        """Go back to earlier arrays, which nothing has been written to since."""
+        self.keys, self.values = keys, values
+
     def _write(self, name: str, rows: mx.array) -> None:
         """Write [N, num_kv_heads, D] to the array of that name, whole blocks by block where they are told apart.
 

@@ -34,8 +34,6 @@ DEMO_MODEL = "demo"
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # Where configurations state the longest sequence.
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
-# Context length assumed where a checkpoint does not state one.
-_DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -201,10 +199,19 @@ def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
         num_params=get_total_parameters(loaded.model),
         weight_bytes=sum(array.nbytes for array in parameters),
         kv_bytes_per_token=paged.kv_bytes_per_token,
-        max_position_embeddings=next(
-            (n for key in _CONTEXT if (n := text_config.get(key))), _DEFAULT_CONTEXT
-        ),
+        max_position_embeddings=_context_length(text_config, loaded.model),
         num_heads=num_heads,
         head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,
         default_sampling=loaded.default_sampling,
     )
+
+
+def _context_length(text_config: dict[str, Any], model: nn.Module) -> int | None:
+    """As the configuration says, or as the architecture assumes where it does not."""
+    args = getattr(model, "args", None)
+    for source in (text_config, getattr(args, "text_config", None), args):
+        values = source if isinstance(source, dict) else vars(source) if source is not None else {}
+        for key in _CONTEXT:
+            if values.get(key):
+                return int(values[key])
+    return None

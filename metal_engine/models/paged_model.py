@@ -15,7 +15,6 @@ The layer caches share one :class:`StepState`, set for the length of a forward; 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,6 +25,9 @@ from metal_engine.models.seam import open_model
 from metal_engine.step import KVCacheLostError
 
 logger = logging.getLogger(__name__)
+
+KVSnapshot = list[tuple[mx.array, mx.array]]
+"""K and V of each layer cache at some time."""
 
 
 class PagedModel:
@@ -70,9 +72,27 @@ class PagedModel:
         """Drop the KV cache."""
         self.layer_caches = []
 
-    def eval_caches(self, also: Sequence[mx.array] = ()) -> None:
-        """Wait until every write to the KV cache has happened, and for what the same step computes besides."""
-        mx.eval([array for cache in self.layer_caches for array in (cache.keys, cache.values)], list(also))
+    def eval_caches(self) -> None:
+        """Wait until every write to the KV cache has happened."""
+        mx.eval([array for cache in self.layer_caches for array in (cache.keys, cache.values)])
+
+    def written(self) -> mx.array:
+        """An array that is computed when every write to the KV cache has happened.
+
+        It can be evaluated asynchronously. The cache's arrays cannot: they would not be written in place again.
+        """
+        arrays = [array for cache in self.layer_caches for array in (cache.keys, cache.values)]
+        return mx.depends([mx.zeros((1,))], arrays)[0]
+
+    def snapshot(self) -> KVSnapshot:
+        """The KV cache's arrays as they are. While it is held, a step that is evaluated copies them."""
+        # Objects of our own: assignment to elements changes what the caches' objects stand for.
+        return [(mx.array(cache.keys), mx.array(cache.values)) for cache in self.layer_caches]
+
+    def restore(self, snapshot: KVSnapshot) -> None:
+        """Forget what has been built, and not evaluated, since a snapshot."""
+        for cache, (keys, values) in zip(self.layer_caches, snapshot, strict=True):
+            cache.restore(keys, values)
 
     def recover_from(self, error: Exception) -> None:
         """After a step that failed: make sure that the next one finds a KV cache it can use.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import platform
+import subprocess
 
 from metal_engine.config import DeviceInfo
 from metal_engine.platform.blas import BlasInfo
 from metal_engine.platform.memory import available_memory_bytes
+
+logger = logging.getLogger(__name__)
 
 
 def device_info(blas: BlasInfo | None = None) -> DeviceInfo:
@@ -32,3 +37,14 @@ def device_info(blas: BlasInfo | None = None) -> DeviceInfo:
         compute=blas.description if blas is not None else "MLX's CPU backend",
         memory_bytes=available_memory_bytes(),
     )
+
+
+def gpu_core_count() -> int | None:
+    """Cores of a Mac's GPU, which MLX does not tell; None, and a warning, if macOS does not either."""
+    command = ["system_profiler", "-json", "SPDisplaysDataType"]
+    try:
+        answer = subprocess.run(command, capture_output=True, check=True, timeout=20).stdout
+        return max(int(gpu["sppci_cores"]) for gpu in json.loads(answer)["SPDisplaysDataType"])
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+        logger.warning("the number of GPU cores is unknown (%s: %s)", type(error).__name__, error)
+        return None

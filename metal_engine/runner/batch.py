@@ -26,6 +26,8 @@ class PackedBatch:
     slot_mapping: np.ndarray  # [N]
     logits_indices: np.ndarray  # [R] last row of each request that samples
     sampled_rows: np.ndarray  # [R] row of RequestTable of each request that samples
+    pending_rows: np.ndarray  # [P] packed rows whose tokens the step before samples; 0 in `input_ids`
+    pending_samples: np.ndarray  # [P] where they are among that step's samples
 
     def validate(self, num_slots: int, block_size: int) -> None:
         """Raise ValueError where the arrays contradict each other; a bad batch must not reach a kernel.
@@ -75,6 +77,15 @@ class PackedBatch:
             raise ValueError("bad batch: logits_indices are not last rows of requests, one each")
         if (self.sampled_rows < 0).any() or len(np.unique(self.sampled_rows)) != len(self.sampled_rows):
             raise ValueError("bad batch: sampled_rows are not distinct rows")
+        if (
+            len(self.pending_rows) != len(self.pending_samples)
+            or not np.isin(self.pending_rows, self.logits_indices).all()
+            or (self.pending_samples < 0).any()
+            or len(np.unique(self.pending_samples)) != len(self.pending_samples)
+        ):
+            raise ValueError(
+                "bad batch: pending_rows are not rows that sample, each after a sample of its own"
+            )
 
 
 def whole_block_rows(batch: PackedBatch, block_size: int) -> np.ndarray:
@@ -90,6 +101,9 @@ def whole_block_rows(batch: PackedBatch, block_size: int) -> np.ndarray:
 class RequestTable:
     """What the runner holds of each request: tokens, block table, sampling parameters. One row a request.
 
+    A step may be packed before the samples of the step before are known. Their places are remembered until
+    :meth:`append_tokens` brings the tokens themselves.
+
     Args:
         max_num_rows: requests held at once.
         max_model_len: tokens a request may grow to.
@@ -101,7 +115,8 @@ class RequestTable:
         # Untouched pages of a zeroed array cost no memory, so sizing for the longest request is free.
         self._token_ids = np.zeros((max_num_rows, max_model_len + 1), np.int32)
         self._block_table = np.zeros((max_num_rows, -(-max_model_len // block_size)), np.int32)
-        self._num_tokens = np.zeros(max_num_rows, np.int32)
+        self._num_tokens = np.zeros(max_num_rows, np.int32)  # known, i.e. without pending ones
+        self._last_sample = np.full(max_num_rows, -1, np.int32)  # among the last step's; -1: did not sample
         self._num_prompt_tokens = np.zeros(max_num_rows, np.int32)
         self._num_computed = np.zeros(max_num_rows, np.int32)
         self._num_blocks = np.zeros(max_num_rows, np.int32)
@@ -121,6 +136,7 @@ class RequestTable:
         self._rows[new.request_id] = row
         self._token_ids[row, : len(new.token_ids)] = new.token_ids
         self._num_tokens[row] = len(new.token_ids)
+        self._last_sample[row] = -1
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._num_computed[row] = new.num_computed_tokens
         self._num_blocks[row] = 0
@@ -144,9 +160,13 @@ class RequestTable:
         self._token_ids[rows, self._num_tokens[rows]] = token_ids
         self._num_tokens[rows] += 1
 
+    def forget_samples(self) -> None:
+        """The step that was packed last will not run: no later one may ask for its samples."""
+        self._last_sample.fill(-1)
+
     def num_output_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens generated so far by each of ``rows``, [R]."""
-        return self._num_tokens[rows] - self._num_prompt_tokens[rows]
+        """Tokens that each of ``rows``, [R], which sample in the step packed last, has generated before it."""
+        return self._num_computed[rows] - self._num_prompt_tokens[rows]
 
     def pack(self, plan: SchedulerOutput) -> PackedBatch:
         """Bring the rows up to date with ``plan`` and lay out its tokens.
@@ -156,6 +176,9 @@ class RequestTable:
             req_of_token   0 0 0 0 1 2 2 2
             cu_seqlens_q   0       4 5     8
             positions      c0 c0+1 c0+2 c0+3 c1 c2 c2+1 c2+2     c: tokens computed before
+
+        Raises:
+            ValueError: the plan contradicts what is held, or asks for a token that nobody knows or samples.
         """
         for request_id in plan.dropped_req_ids:
             self.remove(request_id)
@@ -173,6 +196,7 @@ class RequestTable:
         seq_lens = num_computed + query_lens
         if (seq_lens > self._num_blocks[rows] * self.block_size).any():
             raise ValueError("bad plan: a request has fewer blocks than tokens")
+        pending_rows, pending_samples = self._pending(rows, seq_lens, cu_seqlens_q)
         self._num_computed[rows] = seq_lens
 
         row_of_token = np.repeat(rows, query_lens)
@@ -188,13 +212,31 @@ class RequestTable:
         # Tokens come back in packing order and are told apart by nothing else.
         if [r for r in packed if r in sampled] != plan.sampled_req_ids:
             raise ValueError("bad plan: sampled_req_ids are not scheduled requests in packing order")
+        input_ids = self._token_ids[row_of_token, positions]
+        input_ids[pending_rows] = 0  # not what a request before it left in the row
+        sampled_rows = rows[samples]
+        self._last_sample.fill(-1)
+        self._last_sample[sampled_rows] = np.arange(len(sampled_rows), dtype=np.int32)
         return PackedBatch(
-            input_ids=self._token_ids[row_of_token, positions],
+            input_ids=input_ids,
             positions=positions,
             cu_seqlens_q=cu_seqlens_q,
             seq_lens=seq_lens,
             block_table=self._block_table[rows, :max_blocks],
             slot_mapping=block_ids * self.block_size + positions % self.block_size,
             logits_indices=cu_seqlens_q[1:][samples] - 1,
-            sampled_rows=rows[samples],
+            sampled_rows=sampled_rows,
+            pending_rows=pending_rows,
+            pending_samples=pending_samples,
         )
+
+    def _pending(
+        self, rows: np.ndarray, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Packed rows [P] whose tokens are not known, and which samples of the step packed last they are."""
+        pending = np.flatnonzero(seq_lens > self._num_tokens[rows])
+        samples = self._last_sample[rows[pending]]
+        # A sample continues what had been computed then, so it is the token of a query of one row.
+        if (np.diff(cu_seqlens_q)[pending] > 1).any() or (samples < 0).any():
+            raise ValueError("bad plan: it computes tokens that are neither known nor being sampled")
+        return cu_seqlens_q[1:][pending] - 1, samples

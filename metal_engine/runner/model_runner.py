@@ -1,6 +1,8 @@
-"""Runs a step: the plan becomes packed arrays, one forward pass, one sampling pass."""
+"""Runs steps: a plan becomes packed arrays, one forward pass, one sampling pass."""
 
 from __future__ import annotations
+
+from collections import deque
 
 import mlx.core as mx
 import numpy as np
@@ -8,7 +10,7 @@ import numpy as np
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, BlockWrites
 from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepSaves
-from metal_engine.models.paged_model import PagedModel
+from metal_engine.models.paged_model import KVSnapshot, PagedModel
 from metal_engine.platform.streams import end_streams_of_thread
 from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
 from metal_engine.runner.sampler import sample
@@ -19,6 +21,11 @@ class ModelRunner:
     """Executes plans on a model with a paged KV cache.
 
     Belongs to the thread that loaded the model: MLX arrays and streams do.
+
+    A step is built (its graph made) and dispatched (given to the device). One is dispatched at a time: while it
+    runs, the next can be built on top of its unevaluated arrays, its samples among them; that one is dispatched
+    when the first has ended. Dispatched earlier, its writes would find the KV cache still being read, and MLX
+    would write to a copy of it.
     """
 
     def __init__(
@@ -37,21 +44,27 @@ class ModelRunner:
         self._table = RequestTable(
             scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size
         )
+        self._steps: deque[PendingStep] = deque()  # in order; the first one is dispatched, the others built
         model.allocate(cache_config.num_blocks, cache_config.block_size)
 
     def execute(self, plan: SchedulerOutput) -> PendingStep:
-        """Start a step: builds the graph of one forward over every packed row and one sampling pass.
-
-        Raises:
-            KVCacheLostError: it failed, and the KV cache with it.
-        """
+        """Start a step: builds the graph of one forward over every packed row and one sampling pass."""
+        before = self._model.snapshot()
         try:
-            return self._start(plan)
-        except Exception as error:
-            self._model.recover_from(error)
+            tokens, saves = self._build(plan)
+        except BaseException:
+            self._table.forget_samples()
+            self._model.restore(before)
             raise
+        step = PendingStep(self, plan.sampled_req_ids, tokens, before, saves)
+        del before  # the step's own, to let go of
+        self._steps.append(step)
+        if len(self._steps) == 1:
+            self._dispatch(step)
+        return step
 
-    def _start(self, plan: SchedulerOutput) -> PendingStep:
+    def _build(self, plan: SchedulerOutput) -> tuple[mx.array | None, StepSaves | None]:
+        """The graph of a step: the tokens that come out of it, [R], None without any; and the KV to be saved."""
         block_size = self._cache_config.block_size
         batch = self._table.pack(plan)
         batch.validate(self._cache_config.num_tokens, block_size)
@@ -68,7 +81,7 @@ class ModelRunner:
             for index, layer in enumerate(self._model.layer_caches):
                 self.kv_connector.wait_for_layer_load(index, layer)
         logits = self._model(
-            mx.array(batch.input_ids),
+            self._input_ids(batch),
             mx.array(batch.positions),
             metadata,
             self._backend.plan(metadata),
@@ -78,15 +91,66 @@ class ModelRunner:
         if plan.sampled_req_ids:
             positions = self._table.num_output_tokens(batch.sampled_rows)
             tokens = sample(logits, self._table.sampling, batch.sampled_rows, positions)
-        saves = None
-        if self.kv_connector is not None:
-            for index, layer in enumerate(self._model.layer_caches):
-                self.kv_connector.save_kv_layer(index, layer)
-            saves = self.kv_connector.take_saves()
-        return PendingStep(self._model, self._table, plan.sampled_req_ids, tokens, saves, self.kv_connector)
+        if self.kv_connector is None:
+            return tokens, None
+        for index, layer in enumerate(self._model.layer_caches):
+            self.kv_connector.save_kv_layer(index, layer)
+        return tokens, self.kv_connector.take_saves()
+
+    def _input_ids(self, batch: PackedBatch) -> mx.array:
+        """[N]; tokens that the step before samples come from its array of them, which need not be computed yet."""
+        input_ids = mx.array(batch.input_ids)
+        if len(batch.pending_rows):
+            samples = self._steps[-1].tokens
+            assert samples is not None
+            input_ids[mx.array(batch.pending_rows)] = samples[mx.array(batch.pending_samples)]
+        return input_ids
+
+    def _dispatch(self, step: PendingStep) -> None:
+        """Give a step to the device. An error is kept for its :meth:`PendingStep.result`."""
+        step.before = None  # no other owner of the arrays that it writes to
+        try:
+            if step.tokens is not None:
+                step.root = step.tokens
+            else:  # only intermediate chunks: what matters is the KV they leave behind
+                step.root = self._model.written()
+            mx.async_eval(step.root, step.saved_arrays)
+        except Exception as error:  # noqa: BLE001  (raised by result())
+            step.error = error
+
+    def finish(self, step: PendingStep) -> ModelOutput:
+        """See :meth:`PendingStep.result`."""
+        if not self._steps or self._steps[0] is not step:
+            raise RuntimeError("steps are finished in the order in which they were started, and once")
+        self._steps.popleft()
+        try:
+            step.wait()
+        except Exception as error:
+            self._recover(error)
+            raise
+        if self._steps:
+            self._dispatch(self._steps[0])
+        if self.kv_connector is not None and step.saves is not None:
+            self.kv_connector.wait_for_save(step.saves)
+        if step.tokens is None:
+            return ModelOutput([])
+        token_ids = np.array(step.tokens)
+        self._table.append_tokens(step.sampled_req_ids, token_ids)
+        return ModelOutput(token_ids.tolist())
+
+    def _recover(self, error: Exception) -> None:
+        """After a step that failed: drop those built on top of it, unevaluated, and see to the KV cache."""
+        if self._steps:
+            before = self._steps[0].before
+            assert before is not None
+            self._model.restore(before)
+            self._steps.clear()
+            self._table.forget_samples()
+        self._model.recover_from(error)
 
     def close(self) -> None:
         """Free the KV cache, in the thread that ran the steps."""
+        self._steps.clear()
         if self.kv_connector is not None:
             self.kv_connector.close()
         self._model.release()
@@ -107,45 +171,48 @@ def _block_writes(batch: PackedBatch, block_size: int) -> BlockWrites | None:
 
 
 class PendingStep:
-    """A step under way (:class:`metal_engine.step.StepHandle`)."""
+    """A step under way (:class:`metal_engine.step.StepHandle`).
+
+    Attributes:
+        tokens: what it samples, [R]; None for nothing.
+        before: the KV cache's arrays as the step found them, until it is dispatched.
+        saves: KV that goes to a store.
+        root: what the device computes last, from the dispatch on.
+        error: why it could not be dispatched.
+    """
 
     def __init__(
         self,
-        model: PagedModel,
-        table: RequestTable,
+        runner: ModelRunner,
         sampled_req_ids: list[str],
         tokens: mx.array | None,
+        before: KVSnapshot,
         saves: StepSaves | None = None,
-        kv_connector: KVConnectorRunner | None = None,
     ) -> None:
-        self._model = model
-        self._table = table
-        self._sampled_req_ids = sampled_req_ids
-        self._tokens = tokens  # [R]
-        self._saves = saves
-        self._kv_connector = kv_connector
+        self._runner = runner
+        self.sampled_req_ids = sampled_req_ids
+        self.tokens = tokens
+        self.before: KVSnapshot | None = before
+        self.saves = saves
+        self.root: mx.array | None = None
+        self.error: Exception | None = None
+
+    @property
+    def saved_arrays(self) -> list[mx.array]:
+        return list(self.saves.arrays.values()) if self.saves is not None else []
+
+    def wait(self) -> None:
+        """Wait until the device is done with the step and has let go of all it read; raises what it raised."""
+        if self.error is not None:
+            raise self.error
+        # NumPy alone would wait as well, but pass over an error of an operation and take what it left.
+        mx.eval(self.root, self.saved_arrays)
+        mx.synchronize()
 
     def result(self) -> ModelOutput:
-        """Wait for the step and return the tokens it sampled.
+        """Wait for the step, dispatch the next one, and return the tokens it sampled.
 
         Raises:
             KVCacheLostError: it failed, and the KV cache with it.
         """
-        saved = list(self._saves.arrays.values()) if self._saves is not None else []
-        try:
-            if self._tokens is None:
-                # Only intermediate chunks: what matters is the KV they leave behind.
-                self._model.eval_caches(saved)
-            else:
-                # NumPy alone would wait as well, but pass over an error of an operation and take what it left.
-                mx.eval(self._tokens, saved)
-            if self._kv_connector is not None and self._saves is not None:
-                self._kv_connector.wait_for_save(self._saves)
-        except Exception as error:
-            self._model.recover_from(error)
-            raise
-        if self._tokens is None:
-            return ModelOutput([])
-        token_ids = np.array(self._tokens)
-        self._table.append_tokens(self._sampled_req_ids, token_ids)
-        return ModelOutput(token_ids.tolist())
+        return self._runner.finish(self)

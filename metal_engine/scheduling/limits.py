@@ -27,7 +27,9 @@ class StepBudget:
 
 
 def num_remaining(request: Request, config: SchedulerConfig) -> int:
-    """Tokens ``request`` could compute now; 0 if steps under way will finish it."""
+    """Tokens ``request`` could compute now; 0 if steps under way will finish it, or it waits for their token."""
+    if request.num_output_placeholders and request.sampling_params.needs_token_on_host:
+        return 0
     num_known = len(request.token_ids) + request.num_output_placeholders
     if num_known - request.num_prompt_tokens >= request.max_tokens:
         return 0

@@ -336,6 +336,19 @@ class Scheduler:
         for request in reversed(list(self.running.values())):
             self._preempt(request)
 
+    def cancel(self, plan: SchedulerOutput) -> None:
+        """Take back a plan that will not be run: what it planned is computed again from its start.
+
+        Plans made after it must be cancelled too.
+        """
+        self.prefix_cache.forget()  # it shared blocks that nobody will write
+        for request_id in plan.sampled_req_ids:
+            if request_id in self.requests:
+                self.requests[request_id].num_output_placeholders -= 1
+        planned = [self.running[r] for r in plan.num_scheduled_tokens if r in self.running]
+        for request in sorted(planned, key=lambda r: r.sort_key, reverse=True):
+            self._preempt(request)
+
     def _release(self, request: Request) -> None:
         self.blocks.free(request.request_id)
         request.num_registered_blocks = 0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -17,24 +15,25 @@ from metal_engine.config import ServerArgs
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.server.chat import ChatEndpoint
 from metal_engine.server.completions import CompletionEndpoint
-from metal_engine.server.errors import install_error_handlers, model_not_found
+from metal_engine.server.errors import install_error_handlers
 from metal_engine.server.gate import limit_body, require_api_key
 from metal_engine.server.generation import BodyT, Endpoint, ServedModel, prepare
 from metal_engine.server.lifecycle import Lifecycle
+from metal_engine.server.metrics import ServerMetrics
+from metal_engine.server.observe import observe
 from metal_engine.server.parameters import ParameterPolicy
+from metal_engine.server.parsers import Parsers
 from metal_engine.server.protocol import (
     ChatCompletion,
     ChatCompletionBody,
     Completion,
     CompletionBody,
     ErrorBody,
-    Health,
-    ModelCard,
-    ModelList,
-    Version,
 )
+from metal_engine.server.status import add_model_routes, add_status_routes
 from metal_engine.server.streaming import EventStreamResponse, cancel_on_disconnect, stream_events
 from metal_engine.server.strict_json import StrictJSONRoute
+from metal_engine.server.tokenization import add_tokenization_routes
 
 # nginx's status for a client that left; nobody receives it, but access logs show it.
 CLIENT_CLOSED_REQUEST = 499
@@ -42,33 +41,41 @@ CLIENT_CLOSED_REQUEST = 499
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
 
 
-def create_app(engine: AsyncEngine, names: Sequence[str], args: ServerArgs | None = None) -> FastAPI:
+def create_app(
+    engine: AsyncEngine, names: Sequence[str], args: ServerArgs | None = None, parsers: Parsers | None = None
+) -> FastAPI:
     """The application for an engine that has been started; whoever started it also shuts it down.
 
     Args:
         names: what the model is called in the API; answers carry the first.
         args: of which the application takes those that are about requests.
+        parsers: how the model writes tool calls and reasoning; without them, all is plain text.
     """
     args = args or ServerArgs()
     app = FastAPI(title="metal-engine", version=__version__, responses=_ERRORS)
     app.router.route_class = StrictJSONRoute
     install_error_handlers(app)
-    served = ServedModel(engine, tuple(names), ParameterPolicy(strict=args.strict_params))
+    served = ServedModel(
+        engine, tuple(names), ParameterPolicy(strict=args.strict_params), parsers or Parsers()
+    )
     lifecycle = app.state.lifecycle = Lifecycle(engine)
+    metrics = ServerMetrics(engine, served.names[0])
     _add_generation_routes(app, served)
-    _add_model_routes(app, served)
-    _add_status_routes(app, served, lifecycle)
-    _add_gates(app, args, lifecycle)
+    add_tokenization_routes(app, served)
+    add_model_routes(app, served)
+    add_status_routes(app, served, lifecycle, metrics)
+    _add_gates(app, args, lifecycle, metrics)
     return app
 
 
-def _add_gates(app: FastAPI, args: ServerArgs, lifecycle: Lifecycle) -> None:
+def _add_gates(app: FastAPI, args: ServerArgs, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
     # The last one added is the first to see a request.
     app.add_middleware(_middleware(lambda inner: limit_body(inner, args.max_body_size)))
     if args.api_key is not None:
         api_key = args.api_key
         app.add_middleware(_middleware(lambda inner: require_api_key(inner, api_key)))
     app.add_middleware(_middleware(lifecycle.middleware))
+    app.add_middleware(_middleware(lambda inner: observe(inner, metrics)))
 
 
 def _middleware(wrap: Callable[[ASGIApp], ASGIApp]) -> Any:
@@ -81,16 +88,13 @@ def _middleware(wrap: Callable[[ASGIApp], ASGIApp]) -> Any:
 
 
 def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
-    completion_endpoint = CompletionEndpoint()
-    chat_endpoint = ChatEndpoint()
-
-    @app.post("/v1/completions", response_model=Completion)
+    @app.post("/v1/completions", tags=["generation"], response_model=Completion)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
-        return await _answer(served, completion_endpoint, body, request)
+        return await _answer(served, CompletionEndpoint(), body, request)
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletion)
+    @app.post("/v1/chat/completions", tags=["generation"], response_model=ChatCompletion)
     async def create_chat_completion(body: ChatCompletionBody, request: Request) -> Response:
-        return await _answer(served, chat_endpoint, body, request)
+        return await _answer(served, ChatEndpoint(served.parsers), body, request)
 
 
 async def _answer(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, request: Request) -> Response:
@@ -106,45 +110,3 @@ async def _answer(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, r
 
 def _json(body: Any) -> Response:
     return Response(body.model_dump_json(), media_type="application/json")
-
-
-def _add_model_routes(app: FastAPI, served: ServedModel) -> None:
-    max_model_len = served.engine.config.scheduler.max_model_len
-    created = int(time.time())
-    cards = {name: ModelCard(id=name, created=created, max_model_len=max_model_len) for name in served.names}
-
-    @app.get("/v1/models")
-    async def list_models() -> ModelList:
-        return ModelList(data=list(cards.values()))
-
-    @app.get("/v1/models/{model_id:path}")  # names of models have slashes
-    async def get_model(model_id: str) -> ModelCard:
-        if model_id not in cards:
-            raise model_not_found(model_id)
-        return cards[model_id]
-
-
-def _add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle) -> None:
-    engine = served.engine
-
-    @app.get("/health", responses={503: {"model": Health}})
-    async def health() -> JSONResponse:
-        stats = engine.stats
-        error = engine.error
-        body = Health(
-            status="error" if error is not None else "draining" if lifecycle.draining else "ok",
-            running=stats.num_running,
-            waiting=stats.num_waiting,
-            kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
-            preemptions=stats.num_preemptions,
-            failed_steps=engine.core.num_failed_steps,
-            unknown_parameters=served.parameters.num_unknown,
-            kv_transfer=None if (kv := engine.core.kv_transfer_stats) is None else kv.as_dict(),
-            error=None if error is None else f"the engine has stopped: {error!r}",
-        )
-        status = 200 if body.status == "ok" else 503
-        return JSONResponse(body.model_dump(exclude_none=True), status_code=status)
-
-    @app.get("/version")
-    async def version() -> Version:
-        return Version(version=__version__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
@@ -9,6 +11,8 @@ from metal_engine.request import RequestOutput
 from metal_engine.server.conversation import template_messages
 from metal_engine.server.errors import invalid
 from metal_engine.server.generation import Generation, finish_reason
+from metal_engine.server.parsers import Parsers, begins_in_reasoning
+from metal_engine.server.pieces import CallStart, Piece, Splitter, TextPiece
 from metal_engine.server.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -16,32 +20,101 @@ from metal_engine.server.protocol import (
     ChatCompletion,
     ChatCompletionBody,
     ChatCompletionChunk,
+    ChatFinishReason,
     Delta,
+    FunctionCall,
+    ToolCall,
     Usage,
 )
+from metal_engine.server.tools import NO_TOOLS, forced_schema, plan_tools
+
+# Tokens at the end of a prompt that tell whether its template has begun the reasoning.
+_PROMPT_END_TOKENS = 64
+
+
+class Conversation:
+    """One chat request, from messages to pieces: what all endpoints that chat share.
+
+    Belongs to one request; :meth:`prompt` comes first.
+    """
+
+    def __init__(self, parsers: Parsers) -> None:
+        self._parsers = parsers
+        self._plan = NO_TOOLS
+        self._in_reasoning = False
+        self._splitters: dict[int, Splitter] = {}
+        self._called: set[int] = set()
+
+    def prompt(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[int]:
+        """The prompt's token ids. Raises APIError for a body that cannot be a prompt."""
+        self._plan = plan_tools(body, self._parsers, tokenizer)
+        flags: dict[str, Any] = _template_flags(body)
+        if self._plan.shown:
+            flags["tools"] = self._plan.shown
+        try:
+            prompt = tokenizer.apply_chat_template(template_messages(body.messages), **flags)
+        except ValueError as error:
+            raise invalid(str(error), param="messages") from error
+        if self._parsers.reasoning is not None:
+            self._in_reasoning = begins_in_reasoning(
+                self._parsers.reasoning,
+                tokenizer.decode(prompt[-_PROMPT_END_TOKENS:]),
+                continues=bool(body.continue_final_message),
+            )
+        return prompt
+
+    def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
+        """The body as it is to be generated, once its prompt is known."""
+        changes: dict[str, Any] = {}
+        if self._plan.forced:
+            changes["structured_outputs"] = {"json": forced_schema(self._plan)}
+        elif self._parsers.special and (self._plan.parsed or self._parsers.reasoning is not None):
+            changes["skip_special_tokens"] = False
+        return body.model_copy(update=changes) if changes else body
+
+    def pieces(self, index: int, text: str, reason: str | None) -> list[Piece]:
+        """What more text of a choice has come to; ``reason`` says why it is the last, if it is."""
+        splitter = self._splitters.get(index)
+        if splitter is None:
+            splitter = self._plan.splitter(self._parsers, in_reasoning=self._in_reasoning)
+            self._splitters[index] = splitter
+        pieces = splitter.add(text)
+        if reason is not None:
+            pieces += splitter.finish(truncated=reason == "length")
+        if any(isinstance(piece, CallStart) for piece in pieces):
+            self._called.add(index)
+        return pieces
+
+    def finish_reason(self, index: int, reason: ChatFinishReason) -> ChatFinishReason:
+        """Why a choice ended: for its calls, unless the client named the one call or the text was cut off."""
+        is_call = reason == "stop" and index in self._called and self._plan.name is None
+        return "tool_calls" if is_call else reason
 
 
 class ChatEndpoint:
-    """Implements :class:`metal_engine.server.generation.Endpoint`."""
+    """Implements :class:`metal_engine.server.generation.Endpoint` for one request."""
 
     id_prefix = "chatcmpl"
 
+    def __init__(self, parsers: Parsers) -> None:
+        self._conversation = Conversation(parsers)
+
     def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
-        messages = template_messages(body.messages)
-        try:
-            return [tokenizer.apply_chat_template(messages, **_template_flags(body))]
-        except ValueError as error:
-            raise invalid(str(error), param="messages") from error
+        return [self._conversation.prompt(body, tokenizer)]
+
+    def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
+        return self._conversation.adjust(body)
 
     def response(self, generation: Generation) -> BaseModel:
         choices = []
         for choice in generation.choices:
             assert choice.finish_reason is not None
+            pieces = self._conversation.pieces(choice.index, choice.text, choice.finish_reason)
             choices.append(
                 ChatChoice(
                     index=choice.index,
-                    message=AssistantMessage(content=choice.text),
-                    finish_reason=choice.finish_reason,
+                    message=message_of(pieces),
+                    finish_reason=self._conversation.finish_reason(choice.index, choice.finish_reason),
                     stop_reason=choice.stop_reason,
                 )
             )
@@ -56,17 +129,16 @@ class ChatEndpoint:
     def chunks(
         self, generation: Generation, index: int, output: RequestOutput, first: bool
     ) -> list[BaseModel]:
-        choices = []
-        if first:
-            choices.append(ChatChunkChoice(index=index, delta=Delta(role="assistant", content="")))
-        if output.text:
-            choices.append(ChatChunkChoice(index=index, delta=Delta(content=output.text)))
-        if output.finished:
+        reason = finish_reason(output)
+        deltas: list[Delta] = [{"role": "assistant", "content": ""}] if first else []
+        deltas += [_delta(piece) for piece in self._conversation.pieces(index, output.text, reason)]
+        choices = [ChatChunkChoice(index=index, delta=delta) for delta in deltas]
+        if reason is not None:
             choices.append(
                 ChatChunkChoice(
                     index=index,
                     delta=Delta(),
-                    finish_reason=finish_reason(output),
+                    finish_reason=self._conversation.finish_reason(index, reason),
                     stop_reason=output.stop_reason,
                 )
             )
@@ -76,7 +148,49 @@ class ChatEndpoint:
         return _chunk(generation, [], generation.usage)
 
 
-def _template_flags(body: ChatCompletionBody) -> dict[str, bool]:
+def message_of(pieces: list[Piece]) -> AssistantMessage:
+    """A whole answer's pieces as a message."""
+    texts: dict[str, list[str]] = {"content": [], "reasoning": []}
+    names: list[tuple[str, str]] = []
+    arguments: list[str] = []
+    for piece in pieces:
+        if isinstance(piece, TextPiece):
+            texts[piece.kind].append(piece.text)
+        elif isinstance(piece, CallStart):
+            names.append((piece.id, piece.name))
+            arguments.append("")
+        else:
+            arguments[piece.index] += piece.text
+    calls = [
+        ToolCall(id=call_id, function=FunctionCall(name=name, arguments=text))
+        for (call_id, name), text in zip(names, arguments, strict=True)
+    ]
+    content = "".join(texts["content"])
+    reasoning = "".join(texts["reasoning"]) or None
+    return AssistantMessage(
+        content=None if calls and not content else content,
+        tool_calls=calls or None,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
+    )
+
+
+def _delta(piece: Piece) -> Delta:
+    if isinstance(piece, TextPiece):
+        if piece.kind == "content":
+            return {"content": piece.text}
+        return {"reasoning": piece.text, "reasoning_content": piece.text}
+    if isinstance(piece, CallStart):
+        function = {"name": piece.name, "arguments": ""}
+        return {
+            "tool_calls": [
+                {"index": piece.index, "id": piece.id, "type": "function", "function": function}  # type: ignore[typeddict-item]
+            ]
+        }
+    return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+
+def _template_flags(body: ChatCompletionBody) -> dict[str, Any]:
     """How the prompt ends: where the assistant begins (the default), or within its last message (a prefill)."""
     if not body.continue_final_message:
         return {"add_generation_prompt": body.add_generation_prompt is not False}

@@ -27,6 +27,9 @@ class CompletionEndpoint:
         except ValueError as error:
             raise invalid(f"prompt: {error}", param="prompt") from error
 
+    def adjust(self, body: CompletionBody) -> CompletionBody:
+        return body
+
     def response(self, generation: Generation) -> BaseModel:
         choices = [
             CompletionChoice(

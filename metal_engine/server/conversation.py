@@ -33,6 +33,10 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
         result["name"] = message.name
     if message.tool_call_id is not None:
         result["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
+    if reasoning is not None:
+        # Templates have either name for it.
+        result["reasoning"] = result["reasoning_content"] = reasoning
     if message.tool_calls:
         result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return result

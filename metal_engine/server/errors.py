@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from metal_engine.engine.engine_thread import EngineDeadError
 from metal_engine.server.protocol import ErrorBody, ErrorDetail
+
+# Where an error's code is left in the ASGI scope, for whoever counts errors by their cause.
+ERROR_CODE = "metal_engine.error_code"
 
 
 class APIError(Exception):
@@ -21,10 +25,17 @@ class APIError(Exception):
         status: HTTP status.
         param: the request field at fault, if one is.
         code: OpenAI's machine-readable code, if there is one for it.
+        headers: to send with it.
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -32,6 +43,7 @@ class APIError(Exception):
         self.message = message.encode("utf-8", "replace").decode("utf-8")
         self.param = param
         self.code = code
+        self.headers = headers
 
     @property
     def body(self) -> ErrorBody:
@@ -80,8 +92,10 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http_exception)
 
 
-async def _on_error(_request: Request, error: Exception) -> JSONResponse:
-    return error_response(to_api_error(error))
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    api_error = to_api_error(error)
+    request.scope[ERROR_CODE] = api_error.code
+    return error_response(api_error, api_error.headers)
 
 
 async def _on_validation_error(_request: Request, error: Exception) -> JSONResponse:
@@ -98,6 +112,20 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
 
 
 _MAX_MESSAGE = 400
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def validated(model: type[ModelT], fields: Mapping[str, Any]) -> ModelT:
+    """A body made here of what a client sent in another form.
+
+    Raises:
+        APIError: 400, naming the field at fault.
+    """
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        raise from_validation([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from error
 
 
 def from_validation(errors: Sequence[Any]) -> APIError:

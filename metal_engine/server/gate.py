@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from metal_engine.server.errors import APIError, error_response
 
 # Open without a key: probes and load balancers have none.
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ready"})
 _NO_KEY = "No API key provided; send it as `Authorization: Bearer KEY`"
 _WRONG_KEY = "Incorrect API key provided"
 # How long a body that is too large is read and thrown away, so that its client gets to read the answer.

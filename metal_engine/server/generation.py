@@ -17,7 +17,9 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.lifecycle import SHUTTING_DOWN
+from metal_engine.server.logs import note
 from metal_engine.server.parameters import ParameterPolicy
+from metal_engine.server.parsers import Parsers
 from metal_engine.server.protocol import (
     FinishReason,
     GenerationBody,
@@ -29,7 +31,7 @@ from metal_engine.server.protocol import (
 # Outputs of a step or more, each with the index of the choice it belongs to.
 Batch = list[tuple[int, RequestOutput]]
 
-BodyT = TypeVar("BodyT", bound=GenerationBody, contravariant=True)
+BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class ServedModel:
     engine: AsyncEngine
     names: tuple[str, ...]
     parameters: ParameterPolicy
+    parsers: Parsers
 
 
 @dataclass
@@ -112,6 +115,17 @@ class Generation:
                         raise self._failure(output)
                     self.choices[index].add(output)
                 yield batch
+        self._note()
+
+    def _note(self) -> None:
+        usage = self.usage
+        note(
+            id=self.request_id,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            finish_reason=",".join(str(choice.finish_reason) for choice in self.choices),
+        )
 
     async def finish(self) -> None:
         """Run to the end. Raises what :meth:`outputs` raises."""
@@ -160,6 +174,10 @@ class Endpoint(Protocol[BodyT]):
         """The prompts' token ids; runs in a thread. Raises APIError for a body that cannot be a prompt."""
         ...
 
+    def adjust(self, body: BodyT) -> BodyT:
+        """The body with what its prompt asks of sampling; the same one if that is nothing. After :meth:`tokenize`."""
+        ...
+
     def response(self, generation: Generation) -> BaseModel:
         """The answer to a request that does not stream, once the generation is complete."""
         ...
@@ -190,6 +208,9 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         raise engine_dead(engine.error)
     # Both can take long for a long prompt, and the event loop serves everybody.
     prompts = await asyncio.to_thread(endpoint.tokenize, body, engine.tokenizer)
+    adjusted = endpoint.adjust(body)
+    if adjusted is not body:
+        params = _sampling_params(adjusted, engine.config.model.default_sampling)
     for prompt in prompts:
         _check_prompt(engine, prompt, params, body)
     return Generation(

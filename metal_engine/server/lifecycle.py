@@ -8,7 +8,7 @@ import logging
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.server.errors import APIError, error_response
+from metal_engine.server.errors import ERROR_CODE, APIError, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class Lifecycle:
                 return
             if self.draining:
                 error = APIError(503, "the server is shutting down", code=SHUTTING_DOWN)
+                scope[ERROR_CODE] = error.code
                 response = error_response(error, {"connection": "close", "retry-after": "1"})
                 await response(scope, receive, send)
                 return

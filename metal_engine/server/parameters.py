@@ -45,6 +45,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    # Declared for chats; a plain completion has neither.
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),

@@ -93,6 +93,32 @@ class ChatMessage(_Body):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class FunctionDefinition(_Body):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(_Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(_Body):
+    name: str
+
+
+class NamedToolChoice(_Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 class ChatCompletionBody(GenerationBody):
@@ -102,6 +128,9 @@ class ChatCompletionBody(GenerationBody):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def max_tokens_field(self) -> str:
@@ -130,6 +159,7 @@ class Usage(BaseModel):
 
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CompletionChoice(BaseModel):
@@ -154,17 +184,35 @@ class Completion(BaseModel):
     system_fingerprint: str | None = None
 
 
+class FunctionCall(BaseModel):
+    """``arguments`` are a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(BaseModel):
+    """``reasoning_content`` is ``reasoning`` by its older name; both are left out if there is none."""
+
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, exclude_if=lambda value: value is None)
+    reasoning: str | None = Field(default=None, exclude_if=lambda value: value is None)
+    reasoning_content: str | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: None = None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: str | int | None = None
 
 
@@ -178,18 +226,33 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str | None = None
 
 
+class FunctionCallDelta(TypedDict, total=False):
+    name: str
+    arguments: str
+
+
+class ToolCallDelta(TypedDict, total=False):
+    index: int
+    id: str
+    type: Literal["function"]
+    function: FunctionCallDelta
+
+
 class Delta(TypedDict, total=False):
     """What a chunk adds to the message: only fields that it adds to are there."""
 
     role: Literal["assistant"]
     content: str
+    reasoning: str
+    reasoning_content: str
+    tool_calls: list[ToolCallDelta]
 
 
 class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: str | int | None = None
 
 
@@ -208,6 +271,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "metal-engine"
+    root: str
     max_model_len: int
 
 
@@ -232,6 +296,10 @@ class Health(BaseModel):
     unknown_parameters: dict[str, int]
     kv_transfer: dict[str, int] | None = None
     error: str | None = None
+
+
+class Ready(BaseModel):
+    ready: bool
 
 
 class Version(BaseModel):

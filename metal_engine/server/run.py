@@ -21,6 +21,8 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.server.app import create_app
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.listen import Listener
+from metal_engine.server.parsers import Parsers
+from metal_engine.server.stats_log import StatsLog
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class Server(uvicorn.Server):
         *,
         shutdown_timeout: float,
         death_grace: float,
+        log_stats_interval: float,
         on_ready: Callable[[], None],
     ) -> None:
         super().__init__(config)
@@ -57,6 +60,7 @@ class Server(uvicorn.Server):
         self._lifecycle = lifecycle
         self._shutdown_timeout = shutdown_timeout
         self._death_grace = death_grace
+        self._log_stats_interval = log_stats_interval
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,6 +76,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if not self.should_exit:
             self._spawn(self._watch_engine())
+            if self._log_stats_interval:
+                self._spawn(StatsLog(self._engine).run(self._log_stats_interval))
             self._on_ready()
 
     def _spawn(self, work: Any) -> None:
@@ -163,6 +169,7 @@ def make_server(
     *,
     shutdown_timeout: float = 30.0,
     death_grace: float = DEATH_GRACE_SECONDS,
+    log_stats_interval: float = 0.0,
     on_ready: Callable[[], None] = lambda: None,
     **address: Any,
 ) -> Server:
@@ -171,6 +178,7 @@ def make_server(
     Args:
         shutdown_timeout: seconds that requests under way may take to finish when the server stops.
         death_grace: seconds for which a server whose engine has died still answers.
+        log_stats_interval: seconds between log lines about the engine; 0 for none.
         address: ``host`` and ``port`` for uvicorn, unless sockets are given when it runs.
     """
     config = uvicorn.Config(
@@ -187,6 +195,7 @@ def make_server(
         app.state.lifecycle,
         shutdown_timeout=shutdown_timeout,
         death_grace=death_grace,
+        log_stats_interval=log_stats_interval,
         on_ready=on_ready,
     )
 
@@ -197,6 +206,7 @@ def run_server(
     names: tuple[str, ...],
     listener: Listener,
     on_ready: Callable[[str], None],
+    parsers: Parsers | None = None,
 ) -> int:
     """Serve an engine that has been started, until a signal or its death; then shut it down.
 
@@ -207,9 +217,10 @@ def run_server(
         ConfigError: another process has begun to listen on the address.
     """
     server = make_server(
-        create_app(engine, names, args),
+        create_app(engine, names, args, parsers),
         engine,
         shutdown_timeout=args.shutdown_timeout,
+        log_stats_interval=args.log_stats_interval,
         on_ready=lambda: on_ready(listener.url),
     )
     try:

@@ -43,7 +43,12 @@ def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine
     """An engine on the demo model; each call takes the KV cache of the one before."""
 
     def make(
-        *, budget: int = 512, block_size: int = 16, num_blocks: int = 512, max_num_seqs: int = 64
+        *,
+        budget: int = 512,
+        block_size: int = 16,
+        num_blocks: int = 512,
+        max_num_seqs: int = 64,
+        ahead: bool = False,
     ) -> EngineCore:
         return engine_for(
             paged_demo,
@@ -53,6 +58,7 @@ def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine
             block_size=block_size,
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
+            ahead=ahead,
         )
 
     return make
@@ -67,7 +73,9 @@ def engine_for(
     block_size: int,
     num_blocks: int,
     max_num_seqs: int,
+    ahead: bool = False,
 ) -> EngineCore:
+    """``ahead``: steps are planned and built while the one before them runs."""
     cache = CacheConfig(block_size=block_size, num_blocks=num_blocks)
     config = EngineConfig(
         model=ModelInfo(
@@ -86,6 +94,7 @@ def engine_for(
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_model_len=min(8192, cache.num_tokens),
+            async_scheduling=ahead,
         ),
         cache=cache,
         attention_backend="mlx",

@@ -76,6 +76,7 @@ def kv_engine(
     num_blocks: int = 200,
     max_size: int = 1 << 30,
     dtype: mx.Dtype = mx.float32,
+    ahead: bool = False,
     **config: Any,
 ) -> KVEngine:
     """An engine; each has a model and a pool of its own, as if it were a process of its own.
@@ -94,6 +95,7 @@ def kv_engine(
         block_size=block_size,
         num_blocks=num_blocks,
         max_num_seqs=16,
+        ahead=ahead,
     )
     parts = block_parts(paged.layer_caches)
     weights = tree_flatten(model.parameters())

@@ -51,8 +51,10 @@ def fault() -> Fault:
     return Fault()
 
 
-@pytest.fixture
-def engine(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore]:
+@pytest.fixture(params=[False, True], ids=["one by one", "one ahead"])
+def engine(
+    request: pytest.FixtureRequest, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EngineCore]:
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
     fault.install(model, monkeypatch)
     yield engine_for(
@@ -63,6 +65,7 @@ def engine(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore
         block_size=8,
         num_blocks=64,
         max_num_seqs=3,
+        ahead=request.param,
     )
 
 
@@ -119,7 +122,7 @@ def test_a_lost_cache_is_computed_again(
 
     monkeypatch.setattr(paged, "eval_caches", broken)
     before = paged.layer_caches
-    failed, outputs = run_with_fault(engine, fault, "build", 3)
+    failed, outputs = run_with_fault(engine, fault, "eval", 3)
     assert paged.layer_caches is not before
     assert failed and "3" not in failed
     assert outputs == {i: tokens for i, tokens in expected.items() if i not in failed}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import mlx.core as mx
@@ -10,10 +11,13 @@ import pytest
 
 from metal_engine.attention.mlx_ops import MlxOpsBackend
 from metal_engine.config import CacheConfig, SchedulerConfig
+from metal_engine.models import paged_model
+from metal_engine.models.layer_cache import LayerCache
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import Request, SamplingParams
-from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.model_runner import ModelRunner, PendingStep
 from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.step import SchedulerOutput
 from tests.tiny_models import tiny_model
 
 NUM_STEPS = 200
@@ -31,37 +35,98 @@ LATENT = {
 }
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"num_hidden_layers": 1}, {"num_hidden_layers": 30}, LATENT],
-    ids=["1 layer", "30 layers", "latent"],
-)
-def test_writes_stay_in_place_over_200_decode_steps(config: dict[str, Any]) -> None:
-    paged = PagedModel(tiny_model(**config))
-    # K or V of one layer is 4 MB: large against everything else in a step of this model.
+MODELS = {"1 layer": {"num_hidden_layers": 1}, "30 layers": {"num_hidden_layers": 30}, "latent": LATENT}
+
+
+class Loop:
+    """Steps a runner, the next one built while ``num_ahead`` of them are under way."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, num_ahead: int) -> None:
+        self.runner, self.scheduler, self.num_ahead = runner, scheduler, num_ahead
+        self._under_way: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+
+    def run(self) -> int:
+        """Until nothing is left; returns the steps taken."""
+        num_steps = 0
+        while self.scheduler.has_requests:
+            plan = self.scheduler.schedule()
+            if plan.num_scheduled_tokens:
+                num_steps += 1
+                self._under_way.append((plan, self.runner.execute(plan)))
+            if len(self._under_way) > self.num_ahead or not plan.num_scheduled_tokens:
+                done, handle = self._under_way.popleft()
+                self.scheduler.update(done, handle.result())
+        while self._under_way:
+            self._under_way.popleft()[1].result()
+        return num_steps
+
+
+def measure_in_place(paged: PagedModel, num_ahead: int) -> None:
+    # K or V of one layer is 4 MB: large against everything else in a step of these models.
     cache = CacheConfig(block_size=16, num_blocks=2048)
     array_bytes = cache.num_tokens * 2 * 16 * 4
-    config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_model_len=512)
+    config = SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=4, max_model_len=512)
     runner = ModelRunner(paged, MlxOpsBackend(), config, cache)
     scheduler = Scheduler(config, cache)
-    for i in range(3):
-        params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS + 10)
-        prompt = np.random.default_rng(i).integers(0, 256, 20 + 7 * i).tolist()
-        scheduler.add_request(Request(str(i), prompt, params, max_tokens=NUM_STEPS + 10))
-
-    def step() -> None:
-        plan = scheduler.schedule()
-        scheduler.update(plan, runner.execute(plan).result())
-
-    for _ in range(3):  # prefills
-        step()
+    _add(scheduler, [20, 27, 80], NUM_STEPS)
+    mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    for _ in range(NUM_STEPS):
-        step()
+    before = mx.get_active_memory()  # before the first step: what that one leaves behind counts as well
+    assert Loop(runner, scheduler, num_ahead).run() > NUM_STEPS
     assert mx.get_active_memory() - before < array_bytes / 4
     assert mx.get_peak_memory() - before < array_bytes / 2, "a step held a second copy of a cache array"
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_writes_stay_in_place_over_200_steps(config: dict[str, Any], num_ahead: int) -> None:
+    """Chunks that sample nothing, mixed steps, decodes."""
+    measure_in_place(PagedModel(tiny_model(**config)), num_ahead)
+
+
+@pytest.mark.metal
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_writes_stay_in_place_on_metal(config: dict[str, Any], num_ahead: int) -> None:
+    """The same on the GPU, where arrays are let go of when a command buffer has completed."""
+    assert mx.default_device() == mx.Device(mx.gpu)
+    measure_in_place(PagedModel(tiny_model(**config)), num_ahead)
+
+
+class KeepsTheOldArray(LayerCache):
+    """A mutant: something goes on holding the array that the next write wants to reuse."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._old = self.keys.reshape(-1)
+        return super().update_and_fetch(keys, values)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+def test_the_measurement_sees_an_array_that_is_kept(num_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_model, "LayerCache", KeepsTheOldArray)
+    with pytest.raises(AssertionError):
+        measure_in_place(PagedModel(tiny_model(num_hidden_layers=1)), num_ahead)
+
+
+def test_a_step_is_dispatched_when_the_one_before_has_ended() -> None:
+    """Dispatched while that one still reads the cache, it would write to a copy."""
+    _, runner, scheduler = _aligned_runner(num_blocks=64)
+    _add(scheduler, [5, 100], 3)
+    plans = [scheduler.schedule() for _ in range(3)]
+    first, second, third = [runner.execute(plan) for plan in plans]
+    assert first.root is not None and first.before is None
+    assert second.root is None and third.root is None
+    with pytest.raises(RuntimeError, match="in the order"):
+        second.result()
+    scheduler.update(plans[0], first.result())
+    assert second.root is not None and second.before is None
+    assert third.root is None
+    scheduler.update(plans[1], second.result())
+    assert third.root is not None and third.before is None
+    scheduler.update(plans[2], third.result())
+    with pytest.raises(RuntimeError, match="and once"):
+        third.result()
 
 
 def test_the_measurement_sees_a_copy() -> None:
@@ -115,16 +180,13 @@ def test_writing_by_block_leaves_the_same_cache_as_writing_by_slot() -> None:
         np.testing.assert_array_equal(slot, block)
 
 
-def test_writes_by_block_stay_in_place() -> None:
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+def test_writes_by_block_stay_in_place(num_ahead: int) -> None:
     _, runner, scheduler = _aligned_runner(num_blocks=16_384)
     array_bytes = 16_384 * 16 * 2 * 16 * 4
     _add(scheduler, [500, 400, 480], 2)
-    plan = scheduler.schedule()
-    scheduler.update(plan, runner.execute(plan).result())
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    while scheduler.has_requests:
-        plan = scheduler.schedule()
-        scheduler.update(plan, runner.execute(plan).result())
+    Loop(runner, scheduler, num_ahead).run()
     assert mx.get_peak_memory() - before < array_bytes / 2, "a step held a second copy of a cache array"

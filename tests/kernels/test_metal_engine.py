@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, AttentionPlan
-from metal_engine.attention.metal import MetalBackend
+from metal_engine.attention.metal import MetalBackend, UnsupportedAttentionError
 from metal_engine.attention.mlx_ops import MlxOpsBackend
 from metal_engine.config import CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.models.check import check_paged_model
 from metal_engine.models.gguf import gguf_eos_token_ids, load_gguf_model, read_gguf_header
 from metal_engine.models.gguf_tokenizer import load_gguf_tokenizer
 from metal_engine.models.paged_model import PagedModel
@@ -117,6 +118,14 @@ def test_greedy_tokens_on_a_mac() -> None:
     reference = tiny_model(**SHAPE)
     for prompt, a, b in zip(prompts, *outputs, strict=True):
         assert compare_outputs(reference, prompt, a, b).equal
+
+
+def test_a_shape_that_the_kernel_does_not_do_is_named_at_load() -> None:
+    """head_dim 36: the check at load passes on what the backend says, and no other backend is taken instead."""
+    paged = PagedModel(tiny_model(hidden_size=144))
+    with pytest.raises(UnsupportedAttentionError, match=r"head_dim 36.*--attention-backend mlx") as caught:
+        check_paged_model(paged, backend(), 256)
+    assert str(caught.value).startswith("the metal attention backend does not support 4 query heads")
 
 
 @dataclass

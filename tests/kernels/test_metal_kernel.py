@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from metal_engine.attention.backend import AttentionMetadata
 from metal_engine.attention.choice import choose_backend
 from metal_engine.attention.metal import (
     BLOCK_SIZES,
@@ -23,6 +24,7 @@ from metal_engine.attention.metal import (
     check_supported,
     stage_keys,
 )
+from metal_engine.attention.metal_plan import plan_items
 from metal_engine.config import ConfigError
 from tests.kernels.simulated import TOLERANCE, attend, backend, check, every_row_by_itself
 from tests.kernels.test_mlx_ops import make_step
@@ -141,6 +143,32 @@ def test_splits_do_not_change_the_result(target):
     launches = check([(1, 3000), (6, 2600)], num_heads=4, num_kv_heads=2, target_threadgroups=target)
     assert len(launches) == (1 if target == 1 else 2)
     check([(20, 1700)], num_heads=2, num_kv_heads=1, window=1650, target_threadgroups=target)
+
+
+@pytest.mark.parametrize("others", [[(2048, 2048)], [(256, 256)], [(1, 500)] * 63], ids=str)
+def test_a_long_context_is_split_in_company_too(others):
+    """Or one threadgroup would still run when all others have long finished."""
+    query_lens, seq_lens = np.array([(1, 131_072), *others], np.int32).T
+    metadata = AttentionMetadata(
+        cu_seqlens_q=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
+        seq_lens=seq_lens,
+        block_table=np.zeros((len(seq_lens), 8192), np.int32),
+        slot_mapping=mx.zeros((int(query_lens.sum()),), mx.int32),
+        block_size=16,
+    )
+    target = 96
+    items = plan_items(
+        metadata, group=4, num_kv_heads=8, window=None, target_threadgroups=target, key_step=64
+    )
+    lengths = items.table[:, 4] - items.table[:, 3]
+    # No item is longer than two fair shares of the step.
+    assert lengths.max() <= 2 * (lengths.sum() * 8 / target + 64)
+
+
+def test_a_split_decode_beside_much_other_work():
+    # 17 tiles of each KV head, twice as many as the GPU asks for.
+    launches = check([(1, 3000), *[(33, 33)] * 8], num_heads=4, num_kv_heads=2, target_threadgroups=16)
+    assert len(launches) == 2
 
 
 def test_every_row_by_itself():

@@ -16,6 +16,7 @@ from metal_engine.config import EngineConfig, ServerArgs
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.app import create_app
+from metal_engine.server.parsers import Parsers
 from metal_engine.server.run import Server, make_server
 from tests.fakes import FakeRunner, NextToken, fake_config, fake_engine, hash_chain
 
@@ -74,13 +75,14 @@ def serve(
     names: tuple[str, ...] = (MODEL,),
     args: ServerArgs | None = None,
     death_grace: float = DEADLINE,
+    parsers: Parsers | None = None,
 ) -> Iterator[Served]:
     config = config or fake_config()
     runner = FakeRunner(config.cache.block_size, next_token, step_time)
     engine = fake_engine(runner, config, tokenizer)
     args = args or ServerArgs(shutdown_timeout=1)
     server = make_server(
-        create_app(engine, names, args),
+        create_app(engine, names, args, parsers),
         engine,
         shutdown_timeout=args.shutdown_timeout,
         death_grace=death_grace,

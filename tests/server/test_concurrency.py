@@ -114,7 +114,9 @@ def test_disconnect_aborts_at_once(body: dict[str, object]) -> None:
             async with httpx.AsyncClient(base_url=served.url) as client:
                 task = asyncio.create_task(client.post("/v1/completions", json={**body, "max_tokens": 400}))
                 await asyncio.to_thread(
-                    wait_until, lambda: served.engine.num_open_requests == num_prompts, "the request"
+                    wait_until,
+                    lambda: served.engine.num_open_requests == num_prompts and served.runner.has_arrived,
+                    "the request",
                 )
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

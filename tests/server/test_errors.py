@@ -15,6 +15,7 @@ from tests.server.serving import DEADLINE, MODEL, Served, serve, wait_until
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -118,8 +119,13 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages", None),
     ({"messages": USER, "logprobs": True}, "logprobs", "unsupported_parameter"),
     ({"messages": USER, "top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
-    ({"messages": USER, "tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-    ({"messages": USER, "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools", None),
+    ({"messages": USER, "tools": [TOOL]}, "tools", None),  # the template takes none
+    ({"messages": USER, "tools": [TOOL, TOOL]}, "tools", None),
+    ({"messages": USER, "tools": "f"}, "tools", None),
+    ({"messages": USER, "tool_choice": "required"}, "tool_choice", None),
+    ({"messages": USER, "tool_choice": "sometimes"}, "tool_choice", None),
+    ({"messages": USER, "parallel_tool_calls": "no"}, "parallel_tool_calls", None),
     (
         {"messages": USER, "response_format": {"type": "json_object"}},
         "response_format",
@@ -251,7 +257,8 @@ def test_unknown_model(served: Served, stream: bool) -> None:
 
 def test_unknown_routes(served: Served) -> None:
     check_error(httpx.get(served.url + "/nowhere"), 404)
-    check_error(httpx.post(served.url + "/v1/embeddings", json={}), 404)
+    error = check_error(httpx.post(served.url + "/v1/embeddings", json={}), 404, code="unsupported_endpoint")
+    assert "embeddings" in error["message"]
     response = httpx.get(served.url + COMPLETIONS)
     check_error(response, 405)
     assert response.headers["allow"] == "POST"

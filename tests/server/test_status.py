@@ -54,3 +54,49 @@ def test_version(served: Served) -> None:
 def test_openapi_schema(served: Served) -> None:
     paths = httpx.get(served.url + "/openapi.json").json()["paths"]
     assert {"/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/version"} <= paths.keys()
+
+
+def test_ready(served: Served) -> None:
+    response = httpx.get(served.url + "/ready")
+    assert (response.status_code, response.json()) == (200, {"ready": True})
+
+
+def test_not_ready_while_draining() -> None:
+    with serve() as served:
+        served.server._lifecycle.draining = True
+        response = httpx.get(served.url + "/ready")
+        assert (response.status_code, response.json()) == (503, {"ready": False})
+
+
+def test_tokenize_and_back(served: Served) -> None:
+    for text in ("the thing", "日本語 😀", ""):
+        answer = served.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+        ids = served.tokenizer.encode(text)
+        assert answer["tokens"] == ids and answer["count"] == len(ids) == len(answer["token_strs"])
+        assert answer["max_model_len"] == 512
+        assert served.post("/detokenize", {"tokens": ids}).json() == {"prompt": text}
+
+
+def test_tokenize_a_chat(served: Served) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    for flags in ({}, {"add_generation_prompt": False}):
+        answer = served.post("/tokenize", {"messages": messages, "model": MODEL, **flags}).json()
+        assert answer["tokens"] == served.tokenizer.apply_chat_template(messages, **flags)
+
+
+def test_bad_tokenizations(served: Served) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    for path, body, param in [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": 1}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "x", "content": "a"}]}, "messages"),
+        ("/tokenize", {"messages": messages, "add_generation_prompt": 3}, "add_generation_prompt"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ]:  # fmt: skip
+        response = served.post(path, body)
+        assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+    assert served.post("/tokenize", {"model": "other", "prompt": "a"}).status_code == 404

@@ -106,10 +106,13 @@ class Traffic:
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), block_size=st.sampled_from([1, 3, 4, 16]))
-def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int) -> None:
+@given(data=st.data(), block_size=st.sampled_from([1, 3, 4, 16]), ahead=st.booleans())
+def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int, ahead: bool) -> None:
+    """Also a step ahead: a step's tokens arrive when the next one has been packed."""
     table = RequestTable(MAX_ROWS, MAX_MODEL_LEN, block_size)
     traffic = Traffic(data, block_size)
+    last_samples: list[int] = []
+    under_way: list[tuple[list[str], np.ndarray]] = []
     for step_id in range(data.draw(st.integers(1, 8), label="steps")):
         plan = traffic.draw_plan(step_id)
         if not plan.num_scheduled_tokens:
@@ -119,6 +122,12 @@ def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int) 
         batch = table.pack(plan)
         expected = naive_pack(plan, traffic.held, block_size)
         batch.validate(NUM_BLOCKS * block_size, block_size)
+        if not ahead:
+            assert not len(batch.pending_rows)
+        assert not batch.input_ids[batch.pending_rows].any()
+        batch.input_ids[batch.pending_rows] = [
+            last_samples[i] for i in batch.pending_samples
+        ]  # as on the device
         for name in ("input_ids", "positions", "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices"):
             array = getattr(batch, name)
             assert array.dtype == np.int32
@@ -133,7 +142,10 @@ def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int) 
         num_outputs = [len(request.token_ids) - request.num_prompt_tokens for request in sampled]
         assert table.num_output_tokens(batch.sampled_rows).tolist() == num_outputs
         tokens = data.draw(st.lists(st.integers(0, 999), min_size=len(sampled), max_size=len(sampled)))
-        table.append_tokens([*plan.sampled_req_ids, "gone"], np.array([*tokens, 7], np.int32))
+        last_samples = tokens
+        under_way.append(([*plan.sampled_req_ids, "gone"], np.array([*tokens, 7], np.int32)))
+        while len(under_way) > ahead:
+            table.append_tokens(*under_way.pop(0))
         for request, token_id in zip(sampled, tokens, strict=True):
             request.token_ids.append(token_id)
 
@@ -183,14 +195,59 @@ def test_tokens_of_a_dropped_request_are_not_written_to_its_successor() -> None:
     assert table.num_output_tokens(batch.sampled_rows).tolist() == [0]
 
 
+def decode(step_id: int, request_id: str) -> SchedulerOutput:
+    return SchedulerOutput(step_id, {request_id: 1}, sampled_req_ids=[request_id])
+
+
+def test_a_token_that_nobody_knows_is_an_error() -> None:
+    """Rows are reused, so what stands where the token will be is what another request left there."""
+    table = RequestTable(1, 32, 4)
+    table.pack(SchedulerOutput(0, {"old": 8}, [new_request("old", 8, [0, 1])]))
+    new = [new_request("a", 2, [2, 3])]
+    first = SchedulerOutput(1, {"a": 2}, new, sampled_req_ids=["a"], dropped_req_ids=["old"])
+    table.pack(first)
+    table.forget_samples()  # the step failed
+    with pytest.raises(ValueError, match="neither known nor being sampled"):
+        table.pack(decode(2, "a"))
+
+    table = RequestTable(1, 32, 4)
+    table.pack(SchedulerOutput(0, {"a": 2}, [new_request("a", 2, [2, 3])]))  # which samples nothing
+    with pytest.raises(ValueError, match="neither known nor being sampled"):
+        table.pack(decode(1, "a"))
+
+    for share in (2, 3):  # more than the one that is being sampled
+        table = RequestTable(1, 32, 4)
+        table.pack(first)
+        with pytest.raises(ValueError, match="neither known nor being sampled"):
+            table.pack(SchedulerOutput(2, {"a": share}, sampled_req_ids=["a"]))
+
+
+def test_a_sample_is_taken_from_the_step_before_only() -> None:
+    table = RequestTable(2, 32, 4)
+    new = [new_request("a", 2, [2]), new_request("b", 8, [4, 5])]
+    table.pack(SchedulerOutput(0, {"a": 2, "b": 2}, new, sampled_req_ids=["a"]))
+    batch = table.pack(SchedulerOutput(1, {"b": 2, "a": 1}, sampled_req_ids=["a"]))
+    assert (batch.pending_rows.tolist(), batch.pending_samples.tolist()) == ([2], [0])
+    assert batch.input_ids.tolist() == [2, 3, 0]
+    table.append_tokens(["a"], np.array([9], np.int32))
+    table.pack(SchedulerOutput(2, {"b": 2}))
+    with pytest.raises(ValueError, match="neither known nor being sampled"):
+        table.pack(decode(3, "a"))  # of step 1, and step 2 came between
+
+
 # --- bad batches --------------------------------------------------------------------------------------------
 
 BLOCK_SIZE = 4
 NUM_SLOTS = 40
 
 
+TWICE = np.array([2, 2], np.int32)
+
+
 def good_batch() -> PackedBatch:
-    """Query lengths 4, 1 and 3 over contexts 2, 5 and 0; the first and the second sample."""
+    """Query lengths 4, 1 and 3 over contexts 2, 5 and 0; the first and the second sample.
+
+    The token of the second is the third sample of the step before."""
     arrays = {
         "input_ids": [1, 2, 3, 4, 5, 6, 7, 8],
         "positions": [2, 3, 4, 5, 5, 0, 1, 2],
@@ -200,6 +257,8 @@ def good_batch() -> PackedBatch:
         "slot_mapping": [14, 15, 20, 21, 1, 8, 9, 10],
         "logits_indices": [3, 4],
         "sampled_rows": [7, 0],
+        "pending_rows": [4],
+        "pending_samples": [2],
     }
     return PackedBatch(**{name: np.array(values, np.int32) for name, values in arrays.items()})
 
@@ -211,9 +270,10 @@ def changed(name: str, values: object, dtype: type = np.int32) -> PackedBatch:
 def test_a_good_batch_passes_and_its_padding_is_not_looked_at() -> None:
     good_batch().validate(NUM_SLOTS, BLOCK_SIZE)
     changed("block_table", [[3, 5], [9, 0], [2, -7]]).validate(NUM_SLOTS, BLOCK_SIZE)
-    replace(changed("logits_indices", []), sampled_rows=np.array([], np.int32)).validate(
-        NUM_SLOTS, BLOCK_SIZE
-    )
+    none = np.array([], np.int32)
+    nothing_pending = replace(good_batch(), pending_rows=none, pending_samples=none)
+    nothing_pending.validate(NUM_SLOTS, BLOCK_SIZE)
+    replace(nothing_pending, logits_indices=none, sampled_rows=none).validate(NUM_SLOTS, BLOCK_SIZE)
 
 
 @pytest.mark.parametrize("name", vars(good_batch()))
@@ -235,7 +295,11 @@ def test_validate_rejects_a_missing_element(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(vars(good_batch())) - {"input_ids", "sampled_rows", "block_table"})
+    "name",
+    sorted(
+        set(vars(good_batch()))
+        - {"input_ids", "sampled_rows", "block_table", "pending_rows", "pending_samples"}
+    ),
 )
 @pytest.mark.parametrize("by", [-1, 1])
 def test_validate_rejects_any_element_off_by_one(name: str, by: int) -> None:
@@ -282,6 +346,10 @@ def with_table(block_table: list[list[int]]) -> PackedBatch:
         (lambda: changed("logits_indices", [3, 8]), "logits_indices"),
         (lambda: changed("sampled_rows", [7, 7]), "sampled_rows"),
         (lambda: changed("sampled_rows", [7, -1]), "sampled_rows"),
+        (lambda: changed("pending_rows", [5]), "pending_rows"),
+        (lambda: changed("pending_rows", [-1]), "pending_rows"),
+        (lambda: changed("pending_samples", [-1]), "pending_rows"),
+        (lambda: replace(changed("pending_rows", [3, 4]), pending_samples=TWICE), "pending_rows"),
     ],
 )
 def test_validate_names_the_contradiction(make: Callable[[], PackedBatch], message: str) -> None:

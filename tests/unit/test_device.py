@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from metal_engine.platform.blas import BlasInfo
-from metal_engine.platform.device import device_info
+from metal_engine.platform.device import device_info, gpu_core_count
 from metal_engine.platform.memory import available_memory_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,7 @@ def test_this_device() -> None:
 import dataclasses, json
 from metal_engine.platform.blas import load_optimized_blas
 blas = load_optimized_blas()
-from metal_engine.platform.device import device_info
+from metal_engine.platform.device import device_info, gpu_core_count
 import mlx.core as mx
 print(json.dumps(dataclasses.asdict(device_info(blas)) | {"blas": blas.description, "mlx": mx.device_info()}))
 """
@@ -145,3 +145,29 @@ print(json.dumps(dataclasses.asdict(device_info(blas)) | {"blas": blas.descripti
         assert info["compute"] == info["blas"]
     else:
         assert info["memory_bytes"] == info["mlx"]["max_recommended_working_set_size"]
+
+
+@pytest.mark.parametrize(
+    ("script", "count"),
+    [
+        ("""echo '{"SPDisplaysDataType": [{"sppci_cores": "10", "sppci_model": "Apple M4"}]}'""", 10),
+        ("""echo '{"SPDisplaysDataType": []}'""", None),
+        ("echo '{'", None),
+        ("exit 1", None),
+        (None, None),
+    ],
+)
+def test_gpu_core_count(
+    script: str | None,
+    count: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if script is not None:
+        program = tmp_path / "system_profiler"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_core_count() == count
+    assert ("GPU cores is unknown" in caplog.text) == (count is None)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from .build import language_flags
 from .errors import CheckError
+from .signature import matching
+from .source import VECTOR
 from .toolchain import cache_dir, key_of, publish, run_clang
 
 _WARNINGS = [
@@ -58,7 +60,7 @@ def check(unit: str, name: str, *, own_files: bool = True) -> None:
         text = ir.read_text()
     problems = _recursion(text) + _program_scope_variables(text)
     if own_files:
-        problems += _unqualified_pointers(text)
+        problems += _unqualified_pointers(text) + _opencl_only(unit)
     if problems:
         raise CheckError(f"{name} is not legal Metal:\n" + "\n".join(problems))
     publish("", mark)
@@ -129,6 +131,35 @@ def _program_scope_variables(ir: str) -> list[str]:
     return [
         f"{_described(ir, n)} lives outside functions, so its address space must be constant" for n in nodes
     ]
+
+
+def _opencl_only(unit: str) -> list[str]:
+    """What clang takes and Metal does not, or takes for something else."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", lambda m: re.sub(r"[^\n]", " ", m[0]), unit, flags=re.S)
+    problems = []
+    for found in re.finditer(r"\blong\s+long\b", text):
+        problems.append(
+            f"{_place(unit, found.start())}: error: 'long long' is no type of Metal's; long has 64 bits"
+        )
+    for found in re.finditer(rf"\(\s*{VECTOR}\s*\)\s*(?=\()", text):
+        inside = text[found.end() + 1 : matching(text, found.end()) - 1]
+        while inside != (inside := re.sub(r"\([^()]*\)", "", inside)):
+            pass
+        if "," in inside:
+            what = (
+                f"{found[0].strip()}(..., ...) is a vector in OpenCL, and a cast of the last value in Metal"
+            )
+            problems.append(f"{_place(unit, found.start())}: error: {what}")
+    return problems
+
+
+def _place(unit: str, at: int) -> str:
+    """ "file:line" of a position, by the #line directive before it."""
+    lines = list(re.finditer(r'^#line (\d+) "([^"]+)"\n', unit[:at], re.M))
+    if not lines:
+        return "?"
+    newlines = unit.count("\n", lines[-1].end(), at)
+    return f"{lines[-1][2]}:{int(lines[-1][1]) + newlines}"
 
 
 def _unqualified_pointers(ir: str) -> list[str]:

@@ -19,7 +19,7 @@ from .errors import ToolchainError
 from .signature import ATTRIBUTES, Parameter, Signature, find_kernel, matching
 from .toolchain import cache_dir, key_of
 
-_VECTOR = r"(?:bool|char|uchar|short|ushort|int|uint|long|ulong|half|float|bfloat)[234]"
+VECTOR = r"(?:bool|char|uchar|short|ushort|int|uint|long|ulong|half|float|bfloat)[234]"
 # MLX versions whose generated source and headers this was tried with.
 TRIED_MLX = ("0.32.4",)
 
@@ -40,7 +40,9 @@ def mlx_version() -> str:
 def rewrite(text: str) -> str:
     """Metal text -> text that clang accepts as C++ for OpenCL, line for line."""
     text = re.sub(r"(\)\s*)(const\s+)?thread(?=\s*[:{;])", lambda m: m[1] + (m[2] or ""), text)
-    text = re.sub(rf"\bstatic_cast\s*<\s*({_VECTOR})\s*>\s*(?=\()", r"::metal::ms_make<\1>", text)
+    text = re.sub(rf"\bstatic_cast\s*<\s*({VECTOR})\s*>\s*(?=\()", r"::metal::ms_make<\1>", text)
+    # OpenCL has global types of the same names.
+    text = re.sub(r"(?<![\w:])atomic_(?=(?:u?int|float|ulong)\b)", "::metal::atomic_", text)
     return _rewrite_vec(text)
 
 

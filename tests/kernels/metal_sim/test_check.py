@@ -53,6 +53,13 @@ def refused(source, inputs=None, header="", match=None):
         ("", "try { out[0] = 1; } catch (...) { }", "exceptions|try"),
         ("", "throw 1;", "exceptions|throw"),
         ("", "out[0] = *new float(1);", "new"),
+        ("", "long long x = 1; out[0] = x;", "long long"),
+        ("", "goto end; end: out[0] = 1;", "goto"),
+        ("", 'asm(""); out[0] = 1;', "asm"),
+        # OpenCL's own words
+        ("", "local float t[4]; t[0] = 1;", "local"),
+        ("", "global float* p = (global float*)out; p[0] = 1;", "global"),
+        ("", "float4 v = (float4)(1, 2, (3), 4); out[0] = v.x;", "float4"),
         ("#include <vector>", "out[0] = 1;", "vector"),
         ("#include <cmath>", "out[0] = 1;", "cmath"),
         ("", 'printf("%d", 1);', "printf"),

@@ -106,6 +106,21 @@ def test_thread_array():
     assert error.kind == "out of bounds"
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "float a[4] = {0, 1, 2, 3}; thread float* p = a; out[i] = p[i]; // BUG",
+        "float a[4] = {0, 1, 2, 3}; out[i] = pick(a, i);",
+        # One past the end, where a member function is called.
+        "simdgroup_float8x8 m[2]; m[0] = m[1] = simdgroup_float8x8(1); out[i] = m[i / 11].thread_elements()[0]; // BUG",
+        "float2 v[2]; v[0] = v[1] = float2(1); v[i / 11].x += i; out[i] = v[0].x + v[1].y;",
+    ],
+)
+def test_thread_array_through_a_pointer(source):
+    header = "METAL_FUNC float pick(thread float* p, uint i) { return p[i]; }"
+    assert find(f"uint i = thread_position_in_grid.x; {source}", header=header).kind == "out of bounds"
+
+
 def test_helper_in_the_header_is_named():
     header = """
     METAL_FUNC float pick(const device float* p, uint i) {
@@ -290,6 +305,42 @@ def test_one_threadgroup_reads_what_another_wrote():
     assert (error.kind, error.buffer, error.index) == ("race", "out", 1)
 
 
+def test_own_read_does_not_hide_that_of_another_threadgroup():
+    error = find(
+        """
+        uint g = threadgroup_position_in_grid.x;
+        if (thread_position_in_threadgroup.x == 0) {
+          if (g == 0) out[1] = out[0];
+          else out[0] = out[0] + 1; // BUG
+        }
+        """,
+        grid=(64, 1, 1),
+        init_value=0,
+    )
+    assert (error.kind, error.buffer, error.index) == ("race", "out", 0)
+    assert "another threadgroup" in str(error)
+
+
+def test_lanes_may_read_and_then_write_between_barriers_of_their_group():
+    source = """
+    threadgroup float s[64];
+    uint i = thread_position_in_grid.x;
+    s[i] = i;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float x = s[i ^ 1];
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    s[OTHER] = s[OTHER] + x;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    out[i] = s[i];
+    """
+    outputs = {"out": ((64,), mx.float32)}
+    both = {"grid": (64, 1, 1), "threadgroup": (64, 1, 1), "outputs": outputs}
+    i = np.arange(64)
+    np.testing.assert_array_equal(run(source.replace("OTHER", "i"), **both), i + (i ^ 1))
+    # What the other group has read is not ordered by this group's barrier.
+    assert find(source.replace("OTHER", "i ^ 32"), **both).kind == "race"
+
+
 def test_device_memory_inside_a_threadgroup():
     source = """
     uint i = thread_position_in_grid.x;
@@ -347,6 +398,18 @@ def test_different_barriers():
         }
         """,
         **BOTH,
+    )
+    assert error.kind == "barrier divergence"
+
+
+@pytest.mark.parametrize("call", ["threadgroup_barrier(mem_flags::mem_threadgroup);", "meet();"])
+@pytest.mark.parametrize("condition", ["i < 16", "i < 32"])
+def test_the_same_barrier_in_both_branches(call, condition):
+    error = find(
+        f"uint i = thread_position_in_grid.x; if ({condition}) {{ {call} }} else {{ {call} }} out[i % 32] = 0;",
+        header="void meet() { threadgroup_barrier(mem_flags::mem_threadgroup); }",
+        grid=(64, 1, 1),
+        threadgroup=(64, 1, 1),
     )
     assert error.kind == "barrier divergence"
 

@@ -209,6 +209,14 @@ def test_atomics():
     np.testing.assert_array_equal(out, [300, 299])
 
 
+def test_names_of_atomic_types():
+    source = """
+    device atomic_uint* counter = (device metal::atomic_uint*)out;
+    atomic_fetch_add_explicit(counter, 1u, memory_order_relaxed);
+    """
+    assert run(source, outputs={"out": ((1,), mx.uint32)}, init_value=0)[0] == 32
+
+
 def test_shapes_strides_and_scalars():
     source = """
     out[0] = inp_shape[0] * 100 + inp_shape[1];

@@ -153,13 +153,14 @@ static inline void on_read(Cell& c, const Access& a) {
     race(a.space, a.buffer, a.offset, a.size, false, a.pc, c.writer, c.write_pc, true, false);
   if (a.space == kDevice && c.write_epoch && c.write_epoch < g.born && !(c.writer == kAtomic && a.thread == kAtomic))
     race(a.space, a.buffer, a.offset, a.size, false, a.pc, c.writer, c.write_pc, true, true);
+  // Reads of earlier threadgroups stay known: this one's own must not hide them from a write that follows.
+  if (a.space == kDevice && c.read_epoch && c.read_epoch < g.born && c.reader != kAtomic) c.older_read_pc = c.read_pc;
   uint32_t group = g.current / kLanes;
-  if (c.read_epoch < a.epoch) {
+  if (c.read_epoch < a.epoch || ordered_in_group(a, c.reader, c.read_group_epoch)) {
     c.reader = a.thread;
   } else if (c.reader != a.thread) {
     bool same = c.reader < kAtomic && a.thread < kAtomic &&
                 (c.reader & kManyLanes ? (c.reader & 0x7fffu) : c.reader / kLanes) == group;
-    // Reads that a barrier of the group has ordered already still matter to other groups, so they stay.
     c.reader = same ? (uint16_t)(kManyLanes | group) : kManyGroups;
   }
   c.read_epoch = g.epoch;
@@ -178,6 +179,8 @@ static inline void on_write(Cell& c, const Access& a) {
       race(a.space, a.buffer, a.offset, a.size, true, a.pc, c.writer, c.write_pc, true, true);
     if (c.read_epoch && c.read_epoch < g.born && !(atomic && c.reader == kAtomic))
       race(a.space, a.buffer, a.offset, a.size, true, a.pc, c.reader, c.read_pc, false, true);
+    if (c.older_read_pc)
+      race(a.space, a.buffer, a.offset, a.size, true, a.pc, kNobody, c.older_read_pc, false, true);
   }
   c.write_epoch = g.epoch;
   c.writer = a.thread;
@@ -332,6 +335,11 @@ struct SourceLocation {
 extern "C" void __ubsan_handle_out_of_bounds(void* data, uint64_t index) {
   fault().space = kThread;
   stop_at(kOutOfBounds, data, "index %lld is outside the array", (long long)index);
+}
+extern "C" void __ms_thread_bounds() {
+  fault().space = kThread;
+  fault().buffer = -1;
+  stop(kOutOfBounds, CALLER, "an access outside an array of the thread");
 }
 extern "C" void __ubsan_handle_type_mismatch_v1(void* data, uint64_t address) {
   stop_at(kMisaligned, data, "address 0x%llx is not aligned for the type it is read or written as",

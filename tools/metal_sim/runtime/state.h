@@ -13,6 +13,7 @@ struct Cell {
   uint32_t write_pc, read_pc;        // offsets into the kernel's image
   uint16_t writer, reader;           // thread, or one of the marks below
   uint16_t write_group_epoch, read_group_epoch;  // counts barriers of the thread's SIMD group
+  uint32_t older_read_pc;            // device memory: a read by an earlier threadgroup than the last reader's; 0: none
 };
 constexpr uint16_t kManyGroups = 0xffff;   // readers from several SIMD groups
 constexpr uint16_t kAtomic = 0xfffe;       // atomic access

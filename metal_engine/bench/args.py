@@ -1,0 +1,153 @@
+"""Settings of the ``bench`` commands. Names follow vLLM's where the meaning is the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from metal_engine.settings import ConfigError, flag, setting
+
+DATASETS = ("random", "sonnet", "prefix", "mixed", "sharegpt", "custom")
+ENDPOINTS = ("completions", "chat")
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadArgs:
+    """What is asked for, and how much of it."""
+
+    dataset_name: str = setting(
+        "random",
+        "random (words that mean nothing), sonnet (lines of verse below a common instruction), prefix (random, with "
+        "--prefix-len common tokens), mixed (random, a --long-ratio of them --long-input-len long), sharegpt, or "
+        "custom (JSONL).",
+        choices=DATASETS,
+    )
+    dataset_path: str | None = setting(
+        None,
+        "File of the datasets sharegpt (JSON or JSONL with `conversations`) and custom (JSONL with `prompt` or "
+        "`messages`, and perhaps `output_len`).",
+    )
+    num_prompts: int = setting(100, "Requests to send.")
+    input_len: int = setting(512, "Tokens of a prompt.")
+    output_len: int = setting(128, "Tokens to generate for each.")
+    range_ratio: float = setting(
+        0.0, "Lengths are drawn evenly between (1 - X) and (1 + X) times what is asked for."
+    )
+    prefix_len: int = setting(0, "Tokens that all prompts begin with; --input-len counts those that follow.")
+    long_ratio: float = setting(0.25, "Share of long prompts in `mixed`.")
+    long_input_len: int = setting(2048, "Tokens of a long prompt in `mixed`.")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_prompts", "input_len", "output_len", "long_input_len")
+        _at_least(self, 0, "prefix_len")
+        if not 0 <= self.range_ratio < 1:
+            raise ConfigError(f"--range-ratio must be in [0, 1), got {self.range_ratio}")
+        if not 0 <= self.long_ratio <= 1:
+            raise ConfigError(f"--long-ratio must be in [0, 1], got {self.long_ratio}")
+        if (self.dataset_name in ("sharegpt", "custom")) != (self.dataset_path is not None):
+            raise ConfigError("--dataset-path is for the datasets sharegpt and custom, and they need it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchServeArgs(WorkloadArgs):
+    """Settings of ``bench serve``."""
+
+    base_url: str = setting("http://127.0.0.1:8000", "The server; any that speaks OpenAI's API.")
+    endpoint: str = setting(
+        "completions", "completions (/v1/completions) or chat (/v1/chat/completions).", choices=ENDPOINTS
+    )
+    model: str | None = setting(
+        None, "Model to ask for. Default: the first that the server lists. Also what --tokenizer defaults to."
+    )
+    tokenizer: str | None = setting(
+        None, "What counts prompt tokens: a directory, a repository, a .gguf file or `demo`."
+    )
+    seed: int = setting(0, "Seed of prompts, lengths and arrivals.")
+    api_key: str | None = setting(None, "Sent as `Authorization: Bearer KEY`.", secret=True)
+    request_rate: float = setting(float("inf"), "Requests a second; inf sends all at once.")
+    burstiness: float = setting(
+        1.0, "Shape of the gamma distribution of times between requests: 1 is Poisson, less is burstier."
+    )
+    max_concurrency: int | None = setting(None, "Requests under way at once, at most.")
+    num_warmups: int = setting(1, "Requests sent, and waited for, before the measured ones.")
+    temperature: float = setting(0.0, "Sampling temperature.")
+    ignore_eos: bool = setting(True, "Ask for exactly --output-len tokens, and check that they came.")
+    extra_body: str | None = setting(None, "More fields of every request, as JSON.")
+    request_timeout: float = setting(3600.0, "Seconds that a request may take.")
+    ready_timeout: float = setting(0.0, "Seconds to wait for the server to come up.")
+    percentiles: tuple[str, ...] = setting(("99",), "Percentiles to report.")
+    goodput: tuple[str, ...] = setting(
+        (), "What a good request keeps to, in ms: ttft:N, tpot:N or e2el:N. Repeat for several."
+    )
+    save_result: str | None = setting(None, "JSON file for the result, every request included.")
+    plot: str | None = setting(None, "PNG file for a plot (needs the extra `plots`).")
+    progress: bool = setting(True, "Show progress on a terminal.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(self, 1, "max_concurrency")
+        _at_least(self, 0, "num_warmups", "temperature", "ready_timeout", "seed")
+        for name in ("request_rate", "burstiness", "request_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{flag(name)} must be more than 0, got {getattr(self, name)}")
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"--base-url must begin with http:// or https://, got {self.base_url!r}")
+        _ = self.percentile_values, self.goodput_limits
+
+    @property
+    def percentile_values(self) -> tuple[float, ...]:
+        try:
+            values = tuple(float(p) for p in self.percentiles)
+        except ValueError:
+            values = (-1.0,)
+        if not all(0 <= value <= 100 for value in values):
+            raise ConfigError(
+                f"--percentiles must be numbers from 0 to 100, got {', '.join(self.percentiles)}"
+            )
+        return values
+
+    @property
+    def goodput_limits(self) -> dict[str, float]:
+        """Metric -> its largest good value, in milliseconds."""
+        limits = {}
+        for one in self.goodput:
+            name, _, value = one.partition(":")
+            try:
+                limits[name] = float(value)
+            except ValueError:
+                limits[""] = 0.0
+        if not limits.keys() <= set(GOODPUT_METRICS):
+            raise ConfigError(
+                f"--goodput must be {', '.join(GOODPUT_METRICS)} with milliseconds, as in ttft:500"
+            )
+        return limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchThroughputArgs(WorkloadArgs):
+    """Settings of ``bench throughput``: every request is there from the start."""
+
+    save_result: str | None = setting(None, "JSON file for the result.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchLatencyArgs:
+    """Settings of ``bench latency``: one batch, again and again."""
+
+    input_len: int = setting(32, "Tokens of a prompt.")
+    output_len: int = setting(128, "Tokens to generate for each.")
+    batch_size: int = setting(8, "Requests at once.")
+    num_iters: int = setting(10, "Measured repetitions.")
+    num_iters_warmup: int = setting(2, "Repetitions before those.")
+    save_result: str | None = setting(None, "JSON file for the result.")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "input_len", "output_len", "batch_size", "num_iters")
+        _at_least(self, 0, "num_iters_warmup")
+
+
+def _at_least(args: object, lowest: int, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not value >= lowest:
+            raise ConfigError(f"{flag(name)} must be at least {lowest}, got {value}")

@@ -1,0 +1,177 @@
+"""A streaming client that notes when each piece of an answer came, and checks that it got what it asked for."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from metal_engine.bench.args import BenchServeArgs
+from metal_engine.bench.datasets import BenchRequest
+
+
+@dataclass
+class RequestRecord:
+    """What became of a request. Times are seconds of ``time.perf_counter``.
+
+    Attributes:
+        started: when it was sent.
+        token_times: when each piece of text came; a server may put several tokens into one.
+        prompt_len, output_len: as the server's ``usage`` counts them.
+        asked_len: tokens asked for.
+        error: why it failed; empty if it is what was asked for.
+    """
+
+    started: float = 0.0
+    ended: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+    prompt_len: int = 0
+    cached_len: int = 0
+    output_len: int = 0
+    asked_len: int = 0
+    finish_reason: str = ""
+    text: str = ""
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first text."""
+        return self.token_times[0] - self.started
+
+    @property
+    def latency(self) -> float:
+        """Seconds to the last text."""
+        return self.token_times[-1] - self.started
+
+    @property
+    def tpot(self) -> float:
+        """Seconds per token after the first; 0 where there is no second."""
+        return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
+
+    @property
+    def itls(self) -> list[float]:
+        """Seconds between one piece of text and the next."""
+        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
+
+
+class Rejected(Exception):
+    """The server's answer is not what was asked for. The message says how."""
+
+
+class BenchClient:
+    """Sends requests to one server. An async context manager."""
+
+    def __init__(self, args: BenchServeArgs, model: str) -> None:
+        self._args = args
+        self._model = model
+        self._extra = json.loads(args.extra_body) if args.extra_body else {}
+
+    async def __aenter__(self) -> BenchClient:
+        self._session = open_session(self._args)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def send(self, request: BenchRequest) -> RequestRecord:
+        """Send one request and wait for its end. A failure is noted in the record, never raised."""
+        record = RequestRecord(asked_len=request.output_len)
+        record.started = time.perf_counter()
+        try:
+            await self._stream(request, record)
+            self._check(request, record)
+        except (aiohttp.ClientError, TimeoutError, OSError, Rejected) as error:
+            record.error = (
+                f"{type(error).__name__}: {error}" if not isinstance(error, Rejected) else str(error)
+            )
+        record.ended = time.perf_counter()
+        return record
+
+    def _body(self, request: BenchRequest) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": request.output_len,
+            "temperature": self._args.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._args.ignore_eos:
+            body["ignore_eos"] = True
+        if self._args.endpoint == "chat":
+            body["messages"] = request.chat_messages
+        else:
+            body["prompt"] = request.prompt
+        return {**body, **self._extra}
+
+    async def _stream(self, request: BenchRequest, record: RequestRecord) -> None:
+        path = "/v1/chat/completions" if self._args.endpoint == "chat" else "/v1/completions"
+        url = self._args.base_url.rstrip("/") + path
+        async with self._session.post(url, json=self._body(request)) as response:
+            if response.status != 200:
+                raise Rejected(f"status {response.status}: {' '.join((await response.text()).split())[:500]}")
+            done = False
+            async for data in _events(response.content):
+                now = time.perf_counter()
+                if data == "[DONE]":
+                    done = True
+                    continue
+                self._note(json.loads(data), now, record)
+            if not done:
+                raise Rejected("the stream ended without [DONE]")
+
+    def _note(self, event: dict[str, Any], now: float, record: RequestRecord) -> None:
+        if event.get("error"):
+            raise Rejected(f"error in the stream: {event['error']}")
+        for choice in event.get("choices") or []:
+            delta = choice.get("delta") or {}
+            text = choice.get("text") or delta.get("content") or ""
+            # Reasoning has a field of its own, under either name.
+            text = text or delta.get("reasoning_content") or delta.get("reasoning") or ""
+            if text:
+                record.token_times.append(now)
+                record.text += text
+            record.finish_reason = choice.get("finish_reason") or record.finish_reason
+        if usage := event.get("usage"):
+            record.prompt_len = usage["prompt_tokens"]
+            record.output_len = usage["completion_tokens"]
+            record.cached_len = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    def _check(self, request: BenchRequest, record: RequestRecord) -> None:
+        if not record.output_len or not record.prompt_len:
+            raise Rejected("no usage, so nothing to count tokens by")
+        if not record.token_times:
+            raise Rejected("no text")
+        if not record.finish_reason:
+            raise Rejected("no finish_reason")
+        wrong = record.output_len != request.output_len if self._args.ignore_eos else False
+        if wrong or record.output_len > request.output_len:
+            raise Rejected(f"{record.output_len} tokens, but {request.output_len} were asked for")
+        if request.prompt_len is not None and record.prompt_len < request.prompt_len:
+            raise Rejected(f"{record.prompt_len} prompt tokens were read, but {request.prompt_len} were sent")
+
+
+def open_session(args: BenchServeArgs) -> aiohttp.ClientSession:
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    return aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=args.request_timeout),
+    )
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
+    """The data of server-sent events, as they come."""
+    buffer = b""
+    async for chunk in content.iter_any():
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip().decode("utf-8")

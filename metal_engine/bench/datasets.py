@@ -1,0 +1,158 @@
+"""What `bench` asks servers for: prompts of exact lengths, drawn from a seed, or read from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metal_engine.bench.args import WorkloadArgs
+from metal_engine.bench.tokens import PromptTokenizer
+from metal_engine.bench.verses import LINES
+from metal_engine.settings import ConfigError
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """One request. ``prompt_len`` is None where no tokenizer has counted."""
+
+    prompt: str
+    output_len: int
+    prompt_len: int | None = None
+    messages: list[Message] | None = None
+
+    @property
+    def chat_messages(self) -> list[Message]:
+        return self.messages or [{"role": "user", "content": self.prompt}]
+
+
+def make_requests(
+    args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], PromptTokenizer]
+) -> list[BenchRequest]:
+    """The requests that ``args`` describe; the same ones for the same seed.
+
+    Args:
+        load_tokenizer: called where lengths have to be counted.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    if args.dataset_name in ("sharegpt", "custom"):
+        return _from_file(args, seed, load_tokenizer)
+    tokenizer, rng = load_tokenizer(), np.random.default_rng(seed)
+    long = rng.permutation(args.num_prompts) < round(args.long_ratio * args.num_prompts)
+    prefix = random_text(tokenizer, rng, args.prefix_len) if args.prefix_len else ""
+    requests = []
+    for i in range(args.num_prompts):
+        is_long = args.dataset_name == "mixed" and bool(long[i])
+        input_len = _vary(rng, args.long_input_len if is_long else args.input_len, args.range_ratio)
+        output_len = _vary(rng, args.output_len, args.range_ratio)
+        make = verse_text if args.dataset_name == "sonnet" else random_text
+        prompt = make(tokenizer, rng, args.prefix_len + input_len, prefix)
+        requests.append(BenchRequest(prompt, output_len, len(tokenizer.encode(prompt))))
+    return requests
+
+
+def _vary(rng: np.random.Generator, length: int, ratio: float) -> int:
+    low, high = max(1, int(length * (1 - ratio))), max(1, int(length * (1 + ratio)))
+    return int(rng.integers(low, high + 1))
+
+
+def random_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int, prefix: str = "") -> str:
+    """A text that begins with ``prefix`` and has exactly ``length`` tokens, if the vocabulary allows it.
+
+    Random tokens do not in general survive decoding and encoding, so words are drawn: tokens that are a space and
+    letters. Their text splits into the same tokens, up to merges across words, which cutting and filling mends.
+    """
+    words = _words(tokenizer)
+    text = prefix
+    for _ in range(8):
+        missing = length - len(tokenizer.encode(text))
+        if missing == 0:
+            break
+        if missing > 0:
+            text += "".join(words[i] for i in rng.integers(len(words), size=missing))
+        else:
+            text = text[: max(text.rfind(" "), 0)]
+    return text
+
+
+def _words(tokenizer: PromptTokenizer) -> list[str]:
+    # A vocabulary without words, as tests have: a letter after a space will do.
+    return tokenizer.words or [" " + letter for letter in "abcdefghijklmnopqrstuvwxyz"]
+
+
+_INSTRUCTION = "Pick as many lines as you can from these verses, and go on in the same manner:\n"
+
+
+def verse_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int, prefix: str = "") -> str:
+    """An instruction and as many lines, drawn at random, as fit into ``length`` tokens."""
+    text = prefix + _INSTRUCTION
+    while True:
+        longer = f"{text}{LINES[rng.integers(len(LINES))]}\n"
+        if len(tokenizer.encode(longer)) > length:
+            return text
+        text = longer
+
+
+# --- files ---
+
+
+def _from_file(
+    args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], PromptTokenizer]
+) -> list[BenchRequest]:
+    path = Path(args.dataset_path or "").expanduser()
+    read = _sharegpt if args.dataset_name == "sharegpt" else _custom
+    try:
+        requests = list(read(path, args, load_tokenizer))
+    except OSError as error:
+        raise ConfigError(f"cannot read --dataset-path {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"--dataset-path {path} is no {args.dataset_name} file: {error!r}") from error
+    if len(requests) < args.num_prompts:
+        raise ConfigError(
+            f"{path} has {len(requests)} usable prompts, fewer than --num-prompts {args.num_prompts}"
+        )
+    picked = np.random.default_rng(seed).permutation(len(requests))[: args.num_prompts]
+    return [requests[i] for i in picked]
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    """A JSON list, or one JSON object a line."""
+    text = path.read_text(encoding="utf-8")
+    if text.lstrip().startswith("["):
+        return list(json.loads(text))
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def _custom(
+    path: Path, args: WorkloadArgs, load_tokenizer: Callable[[], PromptTokenizer]
+) -> Iterator[BenchRequest]:
+    for one in _objects(path):
+        messages = one.get("messages")
+        prompt = one["prompt"] if messages is None else "\n".join(str(m["content"]) for m in messages)
+        if not isinstance(prompt, str):
+            raise TypeError("a prompt is not a text")
+        yield BenchRequest(prompt, int(one.get("output_len", args.output_len)), None, messages)
+
+
+def _sharegpt(
+    path: Path, args: WorkloadArgs, load_tokenizer: Callable[[], PromptTokenizer]
+) -> Iterator[BenchRequest]:
+    """First turns: the human's text is the prompt, and as many tokens are asked for as the answer had."""
+    tokenizer = load_tokenizer()
+    for one in _objects(path):
+        turns = one["conversations"]
+        if len(turns) < 2:
+            continue
+        prompt, answer = turns[0]["value"], turns[1]["value"]
+        prompt_len, output_len = len(tokenizer.encode(prompt)), len(tokenizer.encode(answer))
+        # Too short to say anything, or longer than a small model's context: as other benchmarks choose.
+        if min(prompt_len, output_len) >= 4 and prompt_len <= 1024 and prompt_len + output_len <= 2048:
+            yield BenchRequest(prompt, output_len, prompt_len)

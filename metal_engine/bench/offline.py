@@ -1,0 +1,118 @@
+"""``metal-engine bench throughput`` and ``latency``: the engine alone, without a server."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+
+from metal_engine.bench.args import BenchLatencyArgs, BenchThroughputArgs
+from metal_engine.bench.datasets import BenchRequest, make_requests, random_text
+from metal_engine.bench.tokens import load_prompt_tokenizer
+from metal_engine.build import build_engine
+from metal_engine.config import EngineArgs
+from metal_engine.engine.core import EngineCore
+from metal_engine.request import SamplingParams
+
+
+def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict[str, Any]:
+    """All requests at once, until the last is done."""
+    name = engine_args.tokenizer or engine_args.model
+    requests = make_requests(args, engine_args.seed, lambda: load_prompt_tokenizer(name))
+    core = build_engine(engine_args)
+    try:
+        _run(core, [BenchRequest("Warm up.", 4)], show=False)
+        core.scheduler.prefix_cache.forget()
+        seconds, input_tokens, output_tokens = _run(core, requests, show=True)
+    finally:
+        core.close()
+    result = {
+        "requests": len(requests),
+        "seconds": seconds,
+        "steps": core.num_steps,
+        "input_tokens": input_tokens,
+        "output_tokens": output_tokens,
+        "requests_per_second": len(requests) / seconds,
+        "output_tokens_per_second": output_tokens / seconds,
+        "total_tokens_per_second": (input_tokens + output_tokens) / seconds,
+        "peak_memory_mib": peak_memory_bytes() / (1 << 20),
+    }
+    _report("Throughput", result, args.save_result)
+    return result
+
+
+def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, Any]:
+    """The time of a batch from its start to its last token, over and over; nothing is cached in between."""
+    tokenizer = load_prompt_tokenizer(engine_args.tokenizer or engine_args.model)
+    rng = np.random.default_rng(engine_args.seed)
+    prompts = [
+        BenchRequest(random_text(tokenizer, rng, args.input_len), args.output_len)
+        for _ in range(args.batch_size)
+    ]
+    core = build_engine(engine_args)
+    seconds = []
+    try:
+        for i in range(-args.num_iters_warmup, args.num_iters):
+            taken, _, _ = _run(core, prompts, show=False)
+            core.scheduler.prefix_cache.forget()
+            if i >= 0:
+                seconds.append(taken)
+    finally:
+        core.close()
+    result = {
+        "iterations": args.num_iters,
+        "batch_size": args.batch_size,
+        "mean_seconds": float(np.mean(seconds)),
+        **{f"p{p}_seconds": float(np.percentile(seconds, p)) for p in (10, 50, 90, 99)},
+        "peak_memory_mib": peak_memory_bytes() / (1 << 20),
+    }
+    _report("Latency", result, args.save_result)
+    return result
+
+
+def _run(core: EngineCore, requests: Sequence[BenchRequest], *, show: bool) -> tuple[float, int, int]:
+    """Seconds, tokens of prompts, tokens generated.
+
+    Raises:
+        RuntimeError: a step failed.
+    """
+    prompts = [core.tokenizer.encode(request.prompt) for request in requests]
+    output_tokens = 0
+    with Progress(disable=not show, transient=True) as progress:
+        task = progress.add_task("Requests", total=len(requests))
+        start = time.perf_counter()
+        for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+            params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
+            core.add_request(str(i), prompt, params)
+        while core.has_requests:
+            for output in core.step():
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                output_tokens += len(output.token_ids)
+                progress.update(task, advance=int(output.finished))
+        seconds = time.perf_counter() - start
+    asked = sum(request.output_len for request in requests)
+    if output_tokens != asked:
+        raise RuntimeError(f"{output_tokens} tokens were generated, but {asked} asked for")
+    return seconds, sum(map(len, prompts)), output_tokens
+
+
+def peak_memory_bytes() -> int:
+    """The most that MLX has held at one time, weights and KV cache included."""
+    import mlx.core as mx
+
+    return int(mx.get_peak_memory())
+
+
+def _report(title: str, result: dict[str, Any], path: str | None) -> None:
+    print(f"{title}:")
+    for name, value in result.items():
+        shown = f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
+        print(f"  {name.replace('_', ' '):<26}{shown:>14}")
+    if path is not None:
+        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,199 @@
+"""``metal-engine bench serve``: load a server as its users would, and measure what they would see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from metal_engine.bench.args import BenchServeArgs
+from metal_engine.bench.arrivals import arrival_times
+from metal_engine.bench.client import BenchClient, RequestRecord, open_session
+from metal_engine.bench.datasets import BenchRequest, make_requests
+from metal_engine.bench.plots import check_plots, plot_run
+from metal_engine.bench.report import table
+from metal_engine.bench.server_memory import server_peak_bytes
+from metal_engine.bench.stats import Summary, summarize
+from metal_engine.bench.tokens import load_prompt_tokenizer
+from metal_engine.settings import ConfigError
+
+_READY_POLL_SECONDS = 0.5
+
+
+def bench_serve(args: BenchServeArgs) -> Summary:
+    """Run the benchmark, print its table, and write what was asked for.
+
+    Raises:
+        ConfigError: the server cannot be reached, or the settings cannot work.
+    """
+    check_extra_body(args)
+    if args.plot:
+        check_plots()
+    model = asyncio.run(find_model(args))
+    name = args.tokenizer or model
+    requests = make_requests(args, args.seed, lambda: load_prompt_tokenizer(name))
+    summary, records = asyncio.run(measure(args, model, requests))
+    print(table(summary))
+    for error in sorted({r.error for r in records if r.error}):
+        print(f"failed: {error} ({sum(r.error == error for r in records)} times)")
+    if args.save_result:
+        save_result(Path(args.save_result), args, model, summary, records)
+    if args.plot:
+        plot_run(records, Path(args.plot))
+    return summary
+
+
+def check_extra_body(args: BenchServeArgs) -> None:
+    """Raises ConfigError if ``--extra-body`` is no JSON object."""
+    try:
+        if args.extra_body is not None and not isinstance(json.loads(args.extra_body), dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise ConfigError(f"--extra-body must be a JSON object: {error}") from error
+
+
+async def find_model(args: BenchServeArgs) -> str:
+    """The model to ask for, once the server answers.
+
+    Raises:
+        ConfigError: it does not, within ``--ready-timeout``; or it lists no model.
+    """
+    url = f"{args.base_url.rstrip('/')}/v1/models"
+    deadline = time.monotonic() + args.ready_timeout
+    async with open_session(args) as session:
+        while True:
+            try:
+                async with session.get(url) as response:
+                    body = await response.text()
+                    if response.status == 200:
+                        break
+                    problem = f"status {response.status}: {' '.join(body.split())[:200]}"
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                problem = str(error)
+            if time.monotonic() >= deadline:
+                raise ConfigError(f"no server at {args.base_url} (--base-url): {problem}")
+            await asyncio.sleep(_READY_POLL_SECONDS)
+    if args.model is not None:
+        return args.model
+    try:
+        return str(json.loads(body)["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"{url} lists no model: name one with --model") from error
+
+
+async def measure(
+    args: BenchServeArgs, model: str, requests: Sequence[BenchRequest]
+) -> tuple[Summary, list[RequestRecord]]:
+    """Send all requests when they are due; their figures and records, in order of the requests."""
+    due = arrival_times(len(requests), args.request_rate, args.burstiness, args.seed)
+    slots = asyncio.Semaphore(args.max_concurrency or len(requests))
+    async with BenchClient(args, model) as client:
+        await _warm_up(args, client, requests)
+        with _Live(args.progress, len(requests)) as live:
+            start = time.perf_counter()
+
+            async def one(request: BenchRequest, after: float) -> RequestRecord:
+                await asyncio.sleep(start + after - time.perf_counter())
+                async with slots:
+                    live.begin()
+                    record = await client.send(request)
+                live.end(record)
+                return record
+
+            records = await asyncio.gather(*(one(r, t) for r, t in zip(requests, due.tolist(), strict=True)))
+    summary = summarize(
+        records,
+        percentiles=args.percentile_values,
+        goodput=args.goodput_limits,
+        server_peak_bytes=server_peak_bytes(args.base_url),
+    )
+    return summary, records
+
+
+async def _warm_up(args: BenchServeArgs, client: BenchClient, requests: Sequence[BenchRequest]) -> None:
+    # Other text than any measured prompt begins with, or a prefix cache would have it already.
+    warmups = [
+        BenchRequest(
+            f"Warm-up {i}: " + requests[i % len(requests)].prompt[-400:], min(8, requests[0].output_len)
+        )
+        for i in range(args.num_warmups)
+    ]
+    for record in await asyncio.gather(*map(client.send, warmups)):
+        if record.error:
+            raise ConfigError(f"the server failed a warm-up request: {record.error}")
+
+
+class _Live:
+    """Progress on a terminal's standard error: requests done, under way, tokens a second."""
+
+    def __init__(self, wanted: bool, total: int) -> None:
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[running]} running, {task.fields[rate]:.1f} tok/s"),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=console, disable=not (wanted and console.is_terminal))
+        self._task = self._progress.add_task("Requests", total=total, running=0, rate=0.0)
+        self._running = self._tokens = 0
+
+    def __enter__(self) -> _Live:
+        self._progress.start()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self) -> None:
+        self._running += 1
+        self._progress.update(self._task, running=self._running)
+
+    def end(self, record: RequestRecord) -> None:
+        self._running -= 1
+        self._tokens += record.output_len
+        rate = self._tokens / (time.perf_counter() - self._start)
+        self._progress.update(self._task, advance=1, running=self._running, rate=rate)
+
+
+def save_result(
+    path: Path, args: BenchServeArgs, model: str, summary: Summary, records: Sequence[RequestRecord]
+) -> None:
+    """Everything about the run as JSON: settings, figures, each request."""
+    settings = {k: v for k, v in asdict(args).items() if k != "api_key"}
+    result: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": model,
+        "settings": settings | {"request_rate": str(args.request_rate)},
+        "summary": summary.to_json(),
+        "requests": [request_json(record) for record in records],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def request_json(record: RequestRecord) -> dict[str, Any]:
+    """One request, times relative to its start."""
+    return {
+        "started": record.started,
+        "ttft": record.ttft if record.token_times else None,
+        "itls": record.itls,
+        "latency": record.latency if record.token_times else None,
+        "prompt_len": record.prompt_len,
+        "cached_len": record.cached_len,
+        "output_len": record.output_len,
+        "asked_len": record.asked_len,
+        "finish_reason": record.finish_reason,
+        "error": record.error,
+    }

@@ -1,0 +1,119 @@
+"""From records to the figures people compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isnan
+from typing import Any
+
+import numpy as np
+
+from metal_engine.bench.client import RequestRecord
+
+MILLISECONDS = 1e3
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Of times, in milliseconds. ``percentiles`` is keyed by the percentile: 99.0 -> P99."""
+
+    mean: float
+    median: float
+    std: float
+    percentiles: dict[float, float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(seconds: Iterable[float], percentiles: Sequence[float]) -> Distribution:
+        """NaN throughout where there are no values."""
+        values = np.fromiter(seconds, np.float64) * MILLISECONDS
+        if values.size == 0:
+            return Distribution(*[float("nan")] * 3, {p: float("nan") for p in percentiles})
+        return Distribution(
+            mean=float(values.mean()),
+            median=float(np.median(values)),
+            std=float(values.std()),
+            percentiles={p: float(np.percentile(values, p)) for p in percentiles},
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures of a run. Throughputs are per second of ``duration``, which ends with the last text of any request."""
+
+    num_ok: int
+    num_failed: int
+    duration: float
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    request_throughput: float
+    output_throughput: float
+    total_throughput: float
+    ttft: Distribution
+    tpot: Distribution
+    itl: Distribution
+    e2el: Distribution
+    goodput: float | None = None  # requests a second that keep to every limit
+    peak_concurrency: int = 0
+    server_peak_bytes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        result = asdict(self)
+        for name in ("ttft", "tpot", "itl", "e2el"):
+            distribution = result.pop(name)
+            for p, value in distribution.pop("percentiles").items():
+                distribution[f"p{p:g}"] = value
+            # JSON has no NaN.
+            result |= {f"{key}_{name}_ms": None if isnan(v) else v for key, v in distribution.items()}
+        return result
+
+
+def summarize(
+    records: Sequence[RequestRecord],
+    *,
+    percentiles: Sequence[float] = (99.0,),
+    goodput: Mapping[str, float] | None = None,
+    server_peak_bytes: int | None = None,
+) -> Summary:
+    """Figures of all requests that came out as asked.
+
+    Args:
+        goodput: largest good value in milliseconds of ``ttft``, ``tpot`` or ``e2el``.
+    """
+    ok = [record for record in records if record.ok]
+    duration = max(r.token_times[-1] for r in ok) - min(r.started for r in records) if ok else 0.0
+    input_tokens, output_tokens = sum(r.prompt_len for r in ok), sum(r.output_len for r in ok)
+
+    def rate(count: float) -> float:
+        return count / duration if duration > 0 else 0.0
+
+    return Summary(
+        num_ok=len(ok),
+        num_failed=len(records) - len(ok),
+        duration=duration,
+        input_tokens=input_tokens,
+        cached_tokens=sum(r.cached_len for r in ok),
+        output_tokens=output_tokens,
+        request_throughput=rate(len(ok)),
+        output_throughput=rate(output_tokens),
+        total_throughput=rate(input_tokens + output_tokens),
+        ttft=Distribution.of((r.ttft for r in ok), percentiles),
+        tpot=Distribution.of((r.tpot for r in ok if r.output_len > 1), percentiles),
+        itl=Distribution.of((itl for r in ok for itl in r.itls), percentiles),
+        e2el=Distribution.of((r.latency for r in ok), percentiles),
+        goodput=rate(sum(_is_good(r, goodput) for r in ok)) if goodput else None,
+        peak_concurrency=peak_concurrency(records),
+        server_peak_bytes=server_peak_bytes,
+    )
+
+
+def _is_good(record: RequestRecord, limits: Mapping[str, float]) -> bool:
+    values = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.latency}
+    return all(values[name] * MILLISECONDS <= limit for name, limit in limits.items())
+
+
+def peak_concurrency(records: Sequence[RequestRecord]) -> int:
+    """Most requests under way at one time. One that ends as another starts does not count with it."""
+    changes = sorted([(r.started, 1) for r in records] + [(r.ended, -1) for r in records])
+    return int(np.cumsum([change for _, change in changes]).max()) if changes else 0

@@ -1,0 +1,190 @@
+"""What the engine counts and times. Its own thread writes; any thread may read."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+
+from metal_engine.request import RequestOutput
+from metal_engine.step import SchedulerOutput
+
+# Upper bounds of the buckets, in seconds. From a step of a small model to an answer on a slow machine.
+_REQUEST_SECONDS = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+)
+_FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+                        80, 160, 640, 2560)  # fmt: skip
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5,
+                  7.5, 10, 20, 40, 80)  # fmt: skip
+_TOKENS = tuple(1 << i for i in range(18))
+
+
+class Histogram:
+    """Counts of values by bucket: one thread adds while others read.
+
+    Attributes:
+        bounds: the buckets' upper bounds, inclusive and increasing; the last bucket has none.
+    """
+
+    __slots__ = ("_counts", "_sum", "bounds")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self._sum += value
+
+    @property
+    def sum(self) -> float:
+        return self._sum
+
+    @property
+    def counts(self) -> list[int]:
+        """Values in each bucket (not cumulative), the unbounded one last."""
+        return list(self._counts)
+
+
+class _Times:
+    """When things happened to a request, in seconds of :func:`time.monotonic`; 0 for not yet."""
+
+    __slots__ = ("arrival", "first_token", "last_token", "num_prompt_tokens", "scheduled")
+
+    def __init__(self, arrival: float, num_prompt_tokens: int) -> None:
+        self.arrival = arrival
+        self.num_prompt_tokens = num_prompt_tokens
+        self.scheduled = 0.0
+        self.first_token = 0.0
+        self.last_token = 0.0
+
+
+class EngineMetrics:
+    """Totals since the engine was made; times are in seconds, and a request's begin when it arrived.
+
+    Attributes:
+        num_prompt_tokens: tokens of the prompts that were computed, those found in the prefix cache included.
+        num_generation_tokens: tokens sampled.
+        num_cache_queries: tokens looked up in the prefix cache, at every admission.
+        num_cache_hits: of those, the ones found.
+        num_rows: rows of packed steps, by what they were: ``decode`` (a request's only one), ``chunk`` (of a
+            prompt that was begun before) or ``fresh`` (the first of a request).
+        num_finished: requests by the reason they finished for.
+        first_token: from arrival to the first token.
+        inter_token: between two tokens of a request.
+        end_to_end: from arrival to the last token.
+        queue: from arrival to the first step.
+        prefill: from the first step to the first token.
+        decode: from the first token to the last.
+        inference: from the first step to the last token.
+        prompt_tokens: prompt lengths of requests that finished.
+        generation_tokens: output lengths of requests that finished.
+        step_tokens: rows of each step.
+        step_time: from planning a step to its tokens.
+    """
+
+    def __init__(self) -> None:
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.num_cache_queries = 0
+        self.num_cache_hits = 0
+        self.num_rows = {"decode": 0, "chunk": 0, "fresh": 0}
+        self.num_finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
+        self.first_token = Histogram(_FIRST_TOKEN_SECONDS)
+        self.inter_token = Histogram(_TOKEN_SECONDS)
+        self.end_to_end = Histogram(_REQUEST_SECONDS)
+        self.queue = Histogram(_REQUEST_SECONDS)
+        self.prefill = Histogram(_REQUEST_SECONDS)
+        self.decode = Histogram(_REQUEST_SECONDS)
+        self.inference = Histogram(_REQUEST_SECONDS)
+        self.prompt_tokens = Histogram(_TOKENS)
+        self.generation_tokens = Histogram(_TOKENS)
+        self.step_tokens = Histogram(_TOKENS)
+        self.step_time = Histogram(_TOKEN_SECONDS)
+        self._times: dict[str, _Times] = {}
+
+    def arrived(self, request_id: str, num_prompt_tokens: int, arrival: float | None = None) -> None:
+        """A request was queued; it arrived then, or now."""
+        self._times[request_id] = _Times(time.monotonic() if arrival is None else arrival, num_prompt_tokens)
+
+    def scheduled(self, plan: SchedulerOutput, now: float) -> None:
+        """A step is about to run."""
+        num_fresh = 0
+        for new in plan.new_requests:
+            num_fresh += plan.num_scheduled_tokens[new.request_id]
+            self.num_cache_queries += len(new.token_ids)
+            self.num_cache_hits += new.num_computed_tokens
+            times = self._times.get(new.request_id)
+            if times is not None and not times.scheduled:  # else it resumes after preemption
+                times.scheduled = now
+                self.queue.add(now - times.arrival)
+        lengths = list(plan.num_scheduled_tokens.values())
+        total = sum(lengths)
+        num_decodes = lengths.count(1) - sum(
+            plan.num_scheduled_tokens[new.request_id] == 1 for new in plan.new_requests
+        )
+        self.num_rows["decode"] += num_decodes
+        self.num_rows["fresh"] += num_fresh
+        self.num_rows["chunk"] += total - num_decodes - num_fresh
+        self.step_tokens.add(total)
+
+    def produced(self, outputs: Iterable[RequestOutput], started: float, now: float) -> None:
+        """A step that ``started`` then has produced these outputs."""
+        self.step_time.add(now - started)
+        inter_token = self.inter_token
+        num_tokens = 0
+        for output in outputs:
+            times = self._times.get(output.request_id)
+            if times is None:
+                continue
+            if output.token_ids:
+                num_tokens += len(output.token_ids)
+                if times.last_token:
+                    inter_token.add(now - times.last_token)
+                else:
+                    times.first_token = now
+                    self.num_prompt_tokens += times.num_prompt_tokens
+                    self.first_token.add(now - times.arrival)
+                    self.prefill.add(now - times.scheduled)
+                times.last_token = now
+            if output.finish_reason is not None:
+                self.finished(output.request_id, output.finish_reason, output.num_output_tokens)
+        self.num_generation_tokens += num_tokens
+
+    def finished(self, request_id: str, reason: str, num_output_tokens: int = 0) -> None:
+        """A request is over; one that is not known (any more) is ignored."""
+        times = self._times.pop(request_id, None)
+        if times is None:
+            return
+        self.num_finished[reason] += 1
+        if reason not in ("stop", "length"):
+            return  # what was cut short says nothing about how long requests take
+        self.prompt_tokens.add(times.num_prompt_tokens)
+        self.generation_tokens.add(num_output_tokens)
+        self.end_to_end.add(times.last_token - times.arrival)
+        self.decode.add(times.last_token - times.first_token)
+        self.inference.add(times.last_token - times.scheduled)

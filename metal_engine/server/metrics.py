@@ -1,0 +1,172 @@
+"""``/metrics`` in Prometheus' format: names are vLLM's, under ``metal_engine:``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from metal_engine import __version__
+from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.metrics import EngineMetrics, Histogram
+
+PREFIX = "metal_engine:"
+
+# Why a request never reached the engine.
+REJECTIONS = ("invalid", "unauthorized", "too_large", "not_found", "overloaded", "shutting_down")
+
+_COUNTERS: dict[str, tuple[str, Callable[[EngineMetrics], float]]] = {
+    "prompt_tokens": ("Prompt tokens of requests that were begun.", lambda m: m.num_prompt_tokens),
+    "generation_tokens": ("Tokens generated.", lambda m: m.num_generation_tokens),
+    "prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda m: m.num_cache_queries),
+    "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda m: m.num_cache_hits),
+}
+_HISTOGRAMS: dict[str, tuple[str, Callable[[EngineMetrics], Histogram]]] = {
+    "time_to_first_token_seconds": ("From arrival to the first token.", lambda m: m.first_token),
+    "inter_token_latency_seconds": ("Between two tokens of a request.", lambda m: m.inter_token),
+    "e2e_request_latency_seconds": ("From arrival to the last token.", lambda m: m.end_to_end),
+    "request_queue_time_seconds": ("From arrival to the first step.", lambda m: m.queue),
+    "request_prefill_time_seconds": ("From the first step to the first token.", lambda m: m.prefill),
+    "request_decode_time_seconds": ("From the first token to the last.", lambda m: m.decode),
+    "request_inference_time_seconds": ("From the first step to the last token.", lambda m: m.inference),
+    "request_prompt_tokens": ("Prompt lengths of requests that finished.", lambda m: m.prompt_tokens),
+    "request_generation_tokens": ("Output lengths of requests that finished.", lambda m: m.generation_tokens),
+    "iteration_tokens_total": ("Packed rows of each step.", lambda m: m.step_tokens),
+    "step_time_seconds": ("From planning a step to its tokens.", lambda m: m.step_time),
+}
+
+
+class ServerMetrics:
+    """What one server shows at ``/metrics``.
+
+    Args:
+        model: the model's name in the API, a label of every series.
+    """
+
+    def __init__(self, engine: AsyncEngine, model: str) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._rejections = Counter(
+            f"{PREFIX}requests_rejected",
+            "Requests that never reached the engine.",
+            ["model_name", "reason"],
+            registry=self._registry,
+        )
+        self._model = model
+        for reason in REJECTIONS:
+            self._rejections.labels(model, reason)
+        self._registry.register(_EngineCollector(engine, model))
+
+    def reject(self, status: int, code: str | None) -> None:
+        """Count an answer with an error status that kept a request from the engine."""
+        reason = _rejection(status, code)
+        if reason is not None:
+            self._rejections.labels(self._model, reason).inc()
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """Everything, and its content type, in the format that an ``Accept`` header asks for."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+def _rejection(status: int, code: str | None) -> str | None:
+    match status:
+        case 400 | 405 | 415 | 422:
+            return "invalid"
+        case 401 | 403:
+            return "unauthorized"
+        case 404:
+            return "not_found"
+        case 413:
+            return "too_large"
+        case 503 if code in ("overloaded", "shutting_down"):
+            return code
+    return None
+
+
+class _EngineCollector(Collector):
+    """Reads the engine when it is asked to; nothing is copied while requests run."""
+
+    def __init__(self, engine: AsyncEngine, model: str) -> None:
+        self._engine = engine
+        self._model = model
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the registry would otherwise collect once on registration."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        stats, metrics = self._engine.stats, self._engine.core.metrics
+        yield self._gauge("num_requests_running", "Requests in the batch.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", self._engine.num_waiting)
+        usage = stats.num_used_blocks / stats.num_blocks
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage)
+        for name, (help_, value) in _COUNTERS.items():
+            yield self._counter(name, help_, value(metrics))
+        yield self._counter("num_preemptions", "Requests that lost their KV blocks.", stats.num_preemptions)
+        yield self._counter("failed_steps", "Steps that raised.", self._engine.core.num_failed_steps)
+        yield self._by_label(
+            "request_success",
+            "Requests that ended, by reason.",
+            "finished_reason",
+            dict(metrics.num_finished),
+        )
+        transfer = self._engine.core.kv_transfer_stats
+        for name, count in transfer.as_dict().items() if transfer is not None else ():
+            yield self._counter(f"kv_transfer_{name}", "KV transfer, see docs/kv-transfer.md.", count)
+        yield self._by_label("step_rows", "Rows of packed steps, by kind.", "kind", dict(metrics.num_rows))
+        for name, (help_, histogram) in _HISTOGRAMS.items():
+            yield self._histogram(name, help_, histogram(metrics))
+        yield self._info()
+
+    def _gauge(self, name: str, help_: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, help_, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, help_: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, help_, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _by_label(self, name: str, help_: str, label: str, values: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, help_, labels=["model_name", label])
+        for of_label, value in values.items():
+            family.add_metric([self._model, of_label], value)
+        return family
+
+    def _histogram(self, name: str, help_: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(PREFIX + name, help_, labels=["model_name"])
+        bounds = [*map(str, map(float, histogram.bounds)), "+Inf"]
+        # The engine goes on meanwhile, so the count is taken from the same copy as the buckets.
+        buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+        family.add_metric([self._model], buckets, histogram.sum)
+        return family
+
+    def _info(self) -> Metric:
+        config = self._engine.config
+        family = InfoMetricFamily(f"{PREFIX}engine", "What runs.", labels=["model_name"])
+        facts = {
+            "version": __version__,
+            "model_type": config.model.model_type,
+            "dtype": config.model.dtype,
+            "device": config.device.kind,
+            "attention_backend": config.attention_backend,
+            "block_size": str(config.cache.block_size),
+            "num_blocks": str(config.cache.num_blocks),
+            "max_model_len": str(config.scheduler.max_model_len),
+            "max_num_seqs": str(config.scheduler.max_num_seqs),
+            "max_num_batched_tokens": str(config.scheduler.max_num_batched_tokens),
+        }
+        family.add_metric([self._model], facts)
+        return family

@@ -1,0 +1,91 @@
+"""``/tokenize`` and ``/detokenize``: vLLM's, for clients that count or cut before they ask."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field
+
+from metal_engine.server.chat import ChatEndpoint
+from metal_engine.server.errors import invalid, model_not_found, validated
+from metal_engine.server.generation import ServedModel
+from metal_engine.server.protocol import ChatCompletionBody, ChatMessage
+
+
+class TokenizeBody(BaseModel):
+    """``POST /tokenize``: a ``prompt``, or ``messages`` with whatever else shapes a chat's prompt."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class Tokens(BaseModel):
+    """``token_strs`` are the vocabulary's own spellings, if they were asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """``POST /detokenize``."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+def add_tokenization_routes(app: FastAPI, served: ServedModel) -> None:
+    @app.post("/tokenize", tags=["tokens"])
+    async def tokenize(body: TokenizeBody) -> Tokens:
+        _check_model(served, body.model)
+        tokenizer = served.engine.tokenizer
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("give either prompt or messages", param="prompt")
+        if body.prompt is not None:
+            try:
+                tokens = await asyncio.to_thread(
+                    tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens
+                )
+            except ValueError as error:
+                raise invalid(f"prompt: {error}", param="prompt") from error
+        else:
+            conversation = validated(
+                ChatCompletionBody, {"messages": body.messages, **(body.model_extra or {})}
+            )
+            served.parameters.check(conversation)
+            (tokens,) = await asyncio.to_thread(
+                ChatEndpoint(served.parsers).tokenize, conversation, tokenizer
+            )
+        return Tokens(
+            count=len(tokens),
+            max_model_len=served.engine.config.scheduler.max_model_len,
+            tokens=tokens,
+            token_strs=tokenizer.tokens(tokens) if body.return_token_strs else None,
+        )
+
+    @app.post("/detokenize", tags=["tokens"])
+    async def detokenize(body: DetokenizeBody) -> Text:
+        _check_model(served, body.model)
+        vocab_size = served.engine.config.model.vocab_size
+        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocab_size:
+            raise invalid(f"tokens has ids outside the vocabulary of {vocab_size}", param="tokens")
+        return Text(prompt=await asyncio.to_thread(served.engine.tokenizer.decode, body.tokens))
+
+
+def _check_model(served: ServedModel, model: str | None) -> None:
+    if model is not None and model not in served.names:
+        raise model_not_found(model)
