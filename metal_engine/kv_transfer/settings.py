@@ -43,7 +43,7 @@ class KVTransferConfig:
     max_load_bytes: int = GIB
     max_save_bytes: int = GIB // 4
     io_threads: int = 4
-    save_on_close: float = 10.0
+    save_on_close: float = 5.0
 
     @property
     def loads(self) -> bool:
