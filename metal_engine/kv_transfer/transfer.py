@@ -197,10 +197,11 @@ class KVTransfer:
     def close(self) -> None:
         """Write what is queued, for as long as the configuration allows, then stop the threads."""
         self._closing = True
-        if not self.flush(self.config.save_on_close):
-            num_blocks = sum(len(hashes) for hashes, _ in self._saves)
-            logger.warning("KV store: %d blocks were not written in time", num_blocks)
+        is_flushed = self.flush(self.config.save_on_close)
         with self._condition:
+            if not is_flushed:
+                num_blocks = sum(len(hashes) for hashes, _ in self._saves)
+                logger.warning("KV store: %d blocks were not written in time", num_blocks)
             self._closed = True
             self._condition.notify_all()
         for thread in (self._save_thread, *self._load_threads):
