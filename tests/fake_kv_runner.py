@@ -210,6 +210,12 @@ class FakeKVRunner:
         return values
 
 
+class HostSampled(SamplingParams):
+    """Parameters of a request whose tokens can be sampled only when the one before is known on the host."""
+
+    needs_token_on_host = True  # type: ignore[assignment]
+
+
 @dataclass
 class Tracked:
     """A request under test: what it must produce and what it has produced."""
@@ -266,8 +272,10 @@ class SchedulerHarness:
         ignore_eos: bool = False,
         options: RequestOptions | None = None,
         needs_prompt_rows: bool = False,
+        needs_token_on_host: bool = False,
     ) -> Request:
         """Queue a request; ``stop_after=n`` makes the n-th token it will generate an end of sequence."""
+        make_params = HostSampled if needs_token_on_host else SamplingParams
         expected = expected_tokens(prompt, max_tokens)
         eos: frozenset[int] = frozenset()
         reason = "length"
@@ -280,7 +288,7 @@ class SchedulerHarness:
         request = Request(
             request_id,
             prompt,
-            SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
+            make_params(max_tokens=max_tokens, ignore_eos=ignore_eos),
             max_tokens=max_tokens,
             eos_token_ids=eos,
             options=options,
@@ -299,6 +307,32 @@ class SchedulerHarness:
             del self._live[request_id]
         assert not self.scheduler.blocks.block_ids(request_id)
         self.scheduler.check_integrity()
+
+    def fail_oldest(self, *, cache_is_lost: bool = False) -> None:
+        """The oldest step under way fails, and those after it are not run."""
+        plan, _ = self.in_flight.popleft()
+        self._fail(plan)
+        for void, _ in self.in_flight:
+            self.scheduler.cancel(void)
+        self.in_flight.clear()
+        if cache_is_lost:
+            self.scheduler.preempt_all()
+        self.scheduler.check_integrity()
+
+    def refuse_newest(self) -> None:
+        """The step planned last was refused by the runner; those before it are finished."""
+        plan, _ = self.in_flight.pop()
+        self._fail(plan)
+        self.scheduler.check_integrity()
+        while self.in_flight:
+            self.update()
+
+    def _fail(self, plan: SchedulerOutput) -> None:
+        self.scheduler.prefix_cache.forget()
+        for request_id in plan.num_scheduled_tokens:
+            self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
+            if self._live.pop(request_id, ...) is None:
+                self.tracked[request_id].finish_reason = "error"
 
     @property
     def live(self) -> list[Tracked]:
@@ -382,7 +416,7 @@ class SchedulerHarness:
             assert not self.transfer.tickets, "loads leaked"
         assert self.scheduler.blocks.num_used_blocks == 0, "blocks leaked"
         for tracked in self.tracked.values():
-            if tracked.finish_reason != "abort":
+            if tracked.finish_reason not in ("abort", "error"):
                 assert tracked.token_ids == tracked.expected
                 assert tracked.finish_reason == tracked.expected_reason
         # The drops of the last step go with the next one.

@@ -81,7 +81,7 @@ class Engine:
     def hashes_of(self, prompt: list[int]) -> list[bytes]:
         """Of the prompt's full blocks."""
         request_id = self.add(prompt)
-        hashes = list(self.core.scheduler.requests[request_id].block_hashes)
+        hashes = list(next(reversed(self.core.scheduler.requests.values())).block_hashes)
         self.core.abort_request(request_id)
         return hashes
 

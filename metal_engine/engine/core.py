@@ -175,7 +175,11 @@ class EngineCore:
             try:
                 handle = self._runner.execute(plan)
             except Exception as error:  # noqa: BLE001  (logged there)
-                return failed + self._fail(plan, error)
+                outputs = failed + self._fail(plan, error)
+                # No later plan can follow directly on those under way: this one came between.
+                while self._under_way:
+                    outputs += self._finish_oldest()
+                return outputs
             self._under_way.append((plan, handle, started))
             if len(self._under_way) <= self._num_ahead:
                 return failed

@@ -50,7 +50,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the ids the tokenizer puts around a raw prompt (BOS) unless told not to."""
         try:
-            return self._hf.encode(text, add_special_tokens=add_special_tokens)
+            # Not verbose: the tokenizer would warn of long texts, which are refused later, with a message of our own.
+            return self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         except TypeError as error:  # what the tokenizer makes of lone surrogates
             raise ValueError("the text is not valid Unicode") from error
 

@@ -151,6 +151,7 @@ class ModelRunner:
     def close(self) -> None:
         """Free the KV cache, in the thread that ran the steps."""
         self._steps.clear()
+        mx.synchronize()
         if self.kv_connector is not None:
             self.kv_connector.close()
         self._model.release()

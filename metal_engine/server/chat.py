@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput
 from metal_engine.server.conversation import template_messages
-from metal_engine.server.errors import invalid
+from metal_engine.server.errors import APIError, invalid
 from metal_engine.server.generation import Generation, finish_reason
 from metal_engine.server.parsers import Parsers, begins_in_reasoning
 from metal_engine.server.pieces import CallStart, Piece, Splitter, TextPiece
@@ -26,6 +26,7 @@ from metal_engine.server.protocol import (
     ToolCall,
     Usage,
 )
+from metal_engine.server.streaming import DONE, ChunkTemplate, sse
 from metal_engine.server.tools import NO_TOOLS, forced_schema, plan_tools
 
 # Tokens at the end of a prompt that tell whether its template has begun the reasoning.
@@ -85,9 +86,13 @@ class Conversation:
             self._called.add(index)
         return pieces
 
+    def has_called(self, index: int) -> bool:
+        """Whether there was a tool call in a choice."""
+        return index in self._called
+
     def finish_reason(self, index: int, reason: ChatFinishReason) -> ChatFinishReason:
         """Why a choice ended: for its calls, unless the client named the one call or the text was cut off."""
-        is_call = reason == "stop" and index in self._called and self._plan.name is None
+        is_call = reason == "stop" and self.has_called(index) and self._plan.name is None
         return "tool_calls" if is_call else reason
 
 
@@ -98,6 +103,7 @@ class ChatEndpoint:
 
     def __init__(self, parsers: Parsers) -> None:
         self._conversation = Conversation(parsers)
+        self._templates: dict[int, ChunkTemplate] = {}
 
     def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         return [self._conversation.prompt(body, tokenizer)]
@@ -126,26 +132,43 @@ class ChatEndpoint:
             usage=generation.usage,
         )
 
-    def chunks(
-        self, generation: Generation, index: int, output: RequestOutput, first: bool
-    ) -> list[BaseModel]:
-        reason = finish_reason(output)
-        deltas: list[Delta] = [{"role": "assistant", "content": ""}] if first else []
-        deltas += [_delta(piece) for piece in self._conversation.pieces(index, output.text, reason)]
-        choices = [ChatChunkChoice(index=index, delta=delta) for delta in deltas]
-        if reason is not None:
-            choices.append(
-                ChatChunkChoice(
-                    index=index,
-                    delta=Delta(),
-                    finish_reason=self._conversation.finish_reason(index, reason),
-                    stop_reason=output.stop_reason,
-                )
-            )
-        return [_chunk(generation, [choice]) for choice in choices]
+    def begin(self, generation: Generation) -> bytes:
+        return b""
 
-    def usage_chunk(self, generation: Generation) -> BaseModel:
-        return _chunk(generation, [], generation.usage)
+    def chunk(self, generation: Generation, index: int, output: RequestOutput, first: bool) -> bytes:
+        reason = finish_reason(output)
+        pieces = self._conversation.pieces(index, output.text, reason)
+        events = []
+        if first:
+            delta = Delta(role="assistant", content="")
+            events.append(sse(_chunk(generation, [ChatChunkChoice(index=index, delta=delta)])))
+        for piece in pieces:
+            if isinstance(piece, TextPiece) and piece.kind == "content":
+                events.append(self._template(generation, index).fill(piece.text))
+            else:
+                events.append(sse(_chunk(generation, [ChatChunkChoice(index=index, delta=_delta(piece))])))
+        if reason is not None:
+            choice = ChatChunkChoice(
+                index=index,
+                delta=Delta(),
+                finish_reason=self._conversation.finish_reason(index, reason),
+                stop_reason=output.stop_reason,
+            )
+            events.append(sse(_chunk(generation, [choice])))
+        return b"".join(events)
+
+    def _template(self, generation: Generation, index: int) -> ChunkTemplate:
+        template = self._templates.get(index)
+        if template is None:
+            choice = ChatChunkChoice(index=index, delta=Delta(content=ChunkTemplate.TEXT))
+            template = self._templates[index] = ChunkTemplate(_chunk(generation, [choice]))
+        return template
+
+    def end(self, generation: Generation, include_usage: bool) -> bytes:
+        return (sse(_chunk(generation, [], generation.usage)) if include_usage else b"") + DONE
+
+    def error(self, generation: Generation, error: APIError) -> bytes:
+        return sse(error.body)
 
 
 def message_of(pieces: list[Piece]) -> AssistantMessage:

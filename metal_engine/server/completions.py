@@ -8,15 +8,19 @@ from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput
-from metal_engine.server.errors import invalid
+from metal_engine.server.errors import APIError, invalid
 from metal_engine.server.generation import Generation, finish_reason
 from metal_engine.server.protocol import Completion, CompletionBody, CompletionChoice, Usage
+from metal_engine.server.streaming import DONE, ChunkTemplate, sse
 
 
 class CompletionEndpoint:
-    """Implements :class:`metal_engine.server.generation.Endpoint`."""
+    """Implements :class:`metal_engine.server.generation.Endpoint` for one request."""
 
     id_prefix = "cmpl"
+
+    def __init__(self) -> None:
+        self._templates: dict[int, ChunkTemplate] = {}
 
     def tokenize(self, body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         prompts = _prompts(body)
@@ -42,21 +46,31 @@ class CompletionEndpoint:
         ]
         return _completion(generation, choices, generation.usage)
 
-    def chunks(
-        self, generation: Generation, index: int, output: RequestOutput, first: bool
-    ) -> list[BaseModel]:
-        if not output.text and not output.finished:
-            return []
+    def begin(self, generation: Generation) -> bytes:
+        return b""
+
+    def chunk(self, generation: Generation, index: int, output: RequestOutput, first: bool) -> bytes:
+        if output.finish_reason is None:
+            if not output.text:
+                return b""
+            template = self._templates.get(index)
+            if template is None:
+                choice = CompletionChoice(index=index, text=ChunkTemplate.TEXT)
+                template = self._templates[index] = ChunkTemplate(_completion(generation, [choice]))
+            return template.fill(output.text)
         choice = CompletionChoice(
             index=index,
             text=output.text,
             finish_reason=finish_reason(output),
             stop_reason=output.stop_reason,
         )
-        return [_completion(generation, [choice])]
+        return sse(_completion(generation, [choice]))
 
-    def usage_chunk(self, generation: Generation) -> BaseModel:
-        return _completion(generation, [], generation.usage)
+    def end(self, generation: Generation, include_usage: bool) -> bytes:
+        return (sse(_completion(generation, [], generation.usage)) if include_usage else b"") + DONE
+
+    def error(self, generation: Generation, error: APIError) -> bytes:
+        return sse(error.body)
 
 
 def _prompts(body: CompletionBody) -> list[str | list[int]]:

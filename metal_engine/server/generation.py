@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
+from metal_engine.server.admission import Admission
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.lifecycle import SHUTTING_DOWN
 from metal_engine.server.logs import note
@@ -42,6 +43,12 @@ class ServedModel:
     names: tuple[str, ...]
     parameters: ParameterPolicy
     parsers: Parsers
+    admission: Admission
+
+    def check_model(self, model: str | None) -> None:
+        """Raises APIError, a 404, for a model that is not this one."""
+        if model is not None and model not in self.names:
+            raise model_not_found(model)
 
 
 @dataclass
@@ -87,8 +94,11 @@ class Generation:
         prompts: list[list[int]],
         params: SamplingParams,
         options: RequestOptions,
+        timeout: float = 0.0,
     ) -> None:
         self._engine = engine
+        self._timeout = timeout
+        self._timed_out = False
         self._prompts = prompts
         self._params = params
         self._options = options
@@ -108,14 +118,26 @@ class Generation:
             self._engine.generate(f"{self.request_id}-{i}", prompt, self._params, self._options)
             for i, prompt in enumerate(self._prompts)
         ]
-        async with aclosing(_merge(streams)) as batches:
-            async for batch in batches:
-                for index, output in batch:
-                    if output.finish_reason in ("error", "abort"):
-                        raise self._failure(output)
-                    self.choices[index].add(output)
-                yield batch
+        timer = None
+        if self._timeout:
+            timer = asyncio.get_running_loop().call_later(self._timeout, self._time_out)
+        try:
+            async with aclosing(_merge(streams)) as batches:
+                async for batch in batches:
+                    for index, output in batch:
+                        if output.finish_reason in ("error", "abort"):
+                            raise self._failure(output)
+                        self.choices[index].add(output)
+                    yield batch
+        finally:
+            if timer is not None:
+                timer.cancel()
         self._note()
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        for i in range(len(self._prompts)):
+            self._engine.cut_request(f"{self.request_id}-{i}", "the request took too long")
 
     def _note(self) -> None:
         usage = self.usage
@@ -132,6 +154,11 @@ class Generation:
         async with aclosing(self.outputs()) as batches:
             async for _ in batches:
                 pass
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts; known before there is any output."""
+        return sum(map(len, self._prompts))
 
     @property
     def usage(self) -> Usage:
@@ -151,6 +178,9 @@ class Generation:
     def _failure(self, output: RequestOutput) -> APIError:
         if self._engine.error is not None:
             return engine_dead(self._engine.error)
+        if self._timed_out:
+            message = f"the request was not done within {self._timeout:g} s (--request-timeout)"
+            return APIError(504, message, code="timeout")
         if output.finish_reason == "abort":
             return APIError(503, output.error or "the request was aborted", code=SHUTTING_DOWN)
         return APIError(500, output.error or "the request failed", code="generation_failed")
@@ -182,14 +212,20 @@ class Endpoint(Protocol[BodyT]):
         """The answer to a request that does not stream, once the generation is complete."""
         ...
 
-    def chunks(
-        self, generation: Generation, index: int, output: RequestOutput, first: bool
-    ) -> list[BaseModel]:
-        """What to send for one output in a stream; ``first`` for the first output of its choice."""
+    def begin(self, generation: Generation) -> bytes:
+        """What a stream begins with, before there is any output."""
         ...
 
-    def usage_chunk(self, generation: Generation) -> BaseModel:
-        """The chunk without choices that ends a stream with ``include_usage``."""
+    def chunk(self, generation: Generation, index: int, output: RequestOutput, first: bool) -> bytes:
+        """The events of one output in a stream; ``first`` for the first output of its choice."""
+        ...
+
+    def end(self, generation: Generation, include_usage: bool) -> bytes:
+        """What a stream ends with when all has gone well."""
+        ...
+
+    def error(self, generation: Generation, error: APIError) -> bytes:
+        """What a stream ends with otherwise."""
         ...
 
 
@@ -200,8 +236,8 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         APIError: the request cannot be served; 4xx with the field at fault, or 503 if the engine has ended.
     """
     engine = served.engine
-    if body.model is not None and body.model not in served.names:
-        raise model_not_found(body.model)
+    served.check_model(body.model)
+    served.admission.check(0)  # before any work on it
     served.parameters.check(body)
     params = _sampling_params(body, engine.config.model.default_sampling)
     if engine.error is not None:
@@ -213,6 +249,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         params = _sampling_params(adjusted, engine.config.model.default_sampling)
     for prompt in prompts:
         _check_prompt(engine, prompt, params, body)
+    served.admission.check(sum(map(len, prompts)))
     return Generation(
         engine,
         request_id=f"{endpoint.id_prefix}-{uuid.uuid4().hex}",
@@ -220,6 +257,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         prompts=prompts,
         params=params,
         options=_options(body),
+        timeout=served.admission.request_timeout,
     )
 
 

@@ -17,7 +17,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.app import create_app
 from metal_engine.server.parsers import Parsers
-from metal_engine.server.run import Server, make_server
+from metal_engine.server.run import Server, make_server, tls_options
 from tests.fakes import FakeRunner, NextToken, fake_config, fake_engine, hash_chain
 
 MODEL = "org/fake-model"
@@ -88,6 +88,7 @@ def serve(
         death_grace=death_grace,
         host="127.0.0.1",
         port=0,
+        **tls_options(args),
     )
     loops: list[asyncio.AbstractEventLoop] = []
 

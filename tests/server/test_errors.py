@@ -117,6 +117,24 @@ BAD_CHATS = [
     ),
     ({"messages": USER, "add_generation_prompt": "no"}, "add_generation_prompt", None),
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages", None),
+    (
+        {
+            "messages": [
+                *USER,
+                {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+                *USER,
+            ]
+        },
+        "messages.function_call",
+        "unsupported_parameter",
+    ),
+    (
+        {"messages": [*USER, {"role": "assistant", "audio": {"id": "x"}}, *USER]},
+        "messages.audio",
+        "unsupported_parameter",
+    ),
+    ({"messages": USER, "xtc_probability": 0.5}, "xtc_probability", "unsupported_parameter"),
+    ({"messages": USER, "logits_processors": ["x"]}, "logits_processors", "unsupported_parameter"),
     ({"messages": USER, "logprobs": True}, "logprobs", "unsupported_parameter"),
     ({"messages": USER, "top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
     ({"messages": USER, "tools": [{"type": "function"}]}, "tools", None),

@@ -1,0 +1,55 @@
+"""Faster forms of what models compute, against float64 NumPy and mlx-lm's own."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import activations
+
+from metal_engine.models import cpu_ops
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 1, 7), (5, 1, 1536), (171, 1, 1536)])
+def test_swiglu(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    gate, x = rng.normal(0, 4, shape).astype(np.float32), rng.normal(0, 3, shape).astype(np.float32)
+    gate.flat[0] = -200.0  # where exp(-gate) is no float32 any more
+    out = np.array(cpu_ops.swiglu(mx.array(gate), mx.array(x)))
+    g, y = gate.astype(np.float64), x.astype(np.float64)
+    np.testing.assert_allclose(out, g / (1 + np.exp(-g)) * y, rtol=2e-6, atol=1e-30)
+    assert out.shape == shape
+
+
+def test_swiglu_where_it_is_large_or_nothing() -> None:
+    gate = mx.array([88.0, 1e4, 3e38, -88.0, -1e4, -3e38, 0.0])
+    out = np.array(cpu_ops.swiglu(gate, mx.ones_like(gate)))
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out[:3], np.array(gate)[:3], rtol=1e-6)
+    np.testing.assert_allclose(out[3:], 0.0, atol=4.0)  # 3e38 times the smallest float32
+    assert np.abs(out[3:5]).max() < 1e-33
+
+
+def test_swiglu_does_not_hide_a_nan() -> None:
+    out = np.array(cpu_ops.swiglu(mx.array([float("nan"), 1.0]), mx.array([1.0, float("nan")])))
+    assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_other_dtypes_are_mlx_lms_own(dtype: mx.Dtype) -> None:
+    gate, x = (mx.random.normal((4, 64)).astype(dtype) for _ in range(2))
+    ours, theirs = cpu_ops.swiglu(gate, x), activations.swiglu(gate, x)
+    assert ours.dtype == dtype and mx.array_equal(ours, theirs)
+
+
+def test_pieces_have_few_sizes() -> None:
+    sizes = set()
+
+    def note(x: mx.array) -> mx.array:
+        sizes.add(x.size)
+        return x + 1
+
+    for rows in range(1, 600, 7):
+        x = mx.arange(rows * 1536)
+        assert mx.array_equal(cpu_ops.in_pieces(note, x), x + 1)
+    assert len([s for s in sizes if s >= cpu_ops._SMALLEST_PIECE]) <= 8
