@@ -80,6 +80,7 @@ simdgroup_matrix<T, 8, 8> queries[DIM_FRAGMENTS];
 simdgroup_matrix<float, 8, 8> output[DIM_FRAGMENTS];
 {
   const ulong at = (ulong(first_row + row / G) * (num_kv_heads * G) + head) * D + lane_column;
+  #pragma clang loop unroll(full)
   for (int d = 0; d < DIM_FRAGMENTS; ++d) {
     queries[d] = make_filled_simdgroup_matrix<T, 8, 8>(T(0.0f));
     if (row_exists) {
@@ -122,14 +123,17 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   const bool all_visible =
       tile + BK - 1 <= first_position && (!HAS_WINDOW || tile > last_position - window);
   float tile_peak = LOWEST;
+  #pragma clang loop unroll(full)
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
     if (f % slots == slot) {
       scores[f] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      #pragma clang loop unroll(full)
       for (int d = 0; d < DIM_FRAGMENTS; ++d) {
         simdgroup_matrix<T, 8, 8> keys;
         simdgroup_load(keys, staged + f * 8 * STRIDE + d * 8, STRIDE, ulong2(0, 0), true);
         simdgroup_multiply_accumulate(scores[f], queries[d], keys, scores[f]);
       }
+      #pragma clang loop unroll(full)
       for (int e = 0; e < 2; ++e) {
         float s = scores[f].thread_elements()[e] * scale;
         if (HAS_SOFTCAP) {
@@ -154,13 +158,16 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   const float shrink = fast::exp2(peak - new_peak);
   peak = new_peak;
   total *= shrink;
+  #pragma clang loop unroll(full)
   for (int d = 0; d < DIM_FRAGMENTS; ++d) {
     output[d].thread_elements()[0] *= shrink;
     output[d].thread_elements()[1] *= shrink;
   }
   simdgroup_matrix<T, 8, 8> weights[KEY_FRAGMENTS];
+  #pragma clang loop unroll(full)
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
     if (f % slots == slot) {
+      #pragma clang loop unroll(full)
       for (int e = 0; e < 2; ++e) {
         const T w = T(fast::exp2(scores[f].thread_elements()[e] - peak));
         weights[f].thread_elements()[e] = w;
@@ -183,8 +190,10 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
     const int key = tile + BK + tid;
     key_slots[tid] = block_table[table_row + key / BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE;
   }
+  #pragma clang loop unroll(full)
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
     if (f % slots == slot) {
+      #pragma clang loop unroll(full)
       for (int d = 0; d < DIM_FRAGMENTS; ++d) {
         simdgroup_matrix<T, 8, 8> values;
         simdgroup_load(values, staged + f * 8 * STRIDE + d * 8, STRIDE);
@@ -227,6 +236,7 @@ for (int first = 0; first < D; first += COLUMNS) {
   if (first > 0) {
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the columns before have been read
   }
+  #pragma clang loop unroll(full)
   for (int d = 0; d < DIM_FRAGMENTS; ++d) {
     if (d * 8 >= first && d * 8 < first + columns) {
       const int at = (group * 8 + lane_row) * COLUMNS + d * 8 - first + lane_column;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from metal_engine.request import SamplingParams
+from metal_engine.request import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,10 +69,28 @@ class SchedulerOutput:
 
 
 @dataclass(slots=True)
+class PromptLogprobs:
+    """Log probabilities of consecutive prompt tokens, the first of which has index ``start``."""
+
+    start: int
+    tokens: list[TokenLogprobs]
+
+
+@dataclass(slots=True)
 class ModelOutput:
-    """What a step sampled: one token for each of ``SchedulerOutput.sampled_req_ids``, in that order."""
+    """What came of a step.
+
+    Attributes:
+        sampled_token_ids: one token for each of ``SchedulerOutput.sampled_req_ids``, in that order.
+        logprobs: by request id, of the token it sampled, where asked for.
+        prompt_logprobs: by request id, of the prompt tokens in this step, where asked for.
+        errors: by request id, why a request cannot go on. Its token means nothing.
+    """
 
     sampled_token_ids: list[int]
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
 
 
 class KVCacheLostError(Exception):
@@ -111,8 +129,8 @@ class Runner(Protocol):
 class TokenOutput:
     """What one step did for one request, as the scheduler tells it to the engine.
 
-    ``num_cached_tokens``, ``num_external_tokens``, ``finish_reason`` and ``stop_reason`` are those of
-    :class:`metal_engine.request.RequestOutput`.
+    ``num_cached_tokens``, ``num_external_tokens``, ``finish_reason``, ``stop_reason``, ``error`` and ``logprobs``
+    are those of :class:`metal_engine.request.RequestOutput`.
     """
 
     request_id: str
@@ -121,3 +139,5 @@ class TokenOutput:
     finish_reason: str | None = None
     stop_reason: int | None = None
     num_external_tokens: int = 0
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -15,6 +17,20 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
+
+
+# How tokenizers without a byte alphabet spell a byte that is no character.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The byte for each character of byte-level tokens (GPT-2): printable Latin-1 stands for itself."""
+    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in itself]
+    return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
 
 
 class Tokenizer:
@@ -29,6 +45,7 @@ class Tokenizer:
         self._hf = hf_tokenizer
         own = hf_tokenizer.eos_token_id
         self.eos_token_ids = frozenset(eos_token_ids) | ({own} if own is not None else set())
+        self._token_bytes: dict[int, bytes] = {}
 
     @property
     def hf_tokenizer(self) -> PreTrainedTokenizerFast:
@@ -59,6 +76,39 @@ class Tokenizer:
         return self._hf.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that ``skip_special_tokens`` leaves out of the text."""
+        added = self._hf.backend_tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, in UTF-8: maybe part of a character; nothing for an id that is no token."""
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            token = self._hf.convert_ids_to_tokens(token_id)
+            is_added = token_id in self._hf.added_tokens_decoder
+            found = b"" if token is None else token.encode() if is_added else self._spelled_bytes(token)
+            self._token_bytes[token_id] = found
+        return found
+
+    def _spelled_bytes(self, token: str) -> bytes:
+        if self._is_byte_level:
+            return bytes(_BYTE_OF_CHAR[ch] for ch in token if ch in _BYTE_OF_CHAR)
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return b'"ByteLevel"' in self._hf.backend_tokenizer.decoder.__getstate__()
+
+    def template_mentions(self, name: str) -> bool:
+        """Whether the chat template has a variable of that name."""
+        template = self._hf.chat_template
+        texts = template.values() if isinstance(template, dict) else [template or ""]
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token; empty for an id that it does not have."""

@@ -411,6 +411,11 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None:
                 continue  # aborted, or stopped, while the step was under way
+            if request_id in model_output.errors:
+                self.finish_request(request_id, RequestStatus.FINISHED_ERROR)
+                error = model_output.errors[request_id]
+                outputs.append(TokenOutput(request_id, [], finish_reason="error", error=error))
+                continue
             request.num_output_placeholders -= 1
             request.token_ids.append(token_id)
             status = _finish_status(request, token_id)
@@ -418,6 +423,8 @@ class Scheduler:
                 self.prefix_cache.publish(request)  # its last block was computed before this token was known
             output = TokenOutput(request_id, [token_id], request.num_cached_tokens)
             output.num_external_tokens = request.num_external_tokens
+            if (logprobs := model_output.logprobs.get(request_id)) is not None:
+                output.logprobs = [logprobs]
             if status is not None:
                 output.finish_reason = status.finish_reason
                 if status is RequestStatus.FINISHED_STOPPED and token_id not in request.eos_token_ids:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import activations
 
+from metal_engine.attention import exp2
 from metal_engine.models import cpu_ops
 
 
@@ -42,7 +43,8 @@ def test_other_dtypes_are_mlx_lms_own(dtype: mx.Dtype) -> None:
     assert ours.dtype == dtype and mx.array_equal(ours, theirs)
 
 
-def test_pieces_have_few_sizes() -> None:
+def test_compiled_pieces_have_few_sizes() -> None:
+    """Whatever numbers of rows come: each size costs a compilation."""
     sizes = set()
 
     def note(x: mx.array) -> mx.array:
@@ -51,5 +53,13 @@ def test_pieces_have_few_sizes() -> None:
 
     for rows in range(1, 600, 7):
         x = mx.arange(rows * 1536)
-        assert mx.array_equal(cpu_ops.in_pieces(note, x), x + 1)
-    assert len([s for s in sizes if s >= cpu_ops._SMALLEST_PIECE]) <= 8
+        assert mx.array_equal(exp2.in_pieces(lambda x: x + 1, note, x), x + 1)
+    assert 3 <= len(sizes) <= 10
+
+
+@pytest.mark.parametrize("size", [1, 2047, 2048, 5000, 300_000])
+def test_exp2_of_scores(size: int) -> None:
+    x = -np.random.default_rng(1).exponential(20, size).astype(np.float32)
+    x[0] = -1e30  # what masks add
+    out = np.array(exp2.exp2_of_scores(mx.array(x)))
+    np.testing.assert_allclose(out, 2.0 ** np.maximum(x.astype(np.float64), exp2.FLOOR), rtol=5e-7)

@@ -17,6 +17,7 @@ PURE = [
     "kv_transfer.stores",
     "step",
     "request",
+    "sampling_params",
     "config",
 ]
 
