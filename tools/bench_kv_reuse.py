@@ -181,11 +181,13 @@ def measure_handover(producer: Engine, consumer: Engine, repeats: int) -> None:
             producer.add(prompt, options=RequestOptions(do_remote_decode=True))
             if name[0] == "c":
                 consumer.add(prompt, options=RequestOptions(do_remote_prefill=True))
-            while producer.core.has_requests:
+            while True:
                 producer.core.step()
+                started = time.perf_counter()
+                if not producer.core.has_requests:
+                    break
                 if consumer.core.has_requests:
                     consumer.core.step()
-            started = time.perf_counter()
             producer.store.may_write.set()
             if name[0] == "w":
                 consumer.add(prompt, options=RequestOptions(do_remote_prefill=True))
