@@ -9,6 +9,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Read or written in one call of the store, about.
 _BATCH_BYTES = 8 << 20
+# The threads here give way to the one that computes, where the system has a niceness for each thread.
+_NICENESS = 10
 # How often a block is looked for that a producer is still computing, in seconds.
 _POLL_SECONDS = 0.01
 _FIRST_REST_SECONDS = 1.0
@@ -235,6 +239,7 @@ class KVTransfer:
         self._condition.notify_all()
 
     def _run_loads(self) -> None:
+        _give_way()
         while (ticket := self._next_load()) is not None:
             error: str | None = None
             is_complete = True
@@ -302,6 +307,7 @@ class KVTransfer:
     # --- save thread ----------------------------------------------------------------------------------------
 
     def _run_saves(self) -> None:
+        _give_way()
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._saves or self._closed)
@@ -347,3 +353,9 @@ class KVTransfer:
             blocks_saved=len(new),
             bytes_saved=sum(len(stored) for _, stored in new),
         )
+
+
+def _give_way() -> None:
+    """Lower the calling thread's priority; only Linux has one for each thread."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
