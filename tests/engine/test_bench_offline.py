@@ -20,7 +20,16 @@ def bench(tmp_path: Path, *command: str) -> dict[str, float]:
 
 
 def test_throughput(demo_path: Path, tmp_path: Path) -> None:
-    sizes = ["--num-prompts", "3", "--input-len", "12", "--output-len", "4", "--num-gpu-blocks-override", "64"]
+    sizes = [
+        "--num-prompts",
+        "3",
+        "--input-len",
+        "12",
+        "--output-len",
+        "4",
+        "--num-gpu-blocks-override",
+        "64",
+    ]
     result = bench(tmp_path, "throughput", str(demo_path), *sizes)
     assert (result["requests"], result["input_tokens"], result["output_tokens"]) == (3, 36, 12)
     assert result["output_tokens_per_second"] == 12 / result["seconds"]
