@@ -35,14 +35,18 @@ def test_n_outputs(llm: LLM) -> None:
     for result, prompt in zip(results, ["one", "two"], strict=True):
         assert result.text == result.outputs[0].text and result.token_ids == result.outputs[0].token_ids
         for i, output in enumerate(result.outputs):
-            (alone,) = generate(llm, [prompt], SamplingParams(seed=5 + i, max_tokens=8, temperature=1.5, ignore_eos=True))
+            (alone,) = generate(
+                llm, [prompt], SamplingParams(seed=5 + i, max_tokens=8, temperature=1.5, ignore_eos=True)
+            )
             assert alone.token_ids == output.token_ids
     (unseeded,) = generate(llm, ["x"], SamplingParams(n=4, max_tokens=8, temperature=2, ignore_eos=True))
     assert len({tuple(output.token_ids) for output in unseeded.outputs}) == 4
 
 
 def test_logprobs(llm: LLM) -> None:
-    (result,) = generate(llm, "abc", SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=0))
+    (result,) = generate(
+        llm, "abc", SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=0)
+    )
     assert [entry.token_id for entry in result.logprobs] == result.token_ids
     assert all(entry.rank == 1 and entry.top[0][0] == entry.token_id for entry in result.logprobs)
     first, *others = result.prompt_logprobs
@@ -63,7 +67,9 @@ def test_prompts_of_any_integers(llm: LLM, prompt: Any) -> None:
     assert result.prompt_token_ids == [1, 2, 3] and all(type(i) is int for i in result.prompt_token_ids)
 
 
-@pytest.mark.parametrize("prompt", [[1.0], ["a", 1], [None], [-1], [VOCAB_SIZE], [2**70], np.array([0.5])], ids=str)
+@pytest.mark.parametrize(
+    "prompt", [[1.0], ["a", 1], [None], [-1], [VOCAB_SIZE], [2**70], np.array([0.5])], ids=str
+)
 def test_bad_prompts_stop_everything_before_it_runs(llm: LLM, prompt: Any) -> None:
     with pytest.raises(ValueError):
         generate(llm, [byte_ids("fine"), prompt])

@@ -133,7 +133,7 @@ def test_the_demo_model_keeps_to_all_schemas(make_engine: MakeEngine, demo_token
 )
 def test_what_cannot_be_enforced_is_refused(params: dict[str, Any]) -> None:
     compiler = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE)
-    with pytest.raises(StructuredOutputError, match="^structured_outputs "):
+    with pytest.raises(StructuredOutputError, match=r"^structured_outputs "):
         compiler.compile(StructuredOutputsParams(**params))
 
 
