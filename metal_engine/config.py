@@ -99,6 +99,17 @@ class EngineArgs:
         "auto", "auto (the fastest that runs here), metal or mlx.", choices=ATTENTION_BACKENDS
     )
     enable_prefix_caching: bool = setting(True, "Compute prefixes that requests share once.")
+    kv_cache_dir: str | None = setting(
+        None, "Directory that keeps KV beyond a restart, so that prompts seen before need not be computed."
+    )
+    kv_cache_dir_size: int = setting(
+        20 * GIB, "Size of that directory; what was not used for longest goes first.", kind="size"
+    )
+    kv_transfer_config: str | None = setting(
+        None,
+        "JSON: where KV comes from and goes to (kv_connector, kv_role, kv_connector_extra_config, "
+        "kv_load_failure_policy; see docs/kv-transfer.md).",
+    )
     max_num_partial_prefills: int = setting(4, "Prompts that may be in progress at once.")
     max_long_partial_prefills: int = setting(1, "Long prompts that may be in progress at once.")
     long_prefill_token_threshold: int = setting(
@@ -124,6 +135,7 @@ class EngineArgs:
             "max_num_partial_prefills",
             "max_long_partial_prefills",
             "max_attention_work",
+            "kv_cache_dir_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

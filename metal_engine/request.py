@@ -24,16 +24,21 @@ class RequestOptions:
     Attributes:
         priority: lower goes first under ``--scheduling-policy priority``; ignored otherwise.
         cache_salt: requests share cached prefixes only with requests of the same salt.
+        do_remote_prefill: another engine is computing the prompt's KV: wait for it to arrive from the store.
+        do_remote_decode: another engine waits for the prompt's KV: save all of it, prefixes cached here included.
     """
 
     priority: int = 0
     cache_salt: str = ""
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = False
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. PREEMPTED waits like WAITING, ahead of it."""
+    """Where a request is. PREEMPTED waits like WAITING, ahead of it; WAITING_FOR_REMOTE_KVS cannot be admitted yet."""
 
     WAITING = enum.auto()
+    WAITING_FOR_REMOTE_KVS = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
     FINISHED_STOPPED = enum.auto()
@@ -74,6 +79,7 @@ class Request:
             otherwise, where the prompt's log probabilities are asked for.
         block_hashes: of the full blocks of ``token_ids``, as far as they have been computed.
         num_cached_tokens: prompt tokens found in the prefix cache on the first admission; -1 before it.
+        num_external_tokens: of the cached tokens, those whose KV came from a store; on the first admission.
         num_registered_blocks: leading blocks that the prefix cache knows by their hashes.
         sort_key: order of service; lower goes first.
         last_step: id of the last step that computed some of it; -1 before the first.
@@ -89,6 +95,7 @@ class Request:
         "needs_prompt_rows",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_external_tokens",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
@@ -131,6 +138,7 @@ class Request:
         self.needs_prompt_rows = needs_prompt_rows
         self.block_hashes: list[bytes] = []
         self.num_cached_tokens = -1
+        self.num_external_tokens = 0
         self.num_registered_blocks = 0
         self.sort_key = (0, -1)
         self.last_step = -1
@@ -185,7 +193,8 @@ class RequestOutput:
         token_ids: new token ids.
         num_prompt_tokens: length of the prompt in tokens.
         num_output_tokens: tokens generated so far, the new ones included.
-        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_cached_tokens: prompt tokens whose KV was there: in the prefix cache, or in a store.
+        num_external_tokens: of those, the tokens whose KV came from a store.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error`` on the last output, else None.
         stop_reason: the stop string or stop token id that ended generation, if one did.
         error: message, when ``finish_reason`` is ``error``.
@@ -201,6 +210,7 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    num_external_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None

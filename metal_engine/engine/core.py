@@ -15,11 +15,16 @@ from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
+from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler, SchedulerStats
 from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, StepHandle, TokenOutput
 
 logger = logging.getLogger(__name__)
+
+# When every request waits for KV to be loaded, a step waits for it as long as this before it returns.
+_LOAD_WAIT_SECONDS = 0.01
 
 
 def client_id(request_id: str) -> str:
@@ -38,12 +43,19 @@ class EngineCore:
         config: everything resolved.
         runner: executes plans; tests give one that computes nothing.
         tokenizer: for text and end-of-sequence ids.
+        kv_connector: loads and saves KV; the runner has its other half.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        kv_connector: KVConnectorScheduler | None = None,
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(config.scheduler, config.cache)
+        self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector)
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size)
@@ -182,6 +194,12 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats
 
+    @property
+    def kv_transfer_stats(self) -> KVTransferStats | None:
+        """What KV transfer has done so far; None without it."""
+        connector = self.scheduler.connector
+        return None if connector is None else connector.stats
+
     # --- a step ---
 
     def step(self) -> list[RequestOutput]:
@@ -196,21 +214,32 @@ class EngineCore:
             plan = self.scheduler.schedule()
         except Exception as error:  # noqa: BLE001  (logged there)
             return self._fail_everything(error)
+        failed = self._failed_loads()
         if plan.num_scheduled_tokens:
             self.num_steps += 1
             self.metrics.scheduled(plan, started)
             try:
                 handle = self._runner.execute(plan)
             except Exception as error:  # noqa: BLE001  (logged there)
-                outputs = self._fail(plan, error)
+                outputs = failed + self._fail(plan, error)
                 # No later plan can follow directly on those under way: this one came between.
                 while self._under_way:
                     outputs += self._finish_oldest()
                 return outputs
             self._under_way.append((plan, handle, started))
             if len(self._under_way) <= self._num_ahead:
-                return []
-        return self._finish_oldest() if self._under_way else []
+                return failed
+        elif not (self._under_way or failed) and self.scheduler.connector is not None:
+            self.scheduler.connector.wait(_LOAD_WAIT_SECONDS)  # all that is left to do waits for KV
+        return failed + (self._finish_oldest() if self._under_way else [])
+
+    def _failed_loads(self) -> list[RequestOutput]:
+        """End the requests whose KV could not be loaded, where that is asked for."""
+        connector = self.scheduler.connector
+        if connector is None:
+            return []
+        failed = list(connector.failed_loads.items())
+        return _under_clients_ids([self._fail_request(r, message) for r, message in failed])
 
     def _finish_oldest(self) -> list[RequestOutput]:
         plan, handle, started = self._under_way.popleft()

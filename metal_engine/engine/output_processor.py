@@ -209,6 +209,7 @@ class OutputProcessor:
             num_prompt_tokens=state.num_prompt_tokens,
             num_output_tokens=state.num_output_tokens,
             num_cached_tokens=output.num_cached_tokens,
+            num_external_tokens=output.num_external_tokens,
             finish_reason=finish_reason,
             stop_reason=found if found is not None else stop_reason,
             logprobs=output.logprobs,

@@ -9,6 +9,7 @@ import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, BlockWrites
 from metal_engine.config import CacheConfig, SchedulerConfig
+from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepSaves
 from metal_engine.models.paged_model import KVSnapshot, PagedModel
 from metal_engine.platform.streams import end_streams_of_thread
 from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
@@ -34,6 +35,8 @@ class ModelRunner:
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
     ) -> None:
+        # Set after construction: what a connector moves depends on the cache that is allocated here.
+        self.kv_connector: KVConnectorRunner | None = None
         self._model = model
         self._backend = backend
         self._cache_config = cache_config
@@ -53,11 +56,12 @@ class ModelRunner:
             is_built = bool(self._steps) or not sampling.has_masks
             if is_built:
                 sampling.build(logits)
+            saves = self._gather_saves()
         except BaseException:
             self._table.forget_samples()
             self._model.restore(before)
             raise
-        step = PendingStep(self, plan.sampled_req_ids, sampling, before)
+        step = PendingStep(self, plan.sampled_req_ids, sampling, before, saves)
         del before  # the step's own, to let go of
         self._steps.append(step)
         if len(self._steps) == 1:
@@ -78,6 +82,10 @@ class ModelRunner:
             block_writes=_block_writes(batch, block_size) if self._writes_blocks else None,
         )
         sampling = StepSampling(self._table, plan, batch)
+        if self.kv_connector is not None:
+            self.kv_connector.start_load_kv(plan.kv_connector_metadata)
+            for index, layer in enumerate(self._model.layer_caches):
+                self.kv_connector.wait_for_layer_load(index, layer)
         logits = self._model(
             self._input_ids(batch),
             mx.array(batch.positions),
@@ -86,6 +94,14 @@ class ModelRunner:
             mx.array(sampling.logits_indices),
         )
         return sampling, logits
+
+    def _gather_saves(self) -> StepSaves | None:
+        """What the step that has just been built leaves behind for a store."""
+        if self.kv_connector is None:
+            return None
+        for index, layer in enumerate(self._model.layer_caches):
+            self.kv_connector.save_kv_layer(index, layer)
+        return self.kv_connector.take_saves()
 
     def _input_ids(self, batch: PackedBatch) -> mx.array:
         """[N]; tokens that the step before samples come from its array of them, which need not be computed yet."""
@@ -108,7 +124,7 @@ class ModelRunner:
                 mx.async_eval(logits)  # the forward runs while the host computes masks
                 step.sampling.build(logits)
             # Without any, only intermediate chunks: what matters is the KV they leave behind.
-            step.root = step.sampling.arrays or [self._model.written()]
+            step.root = [*(step.sampling.arrays or [self._model.written()]), *step.saved_arrays]
             mx.async_eval(step.root)
         except Exception as error:  # noqa: BLE001  (raised by result())
             step.error = error
@@ -125,6 +141,8 @@ class ModelRunner:
             raise
         if self._steps:
             self._dispatch(self._steps[0])
+        if self.kv_connector is not None and step.saves is not None:
+            self.kv_connector.wait_for_save(step.saves)
         output = step.sampling.result()
         self._table.append_tokens(step.sampled_req_ids, np.array(output.sampled_token_ids, np.int32))
         return output
@@ -143,6 +161,8 @@ class ModelRunner:
         """Free the KV cache, in the thread that ran the steps."""
         self._steps.clear()
         mx.synchronize()
+        if self.kv_connector is not None:
+            self.kv_connector.close()
         self._model.release()
         end_streams_of_thread()
 
@@ -166,6 +186,7 @@ class PendingStep:
     Attributes:
         sampling: what it does with its logits.
         before: the KV cache's arrays as the step found them, until it is dispatched.
+        saves: KV that goes to a store.
         root: what the device computes last, from the dispatch on.
         error: why it could not be dispatched.
     """
@@ -176,13 +197,19 @@ class PendingStep:
         sampled_req_ids: list[str],
         sampling: StepSampling,
         before: KVSnapshot,
+        saves: StepSaves | None = None,
     ) -> None:
         self._runner = runner
         self.sampled_req_ids = sampled_req_ids
         self.sampling = sampling
         self.before: KVSnapshot | None = before
+        self.saves = saves
         self.root: list[mx.array] = []
         self.error: Exception | None = None
+
+    @property
+    def saved_arrays(self) -> list[mx.array]:
+        return list(self.saves.arrays.values()) if self.saves is not None else []
 
     def wait(self) -> None:
         """Wait until the device is done with the step and has let go of all it read; raises what it raised."""

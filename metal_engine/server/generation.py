@@ -25,6 +25,7 @@ from metal_engine.server.parsers import Parsers
 from metal_engine.server.protocol import (
     FinishReason,
     GenerationBody,
+    KVTransferParams,
     PromptLogprobs,
     PromptTokensDetails,
     Usage,
@@ -75,6 +76,7 @@ class Choice:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    num_external_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -89,6 +91,7 @@ class Choice:
         self.num_prompt_tokens = output.num_prompt_tokens
         self.num_output_tokens = output.num_output_tokens
         self.num_cached_tokens = output.num_cached_tokens
+        self.num_external_tokens = output.num_external_tokens
         self.finish_reason = finish_reason(output)
         self.stop_reason = output.stop_reason
 
@@ -205,12 +208,15 @@ class Generation:
         firsts = self.choices[:: self.params.n]  # a prompt counts once
         prompt_tokens = sum(choice.num_prompt_tokens for choice in firsts)
         completion_tokens = sum(choice.num_output_tokens for choice in self.choices)
-        cached_tokens = sum(choice.num_cached_tokens for choice in firsts)
+        details = PromptTokensDetails(
+            cached_tokens=sum(choice.num_cached_tokens for choice in firsts),
+            kv_store_tokens=sum(choice.num_external_tokens for choice in firsts),
+        )
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+            prompt_tokens_details=details,
         )
 
     @property
@@ -318,11 +324,21 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         model=served.names[0],
         prompts=prompts,
         params=params,
-        options=RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or ""),
+        options=_options(body),
         timeout=served.admission.request_timeout,
         echoes=echoes,
         is_echo_only=echoes is not None and body.max_tokens == 0,
         shows_prompt_logprobs=body.prompt_logprobs is not None,
+    )
+
+
+def _options(body: GenerationBody) -> RequestOptions:
+    transfer = body.kv_transfer_params or KVTransferParams()
+    return RequestOptions(
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        do_remote_prefill=transfer.do_remote_prefill,
+        do_remote_decode=transfer.do_remote_decode,
     )
 
 

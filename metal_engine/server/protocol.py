@@ -29,6 +29,13 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool | None = None
 
 
+class KVTransferParams(_Body):
+    """What another engine has to do with the prompt's KV: compute it for this one, or wait for it from this one."""
+
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = False
+
+
 class GenerationBody(_Body):
     """What completions and chat completions have in common. ``None`` always means the default."""
 
@@ -60,6 +67,7 @@ class GenerationBody(_Body):
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    kv_transfer_params: KVTransferParams | None = None
     user: str | None = None
 
     @property
@@ -200,7 +208,10 @@ class ChatCompletionBody(GenerationBody):
 
 
 class PromptTokensDetails(BaseModel):
+    """``kv_store_tokens`` of the cached ones came from a KV store, the others were in the KV cache."""
+
     cached_tokens: int = 0
+    kv_store_tokens: int = 0
 
 
 class Usage(BaseModel):
@@ -374,6 +385,7 @@ class Health(BaseModel):
     """``/health``: counts are of requests, ``kv_cache_usage`` is a share of the pool (0 to 1).
 
     ``unknown_parameters`` counts request parameters by name that the server did not know and ignored.
+    ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
     """
 
     status: Literal["ok", "draining", "error"]
@@ -383,6 +395,7 @@ class Health(BaseModel):
     preemptions: int
     failed_steps: int
     unknown_parameters: dict[str, int]
+    kv_transfer: dict[str, int] | None = None
     error: str | None = None
 
 
