@@ -76,10 +76,13 @@ class EngineArgs:
         None,
         "Longest request, prompt and output, in tokens. Default: what the model was trained for, "
         "or what the KV cache holds if that is less.",
+        kind="count",
     )
     max_num_seqs: int | None = setting(None, "Requests running at once. Default: 256 on Metal, 64 on a CPU.")
     max_num_batched_tokens: int | None = setting(
-        None, "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU."
+        None,
+        "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU.",
+        kind="count",
     )
     block_size: int = setting(16, "Tokens per KV cache block.")
     num_gpu_blocks_override: int | None = setting(None, "KV cache size in blocks, instead of in bytes.")
@@ -96,6 +99,17 @@ class EngineArgs:
         "auto", "auto (the fastest that runs here), metal or mlx.", choices=ATTENTION_BACKENDS
     )
     enable_prefix_caching: bool = setting(True, "Compute prefixes that requests share once.")
+    kv_cache_dir: str | None = setting(
+        None, "Directory that keeps KV beyond a restart, so that prompts seen before need not be computed."
+    )
+    kv_cache_dir_size: int = setting(
+        20 * GIB, "Size of that directory; what was not used for longest goes first.", kind="size"
+    )
+    kv_transfer_config: str | None = setting(
+        None,
+        "JSON: where KV comes from and goes to (kv_connector, kv_role, kv_connector_extra_config, "
+        "kv_load_failure_policy; see docs/kv-transfer.md).",
+    )
     max_num_partial_prefills: int = setting(4, "Prompts that may be in progress at once.")
     max_long_partial_prefills: int = setting(1, "Long prompts that may be in progress at once.")
     long_prefill_token_threshold: int = setting(
@@ -121,6 +135,7 @@ class EngineArgs:
             "max_num_partial_prefills",
             "max_long_partial_prefills",
             "max_attention_work",
+            "kv_cache_dir_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -143,10 +158,6 @@ class EngineArgs:
                 f"--max-long-partial-prefills {self.max_long_partial_prefills} exceeds "
                 f"--max-num-partial-prefills {self.max_num_partial_prefills}"
             )
-        if self.max_num_seqs is not None and self.max_num_seqs > MAX_NUM_SEQS:
-            raise ConfigError(f"--max-num-seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
-        if not 0 <= self.seed < 2**64:
-            raise ConfigError(f"--seed must be in 0 ... 2**64 - 1, got {self.seed}")
         for name, choices in (
             ("dtype", DTYPES),
             ("attention_backend", ATTENTION_BACKENDS),
@@ -169,11 +180,32 @@ class ServerArgs:
         "Name of the model in the API, instead of MODEL. Several may be given by repeating the flag; "
         "answers carry the first.",
     )
-    api_key: str | None = setting(
-        None,
-        "Clients must send this as `Authorization: Bearer KEY`; /health stays open. Better given in the "
-        "environment than on a command line that others can read.",
+    api_key: tuple[str, ...] = setting(
+        (),
+        "Clients must send this as `Authorization: Bearer KEY`, or as `x-api-key`; /health and /ready stay open. "
+        "Several may be given by repeating the flag. Better given in the environment than on a command line that "
+        "others can read.",
         secret=True,
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "Origins whose web pages may call the server (CORS), as in https://chat.example; * for all. Several may be "
+        "given by repeating the flag.",
+    )
+    max_num_queued_reqs: int = setting(
+        2048, "Requests that may wait; further ones are answered 503 with Retry-After. 0: no limit."
+    )
+    max_num_queued_tokens: int = setting(
+        0, "Prompt tokens of requests without any output yet; beyond it, 503 with Retry-After. 0: no limit."
+    )
+    request_timeout: float = setting(
+        0.0, "Seconds after which a request is ended with an error (504); 0: never."
+    )
+    ssl_keyfile: str | None = setting(None, "Private key of the certificate (PEM).")
+    ssl_keyfile_password: str | None = setting(None, "Password of the private key.", secret=True)
+    ssl_certfile: str | None = setting(None, "Certificate (PEM): serve over TLS.")
+    ssl_ca_certs: str | None = setting(
+        None, "Certificate authorities (PEM): clients must show a certificate of one of them."
     )
     max_body_size: int = setting(16 << 20, "Largest request body, as in 16MiB.", kind="size")
     shutdown_timeout: float = setting(
@@ -198,17 +230,39 @@ class ServerArgs:
         "Format of the model's reasoning: auto (what its tokenizer says), none, or a name.",
         choices=("auto", "none", *REASONING_MARKS, *REASONING_PARSER_ALIASES),
     )
+    sse_keep_alive: float = setting(
+        15.0,
+        "Seconds without an event after which a stream is sent a comment, so that it is not cut; 0: never.",
+    )
+    max_stored_responses: int = setting(
+        1000, "Responses of /v1/responses kept in memory for previous_response_id; 0: none."
+    )
     log_format: str = setting("text", "text, or json (one object a line).", choices=LOG_FORMATS)
     log_stats_interval: float = setting(
         10.0, "Seconds between log lines about throughput, running, waiting and KV cache; 0: none."
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.log_stats_interval < float("inf"):
-            raise ConfigError(f"--log-stats-interval must be at least 0, got {self.log_stats_interval}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile need each other")
+        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_keyfile_password) is not None:
+            raise ConfigError("--ssl-ca-certs and --ssl-keyfile-password need --ssl-certfile")
+        for name in (
+            "log_stats_interval",
+            "sse_keep_alive",
+            "max_stored_responses",
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
+            "request_timeout",
+        ):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{flag(name)} must be at least 0, got {value}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be in 0 ... 65535, got {self.port}")
-        if self.api_key is not None and not (self.api_key.strip() and self.api_key.isascii()):
+        if isinstance(self.api_key, str):
+            object.__setattr__(self, "api_key", (self.api_key,))
+        if not all(key.strip() and key.isascii() for key in self.api_key):
             raise ConfigError("--api-key must be ASCII and not empty")
         if self.max_body_size < 1:
             raise ConfigError(f"--max-body-size must be at least 1, got {self.max_body_size}")
@@ -448,8 +502,9 @@ def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> in
     if wanted <= cache.num_tokens:
         return wanted
     if args.max_model_len is not None:
+        override = args.num_gpu_blocks_override is not None
         raise ConfigError(
             f"--max-model-len {wanted} does not fit into the KV cache of {cache.num_tokens} tokens; lower it or "
-            f"raise --kv-cache-memory-bytes"
+            f"raise {'--num-gpu-blocks-override' if override else '--kv-cache-memory-bytes'}"
         )
     return cache.num_tokens

@@ -45,7 +45,8 @@ def setting(
     Args:
         default: ``None`` usually means "auto"; the help text says what that comes to.
         help: one sentence or two, for ``--help`` and the documentation.
-        kind: ``size`` for a number of bytes that may be given as ``2GiB``; else the annotation says it.
+        kind: ``size`` for a number of bytes that may be given as ``2GiB``, ``count`` for one of tokens that may be
+            given as ``4k``; else the annotation says it.
         choices: the only values accepted.
         secret: its value appears in no message.
     """
@@ -55,7 +56,8 @@ def setting(
 
 @dataclass(frozen=True)
 class Setting:
-    """A field that users can set. ``kind`` is str, int, float, bool, size (bytes) or list (of texts)."""
+    """A field that users can set. ``kind`` is str, int, count (an int), float, bool, size (bytes) or
+    list (of texts)."""
 
     name: str
     kind: str
@@ -77,7 +79,7 @@ class Setting:
         """What stands for the value in ``--help``."""
         if self.choices:
             return "NAME"
-        return {"int": "N", "float": "X", "size": "BYTES", "bool": ""}.get(self.kind, "TEXT")
+        return {"int": "N", "count": "N", "float": "X", "size": "BYTES", "bool": ""}.get(self.kind, "TEXT")
 
 
 def settings_of(*classes: type) -> list[Setting]:
@@ -108,18 +110,40 @@ def make_args(cls: type, values: Mapping[str, Any]) -> Any:
 
 # --- from texts to values ---
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_PREFIXES = "kmgt"
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 
 
 def parse_size(text: str) -> int:
-    """Bytes: ``4096``, ``512MB`` (decimal units), ``2GiB`` or ``2Gi`` (binary units). Raises ValueError."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
+    """Bytes: ``4096``, ``512MB`` (decimal), ``2GiB`` or ``2Gi`` (binary), or as :func:`parse_count` has it.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    if match is None or (match[3] and not match[2]):
         raise ValueError(f"{text!r} is no size such as 2GiB, 512MB or 1073741824")
-    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+    if match[2] and not match[3] and not text.strip().lower().endswith("b"):
+        return parse_count(text)
+    return _multiplied(match[1], 1024 if match[3] else 1000, match[2])
+
+
+def parse_count(text: str) -> int:
+    """A whole number: ``4096``, ``4k`` (4,000) or ``4K`` (4,096), and so with m, g and t; as vLLM reads them.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtKMGT]?)", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no number such as 4096, 4k or 4K")
+    return _multiplied(match[1], 1024 if match[2].isupper() else 1000, match[2].lower())
+
+
+def _multiplied(number: str, base: int, prefix: str) -> int:
+    factor = base ** (1 + _PREFIXES.index(prefix)) if prefix else 1
+    return int(number) * factor if number.isdigit() else int(float(number) * factor)
 
 
 def parse(setting: Setting, value: Any, source: str) -> Any:
@@ -135,6 +159,7 @@ def parse(setting: Setting, value: Any, source: str) -> Any:
             "int": "a whole number",
             "float": "a number",
             "bool": "true or false",
+            "count": "a whole number such as 4096, 4k (4,000) or 4K (4,096)",
             "size": "a size such as 2GiB, 512MB or 1073741824",
             "str": "a text",
             "list": "a text or a list of texts",
@@ -174,6 +199,10 @@ def _parse_bool(value: Any) -> bool:
     return text in _TRUE
 
 
+def _parse_count(value: Any) -> int:
+    return parse_count(value) if isinstance(value, str) else _parse_int(value)
+
+
 def _parse_size(value: Any) -> int:
     return parse_size(value) if isinstance(value, str) else _parse_int(value)
 
@@ -187,6 +216,7 @@ _PARSERS = {
     "int": _parse_int,
     "float": _parse_float,
     "bool": _parse_bool,
+    "count": _parse_count,
     "size": _parse_size,
     "list": _parse_list,
 }
@@ -228,6 +258,11 @@ def resolve(
     return values
 
 
+def _top_level_keys(node: Any) -> list[str]:
+    pairs = node.value if node is not None and node.id == "mapping" else []
+    return [str(key.value).replace("-", "_") for key, _ in pairs]
+
+
 def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
     """A YAML file's settings by field name; keys may be written with hyphens or underscores.
 
@@ -237,7 +272,9 @@ def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        keys = _top_level_keys(yaml.compose(text, Loader=yaml.SafeLoader))
     except OSError as error:
         raise ConfigError(f"cannot read --config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -253,7 +290,7 @@ def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]
         if name not in known:
             similar = _similar(name, known)
             raise ConfigError(f"{path}: unknown setting {str(key)!r}{similar.replace('_', '-')}")
-        if name in values:
+        if keys.count(name) > 1:  # written with hyphens or underscores; YAML itself keeps the last
             raise ConfigError(f"{path}: {key!r} is given twice")
         if value is not None:
             values[name] = value

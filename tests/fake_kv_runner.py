@@ -17,7 +17,8 @@ import numpy as np
 from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.request import Request, RequestOptions, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
-from metal_engine.step import ModelOutput, SchedulerOutput, TokenOutput
+from metal_engine.step import KVConnectorMetadata, ModelOutput, SchedulerOutput, TokenOutput
+from tests.fake_kv_transfer import FakeTransfer
 from tests.scheduling_checks import check_fcfs, check_plan, demand_of, is_plain, max_steps
 
 # Large, so that a wrong token is not the right one by chance.
@@ -98,7 +99,13 @@ class FakeKVRunner:
     before the scheduler has been told (a placeholder).
     """
 
-    def __init__(self, cache_config: CacheConfig, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        cache_config: CacheConfig,
+        max_num_seqs: int,
+        save: Callable[[bytes, np.ndarray], None] | None = None,
+    ) -> None:
+        self.save = save  # takes blocks that a plan says to save
         self.block_size = cache_config.block_size
         self.num_blocks = cache_config.num_blocks
         self.max_num_seqs = max_num_seqs
@@ -113,6 +120,10 @@ class FakeKVRunner:
 
     def execute(self, plan: SchedulerOutput) -> FakeStep:
         self._take_in(plan)
+        meta = plan.kv_connector_metadata or KVConnectorMetadata()
+        for block_id, data in meta.loads.items():
+            assert self.num_holders[block_id] == 1, f"block {block_id} is loaded into, and shared or free"
+            self.kv[self._slots_of(block_id)] = data.view(np.uint64)
         ranges = {}
         for request_id, share in plan.num_scheduled_tokens.items():
             held = self.held[request_id]
@@ -125,6 +136,7 @@ class FakeKVRunner:
                 assert self.num_holders[block_id] == 1, (
                     f"{request_id} writes to block {block_id}, which is shared"
                 )
+                assert block_id not in meta.loads, f"block {block_id} is loaded and computed"
         assert plan.sampled_req_ids == [
             request_id
             for request_id, (_, stop) in ranges.items()
@@ -141,6 +153,10 @@ class FakeKVRunner:
         for slots, value in zip(written, values, strict=True):
             self.kv[slots] = value
 
+        for block_hash, block_id in meta.saves:
+            assert self.save is not None
+            self.save(block_hash, self.kv[self._slots_of(block_id)].view(np.uint8).copy())
+
         sampled = []
         for request_id, (_, stop) in ranges.items():
             held = self.held[request_id]
@@ -151,6 +167,9 @@ class FakeKVRunner:
                 sampled.append(token_id)
         self.num_steps += 1
         return FakeStep(ModelOutput(sampled))
+
+    def _slots_of(self, block_id: int) -> slice:
+        return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
 
     def _take_in(self, plan: SchedulerOutput) -> None:
         assert plan.step_id > self.last_step_id
@@ -191,6 +210,12 @@ class FakeKVRunner:
         return values
 
 
+class HostSampled(SamplingParams):
+    """Parameters of a request whose tokens can be sampled only when the one before is known on the host."""
+
+    needs_token_on_host = True  # type: ignore[assignment]
+
+
 @dataclass
 class Tracked:
     """A request under test: what it must produce and what it has produced."""
@@ -212,14 +237,24 @@ class SchedulerHarness:
     Args:
         depth: steps that may be under way at once; 1 is the plain loop, 2 schedules step k+1 before the
             update for step k.
+        transfer: where KV comes from and goes to; None for an engine without.
     """
 
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, *, depth: int = 1) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        *,
+        depth: int = 1,
+        transfer: FakeTransfer | None = None,
+    ) -> None:
         self.config = config
         self.cache_config = cache_config
         self.depth = depth
-        self.scheduler = Scheduler(config, cache_config)
-        self.runner = FakeKVRunner(cache_config, config.max_num_seqs)
+        self.transfer = transfer
+        self.scheduler = Scheduler(config, cache_config, transfer.connector() if transfer else None)
+        save = transfer.store.__setitem__ if transfer else None
+        self.runner = FakeKVRunner(cache_config, config.max_num_seqs, save)
         self.tracked: dict[str, Tracked] = {}
         self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
@@ -237,8 +272,10 @@ class SchedulerHarness:
         ignore_eos: bool = False,
         options: RequestOptions | None = None,
         needs_prompt_rows: bool = False,
+        needs_token_on_host: bool = False,
     ) -> Request:
         """Queue a request; ``stop_after=n`` makes the n-th token it will generate an end of sequence."""
+        make_params = HostSampled if needs_token_on_host else SamplingParams
         expected = expected_tokens(prompt, max_tokens)
         eos: frozenset[int] = frozenset()
         reason = "length"
@@ -251,7 +288,7 @@ class SchedulerHarness:
         request = Request(
             request_id,
             prompt,
-            SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
+            make_params(max_tokens=max_tokens, ignore_eos=ignore_eos),
             max_tokens=max_tokens,
             eos_token_ids=eos,
             options=options,
@@ -270,6 +307,32 @@ class SchedulerHarness:
             del self._live[request_id]
         assert not self.scheduler.blocks.block_ids(request_id)
         self.scheduler.check_integrity()
+
+    def fail_oldest(self, *, cache_is_lost: bool = False) -> None:
+        """The oldest step under way fails, and those after it are not run."""
+        plan, _ = self.in_flight.popleft()
+        self._fail(plan)
+        for void, _ in self.in_flight:
+            self.scheduler.cancel(void)
+        self.in_flight.clear()
+        if cache_is_lost:
+            self.scheduler.preempt_all()
+        self.scheduler.check_integrity()
+
+    def refuse_newest(self) -> None:
+        """The step planned last was refused by the runner; those before it are finished."""
+        plan, _ = self.in_flight.pop()
+        self._fail(plan)
+        self.scheduler.check_integrity()
+        while self.in_flight:
+            self.update()
+
+    def _fail(self, plan: SchedulerOutput) -> None:
+        self.scheduler.prefix_cache.forget()
+        for request_id in plan.num_scheduled_tokens:
+            self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
+            if self._live.pop(request_id, ...) is None:
+                self.tracked[request_id].finish_reason = "error"
 
     @property
     def live(self) -> list[Tracked]:
@@ -291,7 +354,8 @@ class SchedulerHarness:
         check_plan(self.scheduler, plan, before, context_lens)
         if is_plain(self.config, self.cache_config):
             check_fcfs(self.scheduler, plan, before, context_lens, num_preemptions)
-        if not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions:
+        is_idle = not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions
+        if is_idle and not self.scheduler.loading:
             assert not self.live, "nothing is under way, and nothing is planned"
         self.plans.append(plan)
         if plan.num_scheduled_tokens:
@@ -329,22 +393,30 @@ class SchedulerHarness:
             for t in self.live
         )
         bound = alone * self.depth + self.depth + 4
-        steps = 0
+        steps = num_waits = 0
         while self.live and not (until is not None and until()):
-            self.step()
+            plan = self.step()
+            if not plan.num_scheduled_tokens and self.scheduler.loading:
+                num_waits += 1  # for KV
+                assert num_waits <= 1000
+                continue
             steps += 1
             assert steps <= bound, f"{len(self.live)} requests unfinished after {steps} steps"
         return steps
 
     def drain(self) -> None:
         """Run until everything is done, then check that nothing is left anywhere."""
+        if self.transfer is not None:
+            self.transfer.answer_at_once()
         self.run()
         while self.in_flight:
             self.update()
         assert not self.scheduler.has_requests
+        if self.transfer is not None:
+            assert not self.transfer.tickets, "loads leaked"
         assert self.scheduler.blocks.num_used_blocks == 0, "blocks leaked"
         for tracked in self.tracked.values():
-            if tracked.finish_reason != "abort":
+            if tracked.finish_reason not in ("abort", "error"):
                 assert tracked.token_ids == tracked.expected
                 assert tracked.finish_reason == tracked.expected_reason
         # The drops of the last step go with the next one.

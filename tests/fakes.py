@@ -208,6 +208,7 @@ def fake_config(
     max_num_seqs: int = 64,
     max_model_len: int = 512,
     scheduling_policy: str = "fcfs",
+    async_scheduling: bool = False,
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelInfo(
@@ -227,6 +228,7 @@ def fake_config(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             scheduling_policy=scheduling_policy,
+            async_scheduling=async_scheduling,
         ),
         cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=True),
         attention_backend="fake",

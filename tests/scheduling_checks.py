@@ -127,6 +127,8 @@ def demand_of(request: Request) -> int:
     """Tokens a request could compute now: those that are known or under way, less those computed."""
     if request.num_output_tokens + request.num_output_placeholders >= request.max_tokens:
         return 0
+    if request.num_output_placeholders and request.sampling_params.needs_token_on_host:
+        return 0
     if request.status is not RequestStatus.RUNNING and request.num_output_placeholders:
         return 0  # preempted while its token is under way
     return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens

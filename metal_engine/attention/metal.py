@@ -165,8 +165,8 @@ class MetalPlan:
                 v_cache,
                 self._block_table,
                 uploaded.table,
-                mx.array([scale, softcap or 0.0], mx.float32),
-                mx.array([window or 0], mx.int32),
+                self.backend.constant([scale, softcap or 0.0], mx.float32),
+                self.backend.constant([window or 0], mx.int32),
                 sink_values,
             ],
             template=[
@@ -210,6 +210,7 @@ class MetalBackend:
         kernel_factory: Callable[..., Any] = mx.fast.metal_kernel,
         target_threadgroups: int | None = None,
     ):
+        self._constants: dict[tuple[object, ...], mx.array] = {}
         # Made of data, once: mx.zeros would be one more kernel for the GPU in every layer.
         self.no_sinks = mx.array([0.0], mx.float32)
         self.target_threadgroups = target_threadgroups or THREADGROUPS_PER_CORE * UNKNOWN_GPU_CORES
@@ -234,6 +235,13 @@ class MetalBackend:
             output_names=["out"],
             source=kernel_text("merge_splits.metal"),
         )
+
+    def constant(self, values: list[float] | list[int], dtype: mx.Dtype) -> mx.array:
+        """A small array that layers and steps share."""
+        key = (*values, dtype)
+        if key not in self._constants:
+            self._constants[key] = mx.array(values, dtype)
+        return self._constants[key]
 
     def plan(self, metadata: AttentionMetadata) -> MetalPlan:
         return MetalPlan(metadata, self)

@@ -7,18 +7,16 @@ memory is bounded by a few pieces of scores however long the context is. ``atten
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from metal_engine.attention.backend import AttentionMetadata
+from metal_engine.attention.exp2 import FLOOR, LOG2E, exp2_of_scores
 from metal_engine.attention.mlx_plan import CPU_LIMITS, GPU_LIMITS, Dims, Limits, Queries, Work, plan_work
 
-LOG2E = 1.0 / math.log(2.0)
-FLOOR = -100.0  # 2^-100 is nothing beside a row's largest weight, 1, and not yet a denormal, which is slow
+MIN_VECTOR = 8_192  # scores; for fewer, more operations cost more than they save
 
 
 class State(NamedTuple):
@@ -29,42 +27,14 @@ class State(NamedTuple):
     out: mx.array  # [T, Hkv, R * G, Dv] the same sum over values
 
 
-def _exp2_coefficients() -> list[float]:
-    """Highest power first: 2^f on [-1/2, 1/2] by Chebyshev interpolation of degree 5, relative error 2e-7."""
-    nodes = 0.5 * np.cos(np.pi * (np.arange(6) + 0.5) / 6)
-    return [float(c) for c in np.polyfit(nodes, 2.0**nodes, 5)]
-
-
-_EXP2 = _exp2_coefficients()
-_ROUND = 1.5 * 2.0**23  # adding it rounds a float32 to an integer, which is then in the low bits
-
-
-def exp2(x: mx.array, polynomial: bool) -> mx.array:
-    """2^x for float32 x in [-126, 126], relative error 3e-7.
-
-    MLX's CPU backend computes exp and power one element at a time (12 and 4 ns each), but add, multiply and
-    shift in vectors: the sixteen ops of the polynomial take 2 ns together while the array stays in the cache.
-    """
-    if not polynomial:
-        return mx.power(2.0, x)
-    rounded = x + _ROUND
-    fraction = x - (rounded - _ROUND)
-    p = fraction * _EXP2[0] + _EXP2[1]
-    for c in _EXP2[2:]:
-        p = p * fraction + c
-    # Add the integer part to the exponent field, which starts at bit 23.
-    return (p.view(mx.int32) + (rounded.view(mx.int32) << 23)).view(mx.float32)
-
-
 def _update(state: State | None, scores: mx.array, values: mx.array, on_gpu: bool) -> State:
     """Add a piece: scores [T, Hkv, R * G, L] in base 2, values [T, Hkv, L, Dv]."""
     num_keys = scores.shape[-1]
     peak = mx.max(scores, axis=-1, keepdims=True)
     if state is not None:
         peak = mx.maximum(peak, state.peak)
-    # For few elements, sixteen small ops cost more than they save.
-    polynomial = not on_gpu and scores.size >= 16_384
-    weights = exp2(mx.maximum(scores - peak, FLOOR), polynomial)
+    in_vectors = not on_gpu and scores.size >= MIN_VECTOR
+    weights = exp2_of_scores(scores - peak) if in_vectors else mx.power(2.0, mx.maximum(scores - peak, FLOOR))
     # A product with ones, because a sum along the last axis is not vectorized on a CPU.
     total = (weights.reshape(-1, num_keys) @ mx.ones((num_keys, 1))).reshape(peak.shape)
     out = weights @ values

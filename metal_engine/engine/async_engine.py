@@ -13,6 +13,33 @@ from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
 from metal_engine.scheduling.scheduler import SchedulerStats
 
 
+class _Mailbox:
+    """Outputs of one request on their way to its one reader; all in the event loop."""
+
+    __slots__ = ("_arrived", "_waiter", "num_prompt_tokens")
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens  # as long as there is no output
+        self._arrived: list[RequestOutput] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        self._arrived.append(output)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> RequestOutput:
+        """Everything that has come, as one output; waits for the first."""
+        while not self._arrived:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        output, *more = self._arrived
+        self._arrived.clear()
+        for later in more:
+            output = _merged(output, later)
+        return output
+
+
 class AsyncEngine:
     """An :class:`EngineThread` seen from one event loop.
 
@@ -23,7 +50,8 @@ class AsyncEngine:
     def __init__(self, build: Callable[[], EngineCore]) -> None:
         self._thread = EngineThread(build, self._on_outputs)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._queues: dict[str, asyncio.Queue[RequestOutput]] = {}
+        self._queues: dict[str, _Mailbox] = {}
+        self._num_queued_tokens = 0
         self._core: EngineCore | None = None
         self._cut: str | None = None
 
@@ -38,8 +66,13 @@ class AsyncEngine:
     def cut_requests(self, message: str) -> None:
         """End every request, now and from now on, with an output of ``finish_reason`` ``abort``. In the event loop."""
         self._cut = message
-        for request_id, outputs in self._queues.items():
-            outputs.put_nowait(RequestOutput(request_id, finish_reason="abort", error=message))
+        for request_id in self._queues:
+            self.cut_request(request_id, message)
+
+    def cut_request(self, request_id: str, message: str) -> None:
+        """End one request like that; one that is not there (any more) is ignored. In the event loop."""
+        if request_id in self._queues:
+            self._queues[request_id].put(RequestOutput(request_id, finish_reason="abort", error=message))
             self._thread.abort(request_id)
 
     @property
@@ -73,9 +106,18 @@ class AsyncEngine:
         """Requests that are not in the batch, those included that the engine's thread has not seen yet."""
         return max(len(self._queues) - self.core.stats.num_running, 0)
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of the requests that have had no output yet."""
+        return self._num_queued_tokens
+
     def check_request(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         """Raise ValueError if such a request can never be served."""
         self.core.resolve_max_tokens(num_prompt_tokens, params)
+
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        """See :meth:`EngineCore.resolve`. Call it in a thread: it may compile a grammar."""
+        return self.core.resolve(params)
 
     async def generate(
         self,
@@ -97,7 +139,8 @@ class AsyncEngine:
         if request_id in self._queues:
             raise ValueError(f"request id {request_id!r} is in use")
         self._loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        outputs = _Mailbox(len(prompt_token_ids))
+        self._num_queued_tokens += outputs.num_prompt_tokens
         self._queues[request_id] = outputs
         finished = False
         try:
@@ -107,15 +150,20 @@ class AsyncEngine:
                 return
             self._thread.submit(request_id, prompt_token_ids, params, options)
             while not finished:
-                output = await outputs.get()
-                while not outputs.empty():
-                    output = _merged(output, outputs.get_nowait())
+                output = await outputs.take()
+                if outputs.num_prompt_tokens:
+                    self._begun(outputs)
                 finished = output.finished
                 yield output
         finally:
             del self._queues[request_id]
+            self._begun(outputs)
             if not finished:
                 self._thread.abort(request_id)
+
+    def _begun(self, outputs: _Mailbox) -> None:
+        self._num_queued_tokens -= outputs.num_prompt_tokens
+        outputs.num_prompt_tokens = 0
 
     def _on_outputs(self, outputs: list[RequestOutput]) -> None:
         """In the engine's thread: one hop to the event loop per step."""
@@ -131,7 +179,7 @@ class AsyncEngine:
         for output in outputs:
             queue = self._queues.get(output.request_id)
             if queue is not None:
-                queue.put_nowait(output)
+                queue.put(output)
 
 
 def _merged(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
@@ -139,4 +187,9 @@ def _merged(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     if later.error is None:  # else it has no counts of its own
         later.token_ids = earlier.token_ids + later.token_ids
         later.text = earlier.text + later.text
+        later.prompt_logprobs = earlier.prompt_logprobs
+        if earlier.logprobs is not None:
+            later.logprobs = earlier.logprobs + (later.logprobs or [])
+        if earlier.text_logprobs is not None:
+            later.text_logprobs = earlier.text_logprobs + (later.text_logprobs or [])
     return later

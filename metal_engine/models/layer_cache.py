@@ -126,8 +126,8 @@ class LayerCache(AttendingCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write this step's K and V, [N, num_kv_heads, 1, head_dim], to their slots."""
-        self._write("keys", keys[:, :, 0])
-        self._write("values", values[:, :, 0])
+        self._write("keys", keys.squeeze(2))  # a third of what keys[:, :, 0] costs the host
+        self._write("values", values.squeeze(2))
         self.num_writes += 1
         return OwnedKeys(keys, self), values
 
@@ -162,6 +162,17 @@ class LayerCache(AttendingCache):
                 array[by_block.other_slots] = rows[by_block.other_rows]
         setattr(self, name, array)
 
+    def block_arrays(self) -> dict[str, mx.array]:
+        """The layer's arrays by name, each [num_blocks, block_size, num_kv_heads, D]."""
+        return {"keys": self._blocks(self.keys), "values": self._blocks(self.values)}
+
+    def write_blocks(self, name: str, block_ids: mx.array, blocks: mx.array) -> None:
+        """Replace blocks, [W, block_size, num_kv_heads, D], in the array of that name, in place."""
+        array = self._blocks(getattr(self, name))
+        setattr(self, name, None)  # one owner at a time, as in _write
+        array[block_ids] = blocks
+        setattr(self, name, array.reshape(-1, *blocks.shape[2:]))
+
     def attend(
         self,
         original: Attention,
@@ -179,7 +190,7 @@ class LayerCache(AttendingCache):
         if not isinstance(mask, AttentionMask):
             raise UnsupportedModelError(f"its attention gets a mask of its own ({type(mask).__name__})")
         out = self._step.plan.attend(
-            queries[:, :, 0],
+            queries.squeeze(2),
             self._blocks(self.keys),
             self._blocks(self.values),
             scale=scale,
@@ -187,7 +198,7 @@ class LayerCache(AttendingCache):
             softcap=softcap,
             sinks=sinks,
         )
-        return out[:, :, None]
+        return mx.expand_dims(out, 2)
 
     def _blocks(self, rows: mx.array) -> mx.array:
         """[num_slots, num_kv_heads, D] -> [num_blocks, block_size, num_kv_heads, D], not copied."""
@@ -245,6 +256,14 @@ class LatentLayerCache(LayerCache):
         self.values = self.keys
         self.num_writes += 1
         return keys, _PositionKeys(0)
+
+    def block_arrays(self) -> dict[str, mx.array]:
+        return {"keys": self._blocks(self.keys)}
+
+    def write_blocks(self, name: str, block_ids: mx.array, blocks: mx.array) -> None:
+        del self.values
+        super().write_blocks(name, block_ids, blocks)
+        self.values = self.keys
 
     def attend(
         self,

@@ -69,6 +69,8 @@ def load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
     """
     on_cpu = device.kind == "cpu"
     dtype = _DTYPES.get(args.dtype, mx.float32 if on_cpu else None)
+    if args.revision is not None and (args.model == DEMO_MODEL or Path(args.model).expanduser().exists()):
+        logger.warning("--revision %s has no effect: %s is not from the hub", args.revision, args.model)
     if args.model == DEMO_MODEL:
         return _load_gguf(fetch_demo_model(), args, dtype, device, name=DEMO_MODEL)
     path = Path(args.model).expanduser()
@@ -145,8 +147,15 @@ def _load_mlx_lm_model(
         raise ModelLoadError(f"{args.model}: {model_type} needs {error}, which config.json lacks") from error
     except Exception as error:
         raise ModelLoadError(
-            f"{args.model}: its files do not fit {model_type} as mlx-lm has it: {one_line(error)}"
+            f"{args.model}: its files do not fit {model_type} as mlx-lm has it{_quantization(config)}: "
+            f"{one_line(error)}"
         ) from error
+
+
+def _quantization(config: dict[str, Any]) -> str:
+    """Says how a checkpoint is quantized, where mlx-lm may not know how."""
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    return "" if method is None else f" (it is quantized with {method}: choose one for MLX, or plain weights)"
 
 
 def _check_memory(args: EngineArgs, device: DeviceInfo, needed: int) -> None:

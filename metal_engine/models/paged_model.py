@@ -6,8 +6,7 @@ activation is [N, 1, ...] and a layer that mixes no tokens needs no change. Thre
 - RoPE reads ``cache.offset``: here the [N] array of positions, one per row;
 - ``cache.update_and_fetch`` stores K and V: here into the paged cache;
 - attention itself: mlx-lm's ``scaled_dot_product_attention`` is replaced (``seam``) by a function that asks
-one
-  of our caches (``layer_cache``) for the step's attention, and calls the original for any other cache.
+  one of our caches (``layer_cache``) for the step's attention, and calls the original for any other cache.
 
 The layer caches share one :class:`StepState`, set for the length of a forward; there is no global.
 """
@@ -15,11 +14,13 @@ The layer caches share one :class:`StepState`, set for the length of a forward; 
 from __future__ import annotations
 
 import logging
+import time
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from metal_engine.attention.backend import AttentionMetadata, AttentionPlan
+from metal_engine.models.cpu_ops import StepPositions
 from metal_engine.models.layer_cache import LatentLayerCache, LayerCache, StepState
 from metal_engine.models.seam import open_model
 from metal_engine.step import KVCacheLostError
@@ -69,8 +70,10 @@ class PagedModel:
         self.eval_caches()
 
     def release(self) -> None:
-        """Drop the KV cache."""
-        self.layer_caches = []
+        """Drop the KV cache, layer by layer: freeing gigabytes holds Python's lock, and others have things to say."""
+        while self.layer_caches:
+            self.layer_caches.pop()
+            time.sleep(0.001)
 
     def eval_caches(self) -> None:
         """Wait until every write to the KV cache has happened."""
@@ -132,7 +135,7 @@ class PagedModel:
         """
         step = self._step
         step.plan, step.metadata = plan, metadata
-        step.positions, step.logits_indices = positions, logits_indices
+        step.positions, step.logits_indices = StepPositions(positions), logits_indices
         try:
             logits = self.model(input_ids[:, None], cache=self.layer_caches)  # [R, 1, vocab_size]
         finally:

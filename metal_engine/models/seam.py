@@ -13,9 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import activations
 from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from metal_engine.models.cpu_ops import REPLACEMENTS, use_tables
 from metal_engine.models.errors import UnsupportedModelError
 from metal_engine.models.layer_cache import (
     AttendingCache,
@@ -71,6 +73,7 @@ def open_model(model: nn.Module, step: StepState) -> OpenedModel:
             what = _OTHER_STATE.get(kind, "its state is not a plain KV cache")
             raise UnsupportedModelError(f"{what} ({kind})")
     _install_attention_seam(model)
+    use_tables(model)
     recorders, vocab_size = _record(model, len(caches))
     if not all(r.num_reads for r in recorders) and open_softcapped_layers(model):
         recorders, _ = _record(model, len(caches))
@@ -111,18 +114,24 @@ _seam = _attention_seam(mlx_lm_base.scaled_dot_product_attention)
 
 
 def _install_attention_seam(model: nn.Module) -> None:
-    """Replace mlx-lm's attention function, whatever its name there, wherever the model's layers can call it.
+    """Replace mlx-lm's attention function, whatever its name there, wherever the model's layers can call it; and
+    with it the functions that `cpu_ops` has in a faster form.
 
     A layer calls it through the globals of its module, or of the module of a class it inherits from.
     Classes of a checkpoint's own code belong to no module in ``sys.modules``, so the methods are asked for
     their globals.
     """
+    replacements = [(mlx_lm_base.scaled_dot_product_attention, _seam), *REPLACEMENTS]
+    homes = [vars(mlx_lm_base), vars(activations)]
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
         for method in vars(cls).values():
             names: dict[str, Any] = getattr(method, "__globals__", {})
+            if any(names is home for home in homes):
+                continue
             for name, value in list(names.items()):
-                if value is mlx_lm_base.scaled_dot_product_attention and names is not vars(mlx_lm_base):
-                    names[name] = _seam
+                for original, ours in replacements:
+                    if value is original:
+                        names[name] = ours
 
 
 def _record(model: nn.Module, num_caches: int) -> tuple[list[RecordingCache], int]:

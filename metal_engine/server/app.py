@@ -5,38 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from metal_engine import __version__
 from metal_engine.config import ServerArgs
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.server.chat import ChatEndpoint
-from metal_engine.server.completions import CompletionEndpoint
+from metal_engine.server.admission import Admission
 from metal_engine.server.errors import install_error_handlers
 from metal_engine.server.gate import limit_body, require_api_key
-from metal_engine.server.generation import BodyT, Endpoint, ServedModel, prepare
+from metal_engine.server.generation import ServedModel
+from metal_engine.server.generation_routes import add_generation_routes
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.metrics import ServerMetrics
 from metal_engine.server.observe import observe
 from metal_engine.server.parameters import ParameterPolicy
 from metal_engine.server.parsers import Parsers
-from metal_engine.server.protocol import (
-    ChatCompletion,
-    ChatCompletionBody,
-    Completion,
-    CompletionBody,
-    ErrorBody,
-)
+from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status import add_model_routes, add_status_routes
-from metal_engine.server.streaming import EventStreamResponse, cancel_on_disconnect, stream_events
 from metal_engine.server.strict_json import StrictJSONRoute
 from metal_engine.server.tokenization import add_tokenization_routes
-
-# nginx's status for a client that left; nobody receives it, but access logs show it.
-CLIENT_CLOSED_REQUEST = 499
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
 
@@ -56,11 +45,15 @@ def create_app(
     app.router.route_class = StrictJSONRoute
     install_error_handlers(app)
     served = ServedModel(
-        engine, tuple(names), ParameterPolicy(strict=args.strict_params), parsers or Parsers()
+        engine,
+        tuple(names),
+        ParameterPolicy(strict=args.strict_params),
+        parsers or Parsers(),
+        Admission.of(engine, args),
     )
     lifecycle = app.state.lifecycle = Lifecycle(engine)
     metrics = ServerMetrics(engine, served.names[0])
-    _add_generation_routes(app, served)
+    add_generation_routes(app, served, args)
     add_tokenization_routes(app, served)
     add_model_routes(app, served)
     add_status_routes(app, served, lifecycle, metrics)
@@ -71,9 +64,17 @@ def create_app(
 def _add_gates(app: FastAPI, args: ServerArgs, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
     # The last one added is the first to see a request.
     app.add_middleware(_middleware(lambda inner: limit_body(inner, args.max_body_size)))
-    if args.api_key is not None:
-        api_key = args.api_key
-        app.add_middleware(_middleware(lambda inner: require_api_key(inner, api_key)))
+    if args.api_key:
+        app.add_middleware(_middleware(lambda inner: require_api_key(inner, args.api_key)))
+    if args.allowed_origins:
+        # Browsers ask without a key what they may send, so this comes before the key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(args.allowed_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_middleware(_middleware(lifecycle.middleware))
     app.add_middleware(_middleware(lambda inner: observe(inner, metrics)))
 
@@ -85,28 +86,3 @@ def _middleware(wrap: Callable[[ASGIApp], ASGIApp]) -> Any:
         return wrap(app)
 
     return make
-
-
-def _add_generation_routes(app: FastAPI, served: ServedModel) -> None:
-    @app.post("/v1/completions", tags=["generation"], response_model=Completion)
-    async def create_completion(body: CompletionBody, request: Request) -> Response:
-        return await _answer(served, CompletionEndpoint(), body, request)
-
-    @app.post("/v1/chat/completions", tags=["generation"], response_model=ChatCompletion)
-    async def create_chat_completion(body: ChatCompletionBody, request: Request) -> Response:
-        return await _answer(served, ChatEndpoint(served.parsers), body, request)
-
-
-async def _answer(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, request: Request) -> Response:
-    generation = await prepare(served, endpoint, body)
-    if body.stream:
-        return EventStreamResponse(stream_events(generation, endpoint, body.include_usage))
-    try:
-        await cancel_on_disconnect(request.receive, generation.finish())
-    except ClientDisconnect:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return _json(endpoint.response(generation))
-
-
-def _json(body: Any) -> Response:
-    return Response(body.model_dump_json(), media_type="application/json")

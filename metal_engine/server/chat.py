@@ -7,10 +7,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput
-from metal_engine.server.conversation import template_messages
-from metal_engine.server.errors import invalid
+from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.server.conversation import template_kwargs, template_messages
+from metal_engine.server.errors import APIError, invalid, invalid_prompt
 from metal_engine.server.generation import Generation, finish_reason
+from metal_engine.server.logprobs import chat_logprobs
 from metal_engine.server.parsers import Parsers, begins_in_reasoning
 from metal_engine.server.pieces import CallStart, Piece, Splitter, TextPiece
 from metal_engine.server.protocol import (
@@ -21,11 +22,13 @@ from metal_engine.server.protocol import (
     ChatCompletionBody,
     ChatCompletionChunk,
     ChatFinishReason,
+    ChatLogprobs,
     Delta,
     FunctionCall,
     ToolCall,
     Usage,
 )
+from metal_engine.server.streaming import DONE, ChunkTemplate, sse
 from metal_engine.server.tools import NO_TOOLS, forced_schema, plan_tools
 
 # Tokens at the end of a prompt that tell whether its template has begun the reasoning.
@@ -48,13 +51,13 @@ class Conversation:
     def prompt(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[int]:
         """The prompt's token ids. Raises APIError for a body that cannot be a prompt."""
         self._plan = plan_tools(body, self._parsers, tokenizer)
-        flags: dict[str, Any] = _template_flags(body)
+        flags = {**template_kwargs(body, tokenizer), **_template_flags(body)}
         if self._plan.shown:
             flags["tools"] = self._plan.shown
         try:
             prompt = tokenizer.apply_chat_template(template_messages(body.messages), **flags)
         except ValueError as error:
-            raise invalid(str(error), param="messages") from error
+            raise invalid_prompt(error, "messages") from error
         if self._parsers.reasoning is not None:
             self._in_reasoning = begins_in_reasoning(
                 self._parsers.reasoning,
@@ -85,9 +88,13 @@ class Conversation:
             self._called.add(index)
         return pieces
 
+    def has_called(self, index: int) -> bool:
+        """Whether there was a tool call in a choice."""
+        return index in self._called
+
     def finish_reason(self, index: int, reason: ChatFinishReason) -> ChatFinishReason:
         """Why a choice ended: for its calls, unless the client named the one call or the text was cut off."""
-        is_call = reason == "stop" and index in self._called and self._plan.name is None
+        is_call = reason == "stop" and self.has_called(index) and self._plan.name is None
         return "tool_calls" if is_call else reason
 
 
@@ -98,12 +105,18 @@ class ChatEndpoint:
 
     def __init__(self, parsers: Parsers) -> None:
         self._conversation = Conversation(parsers)
+        self._templates: dict[int, ChunkTemplate] = {}
 
     def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         return [self._conversation.prompt(body, tokenizer)]
 
     def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
         return self._conversation.adjust(body)
+
+    def echoes(
+        self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
+    ) -> list[str] | None:
+        return None
 
     def response(self, generation: Generation) -> BaseModel:
         choices = []
@@ -114,6 +127,7 @@ class ChatEndpoint:
                 ChatChoice(
                     index=choice.index,
                     message=message_of(pieces),
+                    logprobs=_logprobs(generation, choice.text_logprobs),
                     finish_reason=self._conversation.finish_reason(choice.index, choice.finish_reason),
                     stop_reason=choice.stop_reason,
                 )
@@ -124,15 +138,26 @@ class ChatEndpoint:
             model=generation.model,
             choices=choices,
             usage=generation.usage,
+            prompt_logprobs=generation.prompt_logprobs(generation.choices[0]),
         )
 
-    def chunks(
-        self, generation: Generation, index: int, output: RequestOutput, first: bool
-    ) -> list[BaseModel]:
+    def begin(self, generation: Generation) -> bytes:
+        return b""
+
+    def chunk(
+        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
+    ) -> bytes:
         reason = finish_reason(output)
+        pieces = self._conversation.pieces(index, output.text, reason)
+        if not (first or reason is not None or usage is not None or output.text_logprobs):
+            return b"".join(self._plain(generation, index, piece) for piece in pieces)
         deltas: list[Delta] = [{"role": "assistant", "content": ""}] if first else []
-        deltas += [_delta(piece) for piece in self._conversation.pieces(index, output.text, reason)]
+        deltas += [_delta(piece) for piece in pieces]
+        if output.text_logprobs and not pieces:  # tokens without text of their own
+            deltas.append({"content": ""})
         choices = [ChatChunkChoice(index=index, delta=delta) for delta in deltas]
+        if output.text_logprobs:
+            choices[-1].logprobs = _logprobs(generation, output.text_logprobs)
         if reason is not None:
             choices.append(
                 ChatChunkChoice(
@@ -142,10 +167,30 @@ class ChatEndpoint:
                     stop_reason=output.stop_reason,
                 )
             )
-        return [_chunk(generation, [choice]) for choice in choices]
+        return b"".join(sse(_chunk(generation, [choice], usage)) for choice in choices)
 
-    def usage_chunk(self, generation: Generation) -> BaseModel:
-        return _chunk(generation, [], generation.usage)
+    def _plain(self, generation: Generation, index: int, piece: Piece) -> bytes:
+        """The event of a piece and nothing else: what most tokens come to."""
+        if isinstance(piece, TextPiece) and piece.kind == "content":
+            return self._template(generation, index).fill(piece.text)
+        return sse(_chunk(generation, [ChatChunkChoice(index=index, delta=_delta(piece))]))
+
+    def _template(self, generation: Generation, index: int) -> ChunkTemplate:
+        template = self._templates.get(index)
+        if template is None:
+            choice = ChatChunkChoice(index=index, delta=Delta(content=ChunkTemplate.TEXT))
+            template = self._templates[index] = ChunkTemplate(_chunk(generation, [choice]))
+        return template
+
+    def end(self, generation: Generation, include_usage: bool) -> bytes:
+        return (sse(_chunk(generation, [], generation.usage)) if include_usage else b"") + DONE
+
+    def error(self, generation: Generation, error: APIError) -> bytes:
+        return sse(error.body)
+
+
+def _logprobs(generation: Generation, tokens: list[TokenLogprobs]) -> ChatLogprobs | None:
+    return None if generation.params.logprobs is None else chat_logprobs(generation.tokenizer, tokens)
 
 
 def message_of(pieces: list[Piece]) -> AssistantMessage:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from metal_engine.engine.engine_thread import EngineDeadError
+from metal_engine.engine.tokenizer import TextTooLongError
 from metal_engine.server.protocol import ErrorBody, ErrorDetail
 
 # Where an error's code is left in the ASGI scope, for whoever counts errors by their cause.
@@ -56,6 +57,12 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return APIError(400, message, param=param, code=code)
 
 
+def invalid_prompt(error: ValueError, param: str) -> APIError:
+    """A 400 for what the tokenizer refuses."""
+    code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
+    return invalid(f"{param}: {error}", param=param, code=code)
+
+
 def model_not_found(model: str) -> APIError:
     return APIError(404, f"The model `{model}` does not exist.", param="model", code="model_not_found")
 
@@ -77,9 +84,28 @@ def to_api_error(error: Exception) -> APIError:
     return APIError(500, "internal error", code="internal_error")
 
 
-def error_response(error: APIError, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The error as a response."""
-    return JSONResponse(error.body.model_dump(), status_code=error.status, headers=headers)
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+_ANTHROPIC_PATHS = "/v1/messages"
+
+
+def anthropic_error(error: APIError) -> dict[str, Any]:
+    """The error in Anthropic's shape."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_response(
+    error: APIError, headers: Mapping[str, str] | None = None, *, path: str = ""
+) -> JSONResponse:
+    """The error as a response, in the shape that the clients of a path know."""
+    content = anthropic_error(error) if path.startswith(_ANTHROPIC_PATHS) else error.body.model_dump()
+    return JSONResponse(content, status_code=error.status, headers=headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -95,12 +121,12 @@ def install_error_handlers(app: FastAPI) -> None:
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     api_error = to_api_error(error)
     request.scope[ERROR_CODE] = api_error.code
-    return error_response(api_error, api_error.headers)
+    return error_response(api_error, api_error.headers, path=request.url.path)
 
 
-async def _on_validation_error(_request: Request, error: Exception) -> JSONResponse:
+async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return error_response(from_validation(error.errors()))
+    return error_response(from_validation(error.errors()), path=request.url.path)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
@@ -108,7 +134,7 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     message = str(error.detail)
     if error.status_code in (404, 405):
         message = f"{message}: {request.method} {request.url.path}"
-    return error_response(APIError(error.status_code, message), headers=error.headers)
+    return error_response(APIError(error.status_code, message), error.headers, path=request.url.path)
 
 
 _MAX_MESSAGE = 400

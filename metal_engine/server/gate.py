@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+from collections.abc import Sequence
 from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from metal_engine.server.errors import APIError, error_response
+from metal_engine.server.errors import ERROR_CODE, APIError, error_response
 
 # Open without a key: probes and load balancers have none.
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -21,22 +22,29 @@ _WRONG_KEY = "Incorrect API key provided"
 _DISCARD_SECONDS = 10.0
 
 
-def require_api_key(app: ASGIApp, api_key: str) -> ASGIApp:
-    """``app`` for those only who send ``Authorization: Bearer`` with the key."""
-    # Digests have one length, so that comparing them tells nothing about the key's.
-    wanted = hashlib.sha256(api_key.encode()).digest()
+def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
+    """``app`` for those only who send one of the keys, as ``Authorization: Bearer`` or as ``x-api-key``."""
+    # Digests have one length, so that comparing them tells nothing about the keys'.
+    wanted = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await app(scope, receive, send)
             return
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")  # Anthropic's clients
         digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).digest()
-        if hmac.compare_digest(digest, wanted) and scheme.lower() == "bearer":
+        # Every key is compared, so that the time tells nothing about which one it is either.
+        if sum([hmac.compare_digest(digest, one) for one in wanted]):
             await app(scope, receive, send)
             return
+        scope[ERROR_CODE] = "invalid_api_key"
         error = APIError(401, _WRONG_KEY if given else _NO_KEY, code="invalid_api_key")
-        response = error_response(error, {"www-authenticate": "Bearer", "connection": "close"})
+        response = error_response(
+            error, {"www-authenticate": "Bearer", "connection": "close"}, path=scope["path"]
+        )
         await response(scope, receive, send)
 
     return guarded
@@ -78,7 +86,9 @@ def _too_large(max_bytes: int) -> str:
 async def _refuse(
     scope: Scope, receive: Receive, send: Send, max_bytes: int, *, expects_continue: bool
 ) -> None:
-    response = error_response(APIError(413, _too_large(max_bytes)), {"connection": "close"})
+    response = error_response(
+        APIError(413, _too_large(max_bytes)), {"connection": "close"}, path=scope["path"]
+    )
     await send({"type": "http.response.start", "status": 413, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": bytes(response.body), "more_body": True})
     if not expects_continue:  # such a client waits for the answer before it sends anything

@@ -28,7 +28,11 @@ def listen(args: ServerArgs) -> Iterator[Listener]:
     Raises:
         ConfigError: the address is in use, forbidden or no address; the message names the flag.
     """
-    listener = _bind_unix(args.uds) if args.uds is not None else _bind_tcp(args.host, args.port)
+    listener = (
+        _bind_unix(args.uds)
+        if args.uds is not None
+        else _bind_tcp(args.host, args.port, "http" if args.ssl_certfile is None else "https")
+    )
     try:
         yield listener
     finally:
@@ -38,7 +42,7 @@ def listen(args: ServerArgs) -> Iterator[Listener]:
                 os.unlink(args.uds)
 
 
-def _bind_tcp(host: str, port: int) -> Listener:
+def _bind_tcp(host: str, port: int, scheme: str) -> Listener:
     try:
         # An empty host means all addresses, as for --host 0.0.0.0.
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -53,7 +57,7 @@ def _bind_tcp(host: str, port: int) -> Listener:
         bound.close()
         raise ConfigError(_bind_problem(error, host, port)) from error
     shown = f"[{host}]" if ":" in host else host
-    return Listener(bound, f"http://{shown}:{bound.getsockname()[1]}")
+    return Listener(bound, f"{scheme}://{shown}:{bound.getsockname()[1]}")
 
 
 def _bind_problem(error: OSError, host: str, port: int) -> str:

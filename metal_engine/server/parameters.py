@@ -8,39 +8,27 @@ or refused, if the server is strict.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from metal_engine.server.errors import invalid
-from metal_engine.server.protocol import GenerationBody
+from metal_engine.server.protocol import ChatCompletionBody, GenerationBody
 
 logger = logging.getLogger(__name__)
 
 # Parameter -> the values that ask for nothing; None always does.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
+    # Declared for completions; a chat has no such thing.
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "include_stop_str_in_output": (False,),
-    "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "add_special_tokens": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -57,11 +45,24 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "chat_template": (),
     "chat_template_kwargs": ({},),
-    # Declared for chats; a plain completion has neither.
+    # Declared for chats; a plain completion has none of them.
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "documents": ([],),
-    "stream_options.continuous_usage_stats": (False,),
+    "logits_processors": ([],),
+    "prompt_embeds": (),
+    "thinking_token_budget": (),
+    # Samplers of other servers.
+    "xtc_probability": (0,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "repeat_penalty": (1,),
+    "adapters": (),
+    # Of a message, what an earlier answer may have brought.
+    "messages.function_call": (),
+    "messages.audio": (),
+    "messages.refusal": ("",),
 }
 
 # No effect on the output by their very meaning.
@@ -69,7 +70,7 @@ _NO_EFFECT = frozenset(
     {
         "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "prediction", "parallel_tool_calls", "request_id",
-        "stream_options.include_obfuscation",
+        "stream_options.include_obfuscation", "messages.annotations",
     }
 )  # fmt: skip
 
@@ -117,15 +118,16 @@ def unknown_parameters(body: GenerationBody) -> list[str]:
     """
     unknown = []
     given = dict(body.model_extra or {})
-    given["n"] = body.n
     if body.stream_options is not None:
         for name, value in (body.stream_options.model_extra or {}).items():
             given[f"stream_options.{name}"] = value
-    for name, value in given.items():
+    # Each message has a say, even one whose field is neutral in another.
+    for name, value in (*given.items(), *_message_fields(body)):
         if value is None or name in _NO_EFFECT:
             continue
         if name not in _UNSUPPORTED:
-            unknown.append(name)
+            if name not in unknown:
+                unknown.append(name)
         elif not any(_same(value, neutral) for neutral in _UNSUPPORTED[name]):
             raise invalid(
                 f"{name} is not supported (got {_short(value)})", param=name, code="unsupported_parameter"
@@ -133,6 +135,17 @@ def unknown_parameters(body: GenerationBody) -> list[str]:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is only allowed when stream is true", param="stream_options")
     return unknown
+
+
+def _message_fields(body: GenerationBody) -> Iterator[tuple[str, Any]]:
+    """Undeclared fields of messages and of their content parts, as ``messages.name`` and ``messages.content.name``."""
+    for message in body.messages if isinstance(body, ChatCompletionBody) else ():
+        for name, value in (message.model_extra or {}).items():
+            yield f"messages.{name}", value
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.type == "text":  # others are refused by their type
+                for name, value in (part.model_extra or {}).items():
+                    yield f"messages.content.{name}", value
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -171,7 +172,7 @@ def make_server(
     death_grace: float = DEATH_GRACE_SECONDS,
     log_stats_interval: float = 0.0,
     on_ready: Callable[[], None] = lambda: None,
-    **address: Any,
+    **options: Any,
 ) -> Server:
     """A server that is not running yet.
 
@@ -179,7 +180,7 @@ def make_server(
         shutdown_timeout: seconds that requests under way may take to finish when the server stops.
         death_grace: seconds for which a server whose engine has died still answers.
         log_stats_interval: seconds between log lines about the engine; 0 for none.
-        address: ``host`` and ``port`` for uvicorn, unless sockets are given when it runs.
+        options: for uvicorn: ``host`` and ``port`` unless sockets are given when it runs, and :func:`tls_options`.
     """
     config = uvicorn.Config(
         app,
@@ -187,7 +188,7 @@ def make_server(
         log_config=None,  # the process has one logging set-up, the command line's
         access_log=False,
         lifespan="off",
-        **address,
+        **options,
     )
     return Server(
         config,
@@ -198,6 +199,32 @@ def make_server(
         log_stats_interval=log_stats_interval,
         on_ready=on_ready,
     )
+
+
+def tls_options(args: ServerArgs) -> dict[str, Any]:
+    """uvicorn's options for TLS, as the settings ask for it; none without.
+
+    Raises:
+        ConfigError: the files cannot be read or used.
+    """
+    if args.ssl_certfile is None:
+        return {}
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, args.ssl_keyfile_password or "")
+        if args.ssl_ca_certs is not None:
+            context.load_verify_locations(args.ssl_ca_certs)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
+        ) from error
+    return {
+        "ssl_certfile": args.ssl_certfile,
+        "ssl_keyfile": args.ssl_keyfile,
+        "ssl_keyfile_password": args.ssl_keyfile_password,
+        "ssl_ca_certs": args.ssl_ca_certs,
+        "ssl_cert_reqs": ssl.CERT_NONE if args.ssl_ca_certs is None else ssl.CERT_REQUIRED,
+    }
 
 
 def run_server(
@@ -222,6 +249,7 @@ def run_server(
         shutdown_timeout=args.shutdown_timeout,
         log_stats_interval=args.log_stats_interval,
         on_ready=lambda: on_ready(listener.url),
+        **tls_options(args),
     )
     try:
         server.run(sockets=[listener.socket])

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
 from metal_engine.server.chat import ChatEndpoint
-from metal_engine.server.errors import invalid, model_not_found, validated
+from metal_engine.server.errors import invalid, validated
 from metal_engine.server.generation import ServedModel
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage
 
@@ -51,7 +51,7 @@ class Text(BaseModel):
 def add_tokenization_routes(app: FastAPI, served: ServedModel) -> None:
     @app.post("/tokenize", tags=["tokens"])
     async def tokenize(body: TokenizeBody) -> Tokens:
-        _check_model(served, body.model)
+        served.check_model(body.model)
         tokenizer = served.engine.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise invalid("give either prompt or messages", param="prompt")
@@ -79,13 +79,8 @@ def add_tokenization_routes(app: FastAPI, served: ServedModel) -> None:
 
     @app.post("/detokenize", tags=["tokens"])
     async def detokenize(body: DetokenizeBody) -> Text:
-        _check_model(served, body.model)
+        served.check_model(body.model)
         vocab_size = served.engine.config.model.vocab_size
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocab_size:
             raise invalid(f"tokens has ids outside the vocabulary of {vocab_size}", param="tokens")
         return Text(prompt=await asyncio.to_thread(served.engine.tokenizer.decode, body.tokens))
-
-
-def _check_model(served: ServedModel, model: str | None) -> None:
-    if model is not None and model not in served.names:
-        raise model_not_found(model)

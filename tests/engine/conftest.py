@@ -74,9 +74,10 @@ def engine_for(
     num_blocks: int,
     max_num_seqs: int,
     ahead: bool = False,
+    caching: bool = False,
 ) -> EngineCore:
-    """``ahead``: steps are planned and built while the one before them runs."""
-    cache = CacheConfig(block_size=block_size, num_blocks=num_blocks)
+    """``ahead``: steps are planned and built while the one before them runs. ``caching``: of prefixes."""
+    cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=caching)
     config = EngineConfig(
         model=ModelInfo(
             name="test",

@@ -109,6 +109,35 @@ def test_the_engine_goes_on(
     assert dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True)) == expected
 
 
+def test_nothing_cached_outlives_a_failed_step(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are shared as soon as a plan fills them; this one never did."""
+    model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
+    fault.install(model, monkeypatch)
+    engine = engine_for(
+        PagedModel(model),
+        tiny_tokenizer(),
+        vocab_size=VOCAB_SIZE,
+        budget=64,
+        block_size=8,
+        num_blocks=64,
+        max_num_seqs=3,
+        caching=True,
+    )
+
+    def num_cached_tokens(request_id: str) -> int:
+        engine.add_request(request_id, [11] * 20, GREEDY)
+        outputs = []
+        while engine.has_requests:
+            outputs += engine.step()
+        return outputs[-1].num_cached_tokens
+
+    fault.kind = "eval"
+    num_cached_tokens("fails")
+    assert engine.num_failed_steps == 1
+    assert num_cached_tokens("cold") == 0
+    assert num_cached_tokens("warm") == 16
+
+
 def test_a_lost_cache_is_computed_again(
     engine: EngineCore, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:

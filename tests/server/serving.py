@@ -17,7 +17,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.app import create_app
 from metal_engine.server.parsers import Parsers
-from metal_engine.server.run import Server, make_server
+from metal_engine.server.run import Server, make_server, tls_options
 from tests.fakes import FakeRunner, NextToken, fake_config, fake_engine, hash_chain
 
 MODEL = "org/fake-model"
@@ -76,10 +76,12 @@ def serve(
     args: ServerArgs | None = None,
     death_grace: float = DEADLINE,
     parsers: Parsers | None = None,
+    engine: AsyncEngine | None = None,
 ) -> Iterator[Served]:
+    """A server on a fake runner, or on an ``engine`` that has been started; it is shut down at the end."""
     config = config or fake_config()
     runner = FakeRunner(config.cache.block_size, next_token, step_time)
-    engine = fake_engine(runner, config, tokenizer)
+    engine = engine or fake_engine(runner, config, tokenizer)
     args = args or ServerArgs(shutdown_timeout=1)
     server = make_server(
         create_app(engine, names, args, parsers),
@@ -88,6 +90,7 @@ def serve(
         death_grace=death_grace,
         host="127.0.0.1",
         port=0,
+        **tls_options(args),
     )
     loops: list[asyncio.AbstractEventLoop] = []
 

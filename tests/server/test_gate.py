@@ -14,12 +14,13 @@ from tests.server.serving import DEADLINE, MODEL, Served, serve
 from tests.server.test_errors import check_error
 
 KEY = "sk-sesame"
+OTHER_KEY = "sk-open"
 MAX_BODY = 10_000
 
 
 @pytest.fixture(scope="module")
 def _guarded_server() -> Iterator[Served]:
-    args = ServerArgs(api_key=KEY, max_body_size=MAX_BODY, strict_params=True)
+    args = ServerArgs(api_key=(KEY, OTHER_KEY), max_body_size=MAX_BODY, strict_params=True)
     with serve(args=args, names=(MODEL, "alias")) as served:
         yield served
 
@@ -43,6 +44,9 @@ WRONG = [
     {"authorization": f"Bearer {KEY[:-1]}"},
     {"authorization": f"Bearer {KEY.upper()}"},
     {"authorization": "Bearer \xff"},
+    {"x-api-key": f"Bearer {KEY}"},
+    {"x-api-key": OTHER_KEY[:-1]},
+    {"authorization": f"Bearer {KEY},{OTHER_KEY}"},
 ]
 
 
@@ -70,6 +74,12 @@ def test_with_the_key(guarded: Served) -> None:
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="other", max_retries=0).models.list()
 
 
+def test_every_key_opens_in_either_header(guarded: Served) -> None:
+    for key in (KEY, OTHER_KEY):
+        for headers in ({"authorization": f"bearer {key}"}, {"x-api-key": key}):
+            assert httpx.get(guarded.url + "/v1/models", headers=headers).status_code == 200
+
+
 def test_health_is_open(guarded: Served) -> None:
     assert httpx.get(guarded.url + "/health").status_code == 200
 
@@ -93,6 +103,18 @@ def test_unknown_parameters_are_refused_when_strict(guarded: Served) -> None:
     assert post(user="me", store=True, metadata={"a": "b"}, service_tier="auto", n=1).status_code == 200
     assert post(temprature=None).status_code == 200
     assert httpx.get(guarded.url + "/health").json()["unknown_parameters"] == {}
+
+
+def test_unknown_fields_of_messages_are_refused_when_strict(guarded: Served) -> None:
+    def post(**fields: object) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "a", **fields}], "max_tokens": 1}
+        return httpx.post(guarded.url + "/v1/chat/completions", json=body, headers=auth())
+
+    check_error(post(cotnent="b"), 400, "messages.cotnent", "unknown_parameter")
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    check_error(post(content=[part]), 400, "messages.content.cache_control", "unknown_parameter")
+    # What an answer brings, and a client sends back.
+    assert post(refusal=None, annotations=[], audio=None, function_call=None).status_code == 200
 
 
 def body_of(num_bytes: int) -> bytes:
@@ -137,6 +159,14 @@ def test_unknown_parameters_are_counted(served: Served) -> None:
     for _ in range(3):
         assert served.post("/v1/completions", {"prompt": "a", "temprature": 1.0}).status_code == 200
     assert httpx.get(served.url + "/health").json()["unknown_parameters"]["temprature"] == before + 3
+
+
+def test_unknown_fields_of_messages_are_counted_once_a_request(served: Served) -> None:
+    messages = [{"role": "user", "content": "a", "mood": "good"}] * 3
+    for _ in range(2):
+        response = served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+        assert response.status_code == 200
+    assert httpx.get(served.url + "/health").json()["unknown_parameters"]["messages.mood"] == 2
 
 
 def test_made_up_names_take_no_memory() -> None:

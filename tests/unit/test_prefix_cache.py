@@ -252,7 +252,7 @@ def _chain_without_parents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _hit_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     find = BlockManager.find_cached
-    monkeypatch.setattr(BlockManager, "find_cached", lambda self, h, n: find(self, h, n + 1))
+    monkeypatch.setattr(BlockManager, "find_cached", lambda self, h, n, *also: find(self, h, n + 1, *also))
 
 
 def _keep_hashes_of_reused_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

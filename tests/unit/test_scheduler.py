@@ -568,3 +568,36 @@ def test_check_integrity_notices(corrupt) -> None:  # type: ignore[no-untyped-de
     corrupt(harness.scheduler)
     with pytest.raises(AssertionError):
         harness.scheduler.check_integrity()
+
+
+def test_a_request_whose_token_is_needed_on_the_host_waits_for_it_and_holds_nobody_up() -> None:
+    harness = SchedulerHarness(
+        SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_model_len=100),
+        CacheConfig(block_size=4, num_blocks=50),
+        depth=2,
+    )
+    harness.submit("ahead", make_prompt(0, 5), 6)
+    harness.submit("held back", make_prompt(1, 5), 3, needs_token_on_host=True)
+    harness.drain()
+    steps = [list(plan.num_scheduled_tokens) for plan in harness.plans if plan.num_scheduled_tokens]
+    both = ["ahead", "held back"]
+    assert steps[:6] == [both, ["ahead"], both, ["ahead"], both, ["ahead"]]
+
+
+def test_cancelled_plans_are_computed_again_and_those_of_others_stay() -> None:
+    """A step fails while the next one is planned: its requests end, the next one's start over."""
+    harness = SchedulerHarness(
+        SchedulerConfig(max_num_batched_tokens=4, max_num_seqs=4, max_model_len=100),
+        CacheConfig(block_size=4, num_blocks=50),
+        depth=2,
+    )
+    harness.submit("first", make_prompt(0, 4), 1)
+    harness.submit("second", make_prompt(1, 6), 5)
+    harness.schedule()
+    plan = harness.schedule()
+    assert list(plan.num_scheduled_tokens) == ["second"]
+    harness.fail_oldest()
+    assert harness.tracked["first"].finish_reason == "error"
+    request = harness.scheduler.requests["second"]
+    assert (request.num_computed_tokens, request.num_output_placeholders) == (0, 0)
+    harness.drain()

@@ -81,7 +81,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = f"r{self.num_requests}"
         self.num_requests += 1
         if len(prompt) + max_tokens <= self.capacity:
-            self.harness.submit(request_id, prompt, max_tokens, stop_after=stop_after, ignore_eos=ignore_eos)
+            self.harness.submit(
+                request_id,
+                prompt,
+                max_tokens,
+                stop_after=stop_after,
+                ignore_eos=ignore_eos,
+                needs_token_on_host=self.num_requests % 4 == 0,
+            )
         else:
             with pytest.raises(ValueError):
                 self.harness.submit(request_id, prompt, max_tokens)
@@ -103,6 +110,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def update(self) -> None:
         self.harness.update()
+
+    @precondition(lambda self: self.harness.in_flight)
+    @rule(cache_is_lost=st.booleans())
+    def fail_a_step(self, cache_is_lost: bool) -> None:
+        self.harness.fail_oldest(cache_is_lost=cache_is_lost)
+
+    @precondition(lambda self: self.harness.in_flight)
+    @rule()
+    def refuse_a_step(self) -> None:
+        self.harness.refuse_newest()
 
     @precondition(lambda self: self.harness.live)
     @rule(num_steps=st.integers(1, 12))

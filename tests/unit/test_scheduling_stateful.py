@@ -70,6 +70,7 @@ class KnobsMachine(SchedulerMachine):
         request_id = f"r{self.num_requests}"
         self.num_requests += 1
         needs_rows = digest % 11 == 0
+        kwargs["needs_token_on_host"] = digest % 4 == 0
         if len(prompt) + max_tokens <= self.capacity:
             self.harness.submit(
                 request_id, prompt, max_tokens, options=options, needs_prompt_rows=needs_rows, **kwargs

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from metal_engine.config import ChatArgs, ConfigError, EngineArgs, ServerArgs
-from metal_engine.settings import make_args, parse_size, resolve, settings_of
+from metal_engine.settings import make_args, parse_count, parse_size, resolve, settings_of
 
 SETTINGS = settings_of(ServerArgs, EngineArgs)
 BY_NAME = {one.name: one for one in SETTINGS}
@@ -35,14 +35,18 @@ def test_precedence(tmp_path: Path) -> None:
     values = settle({"port": "3"}, environ, yaml, tmp_path)
     assert values == {"port": 3, "host": "env", "max_num_seqs": 5}
     args = make_args(ServerArgs, values)
-    assert (args.port, args.host, args.api_key) == (3, "env", None)
+    assert (args.port, args.host, args.api_key) == (3, "env", ())
     assert make_args(EngineArgs, {"model": "m", **values}).max_num_seqs == 5
 
 
 @pytest.mark.parametrize("one", SETTINGS, ids=lambda one: one.name)
 def test_every_setting_from_everywhere(one: Any, tmp_path: Path) -> None:
-    given = {"int": "7", "float": "0.5", "size": "7", "bool": "true", "str": "x", "list": "x"}[one.kind]
-    wanted = {"int": 7, "float": 0.5, "size": 7, "bool": True, "str": "x", "list": ("x",)}[one.kind]
+    given = {"int": "7", "count": "7", "float": "0.5", "size": "7", "bool": "true", "str": "x", "list": "x"}[
+        one.kind
+    ]
+    wanted = {"int": 7, "count": 7, "float": 0.5, "size": 7, "bool": True, "str": "x", "list": ("x",)}[
+        one.kind
+    ]
     if one.choices:
         given = wanted = one.choices[-1]
     key = one.flag.removeprefix("--")
@@ -87,6 +91,7 @@ BAD_FILES = [
     ("kv-cache-memory-bytes: lots", "kv-cache-memory-bytes must be a size such as 2GiB"),
     ("port: 1\nport_: 2", "unknown setting 'port_'"),
     ("max-num-seqs: 1\nmax_num_seqs: 2", "given twice"),
+    ("port: 1\nhost: a\nport: 2", "given twice"),
     ("- port", "must hold `flag: value` lines, not a list"),
     ("port: 'a", "is not valid YAML"),
     ("a: &a [*a]", "unknown setting"),
@@ -124,7 +129,7 @@ def test_bad_variables_and_flags() -> None:
 def test_secrets_stay_secret() -> None:
     key = BY_NAME["api_key"]
     with pytest.raises(ConfigError, match="--api-key") as info:
-        resolve([key], {"api_key": ["hidden"]}, {})
+        resolve([key], {"api_key": [{"hidden": 1}]}, {})
     assert "hidden" not in str(info.value)
     # Set but empty is a mistake, which must not leave the server open.
     with pytest.raises(ConfigError, match="--api-key"):
@@ -141,7 +146,8 @@ def test_secrets_stay_secret() -> None:
         ("2 Gi", 2 << 30),
         ("1.5GiB", 3 << 29),
         ("512MB", 512_000_000),
-        ("512M", 512_000_000),
+        ("512M", 512 << 20),
+        ("512m", 512_000_000),
         ("16KiB", 16384),
         ("1TiB", 1 << 40),
         ("7B", 7),
@@ -157,6 +163,20 @@ def test_sizes(text: str, size: int) -> None:
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="no size"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("7", 7), ("4k", 4000), ("4K", 4096), ("1.5K", 1536), ("2m", 2_000_000), ("1M", 1 << 20)],
+)
+def test_counts(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "k", "4kb", "4KiB", "-4k", "4.5.6k", "1e3"])
+def test_no_counts(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_count(text)
 
 
 BAD_SERVERS: list[tuple[dict[str, Any], str]] = [

@@ -1,0 +1,222 @@
+"""Limits on what a server takes on: queues, time, origins, TLS, templates."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from metal_engine.config import ConfigError, ServerArgs
+from metal_engine.server.run import tls_options
+from metal_engine.server.streaming import KEEP_ALIVE
+from tests.fakes import byte_ids, fake_config, generated, tiny_tokenizer
+from tests.server.serving import DEADLINE, MODEL, Served, serve, wait_until
+from tests.server.test_errors import check_error, sse_events
+from tests.server.test_metrics import scrape
+
+COMPLETIONS = "/v1/completions"
+
+
+def hold(served: Served, num_streams: int, prompt: str = "abc") -> list[openai.Stream[Any]]:
+    """Streams that stay open, the engine held in its first step."""
+    served.runner.running.clear()
+    return [
+        served.client().completions.create(model=MODEL, prompt=prompt, max_tokens=5, stream=True)
+        for _ in range(num_streams)
+    ]
+
+
+def finish(served: Served, streams: list[openai.Stream[Any]]) -> None:
+    served.runner.running.set()
+    for stream in streams:
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    served.settle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue(stream: bool) -> None:
+    config = fake_config(max_num_seqs=2)
+    with serve(config=config, args=ServerArgs(max_num_queued_reqs=3)) as served:
+        streams = hold(served, 1)
+        wait_until(lambda: served.engine.stats.num_running == 1, "one to run")
+        streams += [
+            served.client().completions.create(model=MODEL, prompt="abc", max_tokens=5, stream=True)
+            for _ in range(3)
+        ]
+        wait_until(lambda: served.engine.num_waiting == 3, "three to wait")
+        for path, body in [
+            (COMPLETIONS, {"prompt": "d"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "d"}]}),
+            ("/v1/responses", {"input": "d"}),
+        ]:
+            response = served.post(path, {**body, "stream": stream})
+            error = check_error(response, 503, code="overloaded")
+            assert "--max-num-queued-reqs" in error["message"] and response.headers["retry-after"] == "1"
+        body = {
+            "model": MODEL,
+            "max_tokens": 1,
+            "messages": [{"role": "user", "content": "d"}],
+            "stream": stream,
+        }
+        response = served.post("/v1/messages", body)
+        assert response.status_code == 503 and response.json()["error"]["type"] == "overloaded_error"
+        assert scrape(served)["requests_rejected_total"]["overloaded",] == 4
+        finish(served, streams)
+        assert served.post(COMPLETIONS, {"prompt": "d"}).status_code == 200
+
+
+def test_too_many_queued_tokens() -> None:
+    with serve(args=ServerArgs(max_num_queued_tokens=100)) as served:
+        assert served.post(COMPLETIONS, {"prompt": "x" * 200, "max_tokens": 5}).status_code == 200  # alone
+        streams = hold(served, 2, "x" * 30)
+        wait_until(lambda: served.engine.num_queued_tokens == 60, "both")
+        error = check_error(
+            served.post(COMPLETIONS, {"prompt": ["x" * 20, "y" * 21]}), 503, code="overloaded"
+        )
+        assert "--max-num-queued-tokens" in error["message"]
+        streams += hold(served, 1, "x" * 40)
+        finish(served, streams)
+        assert served.engine.num_queued_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_timeout(stream: bool) -> None:
+    config = fake_config(max_model_len=100_000, num_blocks=20_000)
+    with serve(config=config, step_time=0.005, args=ServerArgs(request_timeout=0.2)) as served:
+        body = {"prompt": ["a", "b"], "max_tokens": 90_000, "stream": stream}
+        response = served.post(COMPLETIONS, body)
+        if stream:
+            *events, last = sse_events(response.text)
+            assert events and last["error"]["code"] == "timeout" and "[DONE]" not in response.text
+        else:
+            assert "--request-timeout" in check_error(response, 504, code="timeout")["message"]
+        served.settle()
+        assert served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3}).status_code == 200
+
+
+def test_comments_while_nothing_comes() -> None:
+    """Between them and the events nothing is lost, and the official client passes over them."""
+    with serve(args=ServerArgs(sse_keep_alive=0.02)) as served:
+        served.runner.running.clear()
+        body = {"prompt": "abc", "max_tokens": 5, "stream": True}
+        with httpx.stream("POST", served.url + COMPLETIONS, json=body, timeout=DEADLINE) as response:
+            parts = response.iter_raw()
+            early = b""
+            while early.count(KEEP_ALIVE) < 2:
+                early += next(parts)
+            assert early == KEEP_ALIVE * early.count(KEEP_ALIVE)
+            served.runner.running.set()
+            rest = b"".join(parts).replace(KEEP_ALIVE, b"").decode()
+        text = "".join(event["choices"][0]["text"] for event in sse_events(rest))
+        assert text == "".join(map(chr, generated(byte_ids("abc"), 5)))
+        streams = hold(served, 1)
+        time.sleep(0.1)
+        finish(served, streams)
+
+
+def test_origins() -> None:
+    origin = "https://chat.example"
+    asked = {"origin": origin, "access-control-request-method": "POST"}
+    with serve(args=ServerArgs(allowed_origins=(origin,), api_key=("k",))) as served:
+        preflight = httpx.options(served.url + COMPLETIONS, headers=asked)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == origin
+        other = httpx.options(served.url + COMPLETIONS, headers={**asked, "origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+        response = httpx.get(served.url + "/v1/models", headers={"origin": origin})
+        assert (response.status_code, response.headers["access-control-allow-origin"]) == (401, origin)
+
+
+def test_no_origin_is_allowed_unless_told(served: Served) -> None:
+    response = httpx.get(served.url + "/v1/models", headers={"origin": "http://localhost:3000"})
+    assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return key, cert
+
+
+def test_tls(certificate: tuple[Path, Path]) -> None:
+    key, cert = certificate
+    args = ServerArgs(ssl_keyfile=str(key), ssl_certfile=str(cert))
+    with serve(args=args) as served:
+        url = served.url.replace("http:", "https:")
+        context = ssl.create_default_context(cafile=str(cert))
+        assert httpx.get(url + "/health", verify=context).json()["status"] == "ok"
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(served.url + "/health")
+
+
+def test_tls_settings_that_cannot_work(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+
+    key, cert = map(str, certificate)
+    for bad in ({"ssl_certfile": cert}, {"ssl_keyfile": key}, {"ssl_ca_certs": cert}):
+        with pytest.raises(ConfigError, match="--ssl"):
+            ServerArgs(**bad)  # type: ignore[arg-type]
+    for bad in (
+        {"ssl_certfile": key, "ssl_keyfile": cert},
+        {"ssl_certfile": cert, "ssl_keyfile": str(tmp_path / "none")},
+    ):
+        with pytest.raises(ConfigError, match="--ssl"):
+            tls_options(ServerArgs(**bad))  # type: ignore[arg-type]
+
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__init__.__globals__ }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "{% for i in range(1000000000) %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", ESCAPES)
+def test_templates_are_in_a_sandbox(template: str) -> None:
+    with serve(tokenizer=tiny_tokenizer(template)) as served:
+        response = served.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+        assert "chat template" in check_error(response, 400, "messages")["message"]
+
+
+def test_overload_is_answered_at_once() -> None:
+    """200 at once on a server whose queue is full: a 503 for most before anything has been computed."""
+    args = ServerArgs(max_num_queued_reqs=8)
+    with serve(config=fake_config(max_num_seqs=4), args=args) as served:
+        served.runner.running.clear()
+
+        async def ask(client: httpx.AsyncClient) -> int:
+            return (await client.post(COMPLETIONS, json={"prompt": "x" * 50, "max_tokens": 100})).status_code
+
+        async def run() -> list[int]:
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(base_url=served.url, limits=limits, timeout=DEADLINE) as client:
+                answers = [asyncio.create_task(ask(client)) for _ in range(200)]
+                async with asyncio.timeout(DEADLINE):
+                    while sum(answer.done() for answer in answers) < 150:
+                        await asyncio.sleep(0.01)
+                served.runner.running.set()
+                return await asyncio.gather(*answers)
+
+        statuses = asyncio.run(run())
+        assert set(statuses) == {200, 503} and statuses.count(503) >= 150
+        served.settle()
