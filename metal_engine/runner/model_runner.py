@@ -204,7 +204,7 @@ class PendingStep:
         self.sampling = sampling
         self.before: KVSnapshot | None = before
         self.saves = saves
-        self.root: list[mx.array] = []
+        self.root: list[mx.array] | None = None
         self.error: Exception | None = None
 
     @property
