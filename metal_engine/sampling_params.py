@@ -123,7 +123,7 @@ class StructuredOutputsParams:
             return self.json
         try:
             return json.dumps(self.json)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"structured_outputs.json is no JSON: {error}") from error
 
 

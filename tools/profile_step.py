@@ -67,11 +67,11 @@ def _arrays(result: Any) -> list[Any]:
 @contextmanager
 def instrumented(clock: Clock) -> Iterator[None]:
     """Every operation of a model timed by itself, for as long as this lasts."""
-    import mlx.core as mx
     import mlx.nn as nn
     import mlx_lm.models.llama as llama
 
     from metal_engine.attention.mlx_ops import MlxOpsPlan
+    from metal_engine.models.cpu_ops import TableRoPE
     from metal_engine.models.layer_cache import LayerCache
     from metal_engine.runner import model_runner
 
@@ -96,7 +96,8 @@ def instrumented(clock: Clock) -> Iterator[None]:
     replace(nn.Embedding, "as_linear", "LM head")
     replace(nn.Embedding, "__call__", "embedding")
     replace(nn.RMSNorm, "__call__", "RMSNorm")
-    replace(mx.fast, "rope", "RoPE")
+    replace(nn.RoPE, "__call__", "RoPE")
+    replace(TableRoPE, "__call__", "RoPE")
     replace(LayerCache, "update_and_fetch", "KV write", also=lambda cache, *_: (cache.keys, cache.values))
     replace(MlxOpsPlan, "attend", "attention")
     replace(llama, "swiglu", "SwiGLU")
@@ -109,6 +110,14 @@ def instrumented(clock: Clock) -> Iterator[None]:
 
 
 def make_engine(args: argparse.Namespace) -> EngineCore:
+    if args.plain:
+        from metal_engine.platform.blas import load_optimized_blas
+
+        load_optimized_blas()
+        from metal_engine.models import cpu_ops, seam
+
+        cpu_ops.REPLACEMENTS.clear()
+        seam.use_tables = lambda model: None
     limit = args.budget or max(2 * args.num_requests * args.prompt_len, 64)
     return build_engine(
         EngineArgs(
@@ -151,6 +160,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=150)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget", type=int, help="tokens per step; default: all prompts in one")
+    parser.add_argument("--plain", action="store_true", help="mlx-lm's own operations, not models/cpu_ops.py")
     parser.add_argument("--cpu-time", action="store_true", help="of all threads, instead of the wall's")
     args = parser.parse_args()
     if args.cpu_time:

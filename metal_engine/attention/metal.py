@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from metal_engine.attention.backend import AttentionMetadata
 from metal_engine.attention.metal_plan import ITEM_FIELDS, Items, plan_items
@@ -25,6 +26,9 @@ STAGE_BYTES = 26 << 10  # most threadgroup memory for staged keys, of Metal's 32
 # Threadgroups that keep a GPU busy: two at a time on a core, for the memory they take, and some to follow.
 THREADGROUPS_PER_CORE = 8
 UNKNOWN_GPU_CORES = 12
+# MLX puts smaller inputs into constant memory, which takes another variant of the kernel, compiled when it is first
+# met: in the middle of serving, were the tables of small steps not grown to this.
+DEVICE_ELEMENTS = 8
 
 
 class UnsupportedAttentionError(ValueError):
@@ -78,6 +82,13 @@ def check_supported(
         refuse(f"query heads must be 1 to {MAX_GROUP} times the KV heads")
 
 
+def _on_device(table: np.ndarray) -> mx.array:
+    """``table`` with zero rows at its end until it has DEVICE_ELEMENTS. No kernel reads these."""
+    missing = max(0, DEVICE_ELEMENTS - table.size)
+    rows = -(-missing // table.shape[1])
+    return mx.array(np.pad(table, ((0, rows), (0, 0))) if rows else table)
+
+
 @dataclass
 class _Uploaded:
     """Items on the device."""
@@ -107,7 +118,7 @@ class MetalPlan:
                 target_threadgroups=self.backend.target_threadgroups,
                 key_step=key_step,
             )
-            self._uploaded[key] = _Uploaded(items, mx.array(items.table), mx.array(items.rows))
+            self._uploaded[key] = _Uploaded(items, _on_device(items.table), _on_device(items.rows))
         return self._uploaded[key]
 
     def attend(
@@ -142,11 +153,11 @@ class MetalPlan:
         keys = stage_keys(q.dtype, head_dim)
         uploaded = self._items(group, num_kv_heads, window, keys)
         if self._block_table is None:
-            self._block_table = mx.array(self.metadata.block_table)
+            self._block_table = _on_device(self.metadata.block_table)
         sink_values = sinks if sinks is not None else self.backend.no_sinks
         shared = [("T", q.dtype), ("D", head_dim), ("G", group), ("HAS_SINKS", sinks is not None)]
-        # One partial row at least: MLX has no outputs without elements.
-        partial_rows = max(1, uploaded.items.num_partial_rows)
+        # MLX has no outputs without elements, and the merge takes these as inputs.
+        partial_rows = max(DEVICE_ELEMENTS, uploaded.items.num_partial_rows)
         out, partial_out, partial_lse = self.backend.attention(
             inputs=[
                 q,
@@ -154,8 +165,8 @@ class MetalPlan:
                 v_cache,
                 self._block_table,
                 uploaded.table,
-                mx.array([scale, softcap or 0.0], mx.float32),
-                mx.array([window or 0], mx.int32),
+                self.backend.constant([scale, softcap or 0.0], mx.float32),
+                self.backend.constant([window or 0], mx.int32),
                 sink_values,
             ],
             template=[
@@ -199,6 +210,7 @@ class MetalBackend:
         kernel_factory: Callable[..., Any] = mx.fast.metal_kernel,
         target_threadgroups: int | None = None,
     ):
+        self._constants: dict[tuple[object, ...], mx.array] = {}
         # Made of data, once: mx.zeros would be one more kernel for the GPU in every layer.
         self.no_sinks = mx.array([0.0], mx.float32)
         self.target_threadgroups = target_threadgroups or THREADGROUPS_PER_CORE * UNKNOWN_GPU_CORES
@@ -223,6 +235,13 @@ class MetalBackend:
             output_names=["out"],
             source=kernel_text("merge_splits.metal"),
         )
+
+    def constant(self, values: list[float] | list[int], dtype: mx.Dtype) -> mx.array:
+        """A small array that layers and steps share."""
+        key = (*values, dtype)
+        if key not in self._constants:
+            self._constants[key] = mx.array(values, dtype)
+        return self._constants[key]
 
     def plan(self, metadata: AttentionMetadata) -> MetalPlan:
         return MetalPlan(metadata, self)

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +33,13 @@ def _byte_of_char() -> dict[str, int]:
 
 _BYTE_OF_CHAR = _byte_of_char()
 
+# Characters that Unicode normalization makes one of, at most, as far as prompts go.
+_SHRINKING = 4
+
+
+class TextTooLongError(ValueError):
+    """A text that cannot fit, whatever its tokens are."""
+
 
 class Tokenizer:
     """A fast Hugging Face tokenizer with the model's end-of-sequence ids.
@@ -43,6 +51,7 @@ class Tokenizer:
 
     def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, eos_token_ids: Iterable[int] = ()) -> None:
         self._hf = hf_tokenizer
+        self._max_chars: int | None = None
         own = hf_tokenizer.eos_token_id
         self.eos_token_ids = frozenset(eos_token_ids) | ({own} if own is not None else set())
         self._token_bytes: dict[int, bytes] = {}
@@ -64,8 +73,28 @@ class Tokenizer:
             return "tool_use" in template or any("tools" in text for text in template.values())
         return "tools" in (template or "")
 
+    def limited(self, max_tokens: int) -> Tokenizer:
+        """The same tokenizer, but it refuses texts that cannot be ``max_tokens`` or fewer, before it spends half a
+        minute on them (:class:`TextTooLongError`)."""
+        limited = copy(self)
+        limited._max_chars = _SHRINKING * self._longest_token * max_tokens
+        return limited
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """In characters."""
+        return max(map(len, self._hf.get_vocab()))
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the ids the tokenizer puts around a raw prompt (BOS) unless told not to."""
+        """Token ids of a text, with the ids the tokenizer puts around a raw prompt (BOS) unless told not to.
+
+        Raises:
+            ValueError: it is no text, or (:class:`TextTooLongError`) too long for a :meth:`limited` tokenizer.
+        """
+        if self._max_chars is not None and len(text) > self._max_chars:
+            raise TextTooLongError(
+                f"a prompt of {len(text)} characters is far longer than the maximum context length of the model"
+            )
         try:
             # Not verbose: the tokenizer would warn of long texts, which are refused later, with a message of our own.
             return self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)

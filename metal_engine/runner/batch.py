@@ -43,7 +43,8 @@ class PackedBatch:
         num_tokens, num_requests = len(self.input_ids), len(self.seq_lens)
         if num_tokens == 0:
             raise ValueError("bad batch: no tokens")
-        cu, query_lens = self.cu_seqlens_q, np.diff(self.cu_seqlens_q)
+        cu = self.cu_seqlens_q
+        query_lens = cu[1:] - cu[:-1]
         if len(cu) != num_requests + 1 or cu[0] != 0 or cu[-1] != num_tokens or (query_lens <= 0).any():
             raise ValueError(
                 f"bad batch: cu_seqlens_q {cu.tolist()} does not rise strictly from 0 to {num_tokens}"
@@ -70,23 +71,35 @@ class PackedBatch:
         if len(np.unique(self.slot_mapping)) != num_tokens:
             raise ValueError("bad batch: two tokens share a slot")
 
+        # Flags instead of np.isin, which takes as long as everything else here together.
+        is_last = np.zeros(num_tokens, bool)
+        is_last[cu[1:] - 1] = True
+        samples = np.zeros(num_tokens, bool)
+        logits_indices = self.logits_indices
         if (
-            len(self.logits_indices) != len(self.sampled_rows)
-            or (np.diff(self.logits_indices) <= 0).any()
-            or not np.isin(self.logits_indices, cu[1:] - 1).all()
+            len(logits_indices) != len(self.sampled_rows)
+            or (logits_indices[1:] <= logits_indices[:-1]).any()
+            or not _all_flagged(is_last, logits_indices)
         ):
             raise ValueError("bad batch: logits_indices are not last rows of requests, one each")
         if (self.sampled_rows < 0).any() or len(np.unique(self.sampled_rows)) != len(self.sampled_rows):
             raise ValueError("bad batch: sampled_rows are not distinct rows")
+        samples[logits_indices] = True
         if (
             len(self.pending_rows) != len(self.pending_samples)
-            or not np.isin(self.pending_rows, self.logits_indices).all()
+            or not _all_flagged(samples, self.pending_rows)
             or (self.pending_samples < 0).any()
             or len(np.unique(self.pending_samples)) != len(self.pending_samples)
         ):
             raise ValueError(
                 "bad batch: pending_rows are not rows that sample, each after a sample of its own"
             )
+
+
+def _all_flagged(flags: np.ndarray, indices: np.ndarray) -> bool:
+    """Whether all of ``indices`` are within ``flags`` and set there."""
+    in_range = not len(indices) or (indices.min() >= 0 and indices.max() < len(flags))
+    return bool(in_range and flags[indices].all())
 
 
 def whole_block_rows(batch: PackedBatch, block_size: int) -> np.ndarray:
@@ -226,11 +239,11 @@ class RequestTable:
         block_ids = self._block_table[row_of_token, positions // self.block_size]
         max_blocks = -(-int(seq_lens.max(initial=0)) // self.block_size)
 
-        sampled = set(plan.sampled_req_ids)
         packed = list(plan.num_scheduled_tokens)
-        samples = np.fromiter((r in sampled for r in packed), bool, num_requests)
+        sampled = set(plan.sampled_req_ids)
+        samples = np.fromiter(map(sampled.__contains__, packed), bool, num_requests)
         # Tokens come back in packing order and are told apart by nothing else.
-        if [r for r in packed if r in sampled] != plan.sampled_req_ids:
+        if packed != plan.sampled_req_ids and [r for r in packed if r in sampled] != plan.sampled_req_ids:
             raise ValueError("bad plan: sampled_req_ids are not scheduled requests in packing order")
         input_ids = self._token_ids[row_of_token, positions]
         input_ids[pending_rows] = 0  # not what a request before it left in the row
@@ -257,6 +270,6 @@ class RequestTable:
         pending = np.flatnonzero(seq_lens > self._num_tokens[rows])
         samples = self._last_sample[rows[pending]]
         # A sample continues what had been computed then, so it is the token of a query of one row.
-        if (np.diff(cu_seqlens_q)[pending] > 1).any() or (samples < 0).any():
+        if ((cu_seqlens_q[1:] - cu_seqlens_q[:-1])[pending] > 1).any() or (samples < 0).any():
             raise ValueError("bad plan: it computes tokens that are neither known nor being sampled")
         return cu_seqlens_q[1:][pending] - 1, samples

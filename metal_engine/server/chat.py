@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput, TokenLogprobs
 from metal_engine.server.conversation import template_kwargs, template_messages
-from metal_engine.server.errors import APIError, invalid
+from metal_engine.server.errors import APIError, invalid, invalid_prompt
 from metal_engine.server.generation import Generation, finish_reason
 from metal_engine.server.logprobs import chat_logprobs
 from metal_engine.server.parsers import Parsers, begins_in_reasoning
@@ -57,7 +57,7 @@ class Conversation:
         try:
             prompt = tokenizer.apply_chat_template(template_messages(body.messages), **flags)
         except ValueError as error:
-            raise invalid(str(error), param="messages") from error
+            raise invalid_prompt(error, "messages") from error
         if self._parsers.reasoning is not None:
             self._in_reasoning = begins_in_reasoning(
                 self._parsers.reasoning,

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput, TokenLogprobs
-from metal_engine.server.errors import APIError, invalid
+from metal_engine.server.errors import APIError, invalid, invalid_prompt
 from metal_engine.server.generation import Choice, Generation, finish_reason
 from metal_engine.server.logprobs import completion_logprobs
 from metal_engine.server.protocol import (
@@ -36,7 +36,7 @@ class CompletionEndpoint:
         try:
             return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         except ValueError as error:
-            raise invalid(f"prompt: {error}", param="prompt") from error
+            raise invalid_prompt(error, "prompt") from error
 
     def adjust(self, body: CompletionBody) -> CompletionBody:
         return body

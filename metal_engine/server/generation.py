@@ -346,7 +346,10 @@ def _prepared(
     engine: AsyncEngine, endpoint: Endpoint[BodyT], body: BodyT, params: SamplingParams
 ) -> tuple[list[list[int]], list[str] | None, SamplingParams]:
     """The prompts, their texts if they are wanted back, and the parameters in the model's tokens; in a thread."""
-    whole = endpoint.tokenize(body, engine.tokenizer)
+    tokenizer = engine.tokenizer
+    if body.truncate_prompt_tokens is None:
+        tokenizer = tokenizer.limited(engine.config.scheduler.max_model_len)
+    whole = endpoint.tokenize(body, tokenizer)
     adjusted = endpoint.adjust(body)
     if adjusted is not body:
         params = sampling_params(adjusted, engine.config.model.default_sampling)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 
+from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from tests.engine.test_cli_docs import as_pattern, commands
 from tests.fakes import EOS, TOOL_TEMPLATE, byte_ids, fake_config, tiny_tokenizer
 from tests.server.serving import Served, serve
@@ -51,3 +52,14 @@ def test_the_commands_print_what_the_page_says() -> None:
     documented = set(re.findall(r"(/[\w/{}]+)", section)) - {"/docs", "/openapi"}
     served_paths = {re.sub(r"{\w+(:path)?}", "{id}", path) for path in paths}
     assert served_paths == documented
+
+
+def test_every_parameter_is_on_the_page() -> None:
+    section = TEXT[TEXT.index("## Parameters") : TEXT.index("## Errors")]
+    names = set(re.findall(r"`(\w+)`", section))
+    declared = {*CompletionBody.model_fields, *ChatCompletionBody.model_fields} - {
+        "model",
+        "prompt",
+        "messages",
+    }
+    assert declared <= names, declared - names
