@@ -19,7 +19,7 @@ from metal_engine.request import Request, RequestOptions, RequestStatus, Samplin
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.step import KVConnectorMetadata, ModelOutput, SchedulerOutput, TokenOutput
 from tests.fake_kv_transfer import FakeTransfer
-from tests.scheduling_checks import check_fcfs, check_plan, demand_of, is_plain, max_steps
+from tests.scheduling_checks import check_fcfs, check_plan, demand_of, is_plain, max_steps, was_passed_over
 
 # Large, so that a wrong token is not the right one by chance.
 VOCAB_SIZE = 1 << 30
@@ -259,6 +259,7 @@ class SchedulerHarness:
         self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
         self.plans: list[SchedulerOutput] = []
+        self._steps_passed_over = 0  # in a row
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -352,6 +353,9 @@ class SchedulerHarness:
         self.check_limits(plan)
         num_preemptions = self.scheduler.num_preemptions - num_preemptions
         check_plan(self.scheduler, plan, before, context_lens)
+        passed_over = not num_preemptions and was_passed_over(self.scheduler, plan, before, context_lens)
+        self._steps_passed_over = self._steps_passed_over + 1 if passed_over else 0
+        assert self._steps_passed_over <= self.config.max_num_partial_prefills, "a free slot stays free"
         if is_plain(self.config, self.cache_config):
             check_fcfs(self.scheduler, plan, before, context_lens, num_preemptions)
         is_idle = not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions

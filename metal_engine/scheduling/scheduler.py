@@ -91,6 +91,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._num_arrivals = 0
         self._num_steps = 0
+        self._last_admission = -1  # id of the step that last admitted somebody
         self._watermark_blocks = int(WATERMARK * cache_config.num_blocks)
         # What the runner holds, and what it must forget before the next step.
         self._held_by_runner: set[str] = set()
@@ -172,6 +173,9 @@ class Scheduler:
         partial = self._schedule_decodes(plan, budget)
         prefills = PrefillShares(budget, partial, self.config, self.blocks.block_size)
         pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
+        if not pool_is_full and prefills.is_turn_of_a_new_one(self._last_admission):
+            self._fill_slots(plan, prefills, at_most=1)
+        prefills.take_turns()
         if not pool_is_full:
             self._fill_slots(plan, prefills)
         prefills.spread()
@@ -179,7 +183,7 @@ class Scheduler:
             self._use_up(plan, prefills)
         for request, share in prefills.shares.items():
             self._add_to_plan(plan, request, share)
-        self._publish_prefixes(prefills)
+        self._publish_prefixes()
         if plan.num_scheduled_tokens:  # an empty plan is not executed, so it must not carry the drops off
             plan.dropped_req_ids, self._dropped = self._dropped, []
             if self.connector is not None:
@@ -208,9 +212,10 @@ class Scheduler:
                 budget.attention_work -= request.num_computed_tokens
         return [request for request in prefills if request.status is RequestStatus.RUNNING]
 
-    def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillShares) -> None:
+    def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillShares, at_most: int | None = None) -> None:
         """Admit waiting requests to the slots for partial prefills that are free, while each gets a block."""
-        for _ in range(self.config.max_num_partial_prefills - prefills.num_in_progress):
+        num_free = self.config.max_num_partial_prefills - prefills.num_in_progress
+        for _ in range(num_free if at_most is None else min(at_most, num_free)):
             admission = self._next_waiting(prefills)
             if admission is None or not prefills.has_room(*admission.extent):
                 break
@@ -279,6 +284,7 @@ class Scheduler:
                 self.connector.count_prompt(request)
             self.connector.update_state_after_alloc(request, block_ids, from_store, len(admission.cached))
         self._held_by_runner.add(request.request_id)
+        self._last_admission = plan.step_id
         plan.new_requests.append(
             NewRequestData(
                 request_id=request.request_id,
@@ -394,13 +400,13 @@ class Scheduler:
         block_ids = self.blocks.block_ids(request.request_id)[start:stop]
         self.connector.blocks_filled(request, request.block_hashes[start:stop], block_ids)
 
-    def _publish_prefixes(self, prefills: PrefillShares) -> None:
+    def _publish_prefixes(self) -> None:
         """Let later steps share the blocks that this one fills, and those who waited for them go on."""
         for request in self._filled:
             self.prefix_cache.publish(request)
         self._filled.clear()
-        for request in prefills.shares:
-            self.waiting.unpark(request.request_id, request.num_computed_tokens)
+        for owner_id in self.waiting.owners:  # the last token of an owner's prompt may have gone as a decode
+            self.waiting.unpark(owner_id, self.running[owner_id].num_computed_tokens)
 
     # --- results --------------------------------------------------------------------------------------------
 
@@ -438,7 +444,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert every invariant between steps; for tests and debugging."""
         self.blocks.check_integrity()
-        self.waiting.check_integrity(set(self.running))
+        self.waiting.check_integrity({r: request.num_computed_tokens for r, request in self.running.items()})
         waiting = {request.request_id for request in self.waiting}
         assert not waiting & self.running.keys()
         assert not self.loading.keys() & (waiting | self.running.keys())

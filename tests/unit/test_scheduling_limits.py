@@ -99,12 +99,31 @@ def test_slots_rotate_when_the_budget_cannot_serve_them_all() -> None:
     harness = make_harness(budget=8, partial=4, max_long_partial_prefills=4)
     for i in range(4):
         harness.submit(f"r{i}", make_prompt(i, 40), 1)
+    while len(harness.scheduler.running) < 4:
+        harness.step()
+    assert len(harness.plans) <= 6, "free slots have their turns, too"
     served: list[str] = []
-    for _ in range(20):
+    for _ in range(8):
         step = shares(harness)
         assert all(n >= 4 for n in step.values()), "a share is never below a block"
         served += step
-    assert {served.count(f"r{i}") for i in range(4)} == {10}
+    assert [served.count(f"r{i}") for i in range(4)] == [4] * 4
+    harness.drain()
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_a_free_slot_has_its_turn_when_the_budget_serves_one(aligned: bool) -> None:
+    """Decodes leave a block, and a long prompt could take it in every step."""
+    harness = make_harness(budget=12, page_aligned_scheduling=aligned)
+    for i in range(8):
+        harness.submit(f"d{i}", [i + 1], 40)
+    harness.run(until=lambda: len(harness.scheduler.running) == 8)
+    harness.submit("long", make_prompt(0, 400), 1)
+    assert shares(harness)["long"] == shares(harness)["long"] == 4
+    for i in range(6):
+        harness.submit(f"short{i}", make_prompt(i + 1, 4), 1)
+        steps = [shares(harness).keys() - {f"d{j}" for j in range(8)} for _ in range(2)]
+        assert steps == [{f"short{i}"}, {"long"}]
     harness.drain()
 
 
@@ -169,6 +188,7 @@ def test_shares_are_even_and_nothing_is_wasted(
     )
     requests = [Request(str(i), [1] * n, SamplingParams(), max_tokens=1) for i, n in enumerate(remaining)]
     prefills = PrefillShares(StepBudget(budget, 1 << 62), requests, config, block_size)
+    prefills.take_turns()
     prefills.spread()
     unit = block_size if aligned else 1
     charged = sum(-(-share // unit) * unit for share in prefills.shares.values())
@@ -281,6 +301,31 @@ def test_a_long_context_does_not_take_the_whole_cap() -> None:
     harness.submit("b", make_prompt(1, 20), 1)
     step = shares(harness)
     assert step["b"] == 20 and step["a"] >= 4
+    harness.drain()
+
+
+def test_a_context_too_long_for_the_cap_does_not_keep_others_out() -> None:
+    """A block after 100 tokens takes more than a step may have: the long prompt goes alone, every other step."""
+    harness = make_harness(budget=64, max_attention_work=300, threshold=64)
+    long = harness.submit("long", make_prompt(0, 1000), 1)
+    harness.run(until=lambda: long.num_computed_tokens >= 100)
+    for i in range(6):
+        harness.submit(f"short{i}", make_prompt(i + 1, 5), 1)
+        assert [shares(harness) for _ in range(2)] == [{f"short{i}": 5}, {"long": 4}]
+    harness.drain()
+
+
+def test_decodes_that_take_the_whole_cap_leave_a_block_to_each_in_turn() -> None:
+    harness = make_harness(budget=64, max_attention_work=300, num_blocks=1000)
+    for i in range(8):
+        harness.submit(f"d{i}", make_prompt(i, 60), 60)
+    harness.run(until=lambda: all(t.token_ids for t in harness.live))
+    harness.submit("long", make_prompt(9, 200), 1)
+    harness.step()
+    short = harness.submit("short", make_prompt(10, 4), 1)
+    harness.step()
+    harness.step()
+    assert short.is_finished
     harness.drain()
 
 
