@@ -406,8 +406,13 @@ def resolve_config(
         model_fingerprint=_fingerprint(args, model),
     )
     max_model_len = _max_model_len(args, model, cache)
-    max_num_seqs = args.max_num_seqs or (64 if device.kind == "cpu" else 256)
-    budget = args.max_num_batched_tokens or _step_budget(model, device)
+    budget = args.max_num_batched_tokens or max(args.max_num_seqs or 0, _step_budget(model, device))
+    max_num_seqs = args.max_num_seqs or min(budget, 64 if device.kind == "cpu" else 256)
+    if budget < max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget} is less than --max-num-seqs {max_num_seqs}: decodes could take every "
+            f"token of every step, and prompts would wait for them to end"
+        )
     if args.page_aligned_scheduling and budget < max_num_seqs + args.block_size:
         raise ConfigError(
             f"--page-aligned-scheduling needs --max-num-batched-tokens of at least --max-num-seqs + --block-size "

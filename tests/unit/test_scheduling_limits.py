@@ -127,6 +127,31 @@ def test_a_free_slot_has_its_turn_when_the_budget_serves_one(aligned: bool) -> N
     harness.drain()
 
 
+def test_a_stream_of_new_ones_does_not_take_a_running_prompt_s_turns() -> None:
+    harness = make_harness(budget=12, num_blocks=1000)
+    for i in range(8):
+        harness.submit(f"d{i}", [i + 1], 40)
+    harness.run(until=lambda: len(harness.scheduler.running) == 8)
+    harness.submit("long", make_prompt(0, 400), 1)
+    harness.step()
+    served = []
+    for i in range(12):
+        for j in range(2):
+            harness.submit(f"short{i}-{j}", make_prompt(i + 1, 4), 1)
+        served.append("long" in shares(harness))
+    assert served == [True, False] * 6
+    harness.drain()
+
+
+def test_long_is_more_than_the_threshold() -> None:
+    for length, is_long in ((32, False), (33, True)):
+        harness = make_harness(budget=32)
+        harness.submit("a", make_prompt(0, 100), 1)
+        harness.submit("b", make_prompt(1, length), 1)
+        assert ("b" not in shares(harness)) == is_long
+        harness.drain()
+
+
 def test_decodes_go_first() -> None:
     harness = make_harness(budget=10)
     for i in range(6):
@@ -225,6 +250,13 @@ def test_alignment_that_could_starve_prompts_is_refused() -> None:
     resolve(page_aligned_scheduling=True, max_num_seqs=48, max_num_batched_tokens=64)
 
 
+def test_a_budget_that_decodes_could_use_up_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens 32 is less than --max-num-seqs 33"):
+        resolve(max_num_seqs=33, max_num_batched_tokens=32)
+    assert resolve(max_num_batched_tokens=32).max_num_seqs == 32
+    assert resolve(max_num_seqs=2000).max_num_batched_tokens == 2000
+
+
 def test_decodes_always_leave_an_aligned_prefill_a_block() -> None:
     harness = make_harness(budget=68, block_size=8, page_aligned_scheduling=True, seqs=60, num_blocks=1000)
     for i in range(59):
@@ -301,6 +333,15 @@ def test_a_long_context_does_not_take_the_whole_cap() -> None:
     harness.submit("b", make_prompt(1, 20), 1)
     step = shares(harness)
     assert step["b"] == 20 and step["a"] >= 4
+    harness.drain()
+
+
+def test_attention_work_is_shared_evenly() -> None:
+    harness = make_harness(budget=640, max_attention_work=1000, threshold=640)
+    for name in "ab":
+        harness.submit(name, make_prompt(ord(name), 600), 1)
+    step = shares(harness)
+    assert step == {"a": 31, "b": 31}  # 31 * 32 / 2 = 496
     harness.drain()
 
 
