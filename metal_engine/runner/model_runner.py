@@ -38,6 +38,7 @@ class ModelRunner:
         self._backend = backend
         self._cache_config = cache_config
         self._writes_blocks = scheduler_config.page_aligned_scheduling
+        self._runs_ahead = scheduler_config.async_scheduling
         self._table = RequestTable(
             scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size
         )
@@ -46,6 +47,8 @@ class ModelRunner:
 
     def execute(self, plan: SchedulerOutput) -> PendingStep:
         """Start a step: builds the graph of one forward over every packed row and one sampling pass."""
+        if self._steps and not self._runs_ahead:
+            raise RuntimeError("without async scheduling, a step is finished before the next one is started")
         before = self._model.snapshot()
         try:
             tokens = self._build(plan)
@@ -102,7 +105,8 @@ class ModelRunner:
                 step.root = step.tokens
             else:  # only intermediate chunks: what matters is the KV they leave behind
                 step.root = self._model.written()
-            mx.async_eval(step.root)
+            if self._runs_ahead:
+                mx.async_eval(step.root)  # otherwise nothing is done before result() evaluates it
         except Exception as error:  # noqa: BLE001  (raised by result())
             step.error = error
 
@@ -126,12 +130,11 @@ class ModelRunner:
 
     def _recover(self, error: Exception) -> None:
         """After a step that failed: drop those built on top of it, unevaluated, and see to the KV cache."""
-        if self._steps:
-            before = self._steps[0].before
-            assert before is not None
-            self._model.restore(before)
-            self._steps.clear()
-            self._table.forget_samples()
+        self._steps.clear()
+        self._table.forget_samples()
+        if self._runs_ahead:
+            # An asynchronous evaluation may stop anywhere, and its error come up again: nothing is sure of its arrays.
+            self._model.renew_cache(error)
         self._model.recover_from(error)
 
     def close(self) -> None:
