@@ -13,13 +13,16 @@ BIN := .venv/bin
 # Test processes side by side, at most four; a file's tests stay together.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve chat test test-full lint format clang clean
+.PHONY: serve chat disagg test test-full lint format clang clean
 
 serve: .venv/.installed  ## serve MODEL on HOST:PORT
 	$(BIN)/metal-engine serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 chat: .venv/.installed  ## talk to MODEL in the terminal
 	$(BIN)/metal-engine chat $(MODEL) $(ARGS)
+
+disagg: .venv/.installed-dev  ## prefill on one server, decode on another, on this machine
+	PYTHONPATH=. $(BIN)/python -m tools.disagg_demo $(MODEL)
 
 test: .venv/.installed-dev clang  ## all tests, long sweeps run small
 	$(PYTEST) $(ARGS)

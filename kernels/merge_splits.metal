@@ -1,6 +1,6 @@
 // Merges the splits of a context, and carries whole rows over: the body of a kernel, one thread per output element.
 //
-// metal_sim: never small: whole, partial_out
+// metal_sim: never small: whole, partial_out, partial_lse, rows
 //
 // rows: per packed row (first partial row, splits, partial rows from a split to the next); 0 splits: a whole row.
 // Template: T, D, G, HAS_SINKS.

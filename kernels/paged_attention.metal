@@ -1,7 +1,7 @@
 // Variable-length paged attention: the body of a kernel. MLX writes the signature (mx.fast.metal_kernel), so the
 // names of inputs and template arguments are those of metal_engine/attention/metal.py.
 //
-// metal_sim: never small: q, k_cache, v_cache
+// metal_sim: never small: q, k_cache, v_cache, block_table, items
 //
 // One threadgroup takes one work item of one KV head. An item is a tile of query rows and a range of keys:
 //
@@ -35,9 +35,12 @@ constexpr int STRIDE = D + VECTOR;               // a padded row of the stage: r
 constexpr int KEY_FRAGMENTS = BK / 8;
 constexpr int DIM_FRAGMENTS = D / 8;
 constexpr int STAGE_VECTORS = BK * (ROW_VECTORS + 1);
-// The stage also carries outputs at the end, so many columns of all rows at a time.
-constexpr int COLUMNS_THAT_FIT = STAGE_VECTORS * 4 / (GROUPS * 8) / 8 * 8;
+// The stage also carries outputs at the end, so many columns of all rows at a time. What is left of it pads the rows.
+constexpr int CARRIED_STRIDE = STAGE_VECTORS * 4 / (GROUPS * 8);
+constexpr int COLUMNS_THAT_FIT = CARRIED_STRIDE / 8 * 8;
 constexpr int COLUMNS = COLUMNS_THAT_FIT < D ? COLUMNS_THAT_FIT : D;
+static_assert(D % COLUMNS == 0, "outputs leave in equal pieces");
+static_assert(CARRIED_STRIDE % 8 != 0, "carried rows start in different banks");
 constexpr float LOG2E = 1.4426950408889634f;
 // Below every score, and finite: fast::exp2 promises nothing for infinities.
 constexpr float LOWEST = -1e30f;
@@ -80,6 +83,7 @@ simdgroup_matrix<T, 8, 8> queries[DIM_FRAGMENTS];
 simdgroup_matrix<float, 8, 8> output[DIM_FRAGMENTS];
 {
   const ulong at = (ulong(first_row + row / G) * (num_kv_heads * G) + head) * D + lane_column;
+  #pragma clang loop unroll(full)
   for (int d = 0; d < DIM_FRAGMENTS; ++d) {
     queries[d] = make_filled_simdgroup_matrix<T, 8, 8>(T(0.0f));
     if (row_exists) {
@@ -122,14 +126,17 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   const bool all_visible =
       tile + BK - 1 <= first_position && (!HAS_WINDOW || tile > last_position - window);
   float tile_peak = LOWEST;
+  #pragma clang loop unroll(full)
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
     if (f % slots == slot) {
       scores[f] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      #pragma clang loop unroll(full)
       for (int d = 0; d < DIM_FRAGMENTS; ++d) {
         simdgroup_matrix<T, 8, 8> keys;
         simdgroup_load(keys, staged + f * 8 * STRIDE + d * 8, STRIDE, ulong2(0, 0), true);
         simdgroup_multiply_accumulate(scores[f], queries[d], keys, scores[f]);
       }
+      #pragma clang loop unroll(full)
       for (int e = 0; e < 2; ++e) {
         float s = scores[f].thread_elements()[e] * scale;
         if (HAS_SOFTCAP) {
@@ -154,13 +161,16 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   const float shrink = fast::exp2(peak - new_peak);
   peak = new_peak;
   total *= shrink;
+  #pragma clang loop unroll(full)
   for (int d = 0; d < DIM_FRAGMENTS; ++d) {
     output[d].thread_elements()[0] *= shrink;
     output[d].thread_elements()[1] *= shrink;
   }
   simdgroup_matrix<T, 8, 8> weights[KEY_FRAGMENTS];
+  #pragma clang loop unroll(full)
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
     if (f % slots == slot) {
+      #pragma clang loop unroll(full)
       for (int e = 0; e < 2; ++e) {
         const T w = T(fast::exp2(scores[f].thread_elements()[e] - peak));
         weights[f].thread_elements()[e] = w;
@@ -183,8 +193,10 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
     const int key = tile + BK + tid;
     key_slots[tid] = block_table[table_row + key / BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE;
   }
+  #pragma clang loop unroll(full)
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
     if (f % slots == slot) {
+      #pragma clang loop unroll(full)
       for (int d = 0; d < DIM_FRAGMENTS; ++d) {
         simdgroup_matrix<T, 8, 8> values;
         simdgroup_load(values, staged + f * 8 * STRIDE + d * 8, STRIDE);
@@ -221,26 +233,26 @@ if (partial_row >= 0 && slot == 0 && lane_column == 0 && row_exists) {
   partial_lse[(partial_row + row) * num_kv_heads + kv_head] = row_peak + precise::log2(row_total);
 }
 
-threadgroup float* carried = (threadgroup float*)stage;  // [GROUPS * 8, COLUMNS]
+threadgroup float* carried = (threadgroup float*)stage;  // [GROUPS * 8, CARRIED_STRIDE]
 for (int first = 0; first < D; first += COLUMNS) {
-  const int columns = min(COLUMNS, D - first);
   if (first > 0) {
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the columns before have been read
   }
+  #pragma clang loop unroll(full)
   for (int d = 0; d < DIM_FRAGMENTS; ++d) {
-    if (d * 8 >= first && d * 8 < first + columns) {
-      const int at = (group * 8 + lane_row) * COLUMNS + d * 8 - first + lane_column;
+    if (d * 8 >= first && d * 8 < first + COLUMNS) {
+      const int at = (group * 8 + lane_row) * CARRIED_STRIDE + d * 8 - first + lane_column;
       carried[at] = output[d].thread_elements()[0] * factor;
       carried[at + 1] = output[d].thread_elements()[1] * factor;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = tid; i < num_rows * columns; i += THREADS) {
-    const int r = i / columns;
-    const int column = i % columns;
+  for (int i = tid; i < num_rows * COLUMNS; i += THREADS) {
+    const int r = i / COLUMNS;
+    const int column = i % COLUMNS;
     float sum = 0.0f;
     for (int s = 0; s < slots; ++s) {
-      sum += carried[((s * row_fragments + r / 8) * 8 + r % 8) * COLUMNS + column];
+      sum += carried[((s * row_fragments + r / 8) * 8 + r % 8) * CARRIED_STRIDE + column];
     }
     if (partial_row >= 0) {
       partial_out[(ulong(partial_row + r) * num_kv_heads + kv_head) * D + first + column] = sum;

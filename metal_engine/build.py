@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from metal_engine.config import ConfigError, EngineArgs, resolve_config
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.kv_transfer.layout import BlockLayout
+from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
+from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
+from metal_engine.kv_transfer.stats import KVTransferStats
+from metal_engine.kv_transfer.stores.choice import open_store
+from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.platform.blas import BlasInfo, load_optimized_blas
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from metal_engine.models.loader import LoadedModel
+    from metal_engine.models.paged_model import PagedModel
+    from metal_engine.runner.model_runner import ModelRunner
 
 
 def build_engine(args: EngineArgs) -> EngineCore:
@@ -18,18 +33,21 @@ def build_engine(args: EngineArgs) -> EngineCore:
         ConfigError: the settings cannot work.
     """
     chat_template = None if args.chat_template is None else read_chat_template(args.chat_template)
+    transfer = kv_transfer_config(args)
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
     from metal_engine.platform.streams import end_streams_of_thread
 
     try:
-        return _build(args, blas, chat_template)
+        return _build(args, blas, chat_template, transfer)
     except BaseException:
         end_streams_of_thread()
         raise
 
 
-def _build(args: EngineArgs, blas: BlasInfo, chat_template: str | None) -> EngineCore:
+def _build(
+    args: EngineArgs, blas: BlasInfo, chat_template: str | None, transfer: KVTransferConfig | None
+) -> EngineCore:
     import mlx.core as mx
 
     from metal_engine.attention.choice import choose_backend
@@ -57,7 +75,31 @@ def _build(args: EngineArgs, blas: BlasInfo, chat_template: str | None) -> Engin
     runner = ModelRunner(paged, backend, config.scheduler, config.cache)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
-    return EngineCore(config, runner, Tokenizer(loaded.tokenizer, loaded.eos_token_ids))
+    connector = None
+    if transfer is not None:
+        connector, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged, runner)
+        # Prefixes are hashed with the name under which they are stored, so that other processes find them.
+        config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))
+    return EngineCore(config, runner, Tokenizer(loaded.tokenizer, loaded.eos_token_ids), connector)
+
+
+def _connect_kv(
+    transfer: KVTransferConfig, block_size: int, loaded: LoadedModel, paged: PagedModel, runner: ModelRunner
+) -> tuple[KVConnectorScheduler, str]:
+    """Open the store and make both halves of the connector; returns the scheduler's, and the fingerprint of the KV."""
+    from mlx.utils import tree_flatten
+
+    from metal_engine.kv_transfer.fingerprint import kv_fingerprint
+    from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts
+
+    parts = block_parts(paged.layer_caches)
+    weights = cast("list[tuple[str, mx.array]]", tree_flatten(loaded.model.parameters()))
+    fingerprint = kv_fingerprint(weights, loaded.config, block_size, parts)
+    layout = BlockLayout(parts, fingerprint)
+    stats = KVTransferStats()
+    mover = KVTransfer(open_store(transfer, layout), layout, transfer, stats)
+    runner.kv_connector = KVConnectorRunner(mover, layout)
+    return KVConnectorScheduler(mover, transfer, stats), fingerprint
 
 
 def read_chat_template(given: str) -> str:

@@ -99,6 +99,17 @@ class EngineArgs:
         "auto", "auto (the fastest that runs here), metal or mlx.", choices=ATTENTION_BACKENDS
     )
     enable_prefix_caching: bool = setting(True, "Compute prefixes that requests share once.")
+    kv_cache_dir: str | None = setting(
+        None, "Directory that keeps KV beyond a restart, so that prompts seen before need not be computed."
+    )
+    kv_cache_dir_size: int = setting(
+        20 * GIB, "Size of that directory; what was not used for longest goes first.", kind="size"
+    )
+    kv_transfer_config: str | None = setting(
+        None,
+        "JSON: where KV comes from and goes to (kv_connector, kv_role, kv_connector_extra_config, "
+        "kv_load_failure_policy; see docs/kv-transfer.md).",
+    )
     max_num_partial_prefills: int = setting(4, "Prompts that may be in progress at once.")
     max_long_partial_prefills: int = setting(1, "Long prompts that may be in progress at once.")
     long_prefill_token_threshold: int = setting(
@@ -124,6 +135,7 @@ class EngineArgs:
             "max_num_partial_prefills",
             "max_long_partial_prefills",
             "max_attention_work",
+            "kv_cache_dir_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -394,8 +406,13 @@ def resolve_config(
         model_fingerprint=_fingerprint(args, model),
     )
     max_model_len = _max_model_len(args, model, cache)
-    max_num_seqs = args.max_num_seqs or (64 if device.kind == "cpu" else 256)
-    budget = args.max_num_batched_tokens or _step_budget(model, device)
+    budget = args.max_num_batched_tokens or max(args.max_num_seqs or 0, _step_budget(model, device))
+    max_num_seqs = args.max_num_seqs or min(budget, 64 if device.kind == "cpu" else 256)
+    if budget < max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget} is less than --max-num-seqs {max_num_seqs}: decodes could take every "
+            f"token of every step, and prompts would wait for them to end"
+        )
     if args.page_aligned_scheduling and budget < max_num_seqs + args.block_size:
         raise ConfigError(
             f"--page-aligned-scheduling needs --max-num-batched-tokens of at least --max-num-seqs + --block-size "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import queue
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -10,31 +11,66 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from metal_engine.build import build_engine
 from metal_engine.config import EngineArgs, EngineConfig
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput, SamplingParams
+from metal_engine.request import RequestOutput, SamplingParams, TokenLogprobs
 from metal_engine.scheduling.scheduler import SchedulerStats
 
-Prompt = str | list[int]
+Prompt = str | Sequence[int] | np.ndarray
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class GenerationResult:
-    """A finished request.
+class GeneratedOutput:
+    """One of the ``n`` outputs for a prompt.
 
     ``finish_reason`` is ``stop`` or ``length``; ``stop_reason`` the stop string or token id that ended it.
+    ``logprobs`` has one entry for each of ``token_ids``, if asked for.
     """
 
-    prompt_token_ids: list[int]
+    index: int
     text: str
     token_ids: list[int]
     finish_reason: str
     stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A prompt and its outputs; ``text`` and the like are the first one's.
+
+    ``prompt_logprobs`` has one entry for each prompt token, None for the first, if asked for.
+    """
+
+    prompt_token_ids: list[int]
+    outputs: list[GeneratedOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self.outputs[0].stop_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.outputs[0].logprobs
 
 
 class LLM:
@@ -98,12 +134,11 @@ class LLM:
             use_tqdm: show a progress bar. (The name is vLLM's.)
 
         Raises:
-            ValueError: a prompt can never be served; nothing has been generated then.
+            ValueError: a prompt can never be served, or has token ids that are none; nothing has been generated then.
             RuntimeError: a step failed, or the engine has stopped.
         """
         each: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]
-        token_ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in each]
-        return self._run(token_ids, sampling_params, use_tqdm)
+        return self._run([self._token_ids(p) for p in each], sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -124,9 +159,10 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Outputs of one prompt as they come. Leaving the iteration early aborts the request."""
-        prompt_token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         params = sampling_params or self.default_sampling_params
-        self._core.resolve_max_tokens(len(prompt_token_ids), params)
+        if params.n != 1:
+            raise ValueError("n must be 1 to stream")
+        prompt_token_ids, params = self._checked(self._token_ids(prompt), params)
         yield from self._outputs_of([prompt_token_ids], [params], [str(next(self._ids))])
 
     def _run(
@@ -135,25 +171,53 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
     ) -> list[GenerationResult]:
-        params = self._params_for(prompts, sampling_params)
-        for prompt, one in zip(prompts, params, strict=True):
-            self._core.resolve_max_tokens(len(prompt), one)  # refuse before anything runs
-        ids = [str(next(self._ids)) for _ in prompts]
+        # Refuse before anything runs.
+        checked = [
+            self._checked(prompt, one)
+            for prompt, one in zip(prompts, self._params_for(prompts, sampling_params), strict=True)
+        ]
+        sequences = [
+            (prompt, params.for_choice(i), str(next(self._ids)))
+            for prompt, params in checked
+            for i in range(params.n)
+        ]
+        ids = [request_id for _, _, request_id in sequences]
         outputs: dict[str, list[RequestOutput]] = {request_id: [] for request_id in ids}
         num_tokens = 0
         # Closed at once if a step fails, so that the other requests do not go on unseen.
         with (
             _progress_bar(show_progress) as progress,
-            closing(self._outputs_of(prompts, params, ids)) as stream,
+            closing(self._outputs_of([s[0] for s in sequences], [s[1] for s in sequences], ids)) as stream,
         ):
-            task = progress.add_task("Generating", total=len(prompts), rate="")
+            task = progress.add_task("Generating", total=len(sequences), rate="")
             for output in stream:
                 outputs[output.request_id].append(output)
                 num_tokens += len(output.token_ids)
                 elapsed = progress.tasks[task].elapsed or 0.0
                 rate = f"{num_tokens / elapsed:.1f} tok/s" if elapsed > 0 else ""
                 progress.update(task, advance=int(output.finished), rate=rate)
-        return [_result(prompt, outputs[i]) for prompt, i in zip(prompts, ids, strict=True)]
+        remaining = iter(ids)
+        return [
+            _result(prompt, [outputs[next(remaining)] for _ in range(params.n)]) for prompt, params in checked
+        ]
+
+    def _token_ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            token_ids = [operator.index(token_id) for token_id in prompt]
+        except TypeError as error:
+            raise ValueError(f"a prompt must be a text or a list of token ids: {error}") from error
+        self._core.check_prompt(token_ids)
+        return token_ids
+
+    def _checked(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        """A prompt and its parameters, ready to run. Raises ValueError if they can never be."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        prompt = self._core.truncate(prompt, params)
+        self._core.resolve_max_tokens(len(prompt), params)
+        return prompt, self._core.resolve(params)
 
     def _outputs_of(
         self, prompts: list[list[int]], params: list[SamplingParams], ids: list[str]
@@ -208,16 +272,30 @@ class LLM:
 
 
 def _is_batch(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return not isinstance(prompts, str) and not (len(prompts) > 0 and isinstance(prompts[0], int))
+    if isinstance(prompts, str):
+        return False
+    return not (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
 
 
-def _result(prompt: list[int], outputs: list[RequestOutput]) -> GenerationResult:
+def _result(prompt: list[int], sequences: list[list[RequestOutput]]) -> GenerationResult:
     return GenerationResult(
         prompt_token_ids=prompt,
+        outputs=[_generated(i, outputs) for i, outputs in enumerate(sequences)],
+        prompt_logprobs=sequences[0][0].prompt_logprobs,
+    )
+
+
+def _generated(index: int, outputs: list[RequestOutput]) -> GeneratedOutput:
+    logprobs = None
+    if outputs[0].logprobs is not None:
+        logprobs = [token for output in outputs for token in output.logprobs or ()]
+    return GeneratedOutput(
+        index=index,
         text="".join(output.text for output in outputs),
         token_ids=[token_id for output in outputs for token_id in output.token_ids],
         finish_reason=outputs[-1].finish_reason or "",
         stop_reason=outputs[-1].stop_reason,
+        logprobs=logprobs,
     )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from metal_engine.request import SamplingParams
+from metal_engine.request import SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(slots=True)
@@ -25,6 +28,19 @@ class NewRequestData:
 
 
 @dataclass(slots=True)
+class KVConnectorMetadata:
+    """Blocks that a step moves between the KV cache and a store.
+
+    Attributes:
+        loads: block id -> its contents, uint8 [bytes of a block]; they go in before anything is computed.
+        saves: (hash, block id) of blocks that are complete when the step has ended.
+    """
+
+    loads: dict[int, np.ndarray] = field(default_factory=dict)
+    saves: list[tuple[bytes, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class SchedulerOutput:
     """One step's plan: who gets how many tokens.
 
@@ -36,6 +52,7 @@ class SchedulerOutput:
         sampled_req_ids: requests whose last known token is in this step, so that it samples their next one,
             in packing order. An intermediate chunk is not among them.
         dropped_req_ids: requests the runner must forget before this step: finished, aborted or preempted.
+        kv_connector_metadata: blocks to load and save with this step; None without KV transfer.
     """
 
     step_id: int
@@ -44,6 +61,7 @@ class SchedulerOutput:
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     sampled_req_ids: list[str] = field(default_factory=list)
     dropped_req_ids: list[str] = field(default_factory=list)
+    kv_connector_metadata: KVConnectorMetadata | None = None
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -51,10 +69,28 @@ class SchedulerOutput:
 
 
 @dataclass(slots=True)
+class PromptLogprobs:
+    """Log probabilities of consecutive prompt tokens, the first of which has index ``start``."""
+
+    start: int
+    tokens: list[TokenLogprobs]
+
+
+@dataclass(slots=True)
 class ModelOutput:
-    """What a step sampled: one token for each of ``SchedulerOutput.sampled_req_ids``, in that order."""
+    """What came of a step.
+
+    Attributes:
+        sampled_token_ids: one token for each of ``SchedulerOutput.sampled_req_ids``, in that order.
+        logprobs: by request id, of the token it sampled, where asked for.
+        prompt_logprobs: by request id, of the prompt tokens in this step, where asked for.
+        errors: by request id, why a request cannot go on. Its token means nothing.
+    """
 
     sampled_token_ids: list[int]
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
 
 
 class KVCacheLostError(Exception):
@@ -93,8 +129,8 @@ class Runner(Protocol):
 class TokenOutput:
     """What one step did for one request, as the scheduler tells it to the engine.
 
-    ``num_cached_tokens``, ``finish_reason`` and ``stop_reason`` are those of
-    :class:`metal_engine.request.RequestOutput`.
+    ``num_cached_tokens``, ``num_external_tokens``, ``finish_reason``, ``stop_reason``, ``error`` and ``logprobs``
+    are those of :class:`metal_engine.request.RequestOutput`.
     """
 
     request_id: str
@@ -102,3 +138,6 @@ class TokenOutput:
     num_cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | None = None
+    num_external_tokens: int = 0
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None

@@ -17,8 +17,9 @@ import numpy as np
 from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.request import Request, RequestOptions, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
-from metal_engine.step import ModelOutput, SchedulerOutput, TokenOutput
-from tests.scheduling_checks import check_fcfs, check_plan, demand_of, is_plain, max_steps
+from metal_engine.step import KVConnectorMetadata, ModelOutput, SchedulerOutput, TokenOutput
+from tests.fake_kv_transfer import FakeTransfer
+from tests.scheduling_checks import check_fcfs, check_plan, demand_of, is_plain, max_steps, was_passed_over
 
 # Large, so that a wrong token is not the right one by chance.
 VOCAB_SIZE = 1 << 30
@@ -98,7 +99,13 @@ class FakeKVRunner:
     before the scheduler has been told (a placeholder).
     """
 
-    def __init__(self, cache_config: CacheConfig, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        cache_config: CacheConfig,
+        max_num_seqs: int,
+        save: Callable[[bytes, np.ndarray], None] | None = None,
+    ) -> None:
+        self.save = save  # takes blocks that a plan says to save
         self.block_size = cache_config.block_size
         self.num_blocks = cache_config.num_blocks
         self.max_num_seqs = max_num_seqs
@@ -113,6 +120,10 @@ class FakeKVRunner:
 
     def execute(self, plan: SchedulerOutput) -> FakeStep:
         self._take_in(plan)
+        meta = plan.kv_connector_metadata or KVConnectorMetadata()
+        for block_id, data in meta.loads.items():
+            assert self.num_holders[block_id] == 1, f"block {block_id} is loaded into, and shared or free"
+            self.kv[self._slots_of(block_id)] = data.view(np.uint64)
         ranges = {}
         for request_id, share in plan.num_scheduled_tokens.items():
             held = self.held[request_id]
@@ -125,6 +136,7 @@ class FakeKVRunner:
                 assert self.num_holders[block_id] == 1, (
                     f"{request_id} writes to block {block_id}, which is shared"
                 )
+                assert block_id not in meta.loads, f"block {block_id} is loaded and computed"
         assert plan.sampled_req_ids == [
             request_id
             for request_id, (_, stop) in ranges.items()
@@ -141,6 +153,10 @@ class FakeKVRunner:
         for slots, value in zip(written, values, strict=True):
             self.kv[slots] = value
 
+        for block_hash, block_id in meta.saves:
+            assert self.save is not None
+            self.save(block_hash, self.kv[self._slots_of(block_id)].view(np.uint8).copy())
+
         sampled = []
         for request_id, (_, stop) in ranges.items():
             held = self.held[request_id]
@@ -151,6 +167,9 @@ class FakeKVRunner:
                 sampled.append(token_id)
         self.num_steps += 1
         return FakeStep(ModelOutput(sampled))
+
+    def _slots_of(self, block_id: int) -> slice:
+        return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
 
     def _take_in(self, plan: SchedulerOutput) -> None:
         assert plan.step_id > self.last_step_id
@@ -218,18 +237,29 @@ class SchedulerHarness:
     Args:
         depth: steps that may be under way at once; 1 is the plain loop, 2 schedules step k+1 before the
             update for step k.
+        transfer: where KV comes from and goes to; None for an engine without.
     """
 
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, *, depth: int = 1) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        *,
+        depth: int = 1,
+        transfer: FakeTransfer | None = None,
+    ) -> None:
         self.config = config
         self.cache_config = cache_config
         self.depth = depth
-        self.scheduler = Scheduler(config, cache_config)
-        self.runner = FakeKVRunner(cache_config, config.max_num_seqs)
+        self.transfer = transfer
+        self.scheduler = Scheduler(config, cache_config, transfer.connector() if transfer else None)
+        save = transfer.store.__setitem__ if transfer else None
+        self.runner = FakeKVRunner(cache_config, config.max_num_seqs, save)
         self.tracked: dict[str, Tracked] = {}
         self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
         self.plans: list[SchedulerOutput] = []
+        self._steps_passed_over = 0  # in a row
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -323,9 +353,13 @@ class SchedulerHarness:
         self.check_limits(plan)
         num_preemptions = self.scheduler.num_preemptions - num_preemptions
         check_plan(self.scheduler, plan, before, context_lens)
+        passed_over = not num_preemptions and was_passed_over(self.scheduler, plan, before, context_lens)
+        self._steps_passed_over = self._steps_passed_over + 1 if passed_over else 0
+        assert self._steps_passed_over <= self.config.max_num_partial_prefills, "a free slot stays free"
         if is_plain(self.config, self.cache_config):
             check_fcfs(self.scheduler, plan, before, context_lens, num_preemptions)
-        if not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions:
+        is_idle = not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions
+        if is_idle and not self.scheduler.loading:
             assert not self.live, "nothing is under way, and nothing is planned"
         self.plans.append(plan)
         if plan.num_scheduled_tokens:
@@ -363,19 +397,27 @@ class SchedulerHarness:
             for t in self.live
         )
         bound = alone * self.depth + self.depth + 4
-        steps = 0
+        steps = num_waits = 0
         while self.live and not (until is not None and until()):
-            self.step()
+            plan = self.step()
+            if not plan.num_scheduled_tokens and self.scheduler.loading:
+                num_waits += 1  # for KV
+                assert num_waits <= 1000
+                continue
             steps += 1
             assert steps <= bound, f"{len(self.live)} requests unfinished after {steps} steps"
         return steps
 
     def drain(self) -> None:
         """Run until everything is done, then check that nothing is left anywhere."""
+        if self.transfer is not None:
+            self.transfer.answer_at_once()
         self.run()
         while self.in_flight:
             self.update()
         assert not self.scheduler.has_requests
+        if self.transfer is not None:
+            assert not self.transfer.tickets, "loads leaked"
         assert self.scheduler.blocks.num_used_blocks == 0, "blocks leaked"
         for tracked in self.tracked.values():
             if tracked.finish_reason not in ("abort", "error"):

@@ -79,6 +79,32 @@ def check_plan(
         raise AssertionError(f"attention work {work} of {work_left}, {prefills}, first {first_over}")
 
 
+def was_passed_over(
+    scheduler: Scheduler, plan: SchedulerOutput, demand: dict[str, int], context_lens: dict[str, int]
+) -> bool:
+    """Whether a waiting request could have had a free slot, a block and sequences to spare, and nobody was admitted.
+
+    Args: as for :func:`check_plan`. Assumes that the plan preempted nobody.
+    """
+    config, blocks = scheduler.config, scheduler.blocks
+    prefills = [demand[r] for r in context_lens if demand[r] > 1]
+    may_be_long = (
+        sum(n > config.long_prefill_token_threshold for n in prefills) < config.max_long_partial_prefills
+    )
+    head = scheduler.waiting.head(include_long=may_be_long)
+    num_decodes = sum(demand[r] == 1 for r in context_lens)
+    unit = blocks.block_size if config.page_aligned_scheduling else 1
+    return (
+        not plan.new_requests
+        and head is not None
+        and not head.num_output_placeholders
+        and len(prefills) < config.max_num_partial_prefills
+        and len(scheduler.running) < config.max_num_seqs
+        and config.max_num_batched_tokens - num_decodes >= unit
+        and blocks.num_free_blocks >= blocks.blocks_for(head.num_tokens) + blocks.num_blocks // 100
+    )
+
+
 def check_fcfs(
     scheduler: Scheduler,
     plan: SchedulerOutput,

@@ -1,6 +1,7 @@
 """What the server costs: tokens per second streamed over HTTP when the model costs nothing, and CPU time per token.
 
-python tools/bench_server_overhead.py [--streams 64] [--tokens 500] [--endpoint chat|completions|responses|messages]
+python tools/bench_server_overhead.py --rate 20000 [--streams 64] [--tokens 500] [--endpoint chat|completions|...]
+python tools/bench_server_overhead.py --overload --rate 5000
 
 A real server, engine thread and scheduler run on a runner that makes up tokens, in a process of its own; the
 client, a plain socket for each stream, counts tokens in another. Prints one line of JSON.
@@ -24,6 +25,9 @@ from metal_engine.server.run import run_server
 from metal_engine.step import ModelOutput, SchedulerOutput
 from tests.fakes import FakeStep, fake_config, fake_engine
 
+MAX_NUM_SEQS = 256
+MAX_NUM_QUEUED = 256
+NUM_REFUSED = 100
 USER = [{"role": "user", "content": "hi"}]
 # Endpoint -> path, body, and what marks a token in its stream.
 ENDPOINTS: dict[str, tuple[str, dict[str, Any], bytes]] = {
@@ -65,10 +69,10 @@ def serve(rate: float, profile: str | None) -> None:
         num_blocks=200_000,
         block_size=16,
         max_num_batched_tokens=8192,
-        max_num_seqs=1024,
+        max_num_seqs=MAX_NUM_SEQS,
         max_model_len=32_768,
     )
-    args = ServerArgs(port=0, log_level="warning")
+    args = ServerArgs(port=0, log_level="warning", max_num_queued_reqs=MAX_NUM_QUEUED)
     engine = fake_engine(FreeRunner(rate), config)  # type: ignore[arg-type]
     with listen(args) as listener:
         if profile is not None:
@@ -119,6 +123,28 @@ async def run_clients(url: str, args: argparse.Namespace, num_tokens: int) -> tu
     return sum(tokens), seconds
 
 
+async def overload(url: str) -> list[float]:
+    """Seconds to each 503, one after another, while as many streams as may be run and wait."""
+    path, body, mark = ENDPOINTS["chat"]
+    content = json.dumps({**body, "max_tokens": 30_000, "stream": True}).encode()
+    host, port = url.removeprefix("http://").split(":")
+    tasks = []
+    for _ in range(MAX_NUM_SEQS + MAX_NUM_QUEUED):
+        tasks.append(asyncio.create_task(stream(host, int(port), path, content, mark)))
+        await asyncio.sleep(0.005)  # those that run must have begun before the queue fills
+    await asyncio.sleep(2)
+    seconds = []
+    while len(seconds) < NUM_REFUSED:
+        started = time.perf_counter()
+        refused = await stream(host, int(port), path, content, b"HTTP/1.1 503")
+        assert refused[0] == 1, "not refused"
+        seconds.append(time.perf_counter() - started)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return sorted(seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -133,6 +159,9 @@ def main() -> None:
         default=0.0,
         help="tokens per second that the runner makes at most; without it, the engine runs ahead of the server, which "
         "then sends several tokens as one event",
+    )
+    parser.add_argument(
+        "--overload", action="store_true", help="time to a 503 while the queue is full instead"
     )
     parser.add_argument("--profile", help="write the server's profile (event loop only) to this file")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -158,12 +187,20 @@ def main() -> None:
     assert server.stdout is not None
     url = server.stdout.readline().strip()
     try:
+        if args.overload:
+            seconds = asyncio.run(overload(url))
+            median, p90 = (round(1e3 * seconds[int(q * len(seconds))], 1) for q in (0.5, 0.9))
+            print(json.dumps({"overload": len(seconds), "ms_to_503_median": median, "ms_to_503_p90": p90}))
+            return
         asyncio.run(run_clients(url, args, 20))  # imports, first connections
         before = _cpu_seconds(server)
         rounds = [asyncio.run(run_clients(url, args, args.tokens)) for _ in range(args.rounds)]
         cpu = _cpu_seconds(server) - before
     finally:
-        server.terminate()
+        if args.profile:
+            server.terminate()  # it writes the profile at its end
+        else:
+            server.kill()
         server.wait()
     num_tokens = args.rounds * args.streams * args.tokens
     print(

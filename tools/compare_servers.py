@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import statistics
 import sys
 import time
@@ -223,6 +224,8 @@ def main() -> None:
     for one in (running_, reporting):
         one.add_argument("--results", type=Path, default=Path("build/compare"))
     args = parser.parse_args()
+    # As an exception, so that the server under way is stopped.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     if args.command == "run":
         run(args)
         return

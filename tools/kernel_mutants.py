@@ -92,7 +92,27 @@ MUTANTS = (
     Mutant(ATTENTION, "(lane >> 1) & 3", "(lane >> 2) & 3"),
     Mutant(ATTENTION, "((lane >> 2) & 2) * 2", "((lane >> 2) & 2)"),
     Mutant(ATTENTION, "if (f % slots == slot)", "if (f % slots == 0)", which=0),
+    Mutant(
+        ATTENTION,
+        "const T w = T(fast::exp2(scores[f].thread_elements()[e] - peak));\n"
+        "        weights[f].thread_elements()[e] = w;",
+        "const float w = fast::exp2(scores[f].thread_elements()[e] - peak);\n"
+        "        weights[f].thread_elements()[e] = T(w);",
+        equivalent="moves a result by half a unit in its last place at most: no more than rounding the output does",
+    ),
+    Mutant(ATTENTION, "f < KEY_FRAGMENTS", "f <= KEY_FRAGMENTS", which=0),
+    Mutant(ATTENTION, "f < KEY_FRAGMENTS", "f <= KEY_FRAGMENTS", which=1),
+    Mutant(ATTENTION, "f < KEY_FRAGMENTS", "f <= KEY_FRAGMENTS", which=2),
     # merging slots and splits
+    Mutant(ATTENTION, "if (first > 0) {", "if (false) {"),
+    Mutant(
+        ATTENTION,
+        "(ulong(partial_row + r) * num_kv_heads + kv_head) * D",
+        "(ulong(partial_row + r) + kv_head) * D",
+    ),
+    Mutant(ATTENTION, "(partial_row + row) * num_kv_heads + kv_head]", "(partial_row + row) + kv_head]"),
+    Mutant(ATTENTION, "* CARRIED_STRIDE + column", "* COLUMNS + column"),
+    Mutant(ATTENTION, "/ (GROUPS * 8);", "/ (GROUPS * 8) + 1;"),
     Mutant(ATTENTION, "int s = 0; s < slots", "int s = 1; s < slots", which=0),
     Mutant(ATTENTION, "int s = 0; s < slots", "int s = 1; s < slots", which=1),
     Mutant(ATTENTION, "int s = 0; s < slots", "int s = 1; s < slots", which=2),
@@ -115,6 +135,7 @@ MUTANTS = (
     Mutant(MERGE, "sum / total", "sum"),
     Mutant(MERGE, "+ head % G", ""),
     Mutant(MERGE, "HAS_SINKS ? fast::exp2(sink - peak) : 0.0f", "0.0f"),
+    Mutant(MERGE, "s * stride", "s", which=0),
     Mutant(MERGE, "s * stride", "s", which=1),
 )
 
@@ -161,6 +182,26 @@ CASES = (
         head_dim=256,
         scale=100.0,
         tolerance=1e-2,
+    ),
+    # Half precision: other widths of loads and rows, rounded weights. Split, and with a tail of whole rows.
+    Case(
+        [(1, 1300), (3, 1100), (20, 90)],
+        4,
+        2,
+        mx.float16,
+        target_threadgroups=1000,
+        window=1250,
+        tolerance=2e-3,
+    ),
+    Case(
+        [(1, 1200), (2, 1030), (1, 9)],
+        3,
+        1,
+        mx.bfloat16,
+        target_threadgroups=1000,
+        head_dim=128,
+        sinks=True,
+        tolerance=1.5e-2,
     ),
 )
 

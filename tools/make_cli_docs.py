@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
 from metal_engine.config import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.options import help_text
 from metal_engine.settings import OTHER_VARIABLES, settings_of
@@ -28,6 +29,9 @@ def tables() -> dict[str, str]:
         "server": table(ServerArgs),
         "engine": table(EngineArgs),
         "chat": table(ChatArgs),
+        "bench serve": table(BenchServeArgs),
+        "bench throughput": table(BenchThroughputArgs),
+        "bench latency": table(BenchLatencyArgs),
         "variables": "\n".join(others),
     }
 

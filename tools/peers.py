@@ -68,8 +68,10 @@ PEERS = {
             "rapid-mlx",
             ("rapid-mlx", "mlx[cpu]; sys_platform == 'linux'"),
             # Prompts left on disk by one round would be read back in the next.
-            ("{bin}/rapid-mlx", "serve", "{model}", "--port", "{port}", "--yes", "--no-preflight")
-            + ("--disable-disk-caches",),
+            (
+                *("{bin}/rapid-mlx", "serve", "{model}", "--port", "{port}"),
+                *("--yes", "--no-preflight", "--disable-disk-caches"),
+            ),
         ),
     )
 }

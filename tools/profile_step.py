@@ -3,7 +3,8 @@
     python tools/profile_step.py [--model demo] [--num-requests 16] [--prompt-len 150] [--step prefill|decode]
 
 Each operation is evaluated alone, between two synchronisations, so what MLX would overlap or fuse is counted apart: the
-last line compares the sum with the same step run as usual. Shares are what to read.
+last line compares the sum with the same step run as usual. Shares are what to read. On a machine that has other work to
+do, ``--cpu-time`` with ``OPENBLAS_NUM_THREADS=1`` (its threads spin while they wait) is steadier than the clock.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from metal_engine.config import EngineArgs
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import SamplingParams
 
+CLOCK: Callable[[], float] = time.perf_counter
+
 
 class Clock:
     """Seconds and calls by the name of an operation. Nested operations are charged to the inner one."""
@@ -43,10 +46,10 @@ class Clock:
             mx.eval([a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)])
             mx.eval(also(*args))
             self._inner.append(0.0)
-            start = time.perf_counter()
+            start = CLOCK()
             result = function(*args, **kwargs)
             mx.eval(_arrays(result), also(*args))
-            taken = time.perf_counter() - start
+            taken = CLOCK() - start
             self.seconds[name] += taken - self._inner.pop()
             self.calls[name] += 1
             self._inner[-1] += taken
@@ -64,11 +67,11 @@ def _arrays(result: Any) -> list[Any]:
 @contextmanager
 def instrumented(clock: Clock) -> Iterator[None]:
     """Every operation of a model timed by itself, for as long as this lasts."""
-    import mlx.core as mx
     import mlx.nn as nn
     import mlx_lm.models.llama as llama
 
     from metal_engine.attention.mlx_ops import MlxOpsPlan
+    from metal_engine.models.cpu_ops import TableRoPE
     from metal_engine.models.layer_cache import LayerCache
     from metal_engine.runner import model_runner
 
@@ -93,7 +96,8 @@ def instrumented(clock: Clock) -> Iterator[None]:
     replace(nn.Embedding, "as_linear", "LM head")
     replace(nn.Embedding, "__call__", "embedding")
     replace(nn.RMSNorm, "__call__", "RMSNorm")
-    replace(mx.fast, "rope", "RoPE")
+    replace(nn.RoPE, "__call__", "RoPE")
+    replace(TableRoPE, "__call__", "RoPE")
     replace(LayerCache, "update_and_fetch", "KV write", also=lambda cache, *_: (cache.keys, cache.values))
     replace(MlxOpsPlan, "attend", "attention")
     replace(llama, "swiglu", "SwiGLU")
@@ -106,6 +110,14 @@ def instrumented(clock: Clock) -> Iterator[None]:
 
 
 def make_engine(args: argparse.Namespace) -> EngineCore:
+    if args.plain:
+        from metal_engine.platform.blas import load_optimized_blas
+
+        load_optimized_blas()
+        from metal_engine.models import cpu_ops, seam
+
+        cpu_ops.REPLACEMENTS.clear()
+        seam.use_tables = lambda model: None
     limit = args.budget or max(2 * args.num_requests * args.prompt_len, 64)
     return build_engine(
         EngineArgs(
@@ -135,9 +147,9 @@ def drop(core: EngineCore, args: argparse.Namespace, seed: int) -> None:
 
 
 def timed_step(core: EngineCore) -> float:
-    start = time.perf_counter()
+    start = CLOCK()
     core.step()
-    return time.perf_counter() - start
+    return CLOCK() - start
 
 
 def main() -> None:
@@ -148,7 +160,12 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=150)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget", type=int, help="tokens per step; default: all prompts in one")
+    parser.add_argument("--plain", action="store_true", help="mlx-lm's own operations, not models/cpu_ops.py")
+    parser.add_argument("--cpu-time", action="store_true", help="of all threads, instead of the wall's")
     args = parser.parse_args()
+    if args.cpu_time:
+        global CLOCK
+        CLOCK = time.process_time
     core = make_engine(args)
     prepare(core, args, 0)  # warm up
     core.step()
@@ -170,7 +187,9 @@ def main() -> None:
         share = seconds / steps / total
         print(f"  {name:<20}{seconds / steps * 1e3:10.2f} ms{share:8.1%}{clock.calls[name] // steps:6} calls")
     print(f"  {'sum':<20}{total * 1e3:10.2f} ms")
-    print(f"  run as usual: median {statistics.median(usual) * 1e3:.2f} ms; with each op apart {apart[-1] * 1e3:.2f} ms")
+    print(
+        f"  run as usual: median {statistics.median(usual) * 1e3:.2f} ms; with each op apart {apart[-1] * 1e3:.2f} ms"
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from metal_engine.attention.backend import AttentionMetadata
 from metal_engine.attention.metal_plan import ITEM_FIELDS, Items, plan_items
@@ -25,6 +26,9 @@ STAGE_BYTES = 26 << 10  # most threadgroup memory for staged keys, of Metal's 32
 # Threadgroups that keep a GPU busy: two at a time on a core, for the memory they take, and some to follow.
 THREADGROUPS_PER_CORE = 8
 UNKNOWN_GPU_CORES = 12
+# MLX puts smaller inputs into constant memory, which takes another variant of the kernel, compiled when it is first
+# met: in the middle of serving, were the tables of small steps not grown to this.
+DEVICE_ELEMENTS = 8
 
 
 class UnsupportedAttentionError(ValueError):
@@ -78,6 +82,13 @@ def check_supported(
         refuse(f"query heads must be 1 to {MAX_GROUP} times the KV heads")
 
 
+def _on_device(table: np.ndarray) -> mx.array:
+    """``table`` with zero rows at its end until it has DEVICE_ELEMENTS. No kernel reads these."""
+    missing = max(0, DEVICE_ELEMENTS - table.size)
+    rows = -(-missing // table.shape[1])
+    return mx.array(np.pad(table, ((0, rows), (0, 0))) if rows else table)
+
+
 @dataclass
 class _Uploaded:
     """Items on the device."""
@@ -107,7 +118,7 @@ class MetalPlan:
                 target_threadgroups=self.backend.target_threadgroups,
                 key_step=key_step,
             )
-            self._uploaded[key] = _Uploaded(items, mx.array(items.table), mx.array(items.rows))
+            self._uploaded[key] = _Uploaded(items, _on_device(items.table), _on_device(items.rows))
         return self._uploaded[key]
 
     def attend(
@@ -142,11 +153,11 @@ class MetalPlan:
         keys = stage_keys(q.dtype, head_dim)
         uploaded = self._items(group, num_kv_heads, window, keys)
         if self._block_table is None:
-            self._block_table = mx.array(self.metadata.block_table)
+            self._block_table = _on_device(self.metadata.block_table)
         sink_values = sinks if sinks is not None else self.backend.no_sinks
         shared = [("T", q.dtype), ("D", head_dim), ("G", group), ("HAS_SINKS", sinks is not None)]
-        # One partial row at least: MLX has no outputs without elements.
-        partial_rows = max(1, uploaded.items.num_partial_rows)
+        # MLX has no outputs without elements, and the merge takes these as inputs.
+        partial_rows = max(DEVICE_ELEMENTS, uploaded.items.num_partial_rows)
         out, partial_out, partial_lse = self.backend.attention(
             inputs=[
                 q,

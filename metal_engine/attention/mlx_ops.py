@@ -13,10 +13,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionMetadata
-from metal_engine.attention.exp2 import LOG2E, exp2
+from metal_engine.attention.exp2 import FLOOR, LOG2E, exp2_of_scores
 from metal_engine.attention.mlx_plan import CPU_LIMITS, GPU_LIMITS, Dims, Limits, Queries, Work, plan_work
 
-FLOOR = -100.0  # 2^-100 is nothing beside a row's largest weight, 1, and not yet a denormal, which is slow
+MIN_VECTOR = 8_192  # scores; for fewer, more operations cost more than they save
 
 
 class State(NamedTuple):
@@ -33,9 +33,8 @@ def _update(state: State | None, scores: mx.array, values: mx.array, on_gpu: boo
     peak = mx.max(scores, axis=-1, keepdims=True)
     if state is not None:
         peak = mx.maximum(peak, state.peak)
-    # For few elements, sixteen small ops cost more than they save.
-    polynomial = not on_gpu and scores.size >= 16_384
-    weights = exp2(mx.maximum(scores - peak, FLOOR), polynomial)
+    in_vectors = not on_gpu and scores.size >= MIN_VECTOR
+    weights = exp2_of_scores(scores - peak) if in_vectors else mx.power(2.0, mx.maximum(scores - peak, FLOOR))
     # A product with ones, because a sum along the last axis is not vectorized on a CPU.
     total = (weights.reshape(-1, num_keys) @ mx.ones((num_keys, 1))).reshape(peak.shape)
     out = weights @ values

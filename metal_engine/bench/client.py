@@ -123,7 +123,10 @@ class BenchClient:
                 if data == "[DONE]":
                     done = True
                     continue
-                self._note(json.loads(data), now, record)
+                try:
+                    self._note(json.loads(data), now, record)
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise Rejected(f"an event that is not OpenAI's JSON: {error!r}: {data[:200]}") from error
             if not done:
                 raise Rejected("the stream ended without [DONE]")
 

@@ -79,13 +79,16 @@ def random_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: in
         if missing > 0:
             text += "".join(words[i] for i in rng.integers(len(words), size=missing))
         else:
-            text = text[: max(text.rfind(" "), 0)]
+            # A letter at a time, until it fits.
+            while len(tokenizer.encode(text)) > length:
+                text = text[:-1]
     return text
 
 
 def _words(tokenizer: PromptTokenizer) -> list[str]:
-    # A vocabulary without words, as tests have: a letter after a space will do.
-    return tokenizer.words or [" " + letter for letter in "abcdefghijklmnopqrstuvwxyz"]
+    letters = [" " + letter for letter in "abcdefghijklmnopqrstuvwxyz"]
+    # A vocabulary with hardly any words, as tests have.
+    return tokenizer.words if len(tokenizer.words) > len(letters) else letters
 
 
 _INSTRUCTION = "Pick as many lines as you can from these verses, and go on in the same manner:\n"
@@ -93,12 +96,20 @@ _INSTRUCTION = "Pick as many lines as you can from these verses, and go on in th
 
 def verse_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int, prefix: str = "") -> str:
     """An instruction and as many lines, drawn at random, as fit into ``length`` tokens."""
+    lengths = [len(tokenizer.encode(line + "\n")) for line in LINES]
     text = prefix + _INSTRUCTION
+    left = length - len(tokenizer.encode(text))
+    lines = []
     while True:
-        longer = f"{text}{LINES[rng.integers(len(LINES))]}\n"
-        if len(tokenizer.encode(longer)) > length:
-            return text
-        text = longer
+        i = int(rng.integers(len(LINES)))
+        if lengths[i] > left:
+            break
+        lines.append(LINES[i] + "\n")
+        left -= lengths[i]
+    # Lines may take a token more together than apart.
+    while lines and len(tokenizer.encode(text + "".join(lines))) > length:
+        lines.pop()
+    return text + "".join(lines)
 
 
 # --- files ---

@@ -28,7 +28,8 @@ class Distribution:
         """NaN throughout where there are no values."""
         values = np.fromiter(seconds, np.float64) * MILLISECONDS
         if values.size == 0:
-            return Distribution(*[float("nan")] * 3, {p: float("nan") for p in percentiles})
+            nan = float("nan")
+            return Distribution(nan, nan, nan, dict.fromkeys(percentiles, nan))
         return Distribution(
             mean=float(values.mean()),
             median=float(np.median(values)),

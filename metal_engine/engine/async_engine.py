@@ -115,6 +115,10 @@ class AsyncEngine:
         """Raise ValueError if such a request can never be served."""
         self.core.resolve_max_tokens(num_prompt_tokens, params)
 
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        """See :meth:`EngineCore.resolve`. Call it in a thread: it may compile a grammar."""
+        return self.core.resolve(params)
+
     async def generate(
         self,
         request_id: str,
@@ -183,4 +187,9 @@ def _merged(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     if later.error is None:  # else it has no counts of its own
         later.token_ids = earlier.token_ids + later.token_ids
         later.text = earlier.text + later.text
+        later.prompt_logprobs = earlier.prompt_logprobs
+        if earlier.logprobs is not None:
+            later.logprobs = earlier.logprobs + (later.logprobs or [])
+        if earlier.text_logprobs is not None:
+            later.text_logprobs = earlier.text_logprobs + (later.text_logprobs or [])
     return later

@@ -7,17 +7,24 @@ import logging
 import random
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from metal_engine.config import EngineConfig
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor
+from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
+from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus, SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler, SchedulerStats
 from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, StepHandle, TokenOutput
 
 logger = logging.getLogger(__name__)
+
+# When every request waits for KV to be loaded, a step waits for it as long as this before it returns.
+_LOAD_WAIT_SECONDS = 0.01
 
 
 def client_id(request_id: str) -> str:
@@ -36,14 +43,22 @@ class EngineCore:
         config: everything resolved.
         runner: executes plans; tests give one that computes nothing.
         tokenizer: for text and end-of-sequence ids.
+        kv_connector: loads and saves KV; the runner has its other half.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        kv_connector: KVConnectorScheduler | None = None,
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(config.scheduler, config.cache)
+        self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector)
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
+        self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size)
         self.metrics = EngineMetrics()
         self._seeds = random.Random(config.seed)
         self._serials = itertools.count()
@@ -69,8 +84,49 @@ class EngineCore:
                 f"tokens and must leave room for at least one more"
             )
         max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len - num_prompt_tokens
+        if params.min_tokens > max_tokens:
+            raise ValueError(
+                f"min_tokens {params.min_tokens} is more than the {max_tokens} tokens there is room for"
+            )
         self.scheduler.check_fits(num_prompt_tokens, max_tokens)
         return max_tokens
+
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        """``params`` with their :attr:`SamplingParams.rules`; may take as long as compiling a grammar does.
+
+        Thread-safe, and called outside the engine's thread, which must not wait for it.
+
+        Raises:
+            ValueError: they cannot be met by this model; the message begins with the parameter's name.
+        """
+        params.check_token_ids(self.config.model.vocab_size)
+        if params.rules is not None or not params.needs_rules:
+            return params
+        return replace(params, rules=self._rules.rules_for(params))
+
+    def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        """Raise ValueError for token ids that the model does not have."""
+        vocab_size = self.config.model.vocab_size
+        if prompt_token_ids and not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
+            raise ValueError(f"the prompt has token ids outside the vocabulary of {vocab_size}")
+
+    def truncate(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
+        """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says.
+
+        Raises:
+            ValueError: it says more than the model can hold.
+        """
+        max_model_len = self.config.scheduler.max_model_len
+        limit = params.truncate_prompt_tokens
+        if limit is None:
+            return prompt_token_ids
+        if limit > max_model_len:
+            raise ValueError(
+                f"truncate_prompt_tokens {limit} is more than the maximum context length {max_model_len}"
+            )
+        if limit == -1:
+            limit = max(max_model_len - (params.max_tokens or 1), 1)
+        return prompt_token_ids[-limit:]
 
     def add_request(
         self,
@@ -80,14 +136,16 @@ class EngineCore:
         options: RequestOptions | None = None,
         arrival_time: float | None = None,
     ) -> None:
-        """Queue a request that arrived then (seconds of ``time.monotonic``), or now.
+        """Queue a request for one output (``n`` is the caller's), of parameters that are resolved already.
+
+        Args:
+            arrival_time: when it arrived (seconds of ``time.monotonic``), if that is not now.
 
         Raises:
             ValueError: it can never be served, or its id is in use.
         """
-        vocab_size = self.config.model.vocab_size
-        if prompt_token_ids and not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
-            raise ValueError(f"the prompt has token ids outside the vocabulary of {vocab_size}")
+        self.check_prompt(prompt_token_ids)
+        params = self.resolve(params)  # nothing to do if the caller did
         if request_id in self._ids:
             raise ValueError(f"request id {request_id!r} is in use")
         max_tokens = self.resolve_max_tokens(len(prompt_token_ids), params)
@@ -136,6 +194,12 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats
 
+    @property
+    def kv_transfer_stats(self) -> KVTransferStats | None:
+        """What KV transfer has done so far; None without it."""
+        connector = self.scheduler.connector
+        return None if connector is None else connector.stats
+
     # --- a step ---
 
     def step(self) -> list[RequestOutput]:
@@ -150,21 +214,32 @@ class EngineCore:
             plan = self.scheduler.schedule()
         except Exception as error:  # noqa: BLE001  (logged there)
             return self._fail_everything(error)
+        failed = self._failed_loads()
         if plan.num_scheduled_tokens:
             self.num_steps += 1
             self.metrics.scheduled(plan, started)
             try:
                 handle = self._runner.execute(plan)
             except Exception as error:  # noqa: BLE001  (logged there)
-                outputs = self._fail(plan, error)
+                outputs = failed + self._fail(plan, error)
                 # No later plan can follow directly on those under way: this one came between.
                 while self._under_way:
                     outputs += self._finish_oldest()
                 return outputs
             self._under_way.append((plan, handle, started))
             if len(self._under_way) <= self._num_ahead:
-                return []
-        return self._finish_oldest() if self._under_way else []
+                return failed
+        elif not (self._under_way or failed) and self.scheduler.connector is not None:
+            self.scheduler.connector.wait(_LOAD_WAIT_SECONDS)  # all that is left to do waits for KV
+        return failed + (self._finish_oldest() if self._under_way else [])
+
+    def _failed_loads(self) -> list[RequestOutput]:
+        """End the requests whose KV could not be loaded, where that is asked for."""
+        connector = self.scheduler.connector
+        if connector is None:
+            return []
+        failed = list(connector.failed_loads.items())
+        return _under_clients_ids([self._fail_request(r, message) for r, message in failed])
 
     def _finish_oldest(self) -> list[RequestOutput]:
         plan, handle, started = self._under_way.popleft()
@@ -176,6 +251,8 @@ class EngineCore:
                 self.scheduler.cancel(void_plan)
             self._under_way.clear()
             return outputs
+        for request_id, prompt_logprobs in model_output.prompt_logprobs.items():
+            self._outputs.add_prompt_logprobs(request_id, prompt_logprobs)
         try:
             token_outputs = self.scheduler.update(plan, model_output)
         except Exception as error:  # noqa: BLE001  (logged there)
@@ -187,6 +264,8 @@ class EngineCore:
     def _process(self, token_output: TokenOutput) -> RequestOutput:
         """One request's new text; ends the request in the scheduler too where its text ends it."""
         request_id = token_output.request_id
+        if token_output.error is not None:
+            return self._fail_request(request_id, token_output.error)
         try:
             output = self._outputs.process(token_output)
         except Exception as error:

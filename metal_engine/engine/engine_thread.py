@@ -157,6 +157,18 @@ class EngineThread:
                 except ValueError as error:
                     outputs.append(RequestOutput(message.request_id, finish_reason="error", error=str(error)))
                     break
+                except Exception as error:
+                    # A mistake here, or an argument that nobody checked: it is this request's failure alone.
+                    logger.exception("request %s could not be added", message.request_id)
+                    engine.abort_request(message.request_id)
+                    outputs.append(
+                        RequestOutput(
+                            message.request_id,
+                            finish_reason="error",
+                            error=f"the request could not be added: {type(error).__name__}: {error}",
+                        )
+                    )
+                    break
             if engine.has_requests:
                 outputs += engine.step()
             if outputs:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import lru_cache
 
 from metal_engine.engine.tokenizer import Detokenizer, Tokenizer
-from metal_engine.request import Request, RequestOutput, SamplingParams
-from metal_engine.step import TokenOutput
+from metal_engine.request import Request, RequestOutput, SamplingParams, TokenLogprobs
+from metal_engine.step import PromptLogprobs, TokenOutput
 
 
 class _Node:
@@ -64,11 +65,15 @@ def _automaton(stops: tuple[str, ...]) -> _Node:
 class StopStrings:
     """Finds stop strings in text that arrives in pieces, and holds back what might be the start of one.
 
+    Args:
+        include: whether a stop string is shown itself.
+
     Each character costs constant time, however many and long the stop strings are.
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], *, include: bool = False) -> None:
         self._node = _automaton(stop) if stop else None
+        self._include = include
         self._held = ""
 
     def add(self, text: str) -> tuple[str, str | None]:
@@ -83,9 +88,9 @@ class StopStrings:
         for i, ch in enumerate(text):
             node = node.after(ch)
             if node.stop is not None:
-                shown = (self._held + text[: i + 1])[: -len(node.stop)]
+                shown = self._held + text[: i + 1]
                 self._held = ""
-                return shown, node.stop
+                return shown if self._include else shown[: -len(node.stop)], node.stop
         self._node = node
         text = self._held + text
         self._held = text[len(text) - node.depth :]
@@ -97,17 +102,56 @@ class StopStrings:
         return held
 
 
+class _TextLogprobs:
+    """Log probabilities of tokens whose text has not been shown yet."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[int, int, TokenLogprobs]] = deque()  # where its text begins and ends
+        self._end = 0  # of the text so far
+        self._shown = 0
+
+    def add(self, text: str, logprobs: TokenLogprobs) -> None:
+        """A token and the text that it completes."""
+        start, self._end = self._end, self._end + len(text)
+        self._held.append((start, self._end, logprobs))
+
+    def show(self, text: str) -> list[TokenLogprobs]:
+        """Tokens whose text is shown whole, now that ``text`` is."""
+        self._shown += len(text)
+        shown = []
+        while self._held and self._held[0][1] <= self._shown:
+            shown.append(self._held.popleft()[2])
+        return shown
+
+    def end(self) -> list[TokenLogprobs]:
+        """Further tokens whose text begins within what was shown, when no more is."""
+        return [logprobs for start, _, logprobs in self._held if start < self._shown]
+
+
 class _OutputState:
     """One request's text under construction."""
 
-    __slots__ = ("detokenizer", "num_output_tokens", "num_prompt_tokens", "stop_strings")
+    __slots__ = (
+        "detokenizer",
+        "num_output_tokens",
+        "num_prompt_tokens",
+        "params",
+        "prompt_logprobs",
+        "stop_strings",
+        "text_logprobs",
+    )
 
     def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
         params: SamplingParams = request.sampling_params
+        self.params = params
         self.detokenizer = detokenizer
-        self.stop_strings = StopStrings(params.stop)
+        self.stop_strings = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_output_tokens = 0
+        self.text_logprobs = None if params.logprobs is None else _TextLogprobs()
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
 
 
 class OutputProcessor:
@@ -126,6 +170,12 @@ class OutputProcessor:
     def remove_request(self, request_id: str) -> None:
         self._states.pop(request_id, None)
 
+    def add_prompt_logprobs(self, request_id: str, part: PromptLogprobs) -> None:
+        """Log probabilities of a part of a prompt; those of a part that is computed again are left as they were."""
+        state = self._states.get(request_id)
+        if state is not None and state.prompt_logprobs is not None:
+            state.prompt_logprobs += part.tokens[len(state.prompt_logprobs) - part.start :]
+
     def process(self, output: TokenOutput) -> RequestOutput:
         """Text for one request's new tokens. The request is forgotten when the output finishes it.
 
@@ -135,14 +185,19 @@ class OutputProcessor:
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
         shown: list[str] = []
         found: str | None = None
-        state.num_output_tokens += len(output.token_ids)
-        # The token that stopped generation (EOS or a stop token) is no part of the text.
-        visible = output.token_ids[:-1] if finish_reason == "stop" else output.token_ids
-        for token_id in visible:
-            text, found = state.stop_strings.add(state.detokenizer.add(token_id))
+        # The token that stopped generation (EOS or a stop token) is no part of the text, unless that is asked for.
+        is_hidden = finish_reason == "stop" and not state.params.include_stop_str_in_output
+        visible = output.token_ids[:-1] if is_hidden else output.token_ids
+        for i, token_id in enumerate(visible):
+            text = state.detokenizer.add(token_id)
+            if state.text_logprobs is not None and output.logprobs is not None:
+                state.text_logprobs.add(text, output.logprobs[i])
+            if state.num_output_tokens + i + 1 > state.params.min_tokens:
+                text, found = state.stop_strings.add(text)
             shown.append(text)
             if found is not None:
                 break
+        state.num_output_tokens += len(output.token_ids)
         if found is None and finish_reason is not None:
             shown.append(state.stop_strings.flush())
         if found is not None:
@@ -154,9 +209,17 @@ class OutputProcessor:
             num_prompt_tokens=state.num_prompt_tokens,
             num_output_tokens=state.num_output_tokens,
             num_cached_tokens=output.num_cached_tokens,
+            num_external_tokens=output.num_external_tokens,
             finish_reason=finish_reason,
             stop_reason=found if found is not None else stop_reason,
+            logprobs=output.logprobs,
+            prompt_logprobs=state.prompt_logprobs,
         )
+        state.prompt_logprobs = None
+        if state.text_logprobs is not None:
+            result.text_logprobs = state.text_logprobs.show(result.text)
+            if result.finished:
+                result.text_logprobs += state.text_logprobs.end()
         if result.finished:
             del self._states[output.request_id]
         return result

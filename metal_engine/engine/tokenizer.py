@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
+from copy import copy
+from functools import cached_property
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -17,6 +20,27 @@ from transformers import PreTrainedTokenizerFast
 logger = logging.getLogger(__name__)
 
 
+# How tokenizers without a byte alphabet spell a byte that is no character.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The byte for each character of byte-level tokens (GPT-2): printable Latin-1 stands for itself."""
+    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in itself]
+    return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+# Characters that Unicode normalization makes one of, at most, as far as prompts go.
+_SHRINKING = 4
+
+
+class TextTooLongError(ValueError):
+    """A text that cannot fit, whatever its tokens are."""
+
+
 class Tokenizer:
     """A fast Hugging Face tokenizer with the model's end-of-sequence ids.
 
@@ -27,8 +51,10 @@ class Tokenizer:
 
     def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, eos_token_ids: Iterable[int] = ()) -> None:
         self._hf = hf_tokenizer
+        self._max_chars: int | None = None
         own = hf_tokenizer.eos_token_id
         self.eos_token_ids = frozenset(eos_token_ids) | ({own} if own is not None else set())
+        self._token_bytes: dict[int, bytes] = {}
 
     @property
     def hf_tokenizer(self) -> PreTrainedTokenizerFast:
@@ -47,8 +73,28 @@ class Tokenizer:
             return "tool_use" in template or any("tools" in text for text in template.values())
         return "tools" in (template or "")
 
+    def limited(self, max_tokens: int) -> Tokenizer:
+        """The same tokenizer, but it refuses texts that cannot be ``max_tokens`` or fewer, before it spends half a
+        minute on them (:class:`TextTooLongError`)."""
+        limited = copy(self)
+        limited._max_chars = _SHRINKING * self._longest_token * max_tokens
+        return limited
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """In characters."""
+        return max(map(len, self._hf.get_vocab()))
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the ids the tokenizer puts around a raw prompt (BOS) unless told not to."""
+        """Token ids of a text, with the ids the tokenizer puts around a raw prompt (BOS) unless told not to.
+
+        Raises:
+            ValueError: it is no text, or (:class:`TextTooLongError`) too long for a :meth:`limited` tokenizer.
+        """
+        if self._max_chars is not None and len(text) > self._max_chars:
+            raise TextTooLongError(
+                f"a prompt of {len(text)} characters is far longer than the maximum context length of the model"
+            )
         try:
             # Not verbose: the tokenizer would warn of long texts, which are refused later, with a message of our own.
             return self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
@@ -59,6 +105,39 @@ class Tokenizer:
         return self._hf.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that ``skip_special_tokens`` leaves out of the text."""
+        added = self._hf.backend_tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, in UTF-8: maybe part of a character; nothing for an id that is no token."""
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            token = self._hf.convert_ids_to_tokens(token_id)
+            is_added = token_id in self._hf.added_tokens_decoder
+            found = b"" if token is None else token.encode() if is_added else self._spelled_bytes(token)
+            self._token_bytes[token_id] = found
+        return found
+
+    def _spelled_bytes(self, token: str) -> bytes:
+        if self._is_byte_level:
+            return bytes(_BYTE_OF_CHAR[ch] for ch in token if ch in _BYTE_OF_CHAR)
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return b'"ByteLevel"' in self._hf.backend_tokenizer.decoder.__getstate__()
+
+    def template_mentions(self, name: str) -> bool:
+        """Whether the chat template has a variable of that name."""
+        template = self._hf.chat_template
+        texts = template.values() if isinstance(template, dict) else [template or ""]
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token; empty for an id that it does not have."""

@@ -185,7 +185,7 @@ def check_memory(name: str, needed: int, available: int, *, on_cpu: bool) -> Non
 # --- generation_config.json ---
 
 # As in vLLM: what a request's silence means.
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def eos_token_ids(*configs: dict[str, Any]) -> frozenset[int]:
@@ -221,6 +221,4 @@ def default_sampling(generation_config: dict[str, Any]) -> dict[str, float]:
             logger.warning("generation_config.json: %s is ignored: %s", name, error)
         else:
             found[name] = value
-    if generation_config.get("repetition_penalty", 1.0) != 1.0:
-        logger.warning("generation_config.json: repetition_penalty is not supported yet and ignored")
     return found

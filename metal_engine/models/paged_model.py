@@ -21,6 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from metal_engine.attention.backend import AttentionMetadata, AttentionPlan
+from metal_engine.models.cpu_ops import StepPositions
 from metal_engine.models.layer_cache import LatentLayerCache, LayerCache, StepState
 from metal_engine.models.seam import open_model
 from metal_engine.step import KVCacheLostError
@@ -149,7 +150,7 @@ class PagedModel:
         """
         step = self._step
         step.plan, step.metadata = plan, metadata
-        step.positions, step.logits_indices = positions, logits_indices
+        step.positions, step.logits_indices = StepPositions(positions), logits_indices
         try:
             logits = self.model(input_ids[:, None], cache=self.layer_caches)  # [R, 1, vocab_size]
         finally:

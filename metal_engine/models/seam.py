@@ -17,7 +17,7 @@ from mlx_lm.models import activations
 from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from metal_engine.models.cpu_ops import REPLACEMENTS
+from metal_engine.models.cpu_ops import REPLACEMENTS, use_tables
 from metal_engine.models.errors import UnsupportedModelError
 from metal_engine.models.layer_cache import (
     AttendingCache,
@@ -73,6 +73,7 @@ def open_model(model: nn.Module, step: StepState) -> OpenedModel:
             what = _OTHER_STATE.get(kind, "its state is not a plain KV cache")
             raise UnsupportedModelError(f"{what} ({kind})")
     _install_attention_seam(model)
+    use_tables(model)
     recorders, vocab_size = _record(model, len(caches))
     if not all(r.num_reads for r in recorders) and open_softcapped_layers(model):
         recorders, _ = _record(model, len(caches))

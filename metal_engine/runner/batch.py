@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from metal_engine.runner.logits_edits import RowEdits
 from metal_engine.runner.sampler import SamplingRows
 from metal_engine.step import NewRequestData, SchedulerOutput
 
@@ -134,6 +135,8 @@ class RequestTable:
         self._num_computed = np.zeros(max_num_rows, np.int32)
         self._num_blocks = np.zeros(max_num_rows, np.int32)
         self.sampling = SamplingRows(max_num_rows)
+        self.edits: dict[int, RowEdits] = {}  # of the rows that have any
+        self.num_prompt_logprobs_requests = 0
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
 
@@ -154,12 +157,29 @@ class RequestTable:
         self._num_computed[row] = new.num_computed_tokens
         self._num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
-        self.sampling.set(row, new.sampling_params)
+        params = new.sampling_params
+        self.sampling.set(row, params)
+        if params.edits_logits:
+            self.edits[row] = RowEdits(params, self.token_ids(row), new.num_prompt_tokens)
+        self.num_prompt_logprobs_requests += params.prompt_logprobs is not None
 
     def remove(self, request_id: str) -> None:
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._free_rows.append(row)
+            self.edits.pop(row, None)
+            self.num_prompt_logprobs_requests -= int(self.sampling.prompt_logprobs[row] >= 0)
+
+    def row(self, request_id: str) -> int:
+        """Where a request is held."""
+        return self._rows[request_id]
+
+    def token_ids(self, row: int) -> np.ndarray:
+        """Tokens of a row known so far, [T] int32: a view."""
+        return self._token_ids[row, : self._num_tokens[row]]
+
+    def num_prompt_tokens(self, row: int) -> int:
+        return int(self._num_prompt_tokens[row])
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         start = self._num_blocks[row]

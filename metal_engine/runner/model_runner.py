@@ -9,10 +9,11 @@ import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, BlockWrites
 from metal_engine.config import CacheConfig, SchedulerConfig
+from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepSaves
 from metal_engine.models.paged_model import KVSnapshot, PagedModel
 from metal_engine.platform.streams import end_streams_of_thread
 from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
-from metal_engine.runner.sampler import sample
+from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.step import ModelOutput, SchedulerOutput
 
 
@@ -34,6 +35,8 @@ class ModelRunner:
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
     ) -> None:
+        # Set after construction: what a connector moves depends on the cache that is allocated here.
+        self.kv_connector: KVConnectorRunner | None = None
         self._model = model
         self._backend = backend
         self._cache_config = cache_config
@@ -51,20 +54,25 @@ class ModelRunner:
             raise RuntimeError("without async scheduling, a step is finished before the next one is started")
         before = self._model.snapshot()
         try:
-            tokens = self._build(plan)
+            sampling, logits = self._build(plan)
+            # Masks are for the host to compute while the device is busy: with the step before, or with this one.
+            is_built = bool(self._steps) or not sampling.has_masks
+            if is_built:
+                sampling.build(logits)
+            saves = self._gather_saves()
         except BaseException:
             self._table.forget_samples()
             self._model.restore(before)
             raise
-        step = PendingStep(self, plan.sampled_req_ids, tokens, before)
+        step = PendingStep(self, plan.sampled_req_ids, sampling, before, saves)
         del before  # the step's own, to let go of
         self._steps.append(step)
         if len(self._steps) == 1:
-            self._dispatch(step)
+            self._dispatch(step, None if is_built else logits)
         return step
 
-    def _build(self, plan: SchedulerOutput) -> mx.array | None:
-        """The graph of a step; the tokens that come out of it, [R], None without any."""
+    def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, mx.array]:
+        """A step's forward as a graph: its logits, [R + T, vocab_size], and what is to be done with them."""
         block_size = self._cache_config.block_size
         batch = self._table.pack(plan)
         batch.validate(self._cache_config.num_tokens, block_size)
@@ -76,37 +84,54 @@ class ModelRunner:
             block_size=block_size,
             block_writes=_block_writes(batch, block_size) if self._writes_blocks else None,
         )
+        sampling = StepSampling(self._table, plan, batch)
+        if self.kv_connector is not None:
+            self.kv_connector.start_load_kv(plan.kv_connector_metadata)
+            for index, layer in enumerate(self._model.layer_caches):
+                self.kv_connector.wait_for_layer_load(index, layer)
         logits = self._model(
             self._input_ids(batch),
             mx.array(batch.positions),
             metadata,
             self._backend.plan(metadata),
-            mx.array(batch.logits_indices),
+            mx.array(sampling.logits_indices),
         )
-        if not plan.sampled_req_ids:
+        return sampling, logits
+
+    def _gather_saves(self) -> StepSaves | None:
+        """What the step that has just been built leaves behind for a store."""
+        if self.kv_connector is None:
             return None
-        positions = self._table.num_output_tokens(batch.sampled_rows)
-        return sample(logits, self._table.sampling, batch.sampled_rows, positions)
+        for index, layer in enumerate(self._model.layer_caches):
+            self.kv_connector.save_kv_layer(index, layer)
+        return self.kv_connector.take_saves()
 
     def _input_ids(self, batch: PackedBatch) -> mx.array:
         """[N]; tokens that the step before samples come from its array of them, which need not be computed yet."""
         input_ids = mx.array(batch.input_ids)
         if len(batch.pending_rows):
-            samples = self._steps[-1].tokens
+            samples = self._steps[-1].sampling.tokens
             assert samples is not None
             input_ids[mx.array(batch.pending_rows)] = samples[mx.array(batch.pending_samples)]
         return input_ids
 
-    def _dispatch(self, step: PendingStep) -> None:
-        """Give a step to the device. An error is kept for its :meth:`PendingStep.result`."""
+    def _dispatch(self, step: PendingStep, logits: mx.array | None = None) -> None:
+        """Give a step to the device. An error is kept for its :meth:`PendingStep.result`.
+
+        Args:
+            logits: what it samples from, if its sampling has not been built yet.
+        """
         step.before = None  # no other owner of the arrays that it writes to
         try:
-            if step.tokens is not None:
-                step.root = step.tokens
-            else:  # only intermediate chunks: what matters is the KV they leave behind
-                step.root = self._model.written()
+            if logits is not None:
+                step.is_async = True
+                mx.async_eval(logits)  # the forward runs while the host computes masks
+                step.sampling.build(logits)
+            # Without any, only intermediate chunks: what matters is the KV they leave behind.
+            step.root = [*(step.sampling.arrays or [self._model.written()]), *step.saved_arrays]
             if self._runs_ahead:
-                mx.async_eval(step.root)  # otherwise nothing is done before result() evaluates it
+                step.is_async = True
+                mx.async_eval(step.root)  # otherwise it is evaluated, and waited for, by result()
         except Exception as error:  # noqa: BLE001  (raised by result())
             step.error = error
 
@@ -118,21 +143,21 @@ class ModelRunner:
         try:
             step.wait()
         except Exception as error:
-            self._recover(error)
+            self._recover(step, error)
             raise
         if self._steps:
             self._dispatch(self._steps[0])
-        if step.tokens is None:
-            return ModelOutput([])
-        token_ids = np.array(step.tokens)
-        self._table.append_tokens(step.sampled_req_ids, token_ids)
-        return ModelOutput(token_ids.tolist())
+        if self.kv_connector is not None and step.saves is not None:
+            self.kv_connector.wait_for_save(step.saves)
+        output = step.sampling.result()
+        self._table.append_tokens(step.sampled_req_ids, np.array(output.sampled_token_ids, np.int32))
+        return output
 
-    def _recover(self, error: Exception) -> None:
+    def _recover(self, step: PendingStep, error: Exception) -> None:
         """After a step that failed: drop those built on top of it, unevaluated, and see to the KV cache."""
         self._steps.clear()
         self._table.forget_samples()
-        if self._runs_ahead:
+        if step.is_async:
             # An asynchronous evaluation may stop anywhere, and its error come up again: nothing is sure of its arrays.
             self._model.renew_cache(error)
         self._model.recover_from(error)
@@ -141,6 +166,8 @@ class ModelRunner:
         """Free the KV cache, in the thread that ran the steps."""
         self._steps.clear()
         mx.synchronize()
+        if self.kv_connector is not None:
+            self.kv_connector.close()
         self._model.release()
         end_streams_of_thread()
 
@@ -162,25 +189,34 @@ class PendingStep:
     """A step under way (:class:`metal_engine.step.StepHandle`).
 
     Attributes:
-        tokens: what it samples, [R]; None for nothing.
+        sampling: what it does with its logits.
         before: the KV cache's arrays as the step found them, until it is dispatched.
+        saves: KV that goes to a store.
         root: what the device computes last, from the dispatch on.
         error: why it could not be dispatched.
+        is_async: whether some of it was evaluated asynchronously.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
         sampled_req_ids: list[str],
-        tokens: mx.array | None,
+        sampling: StepSampling,
         before: KVSnapshot,
+        saves: StepSaves | None = None,
     ) -> None:
         self._runner = runner
         self.sampled_req_ids = sampled_req_ids
-        self.tokens = tokens
+        self.sampling = sampling
         self.before: KVSnapshot | None = before
-        self.root: mx.array | None = None
+        self.saves = saves
+        self.root: list[mx.array] | None = None
         self.error: Exception | None = None
+        self.is_async = False
+
+    @property
+    def saved_arrays(self) -> list[mx.array]:
+        return list(self.saves.arrays.values()) if self.saves is not None else []
 
     def wait(self) -> None:
         """Wait until the device is done with the step and has let go of all it read; raises what it raised."""
@@ -191,7 +227,7 @@ class PendingStep:
         mx.synchronize()
 
     def result(self) -> ModelOutput:
-        """Wait for the step, dispatch the next one, and return the tokens it sampled.
+        """Wait for the step, dispatch the next one, and return what came of it.
 
         Raises:
             KVCacheLostError: it failed, and the KV cache with it.

@@ -6,6 +6,8 @@ never on what else is in the batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import numpy as np
 
@@ -31,6 +33,8 @@ class SamplingRows:
         self.top_k = np.zeros(num_rows, np.int32)  # 0: off
         self.min_p = np.zeros(num_rows, np.float32)
         self.seed = np.zeros(num_rows, np.uint64)
+        self.logprobs = np.full(num_rows, -1, np.int32)  # -1: not asked for
+        self.prompt_logprobs = np.full(num_rows, -1, np.int32)
 
     def set(self, row: int, params: SamplingParams) -> None:
         self.temperature[row] = params.temperature if params.temperature >= _MIN_TEMPERATURE else 0.0
@@ -38,6 +42,8 @@ class SamplingRows:
         self.top_k[row] = min(max(params.top_k, 0), _INT32_MAX)
         self.min_p[row] = params.min_p
         self.seed[row] = (params.seed or 0) & _MASK64  # the engine gives every request that draws a seed
+        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
 
 
 def position_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -68,6 +74,12 @@ def _gumbel(keys: mx.array, vocab_size: int) -> mx.array:
     return mx.maximum(noise, -4.0)
 
 
+# Beyond so many tokens, the k-th largest is found by bisection and not by partial sorting.
+_SMALL_K = 1024
+# As an integer, the bits of a positive float32 are in the order of the floats; these are infinity's.
+_INFINITY_BITS = 0x7F800000
+
+
 def _restrict(logits: mx.array, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> mx.array:
     """Set the logits that top-k, top-p and min-p exclude to -inf: [R, V] float32 -> the same.
 
@@ -75,22 +87,90 @@ def _restrict(logits: mx.array, top_k: np.ndarray, top_p: np.ndarray, min_p: np.
     counts the probability of what top-k left. Ties with the last token kept are kept.
     """
     vocab_size = logits.shape[-1]
-    lowest = mx.full((len(top_k), 1), -np.inf, mx.float32)  # lowest logit kept, per row
-    if (min_p > 0).any():
-        with np.errstate(divide="ignore"):
-            log_min_p = mx.array(np.log(min_p))[:, None]
-        lowest = mx.maximum(lowest, logits.max(axis=-1, keepdims=True) + log_min_p)
-    if (top_k > 0).any() or (top_p < 1).any():
-        ordered = -mx.sort(-mx.where(logits >= lowest, logits, -np.inf), axis=-1)  # descending
-        k = np.where(top_k > 0, np.minimum(top_k, vocab_size), vocab_size)
-        kth = mx.take_along_axis(ordered, mx.array(k[:, None] - 1), axis=-1)
-        lowest = mx.maximum(lowest, kth)
-        probs = mx.softmax(mx.where(ordered >= lowest, ordered, -np.inf), axis=-1)
-        # A token is kept while the probability of those before it is below top_p: always at least one.
-        kept = (mx.cumsum(probs, axis=-1) - probs < mx.array(top_p)[:, None]).sum(axis=-1, keepdims=True)
-        last = mx.take_along_axis(ordered, mx.maximum(kept - 1, 0), axis=-1)
-        lowest = mx.where(mx.array(top_p < 1)[:, None], mx.maximum(lowest, last), lowest)
-    return mx.where(logits >= lowest, logits, -np.inf)
+    top_k = np.where(top_k < vocab_size, top_k, 0)  # 0: off
+    # How far below the most likely token; a limit is the largest distance kept, [R, 1].
+    below = logits.max(axis=-1, keepdims=True) - logits
+    with np.errstate(divide="ignore"):
+        limit = mx.array(-np.log(min_p, dtype=np.float32))[:, None]
+    by_k = np.flatnonzero(top_k > 0)
+    if len(by_k):
+        at = mx.array(by_k.astype(np.int32))
+        limit[at] = mx.minimum(limit[at], _kth_smallest(below[at], top_k[by_k]))
+    # Each row's way depends on its own parameters alone, so that its rounding does too.
+    is_small = (top_k > 0) & (top_k <= _SMALL_K)
+    for by_p, mass_limit in (
+        (np.flatnonzero((top_p < 1) & is_small), _mass_limit_of_few),
+        (np.flatnonzero((top_p < 1) & ~is_small), _mass_limit),
+    ):
+        if len(by_p):
+            at = mx.array(by_p.astype(np.int32))
+            limit[at] = mass_limit(below[at], limit[at], top_p[by_p], top_k[by_p])
+    return mx.where(below <= limit, logits, -np.inf)
+
+
+def _kth_smallest(values: mx.array, k: np.ndarray) -> mx.array:
+    """The k-th smallest of each row: [R, V] float32, not negative; k [R], at least 1 -> [R, 1]."""
+    if k.max() <= _SMALL_K:
+        smallest = _smallest(values, int(k.max()))
+        return mx.take_along_axis(smallest, mx.array(k[:, None] - 1), axis=-1)
+    wanted = mx.array(k[:, None])
+    return _bisect(values, lambda kept: kept.sum(axis=-1, keepdims=True) >= wanted)
+
+
+def _smallest(values: mx.array, k: int) -> mx.array:
+    """The k smallest of each row, in order: [R, V] -> [R, k]."""
+    return mx.sort(mx.partition(values, k - 1, axis=-1)[:, :k], axis=-1)
+
+
+def _mass_limit(below: mx.array, limit: mx.array, top_p: np.ndarray, _top_k: np.ndarray) -> mx.array:
+    """The smallest distance within which ``top_p`` of the probability within ``limit`` lies.
+
+    Args:
+        below: [R, V] float32, distance of each logit from the largest.
+        limit: [R, 1] float32, what is left by other cuts.
+        top_p: [R], less than 1.
+
+    Returns:
+        [R, 1] float32.
+    """
+    weights = mx.where(below <= limit, mx.exp(-below), 0)
+    wanted = mx.array(top_p)[:, None] * weights.sum(axis=-1, keepdims=True)
+    return mx.minimum(
+        limit, _bisect(below, lambda kept: (weights * kept).sum(axis=-1, keepdims=True) >= wanted)
+    )
+
+
+def _mass_limit_of_few(below: mx.array, limit: mx.array, top_p: np.ndarray, top_k: np.ndarray) -> mx.array:
+    """:func:`_mass_limit` where ``limit`` leaves ``top_k`` tokens, [R], at most, and those as likely as the last."""
+    nearest = _smallest(below, int(top_k.max()))
+    last = mx.exp(-limit)
+    num_last = (below == limit).sum(axis=-1, keepdims=True)
+    weights = mx.where(nearest <= limit, mx.exp(-nearest), 0)
+    total = mx.where(nearest < limit, weights, 0).sum(axis=-1, keepdims=True) + last * num_last
+    # A token is kept while the probability of those before it is below top_p: always at least one.
+    before = mx.cumsum(weights, axis=-1) - weights
+    wanted = mx.array(top_p)[:, None] * total
+    kept = ((before < wanted) & (nearest <= limit)).sum(axis=-1, keepdims=True)
+    return mx.take_along_axis(nearest, mx.maximum(kept - 1, 0), axis=-1)
+
+
+def _bisect(values: mx.array, is_enough: Callable[[mx.array], mx.array]) -> mx.array:
+    """The smallest limit for which what is within it is enough, exactly: [R, V] float32, not negative -> [R, 1].
+
+    Costs 31 passes of comparing and adding, which is less than sorting a vocabulary.
+
+    Args:
+        is_enough: [R, V] bool, the values within a limit -> [R, 1] bool; true for all of them.
+    """
+    bits = values.view(mx.int32)
+    low = mx.full((values.shape[0], 1), -1, mx.int32)  # not enough
+    high = mx.full((values.shape[0], 1), _INFINITY_BITS, mx.int32)  # enough
+    for _ in range(31):
+        middle = low + (high - low + 1) // 2
+        middle = mx.minimum(middle, high - 1)
+        enough = is_enough(bits <= middle)
+        low, high = mx.where(enough, low, middle), mx.where(enough, middle, high)
+    return high.view(mx.float32)
 
 
 def sample(logits: mx.array, rows: SamplingRows, indices: np.ndarray, positions: np.ndarray) -> mx.array:

@@ -5,7 +5,7 @@ Pure bookkeeping over block ids; the memory itself belongs to the runner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 
 class Block:
@@ -127,13 +127,13 @@ class BlockManager:
         return [block.block_id for block in self._tables.get(request_id, ())]
 
     def allocate(
-        self, request_id: str, num_tokens: int, *, reserve: int = 0, cached: Sequence[Block] = ()
+        self, request_id: str, num_tokens: int, *, reserve: int = 0, cached: Sequence[Block | None] = ()
     ) -> list[int] | None:
         """Extend the request's table so that it holds ``num_tokens`` tokens.
 
         Args:
             reserve: blocks that must stay free beyond that.
-            cached: from :meth:`find_cached`; a new table begins with them.
+            cached: from :meth:`find_cached`; a new table begins with them, and with new blocks for None.
 
         Returns:
             The ids of the blocks added, or None, with nothing changed, if there are too few.
@@ -143,14 +143,16 @@ class BlockManager:
         num_new = self.blocks_for(num_tokens) - (len(table) if table is not None else len(cached))
         if num_new <= 0 and not cached:
             return []
-        num_taken = num_new + sum(block.ref_cnt == 0 for block in cached)
+        num_taken = num_new + sum(block is None or block.ref_cnt == 0 for block in cached)
         if num_taken + reserve > self._free.num_free_blocks:
             return None
         for block in cached:
+            if block is None:
+                continue
             if block.ref_cnt == 0:
                 self._free.remove(block)
             block.ref_cnt += 1
-        new_blocks = [*cached, *(self._take() for _ in range(num_new))]
+        new_blocks = [block or self._take() for block in (*cached, *[None] * num_new)]
         if table is None:
             table = self._tables[request_id] = []
         table += new_blocks
@@ -184,12 +186,20 @@ class BlockManager:
     def num_cached_blocks(self) -> int:
         return len(self._cached)
 
-    def find_cached(self, block_hashes: Sequence[bytes], max_blocks: int) -> list[Block]:
-        """The longest run of cached blocks that a chain of hashes begins with, ``max_blocks`` at most."""
-        found: list[Block] = []
+    def is_cached(self, block_hash: bytes) -> bool:
+        return block_hash in self._cached
+
+    def find_cached(
+        self, block_hashes: Sequence[bytes], max_blocks: int, also: Container[bytes] = ()
+    ) -> list[Block | None]:
+        """The longest run of cached blocks that a chain of hashes begins with, ``max_blocks`` at most.
+
+        Hashes in ``also`` belong to the run too; where they are not cached here, None stands for the block.
+        """
+        found: list[Block | None] = []
         for block_hash in block_hashes[:max_blocks]:
             block = self._cached.get(block_hash)
-            if block is None:
+            if block is None and block_hash not in also:
                 break
             found.append(block)
         return found

@@ -62,8 +62,7 @@ class PrefillShares:
 
     Args:
         step: what decodes left; reduced by what is given here.
-        prefills: running requests with more than one token to go. They are taken in here, those that have waited
-            longest for a share first, as far as the budget serves one block each: that is the rotation.
+        prefills: running requests with more than one token to go, for :meth:`take_turns`.
 
     Attributes:
         shares: tokens for each request taken in, in the order of their turns.
@@ -81,14 +80,26 @@ class PrefillShares:
         # Shares of chunks that are not the last are multiples of this; so is what every chunk is charged.
         self._unit = block_size if config.page_aligned_scheduling else 1
         self._hungry: list[Request] = []
-        self._left_out: list[Request] = []
-        self.num_long = 0
-        for request in sorted(prefills, key=lambda r: (r.last_step, r.arrival)):
-            if self.has_room(request.num_computed_tokens, num_remaining(request, config)):
-                self.take(request)
+        # Of the running ones, those that have waited longest for a share first.
+        self._left_out = sorted(prefills, key=lambda r: (r.last_step, r.arrival))
+        self.num_long = sum(is_long(num_remaining(r, config), config) for r in prefills)
+
+    def take_turns(self) -> None:
+        """Take the running requests in, as far as the budget serves the smallest share each: the rotation."""
+        left_out, self._left_out = self._left_out, []
+        for request in left_out:
+            if self.has_room(request.num_computed_tokens, num_remaining(request, self._config)):
+                self._take(request)
             else:
                 self._left_out.append(request)
-                self.num_long += is_long(num_remaining(request, config), config)
+
+    def is_turn_of_a_new_one(self, last_admission: int) -> bool:
+        """Whether every running request has had a share since a waiting one was last admitted, in that step.
+
+        Then the next to be admitted goes first. Otherwise a budget that serves one of them, or a context so long
+        that one block of it takes all the attention work of a step, would keep a free slot free.
+        """
+        return bool(self._left_out) and last_admission < self._left_out[0].last_step
 
     @property
     def num_partial(self) -> int:
@@ -128,9 +139,12 @@ class PrefillShares:
         )
 
     def take(self, request: Request) -> None:
-        """Take a request in, for which :meth:`has_room`, and give it the smallest share."""
+        """Take a new request in, for which :meth:`has_room`, and give it the smallest share."""
+        self.num_long += is_long(num_remaining(request, self._config), self._config)
+        self._take(request)
+
+    def _take(self, request: Request) -> None:
         remaining = num_remaining(request, self._config)
-        self.num_long += is_long(remaining, self._config)
         self.shares[request] = 0
         self._give(request, min(remaining, self._block_size, self.step.tokens))
         if self.shares[request] < remaining:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from hashlib import sha256
 
 from metal_engine.config import CacheConfig
@@ -53,13 +53,27 @@ class PrefixCache:
         self._blocks = blocks
         self._block_size = config.block_size
         self._model_fingerprint = config.model_fingerprint
+        # Called with a request and the range of its blocks that have just been published.
+        self.on_publish: Callable[[Request, int, int], None] | None = None
 
-    def find(self, request: Request) -> list[Block]:
-        """Cached blocks that a waiting request can begin with. At least one token is left to compute."""
+    def find(self, request: Request, also: Container[bytes] = ()) -> list[Block | None]:
+        """Cached blocks that a waiting request can begin with. At least one token is left to compute.
+
+        ``also`` has the hashes of blocks that are at hand elsewhere; None stands for those.
+        """
+        return self._blocks.find_cached(
+            self._usable_hashes(request), (request.num_tokens - 1) // self._block_size, also
+        )
+
+    def missing(self, request: Request) -> list[bytes]:
+        """Hashes of the blocks that a waiting request could begin with and that are not cached, in order."""
+        hashes = self._usable_hashes(request)[: (request.num_tokens - 1) // self._block_size]
+        return [block_hash for block_hash in hashes if not self._blocks.is_cached(block_hash)]
+
+    def _usable_hashes(self, request: Request) -> list[bytes]:
         if not self.is_enabled or request.needs_prompt_rows:
             return []
-        hashes = extend_block_hashes(request, self._block_size, self._model_fingerprint)
-        return self._blocks.find_cached(hashes, (request.num_tokens - 1) // self._block_size)
+        return extend_block_hashes(request, self._block_size, self._model_fingerprint)
 
     def find_owner(
         self, request: Request, num_cached_tokens: int, prefills: Iterable[Request]
@@ -83,6 +97,8 @@ class PrefixCache:
         if num_full > request.num_registered_blocks:
             hashes = extend_block_hashes(request, self._block_size, self._model_fingerprint)
             self._blocks.register(request.request_id, hashes, request.num_registered_blocks, num_full)
+            if self.on_publish is not None:
+                self.on_publish(request, request.num_registered_blocks, num_full)
             request.num_registered_blocks = num_full
 
     def forget(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metal_engine.config import CacheConfig, SchedulerConfig
+from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.block_manager import Block, BlockManager
 from metal_engine.scheduling.limits import PrefillShares, StepBudget, is_long, num_remaining
@@ -35,6 +36,7 @@ class SchedulerStats:
     num_blocks: int
     num_used_blocks: int
     peak_used_blocks: int
+    num_loading: int = 0  # of the waiting: for their KV to arrive
 
 
 @dataclass(slots=True)
@@ -42,7 +44,7 @@ class _Admission:
     """A waiting request and what of it is cached now."""
 
     request: Request
-    cached: list[Block]
+    cached: list[Block | None]
     block_size: int
 
     @property
@@ -65,18 +67,31 @@ class Scheduler:
     A request is admitted when blocks for all its tokens are free; it then grows block by block. When the pool
     runs out, the last running request in order is preempted: it loses its blocks, returns to its place among the
     waiting and is recomputed later. The first in order therefore always advances.
+
+    With a connector, a request whose prompt may have KV in a store is set aside (WAITING_FOR_REMOTE_KVS) until it has
+    arrived in host memory, and takes its place in the queue then. It holds no blocks before it is admitted.
     """
 
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        connector: KVConnectorScheduler | None = None,
+    ) -> None:
         self.config = config
         self.blocks = BlockManager(cache_config.num_blocks, cache_config.block_size)
         self.prefix_cache = PrefixCache(self.blocks, cache_config)
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue()
         self.running: dict[str, Request] = {}  # in order
+        self.connector = connector
+        self.loading: dict[str, Request] = {}
+        if connector is not None:
+            self.prefix_cache.on_publish = self._offer_to_store
         self.num_preemptions = 0
         self._num_arrivals = 0
         self._num_steps = 0
+        self._last_admission = -1  # id of the step that last admitted somebody
         self._watermark_blocks = int(WATERMARK * cache_config.num_blocks)
         # What the runner holds, and what it must forget before the next step.
         self._held_by_runner: set[str] = set()
@@ -123,6 +138,7 @@ class Scheduler:
             return
         request.status = status
         self.waiting.remove(request_id)
+        self.loading.pop(request_id, None)
         self.running.pop(request_id, None)
         self._release(request)
 
@@ -134,11 +150,12 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + len(self.loading),
             num_preemptions=self.num_preemptions,
             num_blocks=self.blocks.num_blocks,
             num_used_blocks=self.blocks.num_used_blocks,
             peak_used_blocks=self.blocks.peak_used_blocks,
+            num_loading=len(self.loading),
         )
 
     # --- a step ---------------------------------------------------------------------------------------------
@@ -150,11 +167,15 @@ class Scheduler:
         """
         plan = SchedulerOutput(step_id=self._num_steps)
         self._num_steps += 1
+        self._take_in_loaded()
         budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work)
         num_preemptions = self.num_preemptions
         partial = self._schedule_decodes(plan, budget)
         prefills = PrefillShares(budget, partial, self.config, self.blocks.block_size)
         pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
+        if not pool_is_full and prefills.is_turn_of_a_new_one(self._last_admission):
+            self._fill_slots(plan, prefills, at_most=1)
+        prefills.take_turns()
         if not pool_is_full:
             self._fill_slots(plan, prefills)
         prefills.spread()
@@ -162,9 +183,11 @@ class Scheduler:
             self._use_up(plan, prefills)
         for request, share in prefills.shares.items():
             self._add_to_plan(plan, request, share)
-        self._publish_prefixes(prefills)
+        self._publish_prefixes()
         if plan.num_scheduled_tokens:  # an empty plan is not executed, so it must not carry the drops off
             plan.dropped_req_ids, self._dropped = self._dropped, []
+            if self.connector is not None:
+                plan.kv_connector_metadata = self.connector.build_connector_meta(plan)
         return plan
 
     def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:
@@ -189,9 +212,10 @@ class Scheduler:
                 budget.attention_work -= request.num_computed_tokens
         return [request for request in prefills if request.status is RequestStatus.RUNNING]
 
-    def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillShares) -> None:
+    def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillShares, at_most: int | None = None) -> None:
         """Admit waiting requests to the slots for partial prefills that are free, while each gets a block."""
-        for _ in range(self.config.max_num_partial_prefills - prefills.num_in_progress):
+        num_free = self.config.max_num_partial_prefills - prefills.num_in_progress
+        for _ in range(num_free if at_most is None else min(at_most, num_free)):
             admission = self._next_waiting(prefills)
             if admission is None or not prefills.has_room(*admission.extent):
                 break
@@ -222,7 +246,7 @@ class Scheduler:
             request = self.waiting.head(include_long=may_be_long)
             if request is None or request.num_output_placeholders:
                 return None  # the latter: preempted while a step was under way, its token must land first
-            admission = _Admission(request, self.prefix_cache.find(request), self.blocks.block_size)
+            admission = _Admission(request, self._find_cached(request), self.blocks.block_size)
             if not may_be_long and is_long(admission.num_remaining_tokens, self.config):
                 self.waiting.push(request, is_long=True)  # what was cached when it came is so no longer
             elif owner := self.prefix_cache.find_owner(
@@ -246,10 +270,21 @@ class Scheduler:
         self._append_running(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = admission.num_cached_tokens
-        request.num_registered_blocks = len(admission.cached)
-        if request.num_cached_tokens < 0:
+        # Blocks that come from a store are published with the step that writes them.
+        known = admission.cached
+        request.num_registered_blocks = known.index(None) if None in known else len(known)
+        is_first_admission = request.num_cached_tokens < 0
+        if is_first_admission:
             request.num_cached_tokens = admission.num_cached_tokens
+        if self.connector is not None:
+            from_store = [i for i, block in enumerate(admission.cached) if block is None]
+            num_external_tokens = len(from_store) * self.blocks.block_size
+            if is_first_admission:
+                request.num_external_tokens = num_external_tokens
+                self.connector.count_prompt(request)
+            self.connector.update_state_after_alloc(request, block_ids, from_store, len(admission.cached))
         self._held_by_runner.add(request.request_id)
+        self._last_admission = plan.step_id
         plan.new_requests.append(
             NewRequestData(
                 request_id=request.request_id,
@@ -324,21 +359,54 @@ class Scheduler:
         self.blocks.free(request.request_id)
         request.num_registered_blocks = 0
         self.waiting.unpark(request.request_id)
+        if self.connector is not None:
+            self.connector.request_finished(request)
         if request.request_id in self._held_by_runner:
             self._held_by_runner.remove(request.request_id)
             self._dropped.append(request.request_id)
 
     def _enqueue(self, request: Request) -> None:
-        num_cached_tokens = len(self.prefix_cache.find(request)) * self.blocks.block_size
+        if self.connector is not None:
+            num_local = len(self.prefix_cache.find(request)) * self.blocks.block_size
+            missing = self.prefix_cache.missing(request)
+            if self.connector.get_num_new_matched_tokens(request, num_local, missing) is None:
+                request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+                self.loading[request.request_id] = request
+                return
+        self._push_waiting(request)
+
+    def _push_waiting(self, request: Request) -> None:
+        num_cached_tokens = len(self._find_cached(request)) * self.blocks.block_size
         self.waiting.push(request, is_long=is_long(request.num_tokens - num_cached_tokens, self.config))
 
-    def _publish_prefixes(self, prefills: PrefillShares) -> None:
+    # --- KV from and to a store -----------------------------------------------------------------------------
+
+    def _find_cached(self, request: Request) -> list[Block | None]:
+        """What of a waiting request need not be computed: cached here, or (None) arrived from a store."""
+        arrived = self.connector.arrived(request.request_id) if self.connector is not None else ()
+        return self.prefix_cache.find(request, arrived)
+
+    def _take_in_loaded(self) -> None:
+        """Put requests whose KV has arrived, or will not, in their places among the waiting."""
+        if self.connector is None or not self.loading:
+            return
+        for request_id in self.connector.take_ended_loads():
+            request = self.loading.pop(request_id)
+            request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+            self._push_waiting(request)
+
+    def _offer_to_store(self, request: Request, start: int, stop: int) -> None:
+        assert self.connector is not None
+        block_ids = self.blocks.block_ids(request.request_id)[start:stop]
+        self.connector.blocks_filled(request, request.block_hashes[start:stop], block_ids)
+
+    def _publish_prefixes(self) -> None:
         """Let later steps share the blocks that this one fills, and those who waited for them go on."""
         for request in self._filled:
             self.prefix_cache.publish(request)
         self._filled.clear()
-        for request in prefills.shares:
-            self.waiting.unpark(request.request_id, request.num_computed_tokens)
+        for owner_id in self.waiting.owners:  # the last token of an owner's prompt may have gone as a decode
+            self.waiting.unpark(owner_id, self.running[owner_id].num_computed_tokens)
 
     # --- results --------------------------------------------------------------------------------------------
 
@@ -349,12 +417,20 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None:
                 continue  # aborted, or stopped, while the step was under way
+            if request_id in model_output.errors:
+                self.finish_request(request_id, RequestStatus.FINISHED_ERROR)
+                error = model_output.errors[request_id]
+                outputs.append(TokenOutput(request_id, [], finish_reason="error", error=error))
+                continue
             request.num_output_placeholders -= 1
             request.token_ids.append(token_id)
             status = _finish_status(request, token_id)
             if request.num_computed_tokens == request.num_tokens and request.status is RequestStatus.RUNNING:
                 self.prefix_cache.publish(request)  # its last block was computed before this token was known
             output = TokenOutput(request_id, [token_id], request.num_cached_tokens)
+            output.num_external_tokens = request.num_external_tokens
+            if (logprobs := model_output.logprobs.get(request_id)) is not None:
+                output.logprobs = [logprobs]
             if status is not None:
                 output.finish_reason = status.finish_reason
                 if status is RequestStatus.FINISHED_STOPPED and token_id not in request.eos_token_ids:
@@ -368,14 +444,17 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert every invariant between steps; for tests and debugging."""
         self.blocks.check_integrity()
-        self.waiting.check_integrity(set(self.running))
+        self.waiting.check_integrity({r: request.num_computed_tokens for r, request in self.running.items()})
         waiting = {request.request_id for request in self.waiting}
         assert not waiting & self.running.keys()
-        assert waiting | self.running.keys() == self.requests.keys()
+        assert not self.loading.keys() & (waiting | self.running.keys())
+        assert waiting | self.loading.keys() | self.running.keys() == self.requests.keys()
         assert len(self.running) <= self.config.max_num_seqs
+        if self.connector is not None:
+            self.connector.check_integrity(set(self.loading), waiting, set(self.running))
         order = [request.sort_key for request in self.running.values()]
         assert order == sorted(order), f"running out of order: {order}"
-        for request in self.waiting:
+        for request in (*self.waiting, *self.loading.values()):
             assert not self.blocks.block_ids(request.request_id)
             assert request.num_computed_tokens == 0 and request.num_registered_blocks == 0
         held = {request_id for request_id in self.requests if self.blocks.block_ids(request_id)}

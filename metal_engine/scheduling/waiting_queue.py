@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from metal_engine.request import Request
@@ -69,6 +69,11 @@ class WaitingQueue:
         entry = self._entries[request.request_id] = _Entry(old.key, request, old.is_long)
         heapq.heappush(self._parked.setdefault(owner.request_id, []), (num_tokens, entry.key, entry))
 
+    @property
+    def owners(self) -> list[str]:
+        """Ids of the requests that others are parked with."""
+        return list(self._parked)
+
     def unpark(self, owner_id: str, num_computed_tokens: int | None = None) -> None:
         """Put back who waited for so many of the owner's tokens; for any number if None is given."""
         parked = self._parked.get(owner_id)
@@ -81,9 +86,17 @@ class WaitingQueue:
         if not parked:
             del self._parked[owner_id]
 
-    def check_integrity(self, owners: set[str]) -> None:
-        """Assert that every request can be found, or is parked with one of ``owners``."""
-        assert self._parked.keys() <= owners, "parked with a request that computes nothing"
+    def check_integrity(self, num_computed_tokens: Mapping[str, int]) -> None:
+        """Assert that every request can be found, or is parked with a running one that has yet to get there.
+
+        Args:
+            num_computed_tokens: of each running request.
+        """
+        assert self._parked.keys() <= num_computed_tokens.keys(), (
+            "parked with a request that computes nothing"
+        )
+        for owner_id, parked in self._parked.items():
+            assert parked[0][0] > num_computed_tokens[owner_id], f"still parked with {owner_id}"
         found = [e for heap in self._heaps for e in heap] + [p[2] for ps in self._parked.values() for p in ps]
         valid = [e for e in found if self._entries.get(e.request.request_id) is e]
         assert len(valid) == len(self._entries), "a waiting request is lost, or found twice"

@@ -14,7 +14,7 @@ from metal_engine.server.chat import Conversation, message_of
 from metal_engine.server.errors import APIError, anthropic_error
 from metal_engine.server.generation import Generation, ServedModel, finish_reason
 from metal_engine.server.pieces import CallArguments, CallStart, Piece, TextPiece
-from metal_engine.server.protocol import ChatCompletionBody
+from metal_engine.server.protocol import ChatCompletionBody, Usage
 from metal_engine.server.streaming import named_sse
 
 Event = dict[str, Any]
@@ -35,6 +35,11 @@ class MessagesEndpoint:
 
     def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
         return self._conversation.adjust(body)
+
+    def echoes(
+        self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
+    ) -> list[str] | None:
+        return None
 
     def response(self, generation: Generation) -> BaseModel:
         (choice,) = generation.choices
@@ -61,7 +66,9 @@ class MessagesEndpoint:
         message = AnthropicResponse(id=generation.request_id, model=generation.model, content=[], usage=usage)
         return _encode([{"type": "message_start", "message": message.model_dump()}, {"type": "ping"}])
 
-    def chunk(self, generation: Generation, index: int, output: RequestOutput, first: bool) -> bytes:
+    def chunk(
+        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
+    ) -> bytes:
         events: list[Event] = []
         for piece in self._conversation.pieces(index, output.text, finish_reason(output)):
             kind = piece.kind if isinstance(piece, TextPiece) else "call"

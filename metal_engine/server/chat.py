@@ -7,10 +7,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput
-from metal_engine.server.conversation import template_messages
-from metal_engine.server.errors import APIError, invalid
+from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.server.conversation import template_kwargs, template_messages
+from metal_engine.server.errors import APIError, invalid, invalid_prompt
 from metal_engine.server.generation import Generation, finish_reason
+from metal_engine.server.logprobs import chat_logprobs
 from metal_engine.server.parsers import Parsers, begins_in_reasoning
 from metal_engine.server.pieces import CallStart, Piece, Splitter, TextPiece
 from metal_engine.server.protocol import (
@@ -21,6 +22,7 @@ from metal_engine.server.protocol import (
     ChatCompletionBody,
     ChatCompletionChunk,
     ChatFinishReason,
+    ChatLogprobs,
     Delta,
     FunctionCall,
     ToolCall,
@@ -49,13 +51,13 @@ class Conversation:
     def prompt(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[int]:
         """The prompt's token ids. Raises APIError for a body that cannot be a prompt."""
         self._plan = plan_tools(body, self._parsers, tokenizer)
-        flags: dict[str, Any] = _template_flags(body)
+        flags = {**template_kwargs(body, tokenizer), **_template_flags(body)}
         if self._plan.shown:
             flags["tools"] = self._plan.shown
         try:
             prompt = tokenizer.apply_chat_template(template_messages(body.messages), **flags)
         except ValueError as error:
-            raise invalid(str(error), param="messages") from error
+            raise invalid_prompt(error, "messages") from error
         if self._parsers.reasoning is not None:
             self._in_reasoning = begins_in_reasoning(
                 self._parsers.reasoning,
@@ -111,6 +113,11 @@ class ChatEndpoint:
     def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
         return self._conversation.adjust(body)
 
+    def echoes(
+        self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
+    ) -> list[str] | None:
+        return None
+
     def response(self, generation: Generation) -> BaseModel:
         choices = []
         for choice in generation.choices:
@@ -120,6 +127,7 @@ class ChatEndpoint:
                 ChatChoice(
                     index=choice.index,
                     message=message_of(pieces),
+                    logprobs=_logprobs(generation, choice.text_logprobs),
                     finish_reason=self._conversation.finish_reason(choice.index, choice.finish_reason),
                     stop_reason=choice.stop_reason,
                 )
@@ -130,32 +138,42 @@ class ChatEndpoint:
             model=generation.model,
             choices=choices,
             usage=generation.usage,
+            prompt_logprobs=generation.prompt_logprobs(generation.choices[0]),
         )
 
     def begin(self, generation: Generation) -> bytes:
         return b""
 
-    def chunk(self, generation: Generation, index: int, output: RequestOutput, first: bool) -> bytes:
+    def chunk(
+        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
+    ) -> bytes:
         reason = finish_reason(output)
         pieces = self._conversation.pieces(index, output.text, reason)
-        events = []
-        if first:
-            delta = Delta(role="assistant", content="")
-            events.append(sse(_chunk(generation, [ChatChunkChoice(index=index, delta=delta)])))
-        for piece in pieces:
-            if isinstance(piece, TextPiece) and piece.kind == "content":
-                events.append(self._template(generation, index).fill(piece.text))
-            else:
-                events.append(sse(_chunk(generation, [ChatChunkChoice(index=index, delta=_delta(piece))])))
+        if not (first or reason is not None or usage is not None or output.text_logprobs):
+            return b"".join(self._plain(generation, index, piece) for piece in pieces)
+        deltas: list[Delta] = [{"role": "assistant", "content": ""}] if first else []
+        deltas += [_delta(piece) for piece in pieces]
+        if output.text_logprobs and not pieces:  # tokens without text of their own
+            deltas.append({"content": ""})
+        choices = [ChatChunkChoice(index=index, delta=delta) for delta in deltas]
+        if output.text_logprobs:
+            choices[-1].logprobs = _logprobs(generation, output.text_logprobs)
         if reason is not None:
-            choice = ChatChunkChoice(
-                index=index,
-                delta=Delta(),
-                finish_reason=self._conversation.finish_reason(index, reason),
-                stop_reason=output.stop_reason,
+            choices.append(
+                ChatChunkChoice(
+                    index=index,
+                    delta=Delta(),
+                    finish_reason=self._conversation.finish_reason(index, reason),
+                    stop_reason=output.stop_reason,
+                )
             )
-            events.append(sse(_chunk(generation, [choice])))
-        return b"".join(events)
+        return b"".join(sse(_chunk(generation, [choice], usage)) for choice in choices)
+
+    def _plain(self, generation: Generation, index: int, piece: Piece) -> bytes:
+        """The event of a piece and nothing else: what most tokens come to."""
+        if isinstance(piece, TextPiece) and piece.kind == "content":
+            return self._template(generation, index).fill(piece.text)
+        return sse(_chunk(generation, [ChatChunkChoice(index=index, delta=_delta(piece))]))
 
     def _template(self, generation: Generation, index: int) -> ChunkTemplate:
         template = self._templates.get(index)
@@ -169,6 +187,10 @@ class ChatEndpoint:
 
     def error(self, generation: Generation, error: APIError) -> bytes:
         return sse(error.body)
+
+
+def _logprobs(generation: Generation, tokens: list[TokenLogprobs]) -> ChatLogprobs | None:
+    return None if generation.params.logprobs is None else chat_logprobs(generation.tokenizer, tokens)
 
 
 def message_of(pieces: list[Piece]) -> AssistantMessage:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.errors import invalid
-from metal_engine.server.protocol import ChatMessage, ContentPart
+from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
 
 # Chat templates were written before OpenAI renamed the system role for newer models.
 _TEMPLATE_ROLES = {"developer": "system"}
@@ -19,6 +20,41 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         APIError: 400, for content that is not text.
     """
     return [_template_message(i, message) for i, message in enumerate(messages)]
+
+
+# What the server or another field says, or what is no part of a template.
+_NOT_FOR_TEMPLATES = frozenset(
+    {
+        "conversation", "messages", "documents", "tools", "chat_template", "tokenize", "add_generation_prompt",
+        "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+        "return_assistant_tokens_mask", "tokenizer_kwargs",
+    }
+)  # fmt: skip
+
+
+def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the template is told beside the messages: ``chat_template_kwargs``, and the reasoning effort.
+
+    Raises:
+        APIError: 400, for names that are not for templates, and for an effort that the template does not know.
+    """
+    kwargs = dict(body.chat_template_kwargs or {})
+    for name in kwargs:
+        if name in _NOT_FOR_TEMPLATES:
+            raise invalid(f"chat_template_kwargs cannot set {name}", param="chat_template_kwargs")
+    if body.reasoning_effort is None:
+        return kwargs
+    if tokenizer.template_mentions("reasoning_effort"):
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    elif tokenizer.template_mentions("enable_thinking"):
+        kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
+    elif body.reasoning_effort != "none":
+        raise invalid(
+            "reasoning_effort is not supported: the model's chat template does not know it",
+            param="reasoning_effort",
+            code="unsupported_parameter",
+        )
+    return kwargs
 
 
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from metal_engine.engine.engine_thread import EngineDeadError
+from metal_engine.engine.tokenizer import TextTooLongError
 from metal_engine.server.protocol import ErrorBody, ErrorDetail
 
 # Where an error's code is left in the ASGI scope, for whoever counts errors by their cause.
@@ -54,6 +55,12 @@ class APIError(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
     """A 400."""
     return APIError(400, message, param=param, code=code)
+
+
+def invalid_prompt(error: ValueError, param: str) -> APIError:
+    """A 400 for what the tokenizer refuses."""
+    code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
+    return invalid(f"{param}: {error}", param=param, code=code)
 
 
 def model_not_found(model: str) -> APIError:

@@ -5,26 +5,38 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
+from metal_engine.request import RequestOptions, RequestOutput, SamplingParams, TokenLogprobs
 from metal_engine.server.admission import Admission
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.lifecycle import SHUTTING_DOWN
+from metal_engine.server.logprobs import TextOffsets, prompt_logprobs
 from metal_engine.server.logs import note
 from metal_engine.server.parameters import ParameterPolicy
 from metal_engine.server.parsers import Parsers
-from metal_engine.server.protocol import FinishReason, GenerationBody, PromptTokensDetails, Usage
+from metal_engine.server.protocol import (
+    FinishReason,
+    GenerationBody,
+    KVTransferParams,
+    PromptLogprobs,
+    PromptTokensDetails,
+    Usage,
+)
+from metal_engine.server.sampling import parameter_error, sampling_params
 
 # Outputs of a step or more, each with the index of the choice it belongs to.
 Batch = list[tuple[int, RequestOutput]]
+
+# Sequences of one request; each takes memory before it runs.
+MAX_SEQUENCES = 2048
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
@@ -47,13 +59,24 @@ class ServedModel:
 
 @dataclass
 class Choice:
-    """What one prompt has come to so far."""
+    """What one sequence has come to so far.
+
+    Attributes:
+        echo: the prompt's text, if it is wanted back.
+        offsets: where the texts of tokens with log probabilities begin.
+    """
 
     index: int
+    prompt_token_ids: list[int]
+    offsets: TextOffsets
+    echo: str | None = None
     texts: list[str] = field(default_factory=list)
+    text_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    num_external_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -63,18 +86,26 @@ class Choice:
 
     def add(self, output: RequestOutput) -> None:
         self.texts.append(output.text)
+        self.text_logprobs += output.text_logprobs or ()
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.num_prompt_tokens = output.num_prompt_tokens
         self.num_output_tokens = output.num_output_tokens
         self.num_cached_tokens = output.num_cached_tokens
+        self.num_external_tokens = output.num_external_tokens
         self.finish_reason = finish_reason(output)
         self.stop_reason = output.stop_reason
 
 
 class Generation:
-    """One request in the engine: one sequence for each prompt, under one id.
+    """One request in the engine: ``n`` sequences for each prompt, under one id.
+
+    Args:
+        echoes: each prompt's text, where it is wanted back.
+        is_echo_only: nothing else is.
+        shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
 
     Attributes:
-        choices: what each prompt has come to; complete once :meth:`outputs` is exhausted.
+        choices: what each sequence has come to; complete once :meth:`outputs` is exhausted.
     """
 
     def __init__(
@@ -87,17 +118,30 @@ class Generation:
         params: SamplingParams,
         options: RequestOptions,
         timeout: float = 0.0,
+        echoes: list[str] | None = None,
+        is_echo_only: bool = False,
+        shows_prompt_logprobs: bool = False,
     ) -> None:
         self._engine = engine
         self._timeout = timeout
         self._timed_out = False
-        self._prompts = prompts
-        self._params = params
+        self.params = params
         self._options = options
+        self._is_echo_only = is_echo_only
+        self._shows_prompt_logprobs = shows_prompt_logprobs
         self.request_id = request_id
         self.model = model
         self.created = int(time.time())
-        self.choices = [Choice(i) for i in range(len(prompts))]
+        self.choices = [
+            Choice(
+                i * params.n + j,
+                prompt,
+                TextOffsets(engine.tokenizer, params.skip_special_tokens),
+                echoes[i] if echoes is not None else None,
+            )
+            for i, prompt in enumerate(prompts)
+            for j in range(params.n)
+        ]
 
     async def outputs(self) -> AsyncGenerator[Batch, None]:
         """Outputs as they come, those that came together in one batch. Closing it aborts what is unfinished.
@@ -107,8 +151,13 @@ class Generation:
             EngineDeadError: the engine has ended.
         """
         streams = [
-            self._engine.generate(f"{self.request_id}-{i}", prompt, self._params, self._options)
-            for i, prompt in enumerate(self._prompts)
+            self._engine.generate(
+                f"{self.request_id}-{choice.index}",
+                choice.prompt_token_ids,
+                self.params.for_choice(choice.index % self.params.n),
+                self._options,
+            )
+            for choice in self.choices
         ]
         timer = None
         if self._timeout:
@@ -119,6 +168,8 @@ class Generation:
                     for index, output in batch:
                         if output.finish_reason in ("error", "abort"):
                             raise self._failure(output)
+                        if self._is_echo_only:
+                            _hide_output(output)
                         self.choices[index].add(output)
                     yield batch
         finally:
@@ -128,8 +179,8 @@ class Generation:
 
     def _time_out(self) -> None:
         self._timed_out = True
-        for i in range(len(self._prompts)):
-            self._engine.cut_request(f"{self.request_id}-{i}", "the request took too long")
+        for choice in self.choices:
+            self._engine.cut_request(f"{self.request_id}-{choice.index}", "the request took too long")
 
     def _note(self) -> None:
         usage = self.usage
@@ -150,19 +201,33 @@ class Generation:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts; known before there is any output."""
-        return sum(map(len, self._prompts))
+        return sum(len(choice.prompt_token_ids) for choice in self.choices[:: self.params.n])
 
     @property
     def usage(self) -> Usage:
-        prompt_tokens = sum(choice.num_prompt_tokens for choice in self.choices)
+        firsts = self.choices[:: self.params.n]  # a prompt counts once
+        prompt_tokens = sum(choice.num_prompt_tokens for choice in firsts)
         completion_tokens = sum(choice.num_output_tokens for choice in self.choices)
-        cached_tokens = sum(choice.num_cached_tokens for choice in self.choices)
+        details = PromptTokensDetails(
+            cached_tokens=sum(choice.num_cached_tokens for choice in firsts),
+            kv_store_tokens=sum(choice.num_external_tokens for choice in firsts),
+        )
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+            prompt_tokens_details=details,
         )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def prompt_logprobs(self, choice: Choice) -> PromptLogprobs | None:
+        """Log probabilities of a choice's prompt, if they are wanted beside the answer."""
+        if not self._shows_prompt_logprobs or choice.prompt_logprobs is None:
+            return None
+        return prompt_logprobs(self.tokenizer, choice.prompt_logprobs)
 
     def _failure(self, output: RequestOutput) -> APIError:
         if self._engine.error is not None:
@@ -173,6 +238,12 @@ class Generation:
         if output.finish_reason == "abort":
             return APIError(503, output.error or "the request was aborted", code=SHUTTING_DOWN)
         return APIError(500, output.error or "the request failed", code="generation_failed")
+
+
+def _hide_output(output: RequestOutput) -> None:
+    output.text, output.token_ids, output.num_output_tokens = "", [], 0
+    output.text_logprobs = None if output.text_logprobs is None else []
+    output.finish_reason, output.stop_reason = "length", None
 
 
 def finish_reason(output: RequestOutput) -> FinishReason | None:
@@ -193,6 +264,10 @@ class Endpoint(Protocol[BodyT]):
         """The prompts' token ids; runs in a thread. Raises APIError for a body that cannot be a prompt."""
         ...
 
+    def echoes(self, body: BodyT, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str] | None:
+        """Each prompt's text, if the answer is to begin with it; runs in a thread."""
+        ...
+
     def adjust(self, body: BodyT) -> BodyT:
         """The body with what its prompt asks of sampling; the same one if that is nothing. After :meth:`tokenize`."""
         ...
@@ -205,8 +280,15 @@ class Endpoint(Protocol[BodyT]):
         """What a stream begins with, before there is any output."""
         ...
 
-    def chunk(self, generation: Generation, index: int, output: RequestOutput, first: bool) -> bytes:
-        """The events of one output in a stream; ``first`` for the first output of its choice."""
+    def chunk(
+        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
+    ) -> bytes:
+        """The events of one output in a stream.
+
+        Args:
+            first: it is the first of its choice.
+            usage: to be told with it, if the client asked for that.
+        """
         ...
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:
@@ -228,14 +310,11 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
     served.check_model(body.model)
     served.admission.check(0)  # before any work on it
     served.parameters.check(body)
-    params = _sampling_params(body, engine.config.model.default_sampling)
+    params = sampling_params(body, engine.config.model.default_sampling)
     if engine.error is not None:
         raise engine_dead(engine.error)
-    # Both can take long for a long prompt, and the event loop serves everybody.
-    prompts = await asyncio.to_thread(endpoint.tokenize, body, engine.tokenizer)
-    adjusted = endpoint.adjust(body)
-    if adjusted is not body:
-        params = _sampling_params(adjusted, engine.config.model.default_sampling)
+    # Each can take long, for a long prompt or a large grammar, and the event loop serves everybody.
+    prompts, echoes, params = await asyncio.to_thread(_prepared, engine, endpoint, body, params)
     for prompt in prompts:
         _check_prompt(engine, prompt, params, body)
     served.admission.check(sum(map(len, prompts)))
@@ -245,46 +324,69 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         model=served.names[0],
         prompts=prompts,
         params=params,
-        options=RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or ""),
+        options=_options(body),
         timeout=served.admission.request_timeout,
+        echoes=echoes,
+        is_echo_only=echoes is not None and body.max_tokens == 0,
+        shows_prompt_logprobs=body.prompt_logprobs is not None,
     )
 
 
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-)
+def _options(body: GenerationBody) -> RequestOptions:
+    transfer = body.kv_transfer_params or KVTransferParams()
+    return RequestOptions(
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        do_remote_prefill=transfer.do_remote_prefill,
+        do_remote_decode=transfer.do_remote_decode,
+    )
 
 
-def _sampling_params(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+def _prepared(
+    engine: AsyncEngine, endpoint: Endpoint[BodyT], body: BodyT, params: SamplingParams
+) -> tuple[list[list[int]], list[str] | None, SamplingParams]:
+    """The prompts, their texts if they are wanted back, and the parameters in the model's tokens; in a thread."""
+    tokenizer = engine.tokenizer
+    if body.truncate_prompt_tokens is None:
+        tokenizer = tokenizer.limited(engine.config.scheduler.max_model_len)
+    whole = endpoint.tokenize(body, tokenizer)
+    adjusted = endpoint.adjust(body)
+    if adjusted is not body:
+        params = sampling_params(adjusted, engine.config.model.default_sampling)
+    if len(whole) * params.n > MAX_SEQUENCES:
+        raise invalid(f"n times the number of prompts may be {MAX_SEQUENCES} at most", param="n")
     try:
-        return SamplingParams(max_tokens=body.token_limit, **{**defaults, **given})
+        params = engine.resolve(params)
+        prompts = [engine.core.truncate(prompt, params) for prompt in whole]
     except ValueError as error:
-        name, _, rest = str(error).partition(" ")  # the message begins with the parameter's name
-        if name == "max_tokens":
-            name = body.max_tokens_field
-        param = name if name in type(body).model_fields else None
-        raise invalid(f"{name} {rest}", param=param) from error
+        raise parameter_error(error, body) from error
+    for prompt in prompts:
+        _check_token_ids(engine, prompt, body)
+    return prompts, endpoint.echoes(body, prompts, engine.tokenizer), params
+
+
+def _prompt_field(body: GenerationBody) -> str:
+    return "messages" if "messages" in type(body).model_fields else "prompt"
+
+
+def _check_token_ids(engine: AsyncEngine, prompt: list[int], body: GenerationBody) -> None:
+    name = _prompt_field(body)
+    try:
+        engine.core.check_prompt(prompt)
+    except ValueError as error:
+        vocab_size = engine.config.model.vocab_size
+        raise invalid(f"{name} has token ids outside the vocabulary of {vocab_size}", param=name) from error
 
 
 def _check_prompt(
     engine: AsyncEngine, prompt: list[int], params: SamplingParams, body: GenerationBody
 ) -> None:
-    field_name = "messages" if "messages" in type(body).model_fields else "prompt"
-    vocab_size = engine.config.model.vocab_size
-    if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        raise invalid(f"{field_name} has token ids outside the vocabulary of {vocab_size}", param=field_name)
+    field_name = _prompt_field(body)
     try:
         engine.check_request(len(prompt), params)
     except ValueError as error:
+        if str(error).startswith("min_tokens"):
+            raise parameter_error(error, body) from error
         max_model_len = engine.config.scheduler.max_model_len
         prompt_too_long = len(prompt) >= max_model_len
         too_long = prompt_too_long or len(prompt) + (params.max_tokens or 1) > max_model_len

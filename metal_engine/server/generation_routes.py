@@ -50,7 +50,7 @@ class Answerer:
     async def __call__(self, endpoint: Endpoint[BodyT], body: BodyT, request: Request) -> Response:
         generation = await prepare(self._served, endpoint, body)
         if body.stream:
-            events = stream_events(generation, endpoint, body.include_usage)
+            events = stream_events(generation, endpoint, body.include_usage, body.continuous_usage)
             return EventStreamResponse(events, keep_alive=self._args.sse_keep_alive)
         try:
             await cancel_on_disconnect(request.receive, generation.finish())

@@ -121,6 +121,9 @@ class _EngineCollector(Collector):
             "finished_reason",
             dict(metrics.num_finished),
         )
+        transfer = self._engine.core.kv_transfer_stats
+        for name, count in transfer.as_dict().items() if transfer is not None else ():
+            yield self._counter(f"kv_transfer_{name}", "KV transfer, see docs/kv-transfer.md.", count)
         yield self._by_label("step_rows", "Rows of packed steps, by kind.", "kind", dict(metrics.num_rows))
         for name, (help_, histogram) in _HISTOGRAMS.items():
             yield self._histogram(name, help_, histogram(metrics))

@@ -18,30 +18,17 @@ logger = logging.getLogger(__name__)
 
 # Parameter -> the values that ask for nothing; None always does.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
+    # Declared for completions; a chat has no such thing.
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "include_stop_str_in_output": (False,),
-    "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "add_special_tokens": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -58,11 +45,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "chat_template": (),
     "chat_template_kwargs": ({},),
-    # Declared for chats; a plain completion has neither.
+    # Declared for chats; a plain completion has none of them.
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "documents": ([],),
-    "stream_options.continuous_usage_stats": (False,),
     "logits_processors": ([],),
     "prompt_embeds": (),
     "thinking_token_budget": (),
@@ -132,7 +118,6 @@ def unknown_parameters(body: GenerationBody) -> list[str]:
     """
     unknown = []
     given = dict(body.model_extra or {})
-    given["n"] = body.n
     if body.stream_options is not None:
         for name, value in (body.stream_options.model_extra or {}).items():
             given[f"stream_options.{name}"] = value

@@ -26,6 +26,14 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class KVTransferParams(_Body):
+    """What another engine has to do with the prompt's KV: compute it for this one, or wait for it from this one."""
+
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = False
 
 
 class GenerationBody(_Body):
@@ -45,8 +53,21 @@ class GenerationBody(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: _TokenIds | None = None
+    bad_words: _TextList | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    kv_transfer_params: KVTransferParams | None = None
     user: str | None = None
 
     @property
@@ -60,18 +81,56 @@ class GenerationBody(_Body):
         raise NotImplementedError
 
     @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to each output token whose log probabilities are wanted; None for no log probabilities."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt."""
+        return self.prompt_logprobs
+
+    @property
+    def logprobs_field(self) -> str:
+        """Name of the field that has the number of alternatives."""
+        return "logprobs"
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(
+            self.stream_options is not None and self.stream_options.continuous_usage_stats
+        )
 
 
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
     prompt: str | _TextList | _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True)]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    @property
+    def is_echo_only(self) -> bool:
+        """The prompt is wanted back, and nothing else."""
+        return bool(self.echo) and self.max_tokens == 0
 
     @property
     def token_limit(self) -> int | None:
+        if self.is_echo_only:
+            return 1  # the least that can be generated; it is not shown
         return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
 class ContentPart(_Body):
@@ -118,6 +177,10 @@ class ChatCompletionBody(GenerationBody):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: list[ToolDefinition] | None = None
@@ -132,12 +195,23 @@ class ChatCompletionBody(GenerationBody):
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def logprobs_field(self) -> str:
+        return "top_logprobs"
+
 
 # --- responses ----------------------------------------------------------------------------------------------
 
 
 class PromptTokensDetails(BaseModel):
+    """``kv_store_tokens`` of the cached ones came from a KV store, the others were in the KV cache."""
+
     cached_tokens: int = 0
+    kv_store_tokens: int = 0
 
 
 class Usage(BaseModel):
@@ -151,14 +225,51 @@ FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
+class CompletionLogprobs(BaseModel):
+    """One entry for each token; of the first token of a prompt nothing is known."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class ChatTopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob] | None
+    refusal: None = None
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(BaseModel):
     """One prompt's text, or, in a stream, the next piece of it."""
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(BaseModel):
@@ -200,7 +311,7 @@ class AssistantMessage(BaseModel):
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishReason
     stop_reason: str | int | None = None
 
@@ -213,6 +324,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class FunctionCallDelta(TypedDict, total=False):
@@ -240,7 +352,7 @@ class Delta(TypedDict, total=False):
 class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -273,6 +385,7 @@ class Health(BaseModel):
     """``/health``: counts are of requests, ``kv_cache_usage`` is a share of the pool (0 to 1).
 
     ``unknown_parameters`` counts request parameters by name that the server did not know and ignored.
+    ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
     """
 
     status: Literal["ok", "draining", "error"]
@@ -282,6 +395,7 @@ class Health(BaseModel):
     preemptions: int
     failed_steps: int
     unknown_parameters: dict[str, int]
+    kv_transfer: dict[str, int] | None = None
     error: str | None = None
 
 

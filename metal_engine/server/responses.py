@@ -14,7 +14,7 @@ from metal_engine.server.chat import Conversation, message_of
 from metal_engine.server.errors import APIError
 from metal_engine.server.generation import Generation, ServedModel, finish_reason
 from metal_engine.server.pieces import Piece
-from metal_engine.server.protocol import ChatCompletionBody
+from metal_engine.server.protocol import ChatCompletionBody, Usage
 from metal_engine.server.response_items import Event, ResponseItems
 from metal_engine.server.responses_protocol import Message, Response, ResponsesBody, to_chat
 from metal_engine.server.streaming import named_sse
@@ -95,6 +95,11 @@ class ResponsesEndpoint:
     def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
         return self._conversation.adjust(body)
 
+    def echoes(
+        self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
+    ) -> list[str] | None:
+        return None
+
     def response(self, generation: Generation) -> BaseModel:
         (choice,) = generation.choices
         self._take(choice.text, choice.finish_reason)
@@ -107,7 +112,9 @@ class ResponsesEndpoint:
         ]
         return self._numbered(events)
 
-    def chunk(self, generation: Generation, index: int, output: RequestOutput, first: bool) -> bytes:
+    def chunk(
+        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
+    ) -> bytes:
         return self._numbered(self._take(output.text, finish_reason(output)))
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:

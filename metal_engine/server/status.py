@@ -62,6 +62,7 @@ def add_status_routes(
             preemptions=stats.num_preemptions,
             failed_steps=engine.core.num_failed_steps,
             unknown_parameters=served.parameters.num_unknown,
+            kv_transfer=None if (kv := engine.core.kv_transfer_stats) is None else kv.as_dict(),
             error=None if error is None else f"the engine has stopped: {error!r}",
         )
         status = 200 if body.status == "ok" else 503

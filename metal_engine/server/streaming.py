@@ -61,7 +61,7 @@ class ChunkTemplate:
 
 
 async def stream_events(
-    generation: Generation, endpoint: Endpoint[Any], include_usage: bool
+    generation: Generation, endpoint: Endpoint[Any], include_usage: bool, continuous_usage: bool = False
 ) -> AsyncGenerator[bytes, None]:
     """A generation as server-sent events: one item, so one write, for whatever came at once.
 
@@ -75,7 +75,8 @@ async def stream_events(
             async for batch in batches:
                 data = b""
                 for index, output in batch:
-                    data += endpoint.chunk(generation, index, output, first=index not in started)
+                    usage = generation.usage if continuous_usage else None
+                    data += endpoint.chunk(generation, index, output, index not in started, usage)
                     started.add(index)
                 if data:
                     yield data

@@ -11,6 +11,7 @@ from metal_engine.build import read_chat_template
 from metal_engine.config import ConfigError
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.chat import ChatEndpoint
+from metal_engine.server.parsers import Parsers
 from metal_engine.server.protocol import ChatCompletionBody
 
 SYSTEM = (
@@ -59,7 +60,7 @@ def test_the_demo_models_template(
     demo_tokenizer: Tokenizer, messages: Any, fields: dict[str, Any], text: str
 ) -> None:
     body = ChatCompletionBody(messages=messages, **fields)
-    (ids,) = ChatEndpoint().tokenize(body, demo_tokenizer)
+    (ids,) = ChatEndpoint(Parsers()).tokenize(body, demo_tokenizer)
     assert demo_tokenizer.decode(ids) == text
     assert ids == demo_tokenizer.encode(text, add_special_tokens=False)
 

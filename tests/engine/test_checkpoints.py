@@ -124,7 +124,7 @@ def test_default_sampling_is_the_checkpoints(tmp_path: Path) -> None:
 
 def test_senseless_defaults_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_checkpoint(tmp_path)
-    senseless = {"temperature": -1, "top_p": "high", "top_k": 5, "repetition_penalty": 1.1}
+    senseless = {"temperature": -1, "top_p": "high", "top_k": 5, "repetition_penalty": 0}
     (folder / "generation_config.json").write_text(json.dumps(senseless))
     assert load_args(folder).default_sampling == {"top_k": 5}
     for name in ("temperature", "top_p", "repetition_penalty"):

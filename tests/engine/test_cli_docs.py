@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
 from metal_engine.config import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.settings import settings_of
 from tools.make_cli_docs import PAGE, with_tables
@@ -166,11 +167,18 @@ def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "classes"),
-    [("serve", (ServerArgs, EngineArgs)), ("chat", (ChatArgs, EngineArgs)), ("doctor", ())],
+    [
+        ("serve", (ServerArgs, EngineArgs)),
+        ("chat", (ChatArgs, EngineArgs)),
+        ("doctor", ()),
+        ("bench serve", (BenchServeArgs,)),
+        ("bench throughput", (BenchThroughputArgs, EngineArgs)),
+        ("bench latency", (BenchLatencyArgs, EngineArgs)),
+    ],
 )
 def test_help(name: str, classes: tuple[type, ...]) -> None:
     """Every flag is there; nothing heavy is loaded for it."""
-    command = [sys.executable, "-X", "importtime", "-m", "metal_engine", name, "--help"]
+    command = [sys.executable, "-X", "importtime", "-m", "metal_engine", *name.split(), "--help"]
     env = {**os.environ, "COLUMNS": "250"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 0

@@ -117,15 +117,15 @@ def test_a_step_is_dispatched_when_the_one_before_has_ended() -> None:
     _add(scheduler, [5, 100], 3)
     plans = [scheduler.schedule() for _ in range(3)]
     first, second, third = [runner.execute(plan) for plan in plans]
-    assert first.root is not None and first.before is None
-    assert second.root is None and third.root is None
+    assert first.root and first.before is None
+    assert not second.root and not third.root
     with pytest.raises(RuntimeError, match="in the order"):
         second.result()
     scheduler.update(plans[0], first.result())
-    assert second.root is not None and second.before is None
-    assert third.root is None
+    assert second.root and second.before is None
+    assert not third.root
     scheduler.update(plans[1], second.result())
-    assert third.root is not None and third.before is None
+    assert third.root and third.before is None
     scheduler.update(plans[2], third.result())
     with pytest.raises(RuntimeError, match="and once"):
         third.result()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models import activations
 
+from metal_engine.attention import exp2
 from metal_engine.models import cpu_ops
 
 
@@ -42,7 +44,8 @@ def test_other_dtypes_are_mlx_lms_own(dtype: mx.Dtype) -> None:
     assert ours.dtype == dtype and mx.array_equal(ours, theirs)
 
 
-def test_pieces_have_few_sizes() -> None:
+def test_compiled_pieces_have_few_sizes() -> None:
+    """Whatever numbers of rows come: each size costs a compilation."""
     sizes = set()
 
     def note(x: mx.array) -> mx.array:
@@ -51,5 +54,58 @@ def test_pieces_have_few_sizes() -> None:
 
     for rows in range(1, 600, 7):
         x = mx.arange(rows * 1536)
-        assert mx.array_equal(cpu_ops.in_pieces(note, x), x + 1)
-    assert len([s for s in sizes if s >= cpu_ops._SMALLEST_PIECE]) <= 8
+        assert mx.array_equal(exp2.in_pieces(lambda x: x + 1, note, x), x + 1)
+    assert 3 <= len(sizes) <= 10
+
+
+@pytest.mark.parametrize("size", [1, 2047, 2048, 5000, 300_000])
+def test_exp2_of_scores(size: int) -> None:
+    x = -np.random.default_rng(1).exponential(20, size).astype(np.float32)
+    x[0] = -1e30  # what masks add
+    out = np.array(exp2.exp2_of_scores(mx.array(x)))
+    np.testing.assert_allclose(out, 2.0 ** np.maximum(x.astype(np.float64), exp2.FLOOR), rtol=5e-7)
+
+
+@pytest.mark.parametrize("traditional", [False, True])
+@pytest.mark.parametrize(("dims", "head_dim"), [(64, 64), (32, 80)])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_rope_from_tables(traditional: bool, dims: int, head_dim: int, scale: float) -> None:
+    """Against the formula in float64, and against MLX's own."""
+    original = nn.RoPE(dims, traditional=traditional, base=1e5, scale=scale)
+    ours = nn.RoPE(dims, traditional=traditional, base=1e5, scale=scale)
+    cpu_ops.use_tables(ours)
+    assert type(ours) is cpu_ops.TableRoPE
+    positions = np.array([0, 1, 2, 77, 4095, *range(cpu_ops.MIN_TABLE_ROWS)])
+    x = np.random.default_rng(0).normal(size=(len(positions), 3, 1, head_dim)).astype(np.float32)
+    step = cpu_ops.StepPositions(mx.array(positions))
+    out = np.array(ours(mx.array(x), step))
+
+    angles = positions[:, None] * scale * 1e5 ** (-np.arange(0, dims, 2) / dims)  # [N, dims / 2]
+    turn = np.exp(1j * angles)[:, None, None]
+    first, second = (
+        (np.arange(0, dims, 2), np.arange(1, dims, 2)) if traditional else np.split(np.arange(dims), 2)
+    )
+    turned = (x[..., first] + 1j * x[..., second].astype(np.float64)) * turn
+    expected = x.astype(np.float64)
+    expected[..., first], expected[..., second] = turned.real, turned.imag
+    np.testing.assert_allclose(out, expected, atol=2e-3)  # float32 angles up to 4,095
+    np.testing.assert_allclose(out, np.array(original(mx.array(x), mx.array(positions))), atol=1e-6)
+
+    assert len(step.tables) == 1
+    ours(mx.array(x), step)
+    assert len(step.tables) == 1
+    plain = mx.array(x).swapaxes(0, 2)  # [1, 3, N, head_dim], an offset other than a step's
+    assert mx.array_equal(ours(plain, 7), original(plain, 7))
+    few = cpu_ops.StepPositions(mx.array(positions[:5]))
+    assert mx.array_equal(ours(mx.array(x[:5]), few), original(mx.array(x[:5]), few)) and not few.tables
+
+
+def test_rope_tables_tell_layers_apart() -> None:
+    positions = mx.full((cpu_ops.MIN_TABLE_ROWS,), 5)
+    step = cpu_ops.StepPositions(positions)
+    x = mx.random.normal((positions.size, 2, 1, 64))
+    for base in (1e4, 1e6):
+        layer = nn.RoPE(64, base=base)
+        cpu_ops.use_tables(layer)
+        assert mx.allclose(layer(x, step), nn.RoPE(64, base=base)(x, positions), atol=1e-6)
+    assert len(step.tables) == 2

@@ -10,7 +10,7 @@ import pytest
 
 from tools.kernel_mutants import MUTANTS, caught
 from tools.metal_sim.__main__ import TABLE
-from tools.metal_sim.report import SHAPES, Line, run, table
+from tools.metal_sim.report import SHAPES, Line, table
 
 ROOT = Path(__file__).resolve().parents[2]
 # One of each kind: barrier, causal edge, window, address, softmax, shuffle, merge.
@@ -50,7 +50,7 @@ def test_every_mutant(i: int) -> None:
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s not in PREFILL], ids=lambda s: s.name)
 def test_decode_bytes_are_within_bounds_and_as_committed(shape) -> None:
-    line = Line(shape, run(shape))
+    line = Line.of(shape)
     assert line.ratio <= shape.allowed
     assert "| " + " | ".join(line.cells()) + " |" in TABLE.read_text()
 

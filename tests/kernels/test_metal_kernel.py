@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -26,8 +27,11 @@ from metal_engine.attention.metal import (
 )
 from metal_engine.attention.metal_plan import plan_items
 from metal_engine.config import ConfigError
-from tests.kernels.simulated import TOLERANCE, attend, backend, check, every_row_by_itself
+from tests.kernels.simulated import TOLERANCE, attend, backend, check, every_row_by_itself, relative_error
 from tests.kernels.test_mlx_ops import make_step
+from tools.metal_sim import metal_kernel
+from tools.metal_sim.build import build, language_flags
+from tools.metal_sim.toolchain import run_clang
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -101,6 +105,17 @@ def test_shapes_with_long_contexts(dtype, head_dim, block_size, group):
 def test_masks_and_options(window, softcap, sinks):
     values = mx.array([0.5, -1.0, 3.0, 8.0]) if sinks else None
     check([*SMALL_MIX, (40, 300)], window=window, softcap=softcap, sinks=values, scale=0.3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 5, 128])
+def test_masks_and_options_in_half_precision(window, dtype):
+    values = mx.array([0.5, -1.0, 3.0, 8.0]).astype(DTYPES[dtype])
+    check([*SMALL_MIX, (40, 300)], window=window, softcap=20.0, sinks=values, scale=0.3, dtype=DTYPES[dtype])
+
+
+def test_big_mix_of_a_single_head():
+    check(BIG_MIX, num_heads=1, num_kv_heads=1, dtype=mx.float16, shared_blocks=1)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -284,6 +299,48 @@ def test_step_and_arrays_must_agree():
 def test_stage_fits(dtype, head_dim):
     keys = stage_keys(dtype, head_dim)
     assert keys % 8 == 0 and keys * (head_dim * dtype.size + 16) <= STAGE_BYTES
+
+
+@pytest.mark.parametrize("segments", [[(1, 1)], [(1, 9), (2, 20)], [(1, 1100)], [(3, 40)] * 9])
+def test_small_steps_run_the_same_kernel_as_large_ones(segments):
+    """MLX puts inputs below 8 elements in constant memory: another signature, so one more compilation in serving."""
+    attention = MetalBackend(metal_kernel, target_threadgroups=1000)
+    sizes: dict[str, set[int]] = {}
+    for name in ("attention", "merge"):
+        kernel = getattr(attention, name)
+
+        def recorded(kernel=kernel, **call):
+            for n, array in zip(kernel.input_names, call["inputs"], strict=True):
+                sizes.setdefault(n, set()).add(array.size)
+            return kernel(**call)
+
+        setattr(attention, name, recorded)
+    step = make_step([(n, kv - n) for n, kv in segments], num_heads=1, num_kv_heads=1, head_dim=64)
+    out = np.array(attention.plan(step.metadata).attend(step.q, step.k_cache, step.v_cache, scale=0.125))
+    assert relative_error(out, step.reference(scale=0.125)) <= 1e-5
+    always_small = {"numbers", "window_size", "sinks"}  # their sizes are the model's, not the step's
+    assert all(min(s) >= 8 for n, s in sizes.items() if n not in always_small)
+
+
+def test_arrays_of_matrices_stay_in_registers(monkeypatch, tmp_path):
+    """A GPU's registers have no indices: optimised, the kernel must hold no array of matrices in memory."""
+    units = []
+    monkeypatch.setattr(
+        "tools.metal_sim.kernel.build", lambda unit, name: units.append(unit) or build(unit, name)
+    )
+    step = make_step([(1, 7)], num_heads=4, num_kv_heads=2, head_dim=256, dtype=mx.float16)
+    MetalBackend(metal_kernel).plan(step.metadata).attend(step.q, step.k_cache, step.v_cache, scale=1.0)
+
+    def arrays(unit):
+        source, ir = tmp_path / "kernel.cl", tmp_path / "kernel.ll"
+        source.write_text(unit)
+        flags = ["-w", "-target", "spir64", "-O2", "-emit-llvm", "-S", str(source), "-o", str(ir)]
+        assert run_clang([*language_flags(), *flags]).returncode == 0
+        return re.findall(r"alloca \[\d+ x .*simdgroup_matrix", ir.read_text())
+
+    assert not arrays(units[0])
+    # That is so because of the requests to unroll.
+    assert len(arrays(units[0].replace("#pragma clang loop unroll(full)", ""))) >= 4
 
 
 def test_tables_are_made_once_per_kind_of_layer():

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_engine.attention.backend import AttentionMetadata
-from metal_engine.attention.mlx_ops import MlxOpsBackend, exp2
+from metal_engine.attention.exp2 import exp2
+from metal_engine.attention.mlx_ops import MlxOpsBackend
 from metal_engine.attention.mlx_plan import CPU_LIMITS, GPU_LIMITS, Dims, Limits
 from tests.kernels.reference import paged_attention
 

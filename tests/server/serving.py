@@ -76,10 +76,12 @@ def serve(
     args: ServerArgs | None = None,
     death_grace: float = DEADLINE,
     parsers: Parsers | None = None,
+    engine: AsyncEngine | None = None,
 ) -> Iterator[Served]:
+    """A server on a fake runner, or on an ``engine`` that has been started; it is shut down at the end."""
     config = config or fake_config()
     runner = FakeRunner(config.cache.block_size, next_token, step_time)
-    engine = fake_engine(runner, config, tokenizer)
+    engine = engine or fake_engine(runner, config, tokenizer)
     args = args or ServerArgs(shutdown_timeout=1)
     server = make_server(
         create_app(engine, names, args, parsers),

@@ -64,3 +64,20 @@ def test_priority_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None
             model=MODEL, prompt="a", extra_body={"priority": -7, "cache_salt": "s"}
         )
         assert seen == [RequestOptions(priority=-7, cache_salt="s")]
+
+
+def test_kv_transfer_params_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve() as served:
+        scheduler = served.engine.core.scheduler
+        seen: list[RequestOptions] = []
+        add = scheduler.add_request
+        monkeypatch.setattr(scheduler, "add_request", lambda r: (add(r), seen.append(r.options)))
+        for params in ({"do_remote_prefill": True}, {"do_remote_decode": True}, None):
+            served.client().completions.create(
+                model=MODEL, prompt="a", extra_body={"kv_transfer_params": params}
+            )
+        assert seen == [
+            RequestOptions(do_remote_prefill=True),
+            RequestOptions(do_remote_decode=True),
+            RequestOptions(),
+        ]

@@ -168,6 +168,18 @@ def test_who_waits_for_a_prefix_goes_on_when_its_owner_ends(how: str) -> None:
     harness.drain()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_waits_for_a_prefix_goes_on_when_its_last_token_goes_as_a_decode(depth: int) -> None:
+    """The owner's first chunk leaves one token of its prompt, which is no prefill any more."""
+    harness = make_harness(budget=31, partial=4, depth=depth)
+    harness.submit("owner", make_prompt(0, 32), 50)
+    b = harness.submit("b", make_prompt(0, 42), 1)
+    for _ in range(3 + depth):
+        harness.step()
+    assert cached_tokens(harness, "b") == [32] and b.is_finished
+    harness.drain()
+
+
 def test_a_preempted_request_comes_back_through_the_cache() -> None:
     harness = make_harness(num_blocks=14)
     harness.submit("a", make_prompt(0, 20), 20)
@@ -252,7 +264,7 @@ def _chain_without_parents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _hit_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     find = BlockManager.find_cached
-    monkeypatch.setattr(BlockManager, "find_cached", lambda self, h, n: find(self, h, n + 1))
+    monkeypatch.setattr(BlockManager, "find_cached", lambda self, h, n, *also: find(self, h, n + 1, *also))
 
 
 def _keep_hashes_of_reused_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

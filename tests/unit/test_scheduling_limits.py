@@ -99,13 +99,57 @@ def test_slots_rotate_when_the_budget_cannot_serve_them_all() -> None:
     harness = make_harness(budget=8, partial=4, max_long_partial_prefills=4)
     for i in range(4):
         harness.submit(f"r{i}", make_prompt(i, 40), 1)
+    while len(harness.scheduler.running) < 4:
+        harness.step()
+    assert len(harness.plans) <= 6, "free slots have their turns, too"
     served: list[str] = []
-    for _ in range(20):
+    for _ in range(8):
         step = shares(harness)
         assert all(n >= 4 for n in step.values()), "a share is never below a block"
         served += step
-    assert {served.count(f"r{i}") for i in range(4)} == {10}
+    assert [served.count(f"r{i}") for i in range(4)] == [4] * 4
     harness.drain()
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_a_free_slot_has_its_turn_when_the_budget_serves_one(aligned: bool) -> None:
+    """Decodes leave a block, and a long prompt could take it in every step."""
+    harness = make_harness(budget=12, page_aligned_scheduling=aligned)
+    for i in range(8):
+        harness.submit(f"d{i}", [i + 1], 40)
+    harness.run(until=lambda: len(harness.scheduler.running) == 8)
+    harness.submit("long", make_prompt(0, 400), 1)
+    assert shares(harness)["long"] == shares(harness)["long"] == 4
+    for i in range(6):
+        harness.submit(f"short{i}", make_prompt(i + 1, 4), 1)
+        steps = [shares(harness).keys() - {f"d{j}" for j in range(8)} for _ in range(2)]
+        assert steps == [{f"short{i}"}, {"long"}]
+    harness.drain()
+
+
+def test_a_stream_of_new_ones_does_not_take_a_running_prompt_s_turns() -> None:
+    harness = make_harness(budget=12, num_blocks=1000)
+    for i in range(8):
+        harness.submit(f"d{i}", [i + 1], 40)
+    harness.run(until=lambda: len(harness.scheduler.running) == 8)
+    harness.submit("long", make_prompt(0, 400), 1)
+    harness.step()
+    served = []
+    for i in range(12):
+        for j in range(2):
+            harness.submit(f"short{i}-{j}", make_prompt(i + 1, 4), 1)
+        served.append("long" in shares(harness))
+    assert served == [True, False] * 6
+    harness.drain()
+
+
+def test_long_is_more_than_the_threshold() -> None:
+    for length, is_long in ((32, False), (33, True)):
+        harness = make_harness(budget=32)
+        harness.submit("a", make_prompt(0, 100), 1)
+        harness.submit("b", make_prompt(1, length), 1)
+        assert ("b" not in shares(harness)) == is_long
+        harness.drain()
 
 
 def test_decodes_go_first() -> None:
@@ -169,6 +213,7 @@ def test_shares_are_even_and_nothing_is_wasted(
     )
     requests = [Request(str(i), [1] * n, SamplingParams(), max_tokens=1) for i, n in enumerate(remaining)]
     prefills = PrefillShares(StepBudget(budget, 1 << 62), requests, config, block_size)
+    prefills.take_turns()
     prefills.spread()
     unit = block_size if aligned else 1
     charged = sum(-(-share // unit) * unit for share in prefills.shares.values())
@@ -203,6 +248,13 @@ def test_alignment_that_could_starve_prompts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--page-aligned-scheduling needs .*60 \+ 16"):
         resolve(page_aligned_scheduling=True, max_num_seqs=60, max_num_batched_tokens=64)
     resolve(page_aligned_scheduling=True, max_num_seqs=48, max_num_batched_tokens=64)
+
+
+def test_a_budget_that_decodes_could_use_up_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens 32 is less than --max-num-seqs 33"):
+        resolve(max_num_seqs=33, max_num_batched_tokens=32)
+    assert resolve(max_num_batched_tokens=32).max_num_seqs == 32
+    assert resolve(max_num_seqs=2000).max_num_batched_tokens == 2000
 
 
 def test_decodes_always_leave_an_aligned_prefill_a_block() -> None:
@@ -281,6 +333,40 @@ def test_a_long_context_does_not_take_the_whole_cap() -> None:
     harness.submit("b", make_prompt(1, 20), 1)
     step = shares(harness)
     assert step["b"] == 20 and step["a"] >= 4
+    harness.drain()
+
+
+def test_attention_work_is_shared_evenly() -> None:
+    harness = make_harness(budget=640, max_attention_work=1000, threshold=640)
+    for name in "ab":
+        harness.submit(name, make_prompt(ord(name), 600), 1)
+    step = shares(harness)
+    assert step == {"a": 31, "b": 31}  # 31 * 32 / 2 = 496
+    harness.drain()
+
+
+def test_a_context_too_long_for_the_cap_does_not_keep_others_out() -> None:
+    """A block after 100 tokens takes more than a step may have: the long prompt goes alone, every other step."""
+    harness = make_harness(budget=64, max_attention_work=300, threshold=64)
+    long = harness.submit("long", make_prompt(0, 1000), 1)
+    harness.run(until=lambda: long.num_computed_tokens >= 100)
+    for i in range(6):
+        harness.submit(f"short{i}", make_prompt(i + 1, 5), 1)
+        assert [shares(harness) for _ in range(2)] == [{f"short{i}": 5}, {"long": 4}]
+    harness.drain()
+
+
+def test_decodes_that_take_the_whole_cap_leave_a_block_to_each_in_turn() -> None:
+    harness = make_harness(budget=64, max_attention_work=300, num_blocks=1000)
+    for i in range(8):
+        harness.submit(f"d{i}", make_prompt(i, 60), 60)
+    harness.run(until=lambda: all(t.token_ids for t in harness.live))
+    harness.submit("long", make_prompt(9, 200), 1)
+    harness.step()
+    short = harness.submit("short", make_prompt(10, 4), 1)
+    harness.step()
+    harness.step()
+    assert short.is_finished
     harness.drain()
 
 

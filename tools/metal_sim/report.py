@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +18,8 @@ Written by `python -m tools.metal_sim report --write`; counted by the simulator,
 *K+V read* counts every load from the cache. *Bound* is each visible byte of K and V once per KV head (for a
 prefill, too: one pass over K and V). *Ratio* is their quotient, and *allowed* what the tests hold it to.
 *Other* is everything else that goes to or from device memory: queries, outputs, tables, and splits' partial results.
+In the rows "less these" K+V read is that of the mixed step less that of the chunk and the prompt in a step of their
+own, so what the decodes cost in company; the columns from *other* on count the whole mixed step.
 """
 
 
@@ -32,6 +34,8 @@ class Shape:
     num_kv_heads: int = 1
     head_dim: int = 64
     window: int | None = None
+    # Requests that are in the step as well: what they cost in a step of their own is taken off.
+    others: tuple[tuple[int, int], ...] = ()
 
     @property
     def visible_keys(self) -> int:
@@ -42,9 +46,9 @@ DECODES = ((1, 4096), (1, 777), (1, 1500), (1, 64))
 SHAPES = (
     *(Shape(f"decode, 4 requests, group {g}", DECODES, g, 1.05, num_kv_heads=2) for g in (1, 2, 4, 8)),
     *(
-        Shape(f"the same beside a chunk and a fresh prompt, group {g}", (*DECODES, (96, 352), (64, 64)), g, 2.0,
-              num_kv_heads=2)
-        for g in (4,)
+        Shape(f"the same beside a chunk and a fresh prompt, less these, group {g}", DECODES, g, 1.05, num_kv_heads=2,
+              others=((96, 352), (64, 64)))
+        for g in (1, 4)
     ),
     *(
         Shape(f"prefill 2,048 on 2,048, group {g}", ((2048, 2048),), g, 0.55 * -(-2048 * g // 64))
@@ -56,12 +60,12 @@ SHAPES = (
 
 
 def run(shape: Shape) -> list[LaunchCounts]:
-    """One layer of the shape through the simulated backend, in float16."""
+    """One layer of the shape, its others included, through the simulated backend, in float16."""
     from metal_engine.attention.backend import AttentionMetadata
     from metal_engine.attention.metal import MetalBackend
 
     block_size = 16
-    query_lens, seq_lens = np.array(shape.segments, np.int32).T
+    query_lens, seq_lens = np.array((*shape.segments, *shape.others), np.int32).T
     blocks = -(-seq_lens // block_size)
     table = np.zeros((len(blocks), int(blocks.max())), np.int32)
     order = iter(np.random.default_rng(0).permutation(int(blocks.sum())))
@@ -81,17 +85,29 @@ def run(shape: Shape) -> list[LaunchCounts]:
     return launches
 
 
+def _kv_read(launches: list[LaunchCounts]) -> int:
+    buffers = launches[0].buffers if launches else {}
+    return sum(buffers[name].read for name in ("k_cache", "v_cache") if buffers)
+
+
 @dataclass(frozen=True)
 class Line:
     """A row of the table."""
 
     shape: Shape
     launches: list[LaunchCounts]
+    of_others: list[LaunchCounts]  # the others in a step of their own; empty without others
+
+    @classmethod
+    def of(cls, shape: Shape) -> Line:
+        """Run the shape, and its others alone."""
+        alone = replace(shape, segments=shape.others, others=())
+        return cls(shape, run(shape), run(alone) if shape.others else [])
 
     @property
     def kv_read(self) -> int:
-        buffers = self.launches[0].buffers
-        return buffers["k_cache"].read + buffers["v_cache"].read
+        """Bytes of K and V read for the shape's own requests."""
+        return _kv_read(self.launches) - _kv_read(self.of_others)
 
     @property
     def bound(self) -> int:
@@ -104,7 +120,7 @@ class Line:
     @property
     def other(self) -> int:
         moved = sum(b.read + b.written for c in self.launches for b in c.buffers.values())
-        return moved - self.kv_read
+        return moved - _kv_read(self.launches)
 
     def cells(self) -> list[str]:
         c = self.launches[0]
@@ -130,6 +146,6 @@ COLUMNS = (
 
 
 def table(shapes: tuple[Shape, ...] = SHAPES) -> tuple[str, list[Line]]:
-    lines = [Line(s, run(s)) for s in shapes]
+    lines = [Line.of(s) for s in shapes]
     rows = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)], *(line.cells() for line in lines)]
     return HEADER + "\n" + "\n".join("| " + " | ".join(r) + " |" for r in rows) + "\n", lines

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.metal_sim.helpers import run
+from tools.metal_sim import record_launches
 
 A = np.random.default_rng(1).standard_normal((8, 8)).astype(np.float32)
 B = np.random.default_rng(2).standard_normal((8, 8)).astype(np.float32)
@@ -95,3 +96,18 @@ def test_half_operands_accumulate_in_float(dtype):
     expected = np.array(a.astype(mx.float32)).astype(np.float64) @ np.array(b.astype(mx.float32))
     out = run(source, {"A": a, "B": b}, OUT, template=[("T", dtype)])
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_a_load_reads_the_whole_matrix(dtype):
+    """Also where no lane uses its second element: the GPU reads it all the same."""
+    source = """
+    // metal_sim: never small: A
+    simdgroup_matrix<T, 8, 8> a;
+    simdgroup_load(a, A);
+    out[thread_index_in_simdgroup] = float(a.thread_elements()[0]);
+    """
+    with record_launches() as launches:
+        out = run(source, {"A": mx.array(A).astype(dtype)}, template=[("T", dtype)])
+    assert np.isfinite(out).all()
+    assert launches[0].buffers["A"].read == 64 * dtype.size

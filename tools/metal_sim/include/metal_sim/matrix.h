@@ -54,14 +54,24 @@ METAL_FUNC ulong ms_element(ulong stride, ulong2 origin, bool transpose, uint se
   return transpose ? (origin.y + column) * stride + origin.x + row : (origin.y + row) * stride + origin.x + column;
 }
 
+template <int Bytes>
+using ms_bits = conditional_t<Bytes == 4, uint, ushort>;
+
+// Loads are volatile: a matrix is read whole, and where an element is not used the optimiser would drop its load
+// before it is counted and checked.
 #define MS_LOAD_STORE(space)                                                                     \
+  template <class T>                                                                             \
+  METAL_FUNC T ms_loaded(const space T* src) {                                                   \
+    ms_bits<sizeof(T)> bits = *(const volatile space ms_bits<sizeof(T)>*)src;                    \
+    return __builtin_bit_cast(T, bits);                                                          \
+  }                                                                                              \
   template <class T>                                                                             \
   METAL_FUNC void simdgroup_load(                                                                \
       thread simdgroup_matrix<T, 8, 8>& d, const space T* src, ulong elements_per_row = 8,       \
       ulong2 origin = ulong2{0, 0}, bool transpose = false) {                                    \
     __ms_group("simdgroup_load");                                                                \
-    d.elements[0] = src[ms_element(elements_per_row, origin, transpose, 0)];                     \
-    d.elements[1] = src[ms_element(elements_per_row, origin, transpose, 1)];                     \
+    d.elements[0] = ms_loaded(src + ms_element(elements_per_row, origin, transpose, 0));         \
+    d.elements[1] = ms_loaded(src + ms_element(elements_per_row, origin, transpose, 1));         \
   }                                                                                              \
   template <class T>                                                                             \
   METAL_FUNC void simdgroup_store(                                                               \

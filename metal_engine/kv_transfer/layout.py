@@ -1,0 +1,132 @@
+"""A block of KV as bytes: what is in it, in which order, and the form in which it is stored.
+
+A stored block is a safetensors file of its layers' K and V. Its metadata says whose it is and carries a checksum
+of everything, so that a block that is cut short, altered, misplaced or of another model is told from a good one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+from safetensors import TensorSpec, serialize
+
+FORMAT_VERSION = "1"
+
+
+class CorruptBlockError(Exception):
+    """Stored bytes are not the block they should be; the message says in which way."""
+
+
+@dataclass(frozen=True)
+class KVPart:
+    """K or V of one layer in a block: ``shape`` is [block_size, num_kv_heads, head_dim].
+
+    ``dtype`` is NumPy's name of the type, or ``bfloat16``; ``nbytes`` counts the whole part.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class BlockLayout:
+    """Where the parts of a block lie in its bytes, and its form in a store.
+
+    Args:
+        parts: of every layer; names are unique.
+        fingerprint: names what the contents of a block depend on besides the tokens, as hex digits.
+
+    Attributes:
+        nbytes: length of a block's data.
+        offsets: part name -> (first byte, one past the last) in the data.
+    """
+
+    def __init__(self, parts: Sequence[KVPart], fingerprint: str) -> None:
+        self.parts = tuple(parts)
+        self.fingerprint = fingerprint
+        self.nbytes = sum(part.nbytes for part in parts)
+        # The library decides on the order; a block of zeros shows it.
+        header, start = _read_header(self._serialize(np.zeros(self.nbytes, np.uint8), {}, in_order=True))
+        header.pop("__metadata__", None)
+        self.offsets = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
+        self._tensors = header
+        self.parts = tuple(sorted(parts, key=lambda part: self.offsets[part.name]))
+        self._max_stored_bytes = start + self.nbytes + 1024
+
+    def encode(self, block_hash: bytes, data: np.ndarray) -> bytes:
+        """The stored form of a block whose data is uint8 [nbytes]."""
+        assert data.dtype == np.uint8 and data.shape == (self.nbytes,) and data.flags.c_contiguous
+        metadata = {
+            "format": FORMAT_VERSION,
+            "fingerprint": self.fingerprint,
+            "block_hash": block_hash.hex(),
+            "checksum": self._checksum(block_hash, data),
+        }
+        return self._serialize(data, metadata)
+
+    def decode(self, block_hash: bytes, stored: bytes) -> np.ndarray:
+        """The data of a stored block, uint8 [nbytes], read-only.
+
+        Raises:
+            CorruptBlockError: it is not, or no longer, that block.
+        """
+        header, start = _read_header(stored)
+        metadata = header.pop("__metadata__", None)
+        if not isinstance(metadata, dict):
+            raise CorruptBlockError("it has no metadata")
+        for key, wanted in (
+            ("format", FORMAT_VERSION),
+            ("fingerprint", self.fingerprint),
+            ("block_hash", block_hash.hex()),
+        ):
+            if metadata.get(key) != wanted:
+                raise CorruptBlockError(f"its {key} is {metadata.get(key)!r}, not {wanted!r}")
+        if header != self._tensors:
+            raise CorruptBlockError("its tensors are not those of this model")
+        if len(stored) - start != self.nbytes:
+            raise CorruptBlockError(f"it has {len(stored) - start} bytes of data, not {self.nbytes}")
+        data = np.frombuffer(stored, np.uint8, offset=start)
+        if metadata.get("checksum") != self._checksum(block_hash, data):
+            raise CorruptBlockError("its checksum is wrong")
+        return data
+
+    @property
+    def max_stored_bytes(self) -> int:
+        """No stored block of this layout is longer."""
+        return self._max_stored_bytes
+
+    def _checksum(self, block_hash: bytes, data: np.ndarray) -> str:
+        digest = sha256(self.fingerprint.encode() + block_hash)
+        digest.update(data.data)
+        return digest.hexdigest()
+
+    def _serialize(self, data: np.ndarray, metadata: dict[str, str], *, in_order: bool = False) -> bytes:
+        specs, end = {}, 0
+        for part in self.parts:
+            start, end = (end, end + part.nbytes) if in_order else self.offsets[part.name]
+            specs[part.name] = TensorSpec(
+                dtype=part.dtype,
+                shape=part.shape,
+                data_ptr=data.ctypes.data + start,
+                data_len=part.nbytes,
+            )
+        return bytes(serialize(specs, metadata=metadata))
+
+
+def _read_header(stored: bytes) -> tuple[dict, int]:
+    """A safetensors header and where the data after it begins. Raises CorruptBlockError."""
+    length = int.from_bytes(stored[:8], "little")
+    if len(stored) < 8 or length > len(stored) - 8:
+        raise CorruptBlockError(f"it is cut short, at {len(stored)} bytes")
+    try:
+        header = json.loads(stored[8 : 8 + length])
+    except ValueError as error:
+        raise CorruptBlockError("its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise CorruptBlockError("its header is no table")
+    return header, 8 + length

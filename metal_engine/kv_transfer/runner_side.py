@@ -1,0 +1,129 @@
+"""The connector as the runner sees it: blocks go between the KV cache and host memory here, in the engine's thread.
+
+Both ways are by whole blocks and part of the step's own work: loaded blocks are scattered into the cache in place
+before the forward, and saved ones are gathered after it, with the step's results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.kv_transfer.layout import BlockLayout, KVPart
+from metal_engine.kv_transfer.transfer import KVTransfer
+from metal_engine.step import KVConnectorMetadata
+
+
+class LayerBlocks(Protocol):
+    """One layer's K and V, by block."""
+
+    def block_arrays(self) -> dict[str, mx.array]:
+        """The distinct arrays of the layer by name, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+        ...
+
+    def write_blocks(self, name: str, block_ids: mx.array, blocks: mx.array) -> None:
+        """Replace blocks, [W, block_size, num_kv_heads, head_dim], in the array of that name, in place."""
+        ...
+
+
+def block_parts(layers: Sequence[LayerBlocks]) -> list[KVPart]:
+    """What a block of these layers is made of."""
+    parts = []
+    for index, layer in enumerate(layers):
+        for name, array in layer.block_arrays().items():
+            shape = tuple(array.shape[1:])
+            dtype = str(array.dtype).removeprefix("mlx.core.")
+            nbytes = int(np.prod(shape)) * array.dtype.size
+            parts.append(KVPart(_part_name(index, name), dtype, shape, nbytes))
+    return parts
+
+
+def _part_name(layer_index: int, name: str) -> str:
+    return f"layers.{layer_index:04d}.{name}"
+
+
+class StepSaves:
+    """Blocks on their way out of the cache: gathered by the step, not yet computed.
+
+    Attributes:
+        hashes: of the blocks.
+        arrays: part name -> [S, bytes of the part] uint8; evaluated with the step.
+    """
+
+    def __init__(self, hashes: list[bytes]) -> None:
+        self.hashes = hashes
+        self.arrays: dict[str, mx.array] = {}
+
+
+class KVConnectorRunner:
+    """Called by the model runner around each forward.
+
+    Args:
+        transfer: takes blocks to be saved.
+        layout: what a block is.
+    """
+
+    def __init__(self, transfer: KVTransfer, layout: BlockLayout) -> None:
+        self._transfer = transfer
+        self._layout = layout
+        self._dtypes = {part.name: getattr(mx, part.dtype) for part in layout.parts}
+        self._shapes = {part.name: part.shape for part in layout.parts}
+        self._blocks: list[np.ndarray] = []  # to load
+        self._load_ids: mx.array | None = None  # [W]
+        self._save_ids: mx.array | None = None  # [S]
+        self._saves = StepSaves([])
+
+    def start_load_kv(self, meta: KVConnectorMetadata | None) -> None:
+        """Take in what the step that is about to be built loads and saves."""
+        meta = meta or KVConnectorMetadata()
+        self._blocks = list(meta.loads.values())
+        self._load_ids = mx.array(list(meta.loads)) if meta.loads else None
+        self._save_ids = mx.array([block_id for _, block_id in meta.saves]) if meta.saves else None
+        self._saves = StepSaves([block_hash for block_hash, _ in meta.saves])
+        num_bytes = len(self._blocks) * self._layout.nbytes
+        self._transfer.stats.add(blocks_loaded=len(self._blocks), bytes_loaded=num_bytes)
+
+    def wait_for_layer_load(self, layer_index: int, layer: LayerBlocks) -> None:
+        """Put the loaded blocks into a layer's cache. The forward waits for that by reading the cache."""
+        if self._load_ids is None:
+            return
+        for name in layer.block_arrays():
+            part = _part_name(layer_index, name)
+            start, stop = self._layout.offsets[part]
+            rows = mx.array(np.stack([block[start:stop] for block in self._blocks]))  # [W, bytes]
+            blocks = rows.view(self._dtypes[part]).reshape(-1, *self._shapes[part])
+            layer.write_blocks(name, self._load_ids, blocks)
+
+    def save_kv_layer(self, layer_index: int, layer: LayerBlocks) -> None:
+        """Gather a layer's part of the blocks to be saved, as the forward leaves them."""
+        if self._save_ids is None:
+            return
+        for name, array in layer.block_arrays().items():
+            rows = array[self._save_ids].reshape(len(self._saves.hashes), -1)
+            self._saves.arrays[_part_name(layer_index, name)] = rows.view(mx.uint8)
+
+    def take_saves(self) -> StepSaves:
+        """What the step saves, to be evaluated with it. What was loaded is let go of."""
+        self._blocks, self._load_ids, self._save_ids = [], None, None
+        saves, self._saves = self._saves, StepSaves([])
+        return saves
+
+    def wait_for_save(self, saves: StepSaves) -> None:
+        """Hand over what a step saves, after it has been evaluated; writing it is not waited for."""
+        if not saves.hashes:
+            return
+        data = np.empty((len(saves.hashes), self._layout.nbytes), np.uint8)
+        for part, (start, stop) in self._layout.offsets.items():
+            data[:, start:stop] = np.array(saves.arrays[part], copy=False)
+        self._transfer.save(saves.hashes, data)
+
+    def get_finished(self) -> bool:
+        """Whether everything that has been handed over is in the store, or given up."""
+        return self._transfer.flush(0.0)
+
+    def close(self) -> None:
+        """Write what waits, within the configured time, and stop the threads."""
+        self._transfer.close()

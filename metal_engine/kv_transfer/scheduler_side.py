@@ -1,0 +1,208 @@
+"""The connector as the scheduler sees it: which KV a request gets from the store, and which it gives.
+
+The roles and names are vLLM's. One thing differs: KV is loaded into host memory first, and blocks are allocated when
+it is there. So a request that waits for KV holds no blocks, can be aborted by forgetting it, and its KV, whole or
+partial, goes into the cache at the beginning of the step that computes the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from metal_engine.kv_transfer.settings import KVTransferConfig
+from metal_engine.kv_transfer.stats import KVTransferStats
+from metal_engine.kv_transfer.transfer import LoadTicket
+from metal_engine.request import Request
+from metal_engine.step import KVConnectorMetadata, SchedulerOutput
+
+# A step waits so long for the store's first answer about requests that have just come, in seconds: most of them it
+# does not know, and they need not miss the step for that.
+ANSWER_SECONDS = 0.002
+
+
+class BlockTransfer(Protocol):
+    """What the connector needs of :class:`metal_engine.kv_transfer.transfer.KVTransfer`."""
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
+
+    def start_load(self, request_id: str, hashes: Sequence[bytes], *, follow: bool) -> LoadTicket: ...
+
+    def end_load(self, ticket: LoadTicket) -> None: ...
+
+    def load_timed_out(self, ticket: LoadTicket) -> None: ...
+
+    def wait(self, timeout: float) -> None: ...
+
+    def grant_saves(self, num_blocks: int) -> int: ...
+
+
+class KVConnectorScheduler:
+    """Called by the scheduler, in the engine's thread; never waits for the store beyond ``ANSWER_SECONDS``.
+
+    Args:
+        transfer: moves blocks between the store and host memory.
+        config: role, policy and deadlines.
+        stats: counted in here.
+
+    Attributes:
+        failed_loads: request id -> why its load failed, under the policy ``fail``; whoever ends those requests
+            takes them out.
+    """
+
+    def __init__(self, transfer: BlockTransfer, config: KVTransferConfig, stats: KVTransferStats) -> None:
+        self.config = config
+        self.stats = stats
+        self.failed_loads: dict[str, str] = {}
+        self._transfer = transfer
+        self._tickets: dict[str, LoadTicket] = {}
+        self._unanswered: list[LoadTicket] = []
+        # Of requests that wait to be admitted: hash -> block.
+        self._arrived: dict[str, dict[bytes, np.ndarray]] = {}
+        # Hashes of running requests' blocks that came from the store.
+        self._from_store: dict[str, set[bytes]] = {}
+        # For the next plan.
+        self._loads: dict[str, dict[int, np.ndarray]] = {}  # request id -> block id -> block
+        self._saves: list[tuple[str, bytes, int]] = []
+
+    # --- loads ----------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int, missing: Sequence[bytes]
+    ) -> int | None:
+        """How many tokens beyond ``num_computed_tokens`` the store has KV for: 0, or None while that is found out.
+
+        After None the request is loading: :meth:`take_ended_loads` names it when that has ended.
+
+        Args:
+            missing: hashes of the blocks the request could begin with and that are not in the KV cache.
+        """
+        if not (self.config.loads and missing):
+            return 0
+        follow = request.options.do_remote_prefill and request.num_preemptions == 0
+        ticket = self._transfer.start_load(request.request_id, missing, follow=follow)
+        self._tickets[request.request_id] = ticket
+        self._unanswered.append(ticket)
+        return None
+
+    def take_ended_loads(self) -> list[str]:
+        """Requests whose loads have ended since the last call, in the order they began: whole, partly or not at all."""
+        self._await_answers()
+        ended = []
+        for request_id, ticket in list(self._tickets.items()):
+            error = ticket.error
+            if not ticket.is_done:
+                if not self._is_late(ticket):
+                    continue
+                error = "its KV did not arrive in time"
+                self._transfer.load_timed_out(ticket)
+            del self._tickets[request_id]
+            self._arrived[request_id] = dict(ticket.blocks)
+            self._transfer.end_load(ticket)
+            if error is not None and self.config.kv_load_failure_policy == "fail":
+                self.failed_loads[request_id] = f"loading its KV failed: {error}"
+            ended.append(request_id)
+        return ended
+
+    def _is_late(self, ticket: LoadTicket) -> bool:
+        if ticket.started is None:
+            return False  # its turn has not come yet
+        if ticket.follow:
+            return self._transfer.clock() - ticket.last_arrival > self.config.handover_timeout
+        return self._transfer.clock() - ticket.started > self.config.load_timeout
+
+    def _await_answers(self) -> None:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while any(not ticket.has_answered for ticket in self._unanswered):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                break
+            self._transfer.wait(remaining)
+        self._unanswered.clear()
+
+    def wait(self, timeout: float) -> None:
+        """Wait until something has arrived, for ``timeout`` seconds at most."""
+        self._transfer.wait(timeout)
+
+    def arrived(self, request_id: str) -> Mapping[bytes, np.ndarray]:
+        """Blocks that have arrived for a request that waits to be admitted, by hash."""
+        return self._arrived.get(request_id, {})
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], from_store: Sequence[int], num_cached_blocks: int
+    ) -> None:
+        """A request has been admitted.
+
+        Args:
+            block_ids: its block table.
+            from_store: which of its blocks are to be filled with what has arrived.
+            num_cached_blocks: its leading blocks that need not be computed, those included.
+        """
+        arrived = self._arrived.pop(request.request_id, {})
+        hashes = request.block_hashes
+        if from_store:
+            self._loads[request.request_id] = {block_ids[i]: arrived[hashes[i]] for i in from_store}
+        self.stats.add(blocks_unused=len(arrived) - len(from_store))
+        self._from_store[request.request_id] = {hashes[index] for index in from_store}
+        if request.options.do_remote_decode and self.config.saves:
+            self.blocks_filled(request, hashes[:num_cached_blocks], block_ids[:num_cached_blocks])
+
+    # --- saves ----------------------------------------------------------------------------------------------
+
+    def blocks_filled(self, request: Request, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Blocks of a request that will be complete when the steps planned so far, and the next, have ended."""
+        if not self.config.saves:
+            return
+        from_store = self._from_store.get(request.request_id, ())
+        self._saves += [
+            (request.request_id, block_hash, block_id)
+            for block_hash, block_id in zip(hashes, block_ids, strict=True)
+            if block_hash not in from_store
+        ]
+
+    def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata | None:
+        """What the runner is to load and save with this plan; None if that is nothing."""
+        if not (self._loads or self._saves):
+            return None
+        saves = self._saves[: self._transfer.grant_saves(len(self._saves))]
+        meta = KVConnectorMetadata(saves=[(block_hash, block_id) for _, block_hash, block_id in saves])
+        for blocks in self._loads.values():
+            meta.loads |= blocks
+        self._loads, self._saves = {}, []
+        return meta
+
+    # --- both -----------------------------------------------------------------------------------------------
+
+    def request_finished(self, request: Request) -> None:
+        """A request has ended or lost its blocks: nothing more is loaded for it, nothing more saved of it."""
+        request_id = request.request_id
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is not None:
+            self._transfer.end_load(ticket)
+            self.stats.add(blocks_unused=len(ticket.blocks))
+        self.stats.add(blocks_unused=len(self._arrived.pop(request_id, ())))
+        self._from_store.pop(request_id, None)
+        self._loads.pop(request_id, None)
+        self.failed_loads.pop(request_id, None)
+        self._saves = [save for save in self._saves if save[0] != request_id]
+
+    def count_prompt(self, request: Request) -> None:
+        """Count where the KV of a request's prompt comes from, at its first admission."""
+        num_cached = max(0, request.num_cached_tokens)
+        self.stats.add(
+            prompt_tokens_local=num_cached - request.num_external_tokens,
+            prompt_tokens_store=request.num_external_tokens,
+            prompt_tokens_computed=request.num_prompt_tokens - num_cached,
+        )
+
+    def check_integrity(self, loading: set[str], waiting: set[str], running: set[str]) -> None:
+        """Assert, between steps, that nothing is kept for a request that has no use for it."""
+        assert self._tickets.keys() == loading
+        assert self._arrived.keys() <= waiting
+        assert self._from_store.keys() <= running
+        assert not self._loads, "blocks to load were left out of the plan that admitted their request"
+        assert {request_id for request_id, _, _ in self._saves} <= running

@@ -1,0 +1,33 @@
+"""The store that a configuration asks for."""
+
+from __future__ import annotations
+
+from metal_engine.kv_transfer.layout import BlockLayout
+from metal_engine.kv_transfer.settings import KVTransferConfig
+from metal_engine.kv_transfer.stores.base import KVStore, StoreError
+from metal_engine.kv_transfer.stores.disk import DiskStore
+from metal_engine.kv_transfer.stores.valkey import ValkeyStore
+from metal_engine.settings import ConfigError
+
+
+def open_store(config: KVTransferConfig, layout: BlockLayout) -> KVStore:
+    """Open the store for blocks of this layout.
+
+    Raises:
+        ConfigError: it cannot be used as configured.
+    """
+    store: DiskStore | ValkeyStore
+    try:
+        if config.kv_connector == "valkey":
+            store = ValkeyStore(fingerprint=layout.fingerprint, **config.options)
+            limit, key = store.max_block_bytes, "max_block_bytes"
+        else:
+            store = DiskStore(fingerprint=layout.fingerprint, writable=config.saves, **config.options)
+            limit, key = store.max_size, "max_size"
+    except StoreError as error:
+        raise ConfigError(f"KV transfer: {error}") from error
+    if limit < layout.max_stored_bytes:
+        raise ConfigError(
+            f"KV transfer: a block has up to {layout.max_stored_bytes} bytes, more than the {key} of {limit}"
+        )
+    return store

@@ -1,0 +1,54 @@
+"""Which tokens the grammars of a step allow, computed on the host while the forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.sampling_params import Grammar
+
+
+class GrammarRow:
+    """Where one request's output stands in its grammar.
+
+    Args:
+        stop_token_ids: tokens that end generation; not allowed before ``min_tokens`` tokens while others are.
+    """
+
+    def __init__(self, grammar: Grammar, stop_token_ids: Sequence[int], min_tokens: int) -> None:
+        self._matcher = grammar.matcher()
+        self._stop_token_ids = np.array(stop_token_ids, np.int64)
+        self._not_stop_bits = ~(np.uint32(1) << (self._stop_token_ids % 32).astype(np.uint32))
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """Go on past generated tokens. Raises ValueError if the grammar forbids one."""
+        for token_id in token_ids:
+            self._matcher.consume(token_id)
+        self._num_tokens += len(token_ids)
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        """Write which tokens may come next: bit ``i % 32`` of word ``i // 32``, [W] int32.
+
+        Raises:
+            ValueError: the grammar got too complex to go on.
+        """
+        self._matcher.fill_mask(mask)
+        if self._num_tokens < self._min_tokens:
+            others = mask.copy()
+            np.bitwise_and.at(others.view(np.uint32), self._stop_token_ids // 32, self._not_stop_bits)
+            if others.any():  # else the grammar is at its end
+                mask[:] = others
+
+
+def apply_masks(logits: mx.array, masks: np.ndarray) -> mx.array:
+    """Exclude the tokens whose bits are not set: [G, V] float32, masks [G, W] int32 -> [G, V] float32."""
+    if mx.metal.is_available():
+        from llguidance.mlx import apply_token_bitmask
+
+        return apply_token_bitmask(logits, masks)
+    bits = np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little", count=logits.shape[-1])
+    return mx.where(mx.array(bits.view(bool)), logits, -np.inf)

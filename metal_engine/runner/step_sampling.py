@@ -1,0 +1,174 @@
+"""What a step does with its logits: edits, samples, log probabilities; and all of it brought to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.runner.batch import PackedBatch, RequestTable
+from metal_engine.runner.logits_edits import StepEdits
+from metal_engine.runner.logprobs import LogprobArrays, compute_logprobs
+from metal_engine.runner.sampler import sample
+from metal_engine.step import ModelOutput, PromptLogprobs, SchedulerOutput
+
+
+@dataclass(frozen=True)
+class _PromptRows:
+    """Rows of logits that predict consecutive prompt tokens of one request."""
+
+    request_id: str
+    start: int  # index of the first predicted token
+    rows: np.ndarray  # [T] packed rows
+    targets: np.ndarray  # [T] the tokens they predict
+    num_top: int
+
+
+class StepSampling:
+    """One step's sampling, in the order: construct, :meth:`build`, evaluate, :meth:`result`.
+
+    Construction brings each sampling request's edits up to date with its tokens, on the host alone.
+
+    Attributes:
+        logits_indices: packed rows whose logits :meth:`build` is to be given, [R + T] int32: those that sample, then
+            those that predict prompt tokens whose probabilities are asked for.
+        has_masks: whether :meth:`build` computes masks on the host, which may take milliseconds.
+        tokens: after :meth:`build`, [R] int32; None if nothing samples.
+    """
+
+    def __init__(self, table: RequestTable, plan: SchedulerOutput, batch: PackedBatch) -> None:
+        self._sampling = table.sampling
+        self._req_ids = plan.sampled_req_ids
+        self._rows = batch.sampled_rows
+        self._positions = table.num_output_tokens(batch.sampled_rows)
+        # Taken now: the row may be another request's by the time of the result.
+        self._num_top = table.sampling.logprobs[batch.sampled_rows]  # [R], -1: not asked for
+        self._errors: dict[str, str] = {}
+        self._edits = self._collect_edits(table)
+        self._masks = np.zeros((0, 0), np.int32)
+        self._prompt_rows = _prompt_rows(table, plan, batch)
+        self.logits_indices = batch.logits_indices
+        if self._prompt_rows:
+            self.logits_indices = np.concatenate([self.logits_indices, *(p.rows for p in self._prompt_rows)])
+        self.tokens: mx.array | None = None
+        self._logprobs: LogprobArrays | None = None
+        self._prompt_logprobs: LogprobArrays | None = None
+
+    def _collect_edits(self, table: RequestTable) -> StepEdits | None:
+        if not table.edits:
+            return None
+        rows, edits, tokens, positions = [], [], [], []
+        for i, row in enumerate(self._rows.tolist()):
+            row_edits = table.edits.get(row)
+            if row_edits is None:
+                continue
+            token_ids = table.token_ids(row)
+            error = row_edits.catch_up(token_ids)
+            if error is not None:
+                self._errors[self._req_ids[i]] = error
+                continue
+            rows.append(i)
+            edits.append(row_edits)
+            tokens.append(token_ids)
+            positions.append(int(self._positions[i]))
+        if not rows:
+            return None
+        packed = StepEdits.of(np.array(rows, np.int32), edits, tokens, positions)
+        self._errors |= {self._req_ids[rows[i]]: error for i, error in packed.errors.items()}
+        return packed
+
+    @property
+    def has_masks(self) -> bool:
+        return self._edits is not None and bool(self._edits.grammars)
+
+    def _compute_masks(self, vocab_size: int) -> None:
+        if self._edits is None or not self._edits.grammars:
+            return
+        self._masks = np.zeros((len(self._edits.grammars), -(-vocab_size // 32)), np.int32)
+        for mask, (i, grammar) in zip(self._masks, self._edits.grammars, strict=True):
+            try:
+                grammar.fill_mask(mask)
+            except ValueError as error:
+                self._errors[self._req_ids[self._edits.rows[i]]] = f"structured output failed: {error}"
+                mask[:] = -1
+
+    def build(self, logits: mx.array) -> None:
+        """Build the graph on the step's logits, [R + T, vocab_size]."""
+        self._compute_masks(logits.shape[-1])
+        num_sampled = len(self._rows)
+        if self._prompt_rows:
+            targets = mx.array(np.concatenate([p.targets for p in self._prompt_rows]))
+            num_top = max(p.num_top for p in self._prompt_rows)
+            self._prompt_logprobs = compute_logprobs(logits[num_sampled:], targets, num_top)
+            logits = logits[:num_sampled]
+        if num_sampled:
+            self.tokens = self._sample(logits)
+            wanted = np.flatnonzero(self._num_top >= 0)
+            if len(wanted):
+                at = mx.array(wanted.astype(np.int32))
+                self._logprobs = compute_logprobs(logits[at], self.tokens[at], int(self._num_top.max()))
+
+    def _sample(self, logits: mx.array) -> mx.array:
+        edits = self._edits
+        if edits is None:
+            return sample(logits, self._sampling, self._rows, self._positions)
+        edited = edits.rows
+        changed = edits.apply(logits[mx.array(edited)].astype(mx.float32), self._masks)
+        tokens = sample(changed, self._sampling, self._rows[edited], self._positions[edited])
+        if len(edited) == len(self._rows):
+            return tokens
+        plain = np.setdiff1d(np.arange(len(self._rows), dtype=np.int32), edited)
+        others = sample(logits[mx.array(plain)], self._sampling, self._rows[plain], self._positions[plain])
+        order = np.argsort(np.concatenate([edited, plain])).astype(np.int32)
+        return mx.concatenate([tokens, others])[mx.array(order)]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated before :meth:`result`; empty if the step has no result but KV."""
+        arrays = [] if self.tokens is None else [self.tokens]
+        for logprobs in (self._logprobs, self._prompt_logprobs):
+            arrays += [] if logprobs is None else logprobs.arrays
+        return arrays
+
+    def result(self) -> ModelOutput:
+        """What came of it, once :attr:`arrays` are evaluated."""
+        output = ModelOutput([] if self.tokens is None else np.array(self.tokens).tolist())
+        output.errors = self._errors
+        if self._logprobs is not None:
+            wanted = [(r, k) for r, k in zip(self._req_ids, self._num_top.tolist(), strict=True) if k >= 0]
+            tokens = self._logprobs.on_host([k for _, k in wanted])
+            output.logprobs = {r: token for (r, _), token in zip(wanted, tokens, strict=True)}
+        if self._prompt_logprobs is not None:
+            num_tops = [p.num_top for p in self._prompt_rows for _ in p.targets]
+            tokens = self._prompt_logprobs.on_host(num_tops)
+            for part in self._prompt_rows:
+                count = len(part.targets)
+                output.prompt_logprobs[part.request_id] = PromptLogprobs(part.start, tokens[:count])
+                tokens = tokens[count:]
+        return output
+
+
+def _prompt_rows(table: RequestTable, plan: SchedulerOutput, batch: PackedBatch) -> list[_PromptRows]:
+    if not table.num_prompt_logprobs_requests:
+        return []
+    found = []
+    for i, request_id in enumerate(plan.num_scheduled_tokens):
+        row = table.row(request_id)
+        num_top = int(table.sampling.prompt_logprobs[row])
+        if num_top < 0:
+            continue
+        first = int(batch.cu_seqlens_q[i])
+        start = int(batch.positions[first]) + 1  # the token at position p predicts the one at p + 1
+        end = min(int(batch.seq_lens[i]) + 1, table.num_prompt_tokens(row))
+        if start < end:
+            found.append(
+                _PromptRows(
+                    request_id,
+                    start,
+                    np.arange(first, first + end - start, dtype=np.int32),
+                    table.token_ids(row)[start:end].copy(),
+                    num_top,
+                )
+            )
+    return found

@@ -1,0 +1,185 @@
+"""Structured output: a hundred schemas, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from metal_engine.engine.structured_output import GrammarCompiler, StructuredOutputError
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.request import SamplingParams
+from metal_engine.sampling_params import StructuredOutputsParams
+from tests.engine.conftest import MakeEngine
+from tests.fakes import VOCAB_SIZE, byte_ids, tiny_tokenizer
+from tests.json_schemas import SCHEMAS
+from tests.tiny_engine import run_all, tiny_engine
+
+
+def check(schema: dict[str, Any], text: str) -> None:
+    """Parses, as JSON has it (no NaN, no doubled keys), and validates, formats included."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} in {text}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len({key for key, _ in pairs}) == len(pairs), text
+        return dict(pairs)
+
+    value = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+    Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(value)
+
+
+def test_there_are_a_hundred_different_valid_schemas() -> None:
+    assert len({json.dumps(schema) for schema in SCHEMAS}) == len(SCHEMAS) == 100
+    for schema in SCHEMAS:
+        Draft202012Validator.check_schema(schema)
+
+
+def complete_outputs(engine: Any, requests: list[tuple[list[int], SamplingParams]]) -> list[str | None]:
+    """The texts of the outputs that came to an end; None for those cut off at their length."""
+    texts: list[str | None] = []
+    for outputs in run_all(engine, requests):
+        assert outputs[-1].finish_reason in ("stop", "length"), outputs[-1].error
+        text = "".join(output.text for output in outputs)
+        texts.append(text if outputs[-1].finish_reason == "stop" else None)
+    return texts
+
+
+def test_every_schema_holds_a_random_model() -> None:
+    """A model of random weights writes what no sensible one would: whatever the mask lets through must validate."""
+    engine = tiny_engine(num_blocks=4096, max_num_batched_tokens=256)
+    requests = []
+    for i, schema in enumerate(SCHEMAS):
+        params = SamplingParams(
+            seed=i,
+            max_tokens=300,
+            temperature=(0.7, 1.5)[i % 2],
+            structured_outputs=StructuredOutputsParams(json=schema),
+        )
+        requests.append((byte_ids(f"schema {i}"), params))
+    texts = complete_outputs(engine, requests)
+    for schema, text in zip(SCHEMAS, texts, strict=True):
+        if text is not None:
+            check(schema, text)
+    assert sum(text is not None for text in texts) >= 75
+
+
+def demo_outputs(
+    make_engine: MakeEngine, tokenizer: Tokenizer, schemas: list[dict[str, Any]], max_tokens: int
+) -> list[str | None]:
+    requests = []
+    for i, schema in enumerate(schemas):
+        question = (
+            f"Answer with one short JSON value of this schema: {json.dumps(schema, ensure_ascii=False)}"
+        )
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}])
+        params = SamplingParams(
+            seed=i,
+            temperature=(0.0, 0.8)[i % 2],
+            max_tokens=max_tokens,
+            structured_outputs=StructuredOutputsParams(json=schema),
+        )
+        requests.append((prompt, params))
+    # Beside one that is not constrained.
+    plain = tokenizer.apply_chat_template([{"role": "user", "content": "Tell me about Paris."}])
+    requests.append((plain, SamplingParams(temperature=0, max_tokens=20)))
+    return complete_outputs(make_engine(num_blocks=2048), requests)[:-1]
+
+
+def check_all(schemas: list[dict[str, Any]], texts: list[str | None]) -> int:
+    for schema, text in zip(schemas, texts, strict=True):
+        if text is not None:
+            check(schema, text)
+    return sum(text is not None for text in texts)
+
+
+def test_the_demo_model_keeps_to_schemas(make_engine: MakeEngine, demo_tokenizer: Tokenizer) -> None:
+    schemas = SCHEMAS[5:96:22]
+    assert check_all(schemas, demo_outputs(make_engine, demo_tokenizer, schemas, 60)) >= 3
+
+
+@pytest.mark.full
+def test_the_demo_model_keeps_to_all_schemas(make_engine: MakeEngine, demo_tokenizer: Tokenizer) -> None:
+    num_complete = 0
+    for start in range(0, len(SCHEMAS), 20):
+        schemas = SCHEMAS[start : start + 20]
+        num_complete += check_all(schemas, demo_outputs(make_engine, demo_tokenizer, schemas, 150))
+    assert num_complete >= 85
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"json": {"type": 5}},
+        {"json": {"type": "object", "unevaluatedProperties": False}},
+        {"json": {"$ref": "#"}},
+        {"json": {"$ref": "#/nowhere"}},
+        {"json": {"$ref": "http://localhost/schema.json"}},
+        {"json": "[1]"},
+        {"json": "no json"},
+        {"json": False},
+        {"json": {"type": "integer", "minimum": 5, "maximum": 4}},
+        {"regex": "("},
+        {"regex": "(?=look)ahead"},
+        {"regex": r"(a)\1"},
+        {"grammar": "start: nothing"},
+        {"grammar": "%%%"},
+        {"json": {"type": "object"}, "whitespace_pattern": "("},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_enforced_is_refused(params: dict[str, Any]) -> None:
+    compiler = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE)
+    with pytest.raises(StructuredOutputError, match=r"^structured_outputs "):
+        compiler.compile(StructuredOutputsParams(**params))
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"regex": "(a{1,1000}){1,1000}"},
+        {"regex": "((a|b|c|d|e){100,2000}x){50}"},
+        {"regex": "(.*a){1000}.{1000}b"},
+        {"regex": "((((a*)*)*)*)*b"},
+        {"json": nested(60)},
+        {"json": nested(3000)},
+        {"json": {"anyOf": [{"type": "object", "properties": {f"p{i}": nested(3)}} for i in range(300)]}},
+        {"json": {"type": "array", "items": {"type": "string", "minLength": 10**6}, "maxItems": 10**9}},
+        {"json": {"enum": [f"value {i}" for i in range(4000)]}},
+        {"grammar": 'start: a a a a a a\na: b b b b b b | \nb: c c c c | \nc: "x"* | '},
+    ],
+    ids=range(10),
+)
+def test_large_ones_are_compiled_or_refused_and_fail_alone(params: dict[str, Any]) -> None:
+    """The effort is bounded by counting, in llguidance; a request that goes beyond it ends alone."""
+    engine = tiny_engine()
+    try:
+        structured = StructuredOutputsParams(**params)
+        resolved = engine.resolve(SamplingParams(seed=0, max_tokens=20, structured_outputs=structured))
+    except ValueError as error:
+        assert str(error).startswith("structured_outputs")
+        return
+    outputs, others = run_all(
+        engine,
+        [(byte_ids("a"), resolved), (byte_ids("b"), SamplingParams(seed=1, max_tokens=9, ignore_eos=True))],
+    )
+    assert outputs[-1].finish_reason in ("stop", "length", "error")
+    assert others[-1].finish_reason == "length"
+
+
+def test_a_grammar_is_compiled_once() -> None:
+    compiler = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE)
+    first = compiler.compile(StructuredOutputsParams(json={"type": "object"}))
+    assert compiler.compile(StructuredOutputsParams(json={"type": "object"})) is first
+    assert compiler.compile(StructuredOutputsParams(json_object=True)) is first
+    assert compiler.compile(StructuredOutputsParams(regex="a")) is not first

@@ -1,0 +1,91 @@
+"""A KV transfer without threads: tests say which blocks arrive, when, and what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
+from metal_engine.kv_transfer.settings import KVTransferConfig
+from metal_engine.kv_transfer.stats import KVTransferStats
+from metal_engine.kv_transfer.transfer import LoadTicket
+
+
+class FakeTransfer:
+    """Implements :class:`metal_engine.kv_transfer.scheduler_side.BlockTransfer` over a dict.
+
+    Attributes:
+        store: hash -> block; the fake runner saves into it.
+        tickets: loads that have not been ended.
+        room: blocks that may be saved with a step.
+        now: what the clock says.
+    """
+
+    def __init__(self, config: KVTransferConfig | None = None) -> None:
+        self.config = config or KVTransferConfig(kv_connector="fake")
+        self.store: dict[bytes, np.ndarray] = {}
+        self.tickets: list[LoadTicket] = []
+        self.room = 1 << 30
+        self.now = 0.0
+        self.stats = KVTransferStats()
+        self._at_once = False
+
+    def connector(self) -> KVConnectorScheduler:
+        return KVConnectorScheduler(self, self.config, self.stats)
+
+    # --- as the connector sees it ---
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return lambda: self.now
+
+    def start_load(self, request_id: str, hashes: Sequence[bytes], *, follow: bool) -> LoadTicket:
+        ticket = LoadTicket(request_id, list(hashes), follow, has_answered=True, started=self.now)
+        ticket.last_arrival = self.now
+        self.tickets.append(ticket)
+        if self._at_once:
+            self.deliver(ticket)
+            ticket.is_done = True
+        return ticket
+
+    def end_load(self, ticket: LoadTicket) -> None:
+        self.tickets.remove(ticket)
+
+    def load_timed_out(self, ticket: LoadTicket) -> None:
+        self.stats.add(loads_timed_out=1)
+
+    def wait(self, timeout: float) -> None:
+        pass
+
+    def grant_saves(self, num_blocks: int) -> int:
+        granted = min(num_blocks, self.room)
+        self.stats.add(blocks_dropped=num_blocks - granted)
+        return granted
+
+    # --- for tests ---
+
+    @property
+    def open_tickets(self) -> list[LoadTicket]:
+        return [ticket for ticket in self.tickets if not ticket.is_done]
+
+    def deliver(self, ticket: LoadTicket, most: int = 1 << 30) -> None:
+        """Some more of the blocks arrive, as far as the store has them."""
+        for block_hash in ticket.hashes[len(ticket.blocks) :][:most]:
+            if block_hash not in self.store:
+                ticket.is_done = not ticket.follow
+                return
+            ticket.blocks[block_hash] = self.store[block_hash]
+            ticket.last_arrival = self.now
+        ticket.is_done |= len(ticket.blocks) == len(ticket.hashes)
+
+    def fail(self, ticket: LoadTicket, message: str = "the store is gone") -> None:
+        ticket.error = message
+        ticket.is_done = True
+
+    def answer_at_once(self) -> None:
+        """From now on every load ends as it begins, and those under way end now."""
+        self._at_once = True
+        for ticket in self.open_tickets:
+            self.deliver(ticket)
+            ticket.is_done = True

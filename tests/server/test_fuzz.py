@@ -1,0 +1,46 @@
+"""Bodies nobody planned for: an answer to each, never a 5xx, never a hang, and nothing left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from tests.fakes import TOOL_TEMPLATE, fake_config, tiny_tokenizer
+from tests.server.fuzzing import bodies
+from tests.server.serving import DEADLINE, serve
+from tests.server.test_pieces import parsers
+
+SEED = 20261121
+
+
+@pytest.mark.parametrize("number", [400, pytest.param(10_000, marks=pytest.mark.full)])
+def test_random_bodies(number: int) -> None:
+    config = fake_config(max_model_len=128, num_blocks=512, max_num_batched_tokens=512)
+    tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
+    with serve(config=config, tokenizer=tokenizer, parsers=parsers("json_tools")) as served:
+
+        async def send(client: httpx.AsyncClient, path: str, body: bytes) -> tuple[int, bytes]:
+            response = await client.post(path, content=body, headers={"content-type": "application/json"})
+            return response.status_code, response.content
+
+        async def run() -> dict[int, int]:
+            counts: dict[int, int] = {}
+            everything = bodies(SEED, number)
+            async with httpx.AsyncClient(base_url=served.url, timeout=DEADLINE) as client:
+                for start in range(0, number, 16):
+                    some = everything[start : start + 16]
+                    answers = await asyncio.gather(*(send(client, *one) for one in some))
+                    for (path, body), (status, content) in zip(some, answers, strict=True):
+                        assert status in (200, 400, 404), (path, body, status, content)
+                        if status != 200:
+                            assert json.loads(content)["error"]["message"], (path, body)
+                        counts[status] = counts.get(status, 0) + 1
+            return counts
+
+        counts = asyncio.run(run())
+        served.settle()
+        # The mutants must be neither all refused at the door nor all harmless.
+        assert counts[200] > number / 20 and counts[400] > number / 4, counts
