@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,23 @@ def demo_path() -> Path:
     from metal_engine.models.demo import fetch_demo_model
 
     return fetch_demo_model()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests marked `own_process` run in one."""
+    if pyfuncitem.get_closest_marker("own_process") is None or "METAL_ENGINE_OWN_PROCESS" in os.environ:
+        return None
+    options = ["-x", "-p", "no:xdist", "-p", "no:cacheprovider", "--durations=0", "-m", ""]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, pyfuncitem.nodeid],
+        cwd=pyfuncitem.config.rootpath,
+        env={**os.environ, "METAL_ENGINE_OWN_PROCESS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

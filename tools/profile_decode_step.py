@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from metal_engine.build import build_engine
 from metal_engine.config import EngineArgs
-from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.async_engine import AsyncEngine, _Mailbox
 from metal_engine.request import SamplingParams
 from tools.engine_timing import random_prompt
 
@@ -137,7 +137,7 @@ class Answers:
         rng = random.Random(0)
         params = SamplingParams(temperature=0.0, max_tokens=2 * num_steps + 40, ignore_eos=True)
         for i in range(num_requests):
-            self._clients._queues[str(i)] = asyncio.Queue()
+            self._clients._queues[str(i)] = _Mailbox(0)
             self.core.add_request(str(i), random_prompt(rng, rng.randint(40, 80)), params)
         while any(r.num_output_tokens < 2 for r in self.core.scheduler.requests.values()):
             self.step()

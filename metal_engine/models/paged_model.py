@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -108,10 +109,24 @@ class PagedModel:
         """
         try:
             self.eval_caches()
-        except Exception as lost:
-            logger.exception("the KV cache cannot be used any more; making it anew")
-            self.allocate(*self._pool)
-            raise KVCacheLostError(f"{type(error).__name__}: {error}") from lost
+        except Exception:
+            logger.exception("the KV cache cannot be evaluated any more")
+            self.renew_cache(error)
+
+    def renew_cache(self, error: Exception) -> NoReturn:
+        """Give up the KV cache for an empty one because of an error.
+
+        Raises:
+            KVCacheLostError: always.
+        """
+        logger.warning("making the KV cache anew")
+        self.layer_caches = []
+        try:
+            mx.synchronize()
+        except Exception:
+            logger.exception("what was still running failed, too")
+        self.allocate(*self._pool)
+        raise KVCacheLostError(f"{type(error).__name__}: {error}") from error
 
     def __call__(
         self,

@@ -41,6 +41,7 @@ class ModelRunner:
         self._backend = backend
         self._cache_config = cache_config
         self._writes_blocks = scheduler_config.page_aligned_scheduling
+        self._runs_ahead = scheduler_config.async_scheduling
         self._table = RequestTable(
             scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size
         )
@@ -49,6 +50,8 @@ class ModelRunner:
 
     def execute(self, plan: SchedulerOutput) -> PendingStep:
         """Start a step: builds the graph of one forward over every packed row and one sampling pass."""
+        if self._steps and not self._runs_ahead:
+            raise RuntimeError("without async scheduling, a step is finished before the next one is started")
         before = self._model.snapshot()
         try:
             sampling, logits = self._build(plan)
@@ -121,11 +124,14 @@ class ModelRunner:
         step.before = None  # no other owner of the arrays that it writes to
         try:
             if logits is not None:
+                step.is_async = True
                 mx.async_eval(logits)  # the forward runs while the host computes masks
                 step.sampling.build(logits)
             # Without any, only intermediate chunks: what matters is the KV they leave behind.
             step.root = [*(step.sampling.arrays or [self._model.written()]), *step.saved_arrays]
-            mx.async_eval(step.root)
+            if self._runs_ahead:
+                step.is_async = True
+                mx.async_eval(step.root)  # otherwise it is evaluated, and waited for, by result()
         except Exception as error:  # noqa: BLE001  (raised by result())
             step.error = error
 
@@ -137,7 +143,7 @@ class ModelRunner:
         try:
             step.wait()
         except Exception as error:
-            self._recover(error)
+            self._recover(step, error)
             raise
         if self._steps:
             self._dispatch(self._steps[0])
@@ -147,14 +153,13 @@ class ModelRunner:
         self._table.append_tokens(step.sampled_req_ids, np.array(output.sampled_token_ids, np.int32))
         return output
 
-    def _recover(self, error: Exception) -> None:
+    def _recover(self, step: PendingStep, error: Exception) -> None:
         """After a step that failed: drop those built on top of it, unevaluated, and see to the KV cache."""
-        if self._steps:
-            before = self._steps[0].before
-            assert before is not None
-            self._model.restore(before)
-            self._steps.clear()
-            self._table.forget_samples()
+        self._steps.clear()
+        self._table.forget_samples()
+        if step.is_async:
+            # An asynchronous evaluation may stop anywhere, and its error come up again: nothing is sure of its arrays.
+            self._model.renew_cache(error)
         self._model.recover_from(error)
 
     def close(self) -> None:
@@ -189,6 +194,7 @@ class PendingStep:
         saves: KV that goes to a store.
         root: what the device computes last, from the dispatch on.
         error: why it could not be dispatched.
+        is_async: whether some of it was evaluated asynchronously.
     """
 
     def __init__(
@@ -206,6 +212,7 @@ class PendingStep:
         self.saves = saves
         self.root: list[mx.array] | None = None
         self.error: Exception | None = None
+        self.is_async = False
 
     @property
     def saved_arrays(self) -> list[mx.array]:

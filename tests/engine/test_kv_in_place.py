@@ -65,7 +65,9 @@ def measure_in_place(paged: PagedModel, num_ahead: int) -> None:
     # K or V of one layer is 4 MB: large against everything else in a step of these models.
     cache = CacheConfig(block_size=16, num_blocks=2048)
     array_bytes = cache.num_tokens * 2 * 16 * 4
-    config = SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=4, max_model_len=512)
+    config = SchedulerConfig(
+        max_num_batched_tokens=24, max_num_seqs=4, max_model_len=512, async_scheduling=num_ahead > 0
+    )
     runner = ModelRunner(paged, MlxOpsBackend(), config, cache)
     scheduler = Scheduler(config, cache)
     _add(scheduler, [20, 27, 80], NUM_STEPS)
@@ -111,7 +113,7 @@ def test_the_measurement_sees_an_array_that_is_kept(num_ahead: int, monkeypatch:
 
 def test_a_step_is_dispatched_when_the_one_before_has_ended() -> None:
     """Dispatched while that one still reads the cache, it would write to a copy."""
-    _, runner, scheduler = _aligned_runner(num_blocks=64)
+    _, runner, scheduler = _aligned_runner(num_blocks=64, ahead=True)
     _add(scheduler, [5, 100], 3)
     plans = [scheduler.schedule() for _ in range(3)]
     first, second, third = [runner.execute(plan) for plan in plans]
@@ -128,6 +130,12 @@ def test_a_step_is_dispatched_when_the_one_before_has_ended() -> None:
     with pytest.raises(RuntimeError, match="and once"):
         third.result()
 
+    _, runner, scheduler = _aligned_runner(num_blocks=64)
+    _add(scheduler, [5, 100], 3)
+    runner.execute(scheduler.schedule())
+    with pytest.raises(RuntimeError, match="without async scheduling"):
+        runner.execute(scheduler.schedule())
+
 
 def test_the_measurement_sees_a_copy() -> None:
     """The same measure on a write that cannot be in place, since the old array is still wanted."""
@@ -142,7 +150,7 @@ def test_the_measurement_sees_a_copy() -> None:
     assert mx.get_peak_memory() - before >= kept.nbytes / 2
 
 
-def _aligned_runner(num_blocks: int) -> tuple[PagedModel, ModelRunner, Scheduler]:
+def _aligned_runner(num_blocks: int, *, ahead: bool = False) -> tuple[PagedModel, ModelRunner, Scheduler]:
     paged = PagedModel(tiny_model(num_hidden_layers=2))
     cache = CacheConfig(block_size=16, num_blocks=num_blocks)
     config = SchedulerConfig(
@@ -151,6 +159,7 @@ def _aligned_runner(num_blocks: int) -> tuple[PagedModel, ModelRunner, Scheduler
         max_model_len=512,
         max_num_partial_prefills=3,
         page_aligned_scheduling=True,
+        async_scheduling=ahead,
     )
     return paged, ModelRunner(paged, MlxOpsBackend(), config, cache), Scheduler(config, cache)
 
@@ -182,7 +191,7 @@ def test_writing_by_block_leaves_the_same_cache_as_writing_by_slot() -> None:
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
 def test_writes_by_block_stay_in_place(num_ahead: int) -> None:
-    _, runner, scheduler = _aligned_runner(num_blocks=16_384)
+    _, runner, scheduler = _aligned_runner(num_blocks=16_384, ahead=num_ahead > 0)
     array_bytes = 16_384 * 16 * 2 * 16 * 4
     _add(scheduler, [500, 400, 480], 2)
     mx.clear_cache()

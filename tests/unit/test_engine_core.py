@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from metal_engine.engine.core import EngineCore
@@ -48,26 +50,32 @@ def test_a_given_seed_stays_and_greedy_requests_need_none() -> None:
 
 
 class FailingStep:
-    """A step that fails when its result is asked for."""
+    """A step that fails when its result is asked for. Those started after it never run: what they computed is gone."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    def __init__(self, runner: FailingRunner, error: Exception) -> None:
+        self.runner, self.error = runner, error
+        self.before = deepcopy(runner._held)
 
     def result(self) -> ModelOutput:
+        for request_id, held in self.runner._held.items():
+            before = self.before.get(request_id)
+            held.num_computed = -1 if before is None else before.num_computed
+            if before is not None:
+                held.tokens = before.tokens
         raise self.error
 
 
 class FailingRunner(FakeRunner):
-    """Fails steps by their number, on the device or when they are started; never runs one after a failed one."""
+    """Fails steps by their number when their results are asked for."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
         self.fail_on_device: dict[int, Exception] = {}
 
     def execute(self, plan: SchedulerOutput) -> FakeStep | FailingStep:  # type: ignore[override]
+        error = self.fail_on_device.pop(self.num_steps, None)
         step = super().execute(plan)
-        error = self.fail_on_device.pop(self.num_steps - 1, None)
-        return step if error is None else FailingStep(error)
+        return step if error is None else FailingStep(self, error)
 
 
 def make_core(*, ahead: bool, next_token: NextToken = hash_chain, **config: int) -> EngineCore:

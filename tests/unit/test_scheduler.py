@@ -592,10 +592,10 @@ def test_cancelled_plans_are_computed_again_and_those_of_others_stay() -> None:
         depth=2,
     )
     harness.submit("first", make_prompt(0, 4), 1)
-    harness.submit("second", make_prompt(1, 6), 5)
+    harness.submit("second", make_prompt(1, 4), 5)
     harness.schedule()
     plan = harness.schedule()
-    assert list(plan.num_scheduled_tokens) == ["second"]
+    assert list(plan.num_scheduled_tokens) == plan.sampled_req_ids == ["second"]
     harness.fail_oldest()
     assert harness.tracked["first"].finish_reason == "error"
     request = harness.scheduler.requests["second"]
