@@ -17,6 +17,7 @@ from mlx_lm.models import activations
 from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from metal_engine.models import cpu_ops
 from metal_engine.models.cpu_ops import REPLACEMENTS, use_tables
 from metal_engine.models.errors import UnsupportedModelError
 from metal_engine.models.layer_cache import (
@@ -122,7 +123,7 @@ def _install_attention_seam(model: nn.Module) -> None:
     their globals.
     """
     replacements = [(mlx_lm_base.scaled_dot_product_attention, _seam), *REPLACEMENTS]
-    homes = [vars(mlx_lm_base), vars(activations)]
+    homes = [vars(module) for module in (mlx_lm_base, activations, cpu_ops)]  # where the originals are called
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
         for method in vars(cls).values():
             names: dict[str, Any] = getattr(method, "__globals__", {})

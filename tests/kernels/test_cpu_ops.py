@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models import activations
 
 from metal_engine.attention import exp2
-from metal_engine.models import cpu_ops
+from metal_engine.models import cpu_ops, seam
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 1, 7), (5, 1, 1536), (171, 1, 1536)])
@@ -42,6 +42,14 @@ def test_other_dtypes_are_mlx_lms_own(dtype: mx.Dtype) -> None:
     gate, x = (mx.random.normal((4, 64)).astype(dtype) for _ in range(2))
     ours, theirs = cpu_ops.swiglu(gate, x), activations.swiglu(gate, x)
     assert ours.dtype == dtype and mx.array_equal(ours, theirs)
+
+
+def test_a_second_installation_does_not_replace_what_the_replacement_calls() -> None:
+    model = nn.Sequential(nn.RoPE(64))
+    cpu_ops.use_tables(model)  # from here its layers belong to cpu_ops
+    seam._install_attention_seam(model)
+    gate = mx.ones((2, 8), mx.float16)
+    assert mx.array_equal(cpu_ops.swiglu(gate, gate), activations.swiglu(gate, gate))
 
 
 def test_compiled_pieces_have_few_sizes() -> None:
