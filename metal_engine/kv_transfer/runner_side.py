@@ -6,6 +6,7 @@ before the forward, and saved ones are gathered after it, with the step's result
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,6 +16,8 @@ import numpy as np
 from metal_engine.kv_transfer.layout import BlockLayout, KVPart
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.step import KVConnectorMetadata
+
+logger = logging.getLogger(__name__)
 
 
 class LayerBlocks(Protocol):
@@ -115,9 +118,14 @@ class KVConnectorRunner:
         """Hand over what a step saves, after it has been evaluated; writing it is not waited for."""
         if not saves.hashes:
             return
-        data = np.empty((len(saves.hashes), self._layout.nbytes), np.uint8)
-        for part, (start, stop) in self._layout.offsets.items():
-            data[:, start:stop] = np.array(saves.arrays[part], copy=False)
+        try:
+            data = np.empty((len(saves.hashes), self._layout.nbytes), np.uint8)
+            for part, (start, stop) in self._layout.offsets.items():
+                data[:, start:stop] = np.array(saves.arrays[part], copy=False)
+        except Exception:  # no memory, say: the step itself is well, and its tokens are not to be lost for that
+            logger.exception("KV of %d blocks is not saved", len(saves.hashes))
+            self._transfer.saves_failed(len(saves.hashes))
+            return
         self._transfer.save(saves.hashes, data)
 
     def get_finished(self) -> bool:

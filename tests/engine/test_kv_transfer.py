@@ -10,12 +10,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.kv_transfer import runner_side
 from metal_engine.kv_transfer.fingerprint import kv_fingerprint
 from metal_engine.kv_transfer.layout import KVPart
 from metal_engine.kv_transfer.stores import disk
@@ -425,6 +428,18 @@ def test_a_store_that_hangs_does_not_slow_saving(
         assert engine.stats.blocks_dropped > 0
     finally:
         is_over.set()
+
+
+def test_no_memory_for_saving_costs_no_token(
+    make: MakeEngine, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(runner_side, "np", SimpleNamespace(**vars(np) | {"empty": refuse}))
+    engine = make()
+    check(engine.run(PROMPTS))
+    assert engine.stats.blocks_saved == 0 and engine.stats.blocks_failed > 20
 
 
 def test_abort_while_loading(make: MakeEngine, check: Check, disturbed: Disturbed) -> None:

@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from metal_engine.config import EngineArgs
+from metal_engine.kv_transfer import transfer as transfer_module
 from metal_engine.kv_transfer.layout import BlockLayout, CorruptBlockError, KVPart
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stats import KVTransferStats
@@ -377,6 +378,64 @@ def test_a_corrupt_block_ends_the_load_and_is_removed(transfer: KVTransfer, stor
     assert hashes(2)[0] not in store.blocks and transfer.stats.blocks_corrupt == 1
     save(transfer, 2)
     assert transfer.flush(DEADLINE) and transfer.stats.blocks_saved == 1, "it is written anew"
+
+
+def test_a_corrupt_block_that_cannot_be_removed_does_not_let_the_store_rest(
+    transfer: KVTransfer, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(block_hash: bytes) -> None:
+        raise StoreError("a directory that is not ours to write to")
+
+    monkeypatch.setattr(store, "discard", refuse)
+    store.put(stored(1, 2))
+    store.blocks[block(1)[0]] = b"nothing"
+    ticket = transfer.start_load("r", hashes(1), follow=False)
+    wait_until(lambda: ticket.is_done, "the load")
+    assert "cut short" in (ticket.error or "")
+    after = transfer.start_load("s", hashes(2), follow=False)
+    wait_until(lambda: after.is_done, "the next load")
+    assert len(after.blocks) == 1 and transfer.stats.store_errors == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a niceness for each thread")
+@pytest.mark.parametrize(("niceness", "asked_for"), [(0, [15]), (19, [])])
+def test_threads_give_way_and_live_on_where_that_is_forbidden(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, niceness: int, asked_for: list[int]
+) -> None:
+    """In a process that is nicer than they would be (`nice -n 19`), they would need privileges for less."""
+    given: list[int] = []
+
+    def refuse(which: int, who: int, priority: int) -> None:
+        given.append(priority)
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "getpriority", lambda which, who: niceness)
+    monkeypatch.setattr(os, "setpriority", refuse)
+    config = KVTransferConfig(kv_connector="memory", io_threads=1)
+    transfer = KVTransfer(store, LAYOUT, config, KVTransferStats())
+    try:
+        save(transfer, 1)
+        assert transfer.flush(DEADLINE)
+        ticket = transfer.start_load("r", hashes(1), follow=False)
+        wait_until(lambda: ticket.is_done, "the load")
+        assert len(ticket.blocks) == 1 and given == asked_for * 2
+    finally:
+        transfer.close()
+
+
+def test_many_followers_do_not_look_more_often_together(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_module, "_POLLS_PER_SECOND", 0.1)
+    config = KVTransferConfig(kv_connector="memory", io_threads=1)
+    transfer = KVTransfer(store, LAYOUT, config, KVTransferStats())
+    try:
+        tickets = [transfer.start_load(f"r{i}", hashes(i), follow=True) for i in range(20)]
+        wait_until(lambda: all(ticket.has_answered for ticket in tickets), "the first answers")
+        time.sleep(0.1)
+        assert store.num_calls == 20, "the next look is seconds away"
+    finally:
+        transfer.close()
 
 
 @pytest.mark.parametrize("error", [StoreError("gone"), RuntimeError("a mistake")])
