@@ -157,13 +157,20 @@ class KVTransfer:
                 self._deferred.append(ticket)
         return ticket
 
-    def end_load(self, ticket: LoadTicket) -> None:
-        """Stop loading for a ticket and give its host memory to others; its blocks are the caller's now."""
+    def end_load(self, ticket: LoadTicket) -> dict[bytes, np.ndarray]:
+        """Stop loading for a ticket; returns what has arrived, whose host memory is taken until :meth:`release`."""
         with self._condition:
             ticket.is_cancelled = ticket.is_done = True
             if ticket in self._deferred:
                 self._deferred.remove(ticket)
                 ticket.num_reserved_bytes = 0
+            blocks = dict(ticket.blocks)
+            self._unreserve(ticket, len(blocks) * self.layout.nbytes)
+        return blocks
+
+    def release(self, ticket: LoadTicket) -> None:
+        """Give the host memory of a ticket that has ended to others: its blocks are not kept any more."""
+        with self._condition:
             self._unreserve(ticket, 0)
 
     def load_timed_out(self, ticket: LoadTicket) -> None:

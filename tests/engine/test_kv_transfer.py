@@ -240,6 +240,29 @@ def test_loading_and_saving_leave_the_cache_in_place(make: MakeEngine, ahead: bo
     assert mx.get_peak_memory() - before < array_bytes
 
 
+def test_a_queue_of_loaded_requests_keeps_to_its_host_memory(
+    make: MakeEngine, tokenizer: Tokenizer
+) -> None:
+    """The pool has room for two of them at a time; the others' KV waits in host memory, or in the store."""
+    prompts = [make_prompt(1000 + i, 200) for i in range(12)]
+    expected = make(num_blocks=60).run(prompts)
+    engine = make(num_blocks=60, max_load_bytes=60 * make().layout.nbytes)
+    connector, largest = engine.core.scheduler.connector, 0
+    assert connector is not None
+    step = engine.core.step
+
+    def counting_step() -> Any:
+        nonlocal largest
+        outputs = step()
+        largest = max(largest, sum(len(arrived.blocks) for arrived in connector._arrived.values()))
+        return outputs
+
+    engine.core.step = counting_step  # type: ignore[method-assign]
+    assert engine.run(prompts) == expected
+    assert 0 < largest <= 60 and engine.stats.loads_deferred > 0
+    assert engine.stats.prompt_tokens_store == 12 * 192, "those who had to wait for memory have loaded, too"
+
+
 # --- faults -------------------------------------------------------------------------------------------------
 
 

@@ -200,6 +200,22 @@ def test_abort_between_arrival_and_admission() -> None:
     harness.drain()
 
 
+def test_host_memory_is_taken_until_a_request_is_admitted() -> None:
+    """Those who wait for a place in the pool hold what they loaded: a queue of them must not outgrow the limit."""
+    transfer = warm_store(make_prompt(0, 41), make_prompt(1, 41))
+    harness = make_harness(transfer, num_blocks=12)
+    harness.submit("first", make_prompt(0, 41), 4)
+    harness.submit("second", make_prompt(1, 41), 4)
+    for ticket in transfer.open_tickets:
+        transfer.deliver(ticket)
+    harness.step()
+    assert [ticket.request_id for ticket in transfer.held] == ["second"]
+    harness.run(until=lambda: len(harness.live) == 1)
+    harness.step()
+    assert not transfer.held and "second" in harness.scheduler.running
+    harness.drain()
+
+
 def test_preemption_after_loading() -> None:
     prompts = [make_prompt(seed, 21) for seed in range(3)]
     transfer = warm_store(*prompts)

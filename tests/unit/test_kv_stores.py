@@ -482,11 +482,13 @@ def test_loads_take_turns_for_host_memory(transfer: KVTransfer, store: MemorySto
     aborted = transfer.start_load("aborted", hashes(14), follow=False)
     transfer.end_load(aborted)
     assert second.started is third.started is None and transfer.stats.loads_deferred == 3
-    transfer.end_load(first)
+    assert len(transfer.end_load(first)) == 4
+    assert second.started is None, "what has arrived takes its memory until it is released"
+    transfer.release(first)
     wait_until(lambda: second.is_done and third.is_done, "the others")
-    assert len(second.blocks) == len(third.blocks) == 2
-    transfer.end_load(second)
-    transfer.end_load(third)
+    for ticket in (second, third):
+        assert len(transfer.end_load(ticket)) == 2
+        transfer.release(ticket)
     assert transfer._num_reserved_bytes == 0
 
 
@@ -509,7 +511,8 @@ def test_a_load_cancelled_in_the_middle_gives_its_memory_back(
     store.open.set()
     after = transfer.start_load("s", hashes(1), follow=False)
     wait_until(lambda: after.is_done, "the next load")
-    transfer.end_load(after)
+    assert len(transfer.end_load(after)) == 1
+    transfer.release(after)
     assert transfer._num_reserved_bytes == 0
 
 
