@@ -240,9 +240,7 @@ def test_loading_and_saving_leave_the_cache_in_place(make: MakeEngine, ahead: bo
     assert mx.get_peak_memory() - before < array_bytes
 
 
-def test_a_queue_of_loaded_requests_keeps_to_its_host_memory(
-    make: MakeEngine, tokenizer: Tokenizer
-) -> None:
+def test_a_queue_of_loaded_requests_keeps_to_its_host_memory(make: MakeEngine, tokenizer: Tokenizer) -> None:
     """The pool has room for two of them at a time; the others' KV waits in host memory, or in the store."""
     prompts = [make_prompt(1000 + i, 200) for i in range(12)]
     expected = make(num_blocks=60).run(prompts)

@@ -147,7 +147,9 @@ def test_a_client_that_leaves_before_the_answer_begins_ends_both() -> None:
     ):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
-                f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}, timeout=0.5
+                f"{url}/v1/completions",
+                json={"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True},
+                timeout=0.5,
             )
         prefill.settle()
         decode.settle()
