@@ -228,6 +228,22 @@ def test_preemption_after_loading() -> None:
     assert harness.scheduler.num_preemptions > 0
 
 
+def test_no_producer_is_waited_for_after_preemption() -> None:
+    """It computed the prompt. What the request has generated since, nobody else is about to compute."""
+    prompt = make_prompt(0, 21)
+    transfer = warm_store(prompt, config=KVTransferConfig(kv_connector="fake", kv_role="kv_consumer"))
+    harness = make_harness(transfer)
+    harness.submit("r", prompt, 20, options=RequestOptions(do_remote_prefill=True))
+    assert transfer.open_tickets[0].follow
+    transfer.deliver(transfer.open_tickets[0])
+    harness.run(until=lambda: harness.tracked["r"].request.num_tokens == 33)
+    harness.scheduler.preempt_all()
+    (ticket,) = transfer.open_tickets
+    assert len(ticket.hashes) == 8 and not ticket.follow
+    transfer.deliver(ticket)
+    harness.drain()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_producer_saves_chunk_by_chunk(depth: int) -> None:
     transfer = FakeTransfer(KVTransferConfig(kv_connector="fake", kv_role="kv_producer"))
