@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,6 +174,19 @@ def test_different_chunks_on_each_side(make: MakeEngine, check: Check, budgets: 
     computed = sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
     assert consumer.stats.prompt_tokens_computed == computed, "only what no block holds"
     assert consumer.stats.blocks_saved == 0 and producer.stats.loads_started == 0
+
+
+def test_blocks_that_the_producer_dropped_are_not_waited_for_long(make: MakeEngine, check: Check) -> None:
+    """Its queue of saves has room for two blocks at a time; the consumer waits for the third in vain."""
+    producer = make(kv_role="kv_producer", budget=200)
+    consumer = make(kv_role="kv_consumer", handover_timeout=0.2)
+    assert producer.transfer is not None
+    producer.transfer.config = replace(producer.transfer.config, max_save_bytes=2 * producer.layout.nbytes)
+    for prompt in PROMPTS:
+        producer.run([prompt], 1, options=RequestOptions(do_remote_decode=True))
+    assert producer.stats.blocks_dropped > 0
+    check(consumer.run(PROMPTS, options=RequestOptions(do_remote_prefill=True)))
+    assert consumer.stats.loads_timed_out > 0 and consumer.stats.blocks_loaded > 0
 
 
 def test_a_second_turn_loads_the_first_answer_too(make: MakeEngine, tokenizer: Tokenizer) -> None:
