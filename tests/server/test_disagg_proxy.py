@@ -17,7 +17,7 @@ from metal_engine.request import Request
 from tests.fakes import byte_ids, generated
 from tests.server.serving import DEADLINE, MODEL, Served, serve, wait_until
 from tools.disagg_demo import free_port
-from tools.disagg_proxy import create_app
+from tools.disagg_proxy import create_app, prefill_body
 
 PROMPT = "0123456789" * 4
 EXPECTED = bytes(generated(byte_ids(PROMPT), 12)).decode()
@@ -137,3 +137,37 @@ def test_a_client_that_leaves_ends_both() -> None:
         prefill.settle()
         decode.settle()
         assert decode.runner.num_steps < 400
+
+
+def test_a_client_that_leaves_before_the_answer_begins_ends_both() -> None:
+    with (
+        serve(step_time=0.01) as prefill,
+        serve(step_time=0.01) as decode,
+        proxying(prefill.url, decode.url) as url,
+    ):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{url}/v1/completions",
+                json={"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True},
+                timeout=0.5,
+            )
+        prefill.settle()
+        decode.settle()
+        assert 0 < decode.runner.num_steps < 400
+
+
+def test_what_is_asked_of_the_prefill_server_can_be_met_with_one_token() -> None:
+    body = {
+        "prompt": PROMPT,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 20,
+        "max_completion_tokens": 30,
+        "min_tokens": 5,
+        "n": 3,
+        "best_of": 3,
+        "temperature": 0.5,
+    }
+    asked = {"prompt": PROMPT, "max_tokens": 1, "max_completion_tokens": 1, "temperature": 0.5}
+    assert prefill_body(body) == asked | {"kv_transfer_params": {"do_remote_decode": True}}
+    assert prefill_body({"prompt": PROMPT})["max_tokens"] == 1
