@@ -80,7 +80,7 @@ def serve(values: dict[str, Any]) -> None:
 
 def make_parsers(tokenizer: Any, args: ServerArgs) -> Any:
     """What the server needs to know of the model's answers, from its ``transformers`` tokenizer and the settings."""
-    from metal_engine.models.answer_formats import any_special, reasoning_marks, tool_parser
+    from metal_engine.models.answer_formats import any_special, call_head, reasoning_marks, tool_parser
     from metal_engine.server.parsers import Parsers, ReasoningMarks
 
     tool = tool_parser(tokenizer, args.tool_call_parser)
@@ -88,6 +88,7 @@ def make_parsers(tokenizer: Any, args: ServerArgs) -> Any:
     texts = [*(marks or ()), *((tool.tool_call_start, tool.tool_call_end) if tool else ())]
     return Parsers(
         tool=tool,
+        call_head=call_head(tool),
         reasoning=None if marks is None else ReasoningMarks(*marks),
         special=any_special(tokenizer, texts),
         auto_tool_choice=args.enable_auto_tool_choice,

@@ -17,7 +17,7 @@ from metal_engine.config import ServerArgs
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.parsers import Parsers
 from metal_engine.server.protocol import ChatCompletionBody
-from metal_engine.server.tools import forced_schema, plan_tools
+from metal_engine.server.tools import plan_tools
 from tests.fakes import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
 from tests.server.serving import MODEL, Served, serve
 from tests.server.test_errors import check_error
@@ -175,7 +175,7 @@ def test_what_a_forced_choice_asks_for() -> None:
 
     def schema(choice: Any, **more: Any) -> dict[str, Any]:
         body = Body(messages=USER, tools=TOOLS, tool_choice=choice, **more)  # type: ignore[arg-type]
-        return forced_schema(plan_tools(body, Parsers(), tokenizer))
+        return plan_tools(body, Parsers(), tokenizer).schema
 
     assert schema(NAMED) == TOOLS[1]["function"]["parameters"]
     required = schema("required")
