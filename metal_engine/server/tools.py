@@ -88,7 +88,7 @@ def plan_tools(body: ChatCompletionBody, parsers: Parsers, tokenizer: Tokenizer)
     if choice in (None, "auto"):
         if not takes_tools:
             raise invalid(
-                "the model's chat template does not take tools: it calls them only if tool_choice is required or names one",
+                "the model's chat template does not take tools: it calls some only if tool_choice asks for it",
                 param="tools",
             )
         if not parsers.auto_tool_choice:

@@ -84,7 +84,9 @@ def test_a_malformed_call_is_text(name: str, caplog: pytest.LogCaptureFixture) -
         assert (choice.message.content, choice.finish_reason) == (MALFORMED[name], "stop")
         assert choice.message.tool_calls is None
         message, reason = streamed(served, tools=TOOLS)
-        assert (message["content"], message["calls"], reason) == (MALFORMED[name], [], "stop")
+        assert (message["content"], reason) == (MALFORMED[name], "stop")
+        # One that was begun before it proved to be none stays incomplete.
+        assert message["calls"] == ([["get_weather", '{"city": ']] if name == "mistral" else [])
     assert len([r for r in caplog.records if "malformed" in r.getMessage()]) == 2
 
 
