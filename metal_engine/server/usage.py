@@ -27,6 +27,8 @@ class ReasoningCounter:
 
     def add(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
+            if token_id in self._tokenizer.eos_token_ids:
+                continue
             was = self._splitter.in_reasoning
             self._splitter.add(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
             self.count += was or self._splitter.in_reasoning
