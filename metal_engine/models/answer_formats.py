@@ -16,9 +16,9 @@ from metal_engine.config import REASONING_MARKS, REASONING_PARSER_ALIASES, TOOL_
 # it. They can be passed on as they come.
 _CALL_HEADS = {
     "json_tools": re.compile(
-        r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
+        r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
     ),
-    "mistral": re.compile(r"\s*(?P<name>[\w-]+)\s*\[ARGS\]\s*(?=\{)"),
+    "mistral": re.compile(r"\s*(?P<name>[\w-]{1,256})\s*\[ARGS\]\s*(?=\{)"),
 }
 
 

@@ -13,7 +13,7 @@ from metal_engine.server.errors import APIError, invalid, invalid_prompt
 from metal_engine.server.generation import Generation, finish_reason
 from metal_engine.server.logprobs import chat_logprobs
 from metal_engine.server.parsers import Parsers, begins_in_reasoning
-from metal_engine.server.pieces import CallStart, MarkSplitter, Piece, Splitter, TextPiece
+from metal_engine.server.pieces import CallStart, Piece, Splitter, TextPiece
 from metal_engine.server.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -96,7 +96,8 @@ class Conversation:
         """Counts a choice's tokens of reasoning; None where there is none. After :meth:`prompt`."""
         if self._plan.forced or self._parsers.reasoning is None:
             return None
-        return ReasoningCounter(MarkSplitter(self._parsers, in_reasoning=self._in_reasoning), tokenizer)
+        splitter = NO_TOOLS.splitter(self._parsers, in_reasoning=self._in_reasoning, incremental=False)
+        return ReasoningCounter(splitter, tokenizer)
 
     def has_called(self, index: int) -> bool:
         """Whether there was a tool call in a choice."""

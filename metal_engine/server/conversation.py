@@ -80,6 +80,8 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     if reasoning is not None:
         # Templates have either name for it.
         result["reasoning"] = result["reasoning_content"] = reasoning
+        if not result["content"]:  # gpt-oss's takes it for the same as the content of a message with calls
+            result["thinking"] = reasoning
     if message.tool_calls:
         result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return result

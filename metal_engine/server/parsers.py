@@ -45,6 +45,7 @@ class Parsers:
             them as a JSON object and nothing of consequence after them; else None.
         reasoning: None if the model does not reason, or must be shown as it is.
         special: the marks are special tokens, so text without those would not have them.
+        harmony: the format is gpt-oss's (:mod:`metal_engine.server.harmony`).
         auto_tool_choice: whether requests may leave it to the model to call tools.
     """
 
@@ -53,6 +54,7 @@ class Parsers:
     reasoning: ReasoningMarks | None = None
     special: bool = False
     auto_tool_choice: bool = True
+    harmony: bool = False
 
 
 def begins_in_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bool) -> bool:

@@ -54,10 +54,11 @@ class Splitter(Protocol):
         num_calls: tool calls so far, without those that proved to be none.
     """
 
-    num_calls: int
-
     @property
     def in_reasoning(self) -> bool: ...
+
+    @property
+    def num_calls(self) -> int: ...
 
     def add(self, text: str) -> list[Piece]:
         """What more text has come to."""
@@ -190,7 +191,7 @@ class MarkSplitter:
         """What can no longer become part of a mark, or white space before one."""
         assert self._state != "call"
         text = self._text
-        held = max(_overlap(text, mark) for mark in self._marks())
+        held = max(overlap(text, mark) for mark in self._marks())
         end = len(text[: len(text) - held].rstrip())
         begin = len(text) - len(text.lstrip()) if self._after_mark else 0
         if end <= begin:
@@ -315,7 +316,7 @@ def json_text(value: Any) -> str:
     return text
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Length of the longest end of ``text`` that begins ``mark``, and is not all of it."""
     if mark[0] not in text[-len(mark) :]:
         return 0

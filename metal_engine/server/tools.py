@@ -9,6 +9,7 @@ from typing import Any
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.errors import invalid
 from metal_engine.server.forced_calls import ForcedCallSplitter, forced_schema
+from metal_engine.server.harmony import HarmonySplitter
 from metal_engine.server.parsers import Parsers
 from metal_engine.server.pieces import MarkSplitter, PlainSplitter, Splitter
 from metal_engine.server.protocol import ChatCompletionBody, NamedToolChoice
@@ -39,7 +40,8 @@ class ToolPlan:
             return ForcedCallSplitter(self.name, parallel=self.parallel)
         if not self.parsed and parsers.reasoning is None:
             return PlainSplitter()
-        return MarkSplitter(
+        make = HarmonySplitter if parsers.harmony else MarkSplitter
+        return make(
             parsers,
             self.parsed,
             in_reasoning=in_reasoning,
