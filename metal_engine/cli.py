@@ -13,7 +13,7 @@ from rich.logging import RichHandler
 
 from metal_engine import __version__
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
-from metal_engine.config import ChatArgs, EngineArgs, ServerArgs
+from metal_engine.config import HARMONY_PARSERS, ChatArgs, EngineArgs, ServerArgs
 from metal_engine.options import MODEL_HELP, command
 from metal_engine.settings import ConfigError, make_args
 
@@ -80,14 +80,22 @@ def serve(values: dict[str, Any]) -> None:
 
 def make_parsers(tokenizer: Any, args: ServerArgs) -> Any:
     """What the server needs to know of the model's answers, from its ``transformers`` tokenizer and the settings."""
-    from metal_engine.models.answer_formats import any_special, reasoning_marks, tool_parser
+    from metal_engine.models.answer_formats import any_special, call_head, reasoning_marks, tool_parser
+    from metal_engine.server.harmony import TOKENS, harmony_parsers
     from metal_engine.server.parsers import Parsers, ReasoningMarks
 
+    if args.reasoning_parser in HARMONY_PARSERS or (
+        args.reasoning_parser == "auto" and set(tokenizer.get_vocab()).issuperset(TOKENS)
+    ):
+        return harmony_parsers(
+            calls=args.tool_call_parser != "none", auto_tool_choice=args.enable_auto_tool_choice
+        )
     tool = tool_parser(tokenizer, args.tool_call_parser)
     marks = reasoning_marks(tokenizer, args.reasoning_parser)
     texts = [*(marks or ()), *((tool.tool_call_start, tool.tool_call_end) if tool else ())]
     return Parsers(
         tool=tool,
+        call_head=call_head(tool),
         reasoning=None if marks is None else ReasoningMarks(*marks),
         special=any_special(tokenizer, texts),
         auto_tool_choice=args.enable_auto_tool_choice,

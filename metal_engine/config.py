@@ -42,6 +42,8 @@ REASONING_MARKS = {
 REASONING_PARSER_ALIASES = dict.fromkeys(
     ("deepseek_r1", "qwen3", "glm45", "ernie45", "hunyuan_a13b", "minimax_m2", "holo2", "kimi_k2"), "think"
 )
+# The format of gpt-oss, which has tool calls in it; mlx-lm has no parser for it. The second is vLLM's name.
+HARMONY_PARSERS = ("gpt_oss", "openai_gptoss")
 
 # The runner keeps a row for each; far beyond what a device computes at once.
 MAX_NUM_SEQS = 65_536
@@ -228,7 +230,7 @@ class ServerArgs:
     reasoning_parser: str = setting(
         "auto",
         "Format of the model's reasoning: auto (what its tokenizer says), none, or a name.",
-        choices=("auto", "none", *REASONING_MARKS, *REASONING_PARSER_ALIASES),
+        choices=("auto", "none", *REASONING_MARKS, *REASONING_PARSER_ALIASES, *HARMONY_PARSERS),
     )
     sse_keep_alive: float = setting(
         15.0,

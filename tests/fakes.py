@@ -209,13 +209,14 @@ def fake_config(
     max_model_len: int = 512,
     scheduling_policy: str = "fcfs",
     async_scheduling: bool = False,
+    vocab_size: int = VOCAB_SIZE,
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelInfo(
             name="fake",
             model_type="fake",
             dtype="float32",
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             num_layers=1,
             num_params=0,
             weight_bytes=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,20 @@ from mlx_lm import tokenizer_utils
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine.config import REASONING_MARKS, REASONING_PARSER_ALIASES, TOOL_PARSER_ALIASES, ConfigError
+
+# mlx-lm's parser -> what a call begins with, up to its arguments, where those are a JSON object as the model writes
+# it. They can be passed on as they come.
+_CALL_HEADS = {
+    "json_tools": re.compile(
+        r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
+    ),
+    "mistral": re.compile(r"\s*(?P<name>[\w-]{1,256})\s*\[ARGS\]\s*(?=\{)"),
+}
+
+
+def call_head(parser: Any | None) -> re.Pattern[str] | None:
+    """What a call begins with in a format of mlx-lm's, up to its arguments; None where they are written otherwise."""
+    return None if parser is None else _CALL_HEADS.get(parser.__name__.rpartition(".")[2])
 
 
 def tool_parser(tokenizer: PreTrainedTokenizerFast, wanted: str) -> Any | None:

@@ -12,6 +12,10 @@ from math import isqrt
 from metal_engine.config import SchedulerConfig
 from metal_engine.request import Request
 
+# With a vocabulary of 262,144 a row's logits are a megabyte, and there are copies of them: all of these together are
+# well within what a GPU has left for activations.
+MAX_PROMPT_ROWS = 256
+
 
 @dataclass(slots=True)
 class StepBudget:
@@ -20,10 +24,13 @@ class StepBudget:
     Attributes:
         tokens: query rows.
         attention_work: pairs of a query row and a key it sees; decodes may take it below 0.
+        prompt_rows: rows of prompts whose log probabilities are wanted. Each has logits of its own, as large as the
+            vocabulary.
     """
 
     tokens: int
     attention_work: int
+    prompt_rows: int = MAX_PROMPT_ROWS
 
 
 def num_remaining(request: Request, config: SchedulerConfig) -> int:
@@ -88,7 +95,7 @@ class PrefillShares:
         """Take the running requests in, as far as the budget serves the smallest share each: the rotation."""
         left_out, self._left_out = self._left_out, []
         for request in left_out:
-            if self.has_room(request.num_computed_tokens, num_remaining(request, self._config)):
+            if self.has_room(request, request.num_computed_tokens, num_remaining(request, self._config)):
                 self._take(request)
             else:
                 self._left_out.append(request)
@@ -114,27 +121,28 @@ class PrefillShares:
         """Requests whose prefill is under way, this step's admissions included."""
         return [*self.shares, *self._left_out]
 
-    def has_room(self, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
+    def has_room(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
         """Whether a request can have the smallest share. The first one gets whatever there is."""
         smallest = min(num_remaining_tokens, self._block_size)
-        return self._fits(num_computed_tokens, smallest) or self._is_first
+        return self._fits(request, num_computed_tokens, smallest) or self._is_first
 
-    def has_some_room(self, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
+    def has_some_room(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
         """Whether a request can have anything, be it less than the smallest share."""
         some = min(num_remaining_tokens, self._block_size, self.step.tokens)
-        return (some > 0 and self._fits(num_computed_tokens, some)) or self._is_first
+        return (some > 0 and self._fits(request, num_computed_tokens, some)) or self._is_first
 
-    def has_room_for_all(self, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
+    def has_room_for_all(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
         """Whether the rest of a prompt fits into this step."""
-        return self._fits(num_computed_tokens, num_remaining_tokens)
+        return self._fits(request, num_computed_tokens, num_remaining_tokens)
 
     @property
     def _is_first(self) -> bool:
         return not self.shares and self.step.tokens >= self._unit
 
-    def _fits(self, num_computed_tokens: int, num_tokens: int) -> bool:
+    def _fits(self, request: Request, num_computed_tokens: int, num_tokens: int) -> bool:
         return (
             self._charge(num_tokens) <= self.step.tokens
+            and not (request.needs_prompt_rows and num_tokens > self.step.prompt_rows)
             and attention_work(num_computed_tokens, num_tokens) <= self.step.attention_work
         )
 
@@ -157,7 +165,8 @@ class PrefillShares:
         while served and self.step.tokens:
             in_turn, served = served, []
             for i, request in enumerate(in_turn):
-                extra = self._extra(request, len(in_turn) - i)
+                num_asking = sum(r.needs_prompt_rows for r in in_turn[i:])
+                extra = self._extra(request, len(in_turn) - i, num_asking)
                 if extra:
                     self._give(request, extra)
                     served.append(request)
@@ -167,8 +176,8 @@ class PrefillShares:
     def _missing(self, request: Request) -> int:
         return num_remaining(request, self._config) - self.shares[request]
 
-    def _extra(self, request: Request, num_parts: int) -> int:
-        """What ``request`` can use of one of ``num_parts`` equal parts of the budget."""
+    def _extra(self, request: Request, num_parts: int, num_asking: int) -> int:
+        """What ``request`` can use of one of ``num_parts`` equal parts of the budget, ``num_asking`` of the rows."""
         missing = self._missing(request)
         context_len = request.num_computed_tokens + self.shares[request]
         extra = min(
@@ -176,12 +185,16 @@ class PrefillShares:
             self._aligned(self.step.tokens // num_parts),
             rows_for_work(context_len, self.step.attention_work // num_parts),
         )
+        if request.needs_prompt_rows:
+            extra = min(extra, self.step.prompt_rows // num_asking)
         return extra if extra == missing else self._aligned(extra)
 
     def _give(self, request: Request, num_tokens: int) -> None:
         context_len = request.num_computed_tokens + self.shares[request]
         self.step.attention_work -= attention_work(context_len, num_tokens)
         self.step.tokens -= self._charge(num_tokens)
+        if request.needs_prompt_rows:
+            self.step.prompt_rows -= num_tokens
         self.shares[request] += num_tokens
 
     def _aligned(self, num_tokens: int) -> int:

@@ -13,7 +13,13 @@ from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.block_manager import Block, BlockManager
-from metal_engine.scheduling.limits import PrefillShares, StepBudget, is_long, num_remaining
+from metal_engine.scheduling.limits import (
+    MAX_PROMPT_ROWS,
+    PrefillShares,
+    StepBudget,
+    is_long,
+    num_remaining,
+)
 from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.waiting_queue import WaitingQueue
 from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput, TokenOutput
@@ -168,7 +174,8 @@ class Scheduler:
         plan = SchedulerOutput(step_id=self._num_steps)
         self._num_steps += 1
         self._take_in_loaded()
-        budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work)
+        prompt_rows = max(MAX_PROMPT_ROWS, self.blocks.block_size)
+        budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work, prompt_rows)
         num_preemptions = self.num_preemptions
         partial = self._schedule_decodes(plan, budget)
         prefills = PrefillShares(budget, partial, self.config, self.blocks.block_size)
@@ -217,7 +224,7 @@ class Scheduler:
         num_free = self.config.max_num_partial_prefills - prefills.num_in_progress
         for _ in range(num_free if at_most is None else min(at_most, num_free)):
             admission = self._next_waiting(prefills)
-            if admission is None or not prefills.has_room(*admission.extent):
+            if admission is None or not prefills.has_room(admission.request, *admission.extent):
                 break
             if not self._admit(plan, admission):
                 break
@@ -228,7 +235,7 @@ class Scheduler:
         while (admission := self._next_waiting(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
             has_room = prefills.has_some_room if has_slot else prefills.has_room_for_all
-            if not has_room(*admission.extent) or not self._admit(plan, admission):
+            if not has_room(admission.request, *admission.extent) or not self._admit(plan, admission):
                 break
             prefills.take(admission.request)
             prefills.spread()

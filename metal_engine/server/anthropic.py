@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import from_json
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput
-from metal_engine.server.anthropic_protocol import AnthropicResponse, AnthropicUsage
+from metal_engine.server.anthropic_protocol import AnthropicOutputTokens, AnthropicResponse, AnthropicUsage
 from metal_engine.server.chat import Conversation, message_of
 from metal_engine.server.errors import APIError, anthropic_error
 from metal_engine.server.generation import Generation, ServedModel, finish_reason
 from metal_engine.server.pieces import CallArguments, CallStart, Piece, TextPiece
 from metal_engine.server.protocol import ChatCompletionBody, Usage
 from metal_engine.server.streaming import named_sse
+from metal_engine.server.usage import ReasoningCounter
 
 Event = dict[str, Any]
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """A call's arguments; as far as they came if they were cut off, as the official client reads a stream's."""
+    return from_json(arguments, allow_partial=True) if arguments.strip() else {}
 
 
 class MessagesEndpoint:
@@ -36,6 +42,9 @@ class MessagesEndpoint:
     def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
         return self._conversation.adjust(body)
 
+    def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
+        return self._conversation.reasoning_counter(tokenizer)
+
     def echoes(
         self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
     ) -> list[str] | None:
@@ -51,7 +60,7 @@ class MessagesEndpoint:
         if message.content:
             content.append({"type": "text", "text": message.content})
         for call in message.tool_calls or []:
-            given = json.loads(call.function.arguments)
+            given = _input(call.function.arguments)
             content.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": given})
         return AnthropicResponse(
             id=generation.request_id,
@@ -140,6 +149,9 @@ def _usage(generation: Generation) -> AnthropicUsage:
         input_tokens=usage.prompt_tokens - cached,
         output_tokens=usage.completion_tokens,
         cache_read_input_tokens=cached,
+        output_tokens_details=AnthropicOutputTokens(
+            thinking_tokens=usage.completion_tokens_details.reasoning_tokens
+        ),
     )
 
 

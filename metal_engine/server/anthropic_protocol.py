@@ -64,6 +64,10 @@ class MessagesBody(CountTokensBody):
     service_tier: str | None = None
 
 
+class AnthropicOutputTokens(BaseModel):
+    thinking_tokens: int = 0
+
+
 class AnthropicUsage(BaseModel):
     """``input_tokens`` are those that were not in the prefix cache."""
 
@@ -71,6 +75,7 @@ class AnthropicUsage(BaseModel):
     output_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
+    output_tokens_details: AnthropicOutputTokens = AnthropicOutputTokens()
 
 
 class AnthropicResponse(BaseModel):

@@ -29,7 +29,8 @@ from metal_engine.server.protocol import (
     Usage,
 )
 from metal_engine.server.streaming import DONE, ChunkTemplate, sse
-from metal_engine.server.tools import NO_TOOLS, forced_schema, plan_tools
+from metal_engine.server.tools import NO_TOOLS, plan_tools
+from metal_engine.server.usage import ReasoningCounter
 
 # Tokens at the end of a prompt that tell whether its template has begun the reasoning.
 _PROMPT_END_TOKENS = 64
@@ -46,16 +47,18 @@ class Conversation:
         self._plan = NO_TOOLS
         self._in_reasoning = False
         self._splitters: dict[int, Splitter] = {}
-        self._called: set[int] = set()
+        self._streams = False
 
     def prompt(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[int]:
         """The prompt's token ids. Raises APIError for a body that cannot be a prompt."""
         self._plan = plan_tools(body, self._parsers, tokenizer)
+        self._streams = bool(body.stream)
         flags = {**template_kwargs(body, tokenizer), **_template_flags(body)}
         if self._plan.shown:
             flags["tools"] = self._plan.shown
         try:
-            prompt = tokenizer.apply_chat_template(template_messages(body.messages), **flags)
+            messages = template_messages(body.messages, self._plan.instructions)
+            prompt = tokenizer.apply_chat_template(messages, **flags)
         except ValueError as error:
             raise invalid_prompt(error, "messages") from error
         if self._parsers.reasoning is not None:
@@ -70,7 +73,8 @@ class Conversation:
         """The body as it is to be generated, once its prompt is known."""
         changes: dict[str, Any] = {}
         if self._plan.forced:
-            changes["structured_outputs"] = {"json": forced_schema(self._plan)}
+            # What the client wants content to be does not matter: there is none.
+            changes |= {"structured_outputs": {"json": self._plan.schema}, "response_format": None}
         elif self._parsers.special and (self._plan.parsed or self._parsers.reasoning is not None):
             changes["skip_special_tokens"] = False
         return body.model_copy(update=changes) if changes else body
@@ -79,18 +83,25 @@ class Conversation:
         """What more text of a choice has come to; ``reason`` says why it is the last, if it is."""
         splitter = self._splitters.get(index)
         if splitter is None:
-            splitter = self._plan.splitter(self._parsers, in_reasoning=self._in_reasoning)
+            splitter = self._plan.splitter(
+                self._parsers, in_reasoning=self._in_reasoning, incremental=self._streams
+            )
             self._splitters[index] = splitter
         pieces = splitter.add(text)
         if reason is not None:
             pieces += splitter.finish(truncated=reason == "length")
-        if any(isinstance(piece, CallStart) for piece in pieces):
-            self._called.add(index)
         return pieces
+
+    def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
+        """Counts a choice's tokens of reasoning; None where there is none. After :meth:`prompt`."""
+        if self._plan.forced or self._parsers.reasoning is None:
+            return None
+        splitter = NO_TOOLS.splitter(self._parsers, in_reasoning=self._in_reasoning, incremental=False)
+        return ReasoningCounter(splitter, tokenizer)
 
     def has_called(self, index: int) -> bool:
         """Whether there was a tool call in a choice."""
-        return index in self._called
+        return self._splitters[index].num_calls > 0
 
     def finish_reason(self, index: int, reason: ChatFinishReason) -> ChatFinishReason:
         """Why a choice ended: for its calls, unless the client named the one call or the text was cut off."""
@@ -112,6 +123,9 @@ class ChatEndpoint:
 
     def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
         return self._conversation.adjust(body)
+
+    def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
+        return self._conversation.reasoning_counter(tokenizer)
 
     def echoes(
         self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer

@@ -19,6 +19,7 @@ from metal_engine.server.protocol import (
     Usage,
 )
 from metal_engine.server.streaming import DONE, ChunkTemplate, sse
+from metal_engine.server.usage import ReasoningCounter
 
 
 class CompletionEndpoint:
@@ -40,6 +41,9 @@ class CompletionEndpoint:
 
     def adjust(self, body: CompletionBody) -> CompletionBody:
         return body
+
+    def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
+        return None
 
     def echoes(
         self, body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer

@@ -13,13 +13,20 @@ from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, Conten
 _TEMPLATE_ROLES = {"developer": "system"}
 
 
-def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+def template_messages(messages: list[ChatMessage], instructions: str | None = None) -> list[dict[str, Any]]:
     """Messages for :meth:`metal_engine.engine.tokenizer.Tokenizer.apply_chat_template`.
+
+    Args:
+        instructions: for the system, beside its own.
 
     Raises:
         APIError: 400, for content that is not text.
     """
-    return [_template_message(i, message) for i, message in enumerate(messages)]
+    result = [_template_message(i, message) for i, message in enumerate(messages)]
+    if instructions is not None:
+        own = result.pop(0)["content"] if result[0]["role"] == "system" else ""
+        result.insert(0, {"role": "system", "content": f"{own}\n\n{instructions}".lstrip()})
+    return result
 
 
 # What the server or another field says, or what is no part of a template.
@@ -73,6 +80,8 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     if reasoning is not None:
         # Templates have either name for it.
         result["reasoning"] = result["reasoning_content"] = reasoning
+        if not result["content"]:  # gpt-oss's takes it for the same as the content of a message with calls
+            result["thinking"] = reasoning
     if message.tool_calls:
         result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return result

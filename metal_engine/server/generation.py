@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -23,6 +23,7 @@ from metal_engine.server.logs import note
 from metal_engine.server.parameters import ParameterPolicy
 from metal_engine.server.parsers import Parsers
 from metal_engine.server.protocol import (
+    CompletionTokensDetails,
     FinishReason,
     GenerationBody,
     KVTransferParams,
@@ -31,6 +32,7 @@ from metal_engine.server.protocol import (
     Usage,
 )
 from metal_engine.server.sampling import parameter_error, sampling_params
+from metal_engine.server.usage import ReasoningCounter
 
 # Outputs of a step or more, each with the index of the choice it belongs to.
 Batch = list[tuple[int, RequestOutput]]
@@ -64,12 +66,14 @@ class Choice:
     Attributes:
         echo: the prompt's text, if it is wanted back.
         offsets: where the texts of tokens with log probabilities begin.
+        reasoning: counts tokens of reasoning, where there may be any.
     """
 
     index: int
     prompt_token_ids: list[int]
     offsets: TextOffsets
     echo: str | None = None
+    reasoning: ReasoningCounter | None = None
     texts: list[str] = field(default_factory=list)
     text_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -86,6 +90,8 @@ class Choice:
 
     def add(self, output: RequestOutput) -> None:
         self.texts.append(output.text)
+        if self.reasoning is not None:
+            self.reasoning.add(output.token_ids)
         self.text_logprobs += output.text_logprobs or ()
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.num_prompt_tokens = output.num_prompt_tokens
@@ -104,6 +110,7 @@ class Generation:
         echoes: each prompt's text, where it is wanted back.
         is_echo_only: nothing else is.
         shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
+        reasoning_counter: makes a counter for a choice, or None where there is no reasoning.
 
     Attributes:
         choices: what each sequence has come to; complete once :meth:`outputs` is exhausted.
@@ -123,6 +130,7 @@ class Generation:
         echoes: list[str] | None = None,
         is_echo_only: bool = False,
         shows_prompt_logprobs: bool = False,
+        reasoning_counter: Callable[[Tokenizer], ReasoningCounter | None] = lambda tokenizer: None,
     ) -> None:
         self._engine = engine
         self._reservation = reservation
@@ -141,6 +149,7 @@ class Generation:
                 prompt,
                 TextOffsets(engine.tokenizer, params.skip_special_tokens),
                 echoes[i] if echoes is not None else None,
+                reasoning_counter(engine.tokenizer),
             )
             for i, prompt in enumerate(prompts)
             for j in range(params.n)
@@ -222,6 +231,9 @@ class Generation:
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=details,
+            completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=sum(c.reasoning.count for c in self.choices if c.reasoning is not None)
+            ),
         )
 
     @property
@@ -275,6 +287,10 @@ class Endpoint(Protocol[BodyT]):
 
     def adjust(self, body: BodyT) -> BodyT:
         """The body with what its prompt asks of sampling; the same one if that is nothing. After :meth:`tokenize`."""
+        ...
+
+    def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
+        """A counter of one choice's tokens of reasoning; None where there are none. After :meth:`tokenize`."""
         ...
 
     def response(self, generation: Generation) -> BaseModel:
@@ -335,6 +351,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         echoes=echoes,
         is_echo_only=echoes is not None and body.max_tokens == 0,
         shows_prompt_logprobs=body.prompt_logprobs is not None,
+        reasoning_counter=endpoint.reasoning_counter,
     )
 
 
@@ -365,7 +382,7 @@ def _prepared(
         params = engine.resolve(params)
         prompts = [engine.core.truncate(prompt, params) for prompt in whole]
     except ValueError as error:
-        raise parameter_error(error, body) from error
+        raise parameter_error(error, body, adjusted) from error
     for prompt in prompts:
         _check_token_ids(engine, prompt, body)
     return prompts, endpoint.echoes(body, prompts, engine.tokenizer), params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from re import Pattern
 from typing import Any, Protocol
 
 
@@ -40,15 +41,20 @@ class Parsers:
 
     Attributes:
         tool: None if the model's format of tool calls is not known, or must not be parsed.
+        call_head: what a call's text begins with, its ``name`` a group, up to where its arguments begin, if it writes
+            them as a JSON object and nothing of consequence after them; else None.
         reasoning: None if the model does not reason, or must be shown as it is.
         special: the marks are special tokens, so text without those would not have them.
+        harmony: the format is gpt-oss's (:mod:`metal_engine.server.harmony`).
         auto_tool_choice: whether requests may leave it to the model to call tools.
     """
 
     tool: ToolParser | None = None
+    call_head: Pattern[str] | None = None
     reasoning: ReasoningMarks | None = None
     special: bool = False
     auto_tool_choice: bool = True
+    harmony: bool = False
 
 
 def begins_in_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bool) -> bool:

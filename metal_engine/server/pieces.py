@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from metal_engine.server.json_reader import JSONObjectReader
 from metal_engine.server.parsers import Parsers
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,18 @@ Piece = TextPiece | CallStart | CallArguments
 
 
 class Splitter(Protocol):
-    """Takes one answer's text in pieces of any size; where it was cut makes no difference to the sum."""
+    """Takes one answer's text in pieces of any size; where it was cut makes no difference to the sum.
+
+    Attributes:
+        in_reasoning: what comes next is reasoning, as far as is known.
+        num_calls: tool calls so far, without those that proved to be none.
+    """
+
+    @property
+    def in_reasoning(self) -> bool: ...
+
+    @property
+    def num_calls(self) -> int: ...
 
     def add(self, text: str) -> list[Piece]:
         """What more text has come to."""
@@ -64,6 +76,9 @@ def new_call_id() -> str:
 class PlainSplitter:
     """Everything is content."""
 
+    in_reasoning = False
+    num_calls = 0
+
     def add(self, text: str) -> list[Piece]:
         return [TextPiece("content", text)] if text else []
 
@@ -78,6 +93,8 @@ class MarkSplitter:
         tools: those that may be called, in OpenAI's form; empty to leave tool calls in the text.
         in_reasoning: the prompt has begun the reasoning already.
         parallel: whether more than one call is wanted; if not, further ones are left out.
+        incremental: give out a call's arguments as they come, where the format allows it. Their last brace comes
+            when the call has proved to be one; should it not, its text is content, as that of any malformed call.
     """
 
     def __init__(
@@ -87,17 +104,25 @@ class MarkSplitter:
         *,
         in_reasoning: bool = False,
         parallel: bool = True,
+        incremental: bool = False,
     ) -> None:
+        self.num_calls = 0
         self._tool = parsers.tool if tools else None
         self._reasoning = parsers.reasoning
         self._tools = list(tools)
         self._names = {tool["function"]["name"] for tool in tools}
         self._parallel = parallel
-        self._num_calls = 0
+        self._head = parsers.call_head if incremental else None
+        self._begun: _BegunCall | None = None
+        self._num_started = 0
         self._state: Literal["content", "reasoning", "call"] = "reasoning" if in_reasoning else "content"
         self._text = ""  # taken, and not given out
         self._after_mark = in_reasoning
         self._before_call = ""  # white space
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._state == "reasoning"
 
     # --- text in, pieces out ---
 
@@ -110,8 +135,7 @@ class MarkSplitter:
             before, self._text = self._text[:at], self._text[at + len(mark) :]
             pieces += self._cross(before, mark)
             searched = 0
-        if self._state != "call":
-            pieces += self._give_out()
+        pieces += self._more_of_call(self._text) if self._state == "call" else self._give_out()
         return _joined(pieces)
 
     def finish(self, *, truncated: bool) -> list[Piece]:
@@ -123,7 +147,7 @@ class MarkSplitter:
         assert self._tool is not None
         # A model that ends its turn within a call may have forgotten the mark; one that was cut off has not.
         complete = not truncated or not self._tool.tool_call_end
-        return _joined(self._call(rest, "", complete=complete))
+        return _joined(self._call(rest, "", complete=complete, truncated=truncated))
 
     def _marks(self) -> list[str]:
         """What may come next and change the state."""
@@ -167,7 +191,7 @@ class MarkSplitter:
         """What can no longer become part of a mark, or white space before one."""
         assert self._state != "call"
         text = self._text
-        held = max(_overlap(text, mark) for mark in self._marks())
+        held = max(overlap(text, mark) for mark in self._marks())
         end = len(text[: len(text) - held].rstrip())
         begin = len(text) - len(text.lstrip()) if self._after_mark else 0
         if end <= begin:
@@ -178,9 +202,30 @@ class MarkSplitter:
 
     # --- calls ---
 
-    def _call(self, body: str, end: str, *, complete: bool) -> list[Piece]:
-        """A call's pieces; or, if it is none, its text."""
+    def _more_of_call(self, body: str) -> list[Piece]:
+        """What there is to say of a call that has come so far, if its arguments are given out as they come."""
+        pieces: list[Piece] = []
+        begun = self._begun
+        if begun is None:
+            found = self._head.match(body) if self._head is not None else None
+            if (
+                found is None
+                or found["name"] not in self._names
+                or (self._num_started and not self._parallel)
+            ):
+                return []
+            begun = self._begun = _BegunCall(self._num_started, found["name"], found.end())
+            self._num_started += 1
+            pieces.append(CallStart(begun.index, new_call_id(), begun.name))
+        if arguments := begun.read(body):
+            pieces.append(CallArguments(begun.index, arguments))
+        return pieces
+
+    def _call(self, body: str, end: str, *, complete: bool, truncated: bool = False) -> list[Piece]:
+        """A call's pieces, those that have not been given out; or, if it is none, its text."""
         assert self._tool is not None
+        pieces = self._more_of_call(body)
+        begun, self._begun = self._begun, None
         calls: list[tuple[str, str, str]] = []
         problem = "it was cut off"
         if complete:
@@ -188,21 +233,33 @@ class MarkSplitter:
                 parsed = self._tool.parse_tool_call(body, self._tools)
                 calls = [self._checked(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
                 problem = "there is none in it"
+                if begun is not None and calls and not begun.is_same(calls[0]):
+                    calls, problem = [], f"it began as a call of {begun.name}"
             except Exception as error:  # noqa: BLE001  (whatever a parser makes of what a model wrote)
                 problem = f"{type(error).__name__}: {error}"
         before, self._before_call = self._before_call, ""
+        if not calls and begun is not None and truncated:
+            logger.warning("the arguments of a call of %s were cut off", begun.name)
+            return pieces
         if not calls:
             text = before + self._tool.tool_call_start + body + end
             logger.warning("a malformed tool call is given as text: %s: %.200r", problem, text)
             self._after_mark = False
-            return [TextPiece("content", text)]
-        pieces: list[Piece] = []
+            return [*pieces, TextPiece("content", text)]
+        if begun is not None:
+            pieces.append(CallArguments(begun.index, "}"))
+            self.num_calls += 1
+            calls = calls[1:]
         for call_id, name, arguments in calls:
-            if self._num_calls and not self._parallel:
+            if self._num_started and not self._parallel:
                 logger.info("left out a call of %s: parallel_tool_calls is false", name)
                 continue
-            pieces += [CallStart(self._num_calls, call_id, name), CallArguments(self._num_calls, arguments)]
-            self._num_calls += 1
+            pieces += [
+                CallStart(self._num_started, call_id, name),
+                CallArguments(self._num_started, arguments),
+            ]
+            self._num_started += 1
+            self.num_calls += 1
         return pieces
 
     def _checked(self, call: Any) -> tuple[str, str, str]:
@@ -217,35 +274,36 @@ class MarkSplitter:
         return call_id, name, json_text(arguments)
 
 
-class ForcedCallSplitter:
-    """The whole text is the arguments of one call, or, without ``name``, a list of calls: both by a JSON schema."""
+class _BegunCall:
+    """A call whose arguments are given out as they come.
 
-    def __init__(self, name: str | None, *, parallel: bool = True) -> None:
-        self._name = name
-        self._parallel = parallel
-        self._text = ""
-        self._started = False
+    Args:
+        start: where the arguments begin in the call's text.
+    """
 
-    def add(self, text: str) -> list[Piece]:
-        if self._name is None:
-            self._text += text
-            return []
-        pieces: list[Piece] = [] if self._started else [CallStart(0, new_call_id(), self._name)]
-        self._started = True
-        return [*pieces, CallArguments(0, text)] if text else pieces
+    def __init__(self, index: int, name: str, start: int) -> None:
+        self.index = index
+        self.name = name
+        self._reader = JSONObjectReader()
+        self._at = start
+        self._arguments: list[str] = []
 
-    def finish(self, *, truncated: bool) -> list[Piece]:
-        if self._name is not None:
-            return []
-        try:
-            calls = [(str(call["name"]), json_text(call["parameters"])) for call in json.loads(self._text)]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            logger.warning("malformed tool calls are given as text: %r: %.200r", error, self._text)
-            return [TextPiece("content", self._text)] if self._text else []
-        pieces: list[Piece] = []
-        for i, (name, arguments) in enumerate(calls if self._parallel else calls[:1]):
-            pieces += [CallStart(i, new_call_id(), name), CallArguments(i, arguments)]
-        return pieces
+    def read(self, body: str) -> str:
+        """More of the arguments, of a call's text so far; without their last brace."""
+        end = self._at + self._reader.add(body[self._at :])
+        more, self._at = body[self._at : end], end
+        if more and self._reader.done:
+            more = more[:-1]
+        self._arguments.append(more)
+        return more
+
+    def is_same(self, call: tuple[str, str, str]) -> bool:
+        """Whether this has become that call."""
+        _, name, arguments = call
+        if not self._reader.done or name != self.name:
+            return False
+        own = json.loads("".join(self._arguments) + "}")
+        return bool(own == json.loads(arguments))
 
 
 def json_text(value: Any) -> str:
@@ -258,7 +316,7 @@ def json_text(value: Any) -> str:
     return text
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Length of the longest end of ``text`` that begins ``mark``, and is not all of it."""
     if mark[0] not in text[-len(mark) :]:
         return 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from pydantic_core import from_json
+
 from metal_engine.server.pieces import CallArguments, CallStart, Piece, TextPiece
 
 Event = dict[str, Any]
@@ -59,6 +61,8 @@ class ResponseItems:
         events: list[Event] = []
         if kind == "call":
             item["arguments"] = text
+            if not _is_json(text):  # cut off, or proved to be no call
+                item["status"] = "incomplete"
             events.append(
                 self._event("response.function_call_arguments.done", arguments=text, name=item["name"])
             )
@@ -112,6 +116,14 @@ class ResponseItems:
 
     def _item_event(self, kind: str) -> Event:
         return {"type": kind, "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        from_json(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _new_id(prefix: str) -> str:

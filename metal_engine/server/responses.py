@@ -18,6 +18,7 @@ from metal_engine.server.protocol import ChatCompletionBody, Usage
 from metal_engine.server.response_items import Event, ResponseItems
 from metal_engine.server.responses_protocol import Message, Response, ResponsesBody, to_chat
 from metal_engine.server.streaming import named_sse
+from metal_engine.server.usage import ReasoningCounter
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ class ResponsesEndpoint:
     def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
         return self._conversation.adjust(body)
 
+    def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
+        return self._conversation.reasoning_counter(tokenizer)
+
     def echoes(
         self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
     ) -> list[str] | None:
@@ -162,7 +166,7 @@ class ResponsesEndpoint:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage.completion_tokens_details.model_dump(),
             "total_tokens": usage.total_tokens,
         }
         if response.store:

@@ -35,14 +35,21 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, Any]) -> Sampli
         raise parameter_error(error, body) from error
 
 
-def parameter_error(error: ValueError, body: GenerationBody) -> APIError:
-    """What to tell the client about an error whose message begins with a parameter's name."""
+def parameter_error(
+    error: ValueError, body: GenerationBody, adjusted: GenerationBody | None = None
+) -> APIError:
+    """What to tell the client about an error whose message begins with a parameter's name.
+
+    Args:
+        adjusted: the body with what its tools ask for, if that is at fault too.
+    """
     name, _, rest = str(error).partition(" ")
     if name == "max_tokens":
         name = body.max_tokens_field
     param = name.partition(".")[0]
     if param == "structured_outputs" and body.structured_outputs is None:
-        param = "response_format"
+        is_tools = adjusted is not None and adjusted.structured_outputs is not None
+        param = "tools" if is_tools else "response_format"
         return invalid(f"{param}: {rest}", param=param)
     if param == "logprobs" and body.logprobs_field != param:
         name = param = body.logprobs_field

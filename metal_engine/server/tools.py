@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from typing import Any
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.errors import invalid
+from metal_engine.server.forced_calls import ForcedCallSplitter, forced_schema
+from metal_engine.server.harmony import HarmonySplitter
 from metal_engine.server.parsers import Parsers
-from metal_engine.server.pieces import ForcedCallSplitter, MarkSplitter, PlainSplitter, Splitter
+from metal_engine.server.pieces import MarkSplitter, PlainSplitter, Splitter
 from metal_engine.server.protocol import ChatCompletionBody, NamedToolChoice
 
 
@@ -18,6 +21,7 @@ class ToolPlan:
 
     Attributes:
         shown: the tools, in OpenAI's form, that the chat template is given.
+        told: the tools that a system message describes instead, for templates that take none.
         parsed: the tools whose calls are looked for in the text.
         forced: the answer is tool calls and nothing else.
         name: the one tool that must be called.
@@ -29,13 +33,36 @@ class ToolPlan:
     forced: bool = False
     name: str | None = None
     parallel: bool = True
+    told: list[dict[str, Any]] = field(default_factory=list)
 
-    def splitter(self, parsers: Parsers, *, in_reasoning: bool) -> Splitter:
+    def splitter(self, parsers: Parsers, *, in_reasoning: bool, incremental: bool) -> Splitter:
         if self.forced:
             return ForcedCallSplitter(self.name, parallel=self.parallel)
         if not self.parsed and parsers.reasoning is None:
             return PlainSplitter()
-        return MarkSplitter(parsers, self.parsed, in_reasoning=in_reasoning, parallel=self.parallel)
+        make = HarmonySplitter if parsers.harmony else MarkSplitter
+        return make(
+            parsers,
+            self.parsed,
+            in_reasoning=in_reasoning,
+            parallel=self.parallel,
+            incremental=incremental,
+        )
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of an answer that is forced. Raises APIError, a 400, for tools that have none."""
+        return forced_schema(self.shown or self.told, self.name, parallel=self.parallel)
+
+    @property
+    def instructions(self) -> str | None:
+        """What the model is told of tools that its chat template does not take."""
+        if not self.told:
+            return None
+        functions = json.dumps([tool["function"] for tool in self.told], ensure_ascii=False)
+        if self.name is not None:
+            return f"Answer with the parameters of a call of the function {self.name}, as JSON. Functions: {functions}"
+        return f"Answer with a JSON list of function calls, each with name and parameters. Functions: {functions}"
 
 
 NO_TOOLS = ToolPlan(shown=[], parsed=[])
@@ -57,11 +84,15 @@ def plan_tools(body: ChatCompletionBody, parsers: Parsers, tokenizer: Tokenizer)
         raise invalid("tools has two functions of one name", param="tools")
     if choice == "none":
         return NO_TOOLS  # what the model is not told of, it does not call
-    if not tokenizer.template_takes_tools:
-        raise invalid("the model's chat template does not take tools", param="tools")
+    takes_tools = tokenizer.template_takes_tools
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     parallel = body.parallel_tool_calls is not False
     if choice in (None, "auto"):
+        if not takes_tools:
+            raise invalid(
+                "the model's chat template does not take tools: it calls some only if tool_choice asks for it",
+                param="tools",
+            )
         if not parsers.auto_tool_choice:
             raise invalid(
                 'tool_choice "auto" is off on this server (--enable-auto-tool-choice)', param="tool_choice"
@@ -72,44 +103,15 @@ def plan_tools(body: ChatCompletionBody, parsers: Parsers, tokenizer: Tokenizer)
                 param="tools",
             )
         return ToolPlan(shown=tools, parsed=tools, parallel=parallel)
-    if "structured_outputs" not in type(body).model_fields:
+    if body.structured_outputs:
         raise invalid(
-            'tool_choice "required", or naming a function, needs structured output, which this server does not have',
-            param="tool_choice",
+            'structured_outputs and tool_choice "required", or naming a function, exclude each other',
+            param="structured_outputs",
         )
     name = None
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
         if name not in names:
             raise invalid(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
-    return ToolPlan(shown=tools, parsed=[], forced=True, name=name, parallel=parallel)
-
-
-def forced_schema(plan: ToolPlan) -> dict[str, Any]:
-    """The JSON schema of an answer that a plan forces; what :class:`ForcedCallSplitter` reads."""
-    parameters = {
-        tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"}
-        for tool in plan.shown
-    }
-    if plan.name is not None:
-        return dict(parameters[plan.name])
-    # References within a tool's parameters mean its own definitions, which move to the top with them.
-    definitions: dict[str, Any] = {}
-    calls = []
-    for name, schema in parameters.items():
-        schema = dict(schema)
-        for key in ("$defs", "definitions"):
-            definitions.setdefault(key, {}).update(schema.pop(key, {}))
-        properties = {"name": {"const": name}, "parameters": schema}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
-    listed: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if not plan.parallel:
-        listed["maxItems"] = 1
-    return {**{key: value for key, value in definitions.items() if value}, **listed}
+    shown, told = (tools, []) if takes_tools else ([], tools)
+    return ToolPlan(shown=shown, parsed=[], forced=True, name=name, parallel=parallel, told=told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import signal
 import socket
@@ -11,10 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
+from jsonschema import Draft202012Validator
 
 from metal_engine import LLM, SamplingParams
 
@@ -66,6 +70,84 @@ def test_chat_completion(server: str) -> None:
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
     assert text == "The capital of France is Paris."
+
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"$ref": "#/$defs/unit"}},
+                "required": ["city", "unit"],
+                "additionalProperties": False,
+                "$defs": {"unit": {"enum": units}},
+            },
+        },
+    }
+    for name, description, units in [
+        ("get_weather", "The weather in a city.", ["celsius", "fahrenheit"]),
+        ("get_distance", "How far a city is.", ["km", "miles"]),
+    ]
+]
+ASKED: list[Any] = [{"role": "user", "content": "What is the weather in Rome, in celsius?"}]
+
+
+def check_call(name: str, arguments: Any) -> None:
+    (schema,) = (t["function"]["parameters"] for t in TOOLS if t["function"]["name"] == name)
+    Draft202012Validator(schema).validate(arguments)
+
+
+def test_tools_that_must_be_called(server: str) -> None:
+    """The demo model knows nothing of tools: the grammar alone makes calls of what it writes."""
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        parameters: dict[str, Any] = {
+            "model": "demo",
+            "messages": ASKED,
+            "tools": TOOLS,
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+            "temperature": 0,
+            "max_tokens": 100,
+        }
+        (whole,) = client.chat.completions.create(**parameters).choices
+        with client.chat.completions.stream(**parameters) as stream:
+            deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+            (in_stream,) = stream.get_final_completion().choices
+        for answer in (whole, in_stream):
+            assert not answer.message.content and answer.message.tool_calls is not None
+            assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
+            (call,) = answer.message.tool_calls
+            check_call(call.function.name, json.loads(call.function.arguments))
+        assert len(deltas) > 5
+        first, second = (answer.message.tool_calls[0].function for answer in (whole, in_stream))
+        assert (first.name, first.arguments) == (second.name, second.arguments)
+
+
+def test_tools_that_must_be_called_of_other_endpoints(server: str) -> None:
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
+    tools: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    response = client.responses.create(
+        model="demo", input=ASKED[0]["content"], tools=tools, tool_choice="required",
+        parallel_tool_calls=False, temperature=0, max_output_tokens=100,
+    )  # fmt: skip
+    (item,) = response.output
+    assert response.status == "completed" and item.type == "function_call"
+    check_call(item.name, json.loads(item.arguments))
+    claude = anthropic.Anthropic(base_url=server, api_key="none")
+    inputs: list[Any] = [
+        {"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS
+    ]
+    message = claude.messages.create(
+        model="demo", max_tokens=100, messages=ASKED, tools=inputs,
+        tool_choice={"type": "any", "disable_parallel_tool_use": True}, extra_body={"temperature": 0},
+    )  # fmt: skip
+    (block,) = message.content
+    assert message.stop_reason == "tool_use" and block.type == "tool_use"
+    check_call(block.name, block.input)
 
 
 def test_completion_with_seed_and_stop(server: str) -> None:

@@ -7,17 +7,20 @@ import json
 import logging
 import pkgutil
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import mlx_lm.tool_parsers
 import pytest
 
 from metal_engine.config import TOOL_PARSER_ALIASES, TOOL_PARSERS
+from metal_engine.models.answer_formats import call_head
+from metal_engine.server.forced_calls import ForcedCallSplitter
 from metal_engine.server.parsers import Parsers, ReasoningMarks, begins_in_reasoning
 from metal_engine.server.pieces import (
     CallArguments,
     CallStart,
-    ForcedCallSplitter,
     MarkSplitter,
+    Piece,
     Splitter,
     TextPiece,
 )
@@ -27,7 +30,8 @@ THINK = ReasoningMarks("<think>", "</think>")
 
 
 def parsers(name: str, reasoning: ReasoningMarks | None = THINK) -> Parsers:
-    return Parsers(tool=importlib.import_module(f"mlx_lm.tool_parsers.{name}"), reasoning=reasoning)
+    tool = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+    return Parsers(tool=tool, call_head=call_head(tool), reasoning=reasoning)
 
 
 def run(
@@ -73,12 +77,90 @@ def test_every_parser_of_mlx_lm_is_known_and_tested() -> None:
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: r.parser)
 @pytest.mark.parametrize("thought", ["", "I <must> look.\n"])
-def test_recorded_formats(recorded: Recorded, thought: str) -> None:
+@pytest.mark.parametrize("incremental", [False, True])
+def test_recorded_formats(recorded: Recorded, thought: str, incremental: bool) -> None:
     text = f"<think>\n{thought}</think>\n\n{recorded.text}" if thought else recorded.text
     for parts in cuts(text):
-        content, reasoning, calls, ids = run(MarkSplitter(parsers(recorded.parser), TOOLS), parts)
+        splitter = MarkSplitter(parsers(recorded.parser), TOOLS, incremental=incremental)
+        content, reasoning, calls, ids = run(splitter, parts)
+        assert splitter.num_calls == len(calls)
         assert (content, reasoning, calls) == (recorded.content, thought.strip(), recorded.calls)
         assert not recorded.ids or ids == recorded.ids
+
+
+def deltas(splitter: Splitter, text: str, truncated: bool = False) -> list[Piece]:
+    """What a text comes to that arrives in single characters; neighbours of one kind joined."""
+    joined: list[Piece] = []
+    for piece in [*(p for ch in text for p in splitter.add(ch)), *splitter.finish(truncated=truncated)]:
+        if joined and not isinstance(piece, CallStart) and type(piece) is type(joined[-1]):
+            joined[-1] = replace(joined[-1], text=joined[-1].text + piece.text)  # type: ignore[union-attr]
+        else:
+            joined.append(piece)
+    return joined
+
+
+HEADS = {
+    "json_tools": ('<tool_call>\n{"name": "find_trains", "arguments": ', "}\n</tool_call>"),
+    "mistral": ("[TOOL_CALLS]find_trains[ARGS]", ""),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_arguments_come_as_they_are_written(name: str) -> None:
+    head, tail = HEADS[name]
+    arguments = '{"city": "R\\u00f6m }", "tags": ["a", {"b": -1.5e3}]}'
+    splitter = MarkSplitter(parsers(name), TOOLS, incremental=True)
+    (start,) = [piece for ch in head + "{" for piece in splitter.add(ch) if isinstance(piece, CallStart)]
+    assert (start.index, start.name) == (0, "find_trains")
+    for ch in arguments[1:-1]:
+        assert splitter.add(ch) == [CallArguments(0, ch)]
+    # The last brace waits until the call has proved to be one.
+    assert splitter.add("}") == [] and splitter.num_calls == 0
+    assert [*splitter.add(tail), *splitter.finish(truncated=False)] == [CallArguments(0, "}")]
+    assert splitter.num_calls == 1
+
+
+# Parser -> what comes of the arguments before it proves to be no call.
+SPOILT = [
+    ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"city": Rome}}</tool_call>', '{"city": '),
+    ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"city": 1} or so</tool_call>', '{"city": 1'),
+    ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"a": NaN}}</tool_call>', '{"a": '),
+    ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"a": 1}, "name": "get_weather"}</tool_call>',
+     '{"a": 1'),
+    ("mistral", MALFORMED["mistral"].removeprefix("Hm. "), '{"city": '),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "arguments"), SPOILT)
+def test_a_begun_call_that_is_none_is_text_too(
+    name: str, text: str, arguments: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    splitter = MarkSplitter(parsers(name), TOOLS, incremental=True)
+    start, begun, content = deltas(splitter, text)
+    assert isinstance(start, CallStart) and splitter.num_calls == 0
+    assert (begun, content) == (CallArguments(0, arguments), TextPiece("content", text))
+    (record,) = caplog.records
+    assert "malformed" in record.getMessage()
+
+
+def test_a_begun_call_that_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+    text = '<tool_call>{"name": "find_trains", "arguments": {"city": "Ro'
+    splitter = MarkSplitter(parsers("json_tools"), TOOLS, incremental=True)
+    start, begun = deltas(splitter, text, truncated=True)
+    assert isinstance(start, CallStart) and begun == CallArguments(0, '{"city": "Ro')
+    assert splitter.num_calls == 0
+    (record,) = caplog.records
+    assert "cut off" in record.getMessage()
+
+
+def test_only_calls_of_tools_begin() -> None:
+    for text in (
+        '<tool_call>{"name": "no_such_tool", "arguments": {"city": "Rome"}}</tool_call>',
+        '<tool_call>{"name": "find_trains", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "find_trains", "arguments": "{}"}</tool_call>',
+    ):
+        (content,) = deltas(MarkSplitter(parsers("json_tools"), TOOLS, incremental=True), text)
+        assert content == TextPiece("content", text)
 
 
 @pytest.mark.parametrize("name", MALFORMED)
@@ -140,10 +222,11 @@ def test_text_between_calls_is_content() -> None:
         assert content == "One.Two.Three. " and calls == [TRAINS] * 3
 
 
-def test_only_one_call_if_told_so() -> None:
+@pytest.mark.parametrize("incremental", [False, True])
+def test_only_one_call_if_told_so(incremental: bool) -> None:
     recorded = RECORDED[0]
     for parts in cuts(recorded.text):
-        splitter = MarkSplitter(parsers("json_tools"), TOOLS, parallel=False)
+        splitter = MarkSplitter(parsers("json_tools"), TOOLS, parallel=False, incremental=incremental)
         assert run(splitter, parts)[2] == [WEATHER]
 
 
@@ -194,9 +277,37 @@ def test_where_a_prompt_ends() -> None:
 def test_forced_calls() -> None:
     listed = json.dumps([{"name": name, "parameters": arguments} for name, arguments in (WEATHER, TRAINS)])
     for parts in cuts(listed):
-        assert run(ForcedCallSplitter(None), parts)[2] == [WEATHER, TRAINS]
-    assert run(ForcedCallSplitter(None, parallel=False), [listed])[2] == [WEATHER]
-    assert run(ForcedCallSplitter(None), [listed[:-3]], truncated=True)[0] == listed[:-3]
+        assert run(ForcedCallSplitter(None), parts)[:3] == ("", "", [WEATHER, TRAINS])
+        assert run(ForcedCallSplitter(None, parallel=False), parts)[:3] == ("", "", [WEATHER])
     arguments = json.dumps(WEATHER[1])
     for parts in cuts(arguments):
         assert run(ForcedCallSplitter("get_weather"), parts)[2] == [WEATHER]
+
+
+def test_forced_calls_that_are_cut_off() -> None:
+    """Complete calls are calls; of the last one there is what there is; before the first, it is text."""
+    calls = [{"name": name, "parameters": arguments} for name, arguments in (WEATHER, TRAINS)]
+    listed = json.dumps(calls, ensure_ascii=False)
+    first, second = (listed.index('{"city": ' + city) for city in ('"Z', '"R'))
+    for end in range(1, len(listed)):
+        pieces = deltas(ForcedCallSplitter(None), listed[:end], truncated=True)
+        arguments = [piece.text for piece in pieces if isinstance(piece, CallArguments)]
+        if end <= first:
+            assert pieces == [TextPiece("content", listed[:end])]
+            continue
+        expected = [listed[first:end][: len(json.dumps(WEATHER[1], ensure_ascii=False))]]
+        expected += [listed[second:end][: len(json.dumps(TRAINS[1]))]] if end > second else []
+        assert arguments == expected
+        assert len(pieces) == 2 * len(arguments)
+
+
+def test_forced_arguments_come_as_they_are_written() -> None:
+    splitter = ForcedCallSplitter(None)
+    assert [type(piece) for ch in '[ {"name":"a", "parameters": {' for piece in splitter.add(ch)] == [
+        CallStart,
+        CallArguments,
+    ]
+    for ch in '"b}": [{}]}':
+        assert splitter.add(ch) == [CallArguments(0, ch)]
+    assert splitter.add("}, ") == []
+    assert not splitter.finish(truncated=False)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import anthropic
 import pytest
 from tokenizers import AddedToken
 
@@ -17,7 +18,7 @@ from metal_engine.config import ServerArgs
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.parsers import Parsers
 from metal_engine.server.protocol import ChatCompletionBody
-from metal_engine.server.tools import forced_schema, plan_tools
+from metal_engine.server.tools import plan_tools
 from tests.fakes import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
 from tests.server.serving import MODEL, Served, serve
 from tests.server.test_errors import check_error
@@ -84,7 +85,9 @@ def test_a_malformed_call_is_text(name: str, caplog: pytest.LogCaptureFixture) -
         assert (choice.message.content, choice.finish_reason) == (MALFORMED[name], "stop")
         assert choice.message.tool_calls is None
         message, reason = streamed(served, tools=TOOLS)
-        assert (message["content"], message["calls"], reason) == (MALFORMED[name], [], "stop")
+        assert (message["content"], reason) == (MALFORMED[name], "stop")
+        # One that was begun before it proved to be none stays incomplete.
+        assert message["calls"] == ([["get_weather", '{"city": ']] if name == "mistral" else [])
     assert len([r for r in caplog.records if "malformed" in r.getMessage()]) == 2
 
 
@@ -175,7 +178,7 @@ def test_what_a_forced_choice_asks_for() -> None:
 
     def schema(choice: Any, **more: Any) -> dict[str, Any]:
         body = Body(messages=USER, tools=TOOLS, tool_choice=choice, **more)  # type: ignore[arg-type]
-        return forced_schema(plan_tools(body, Parsers(), tokenizer))
+        return plan_tools(body, Parsers(), tokenizer).schema
 
     assert schema(NAMED) == TOOLS[1]["function"]["parameters"]
     required = schema("required")
@@ -197,6 +200,47 @@ def test_a_prompt_that_begins_the_reasoning() -> None:
         assert (message["reasoning"], message["content"], reason) == ("hm", "Yes.", "stop")
         message, reason = streamed(served, max_tokens=2)
         assert (message["reasoning"], message["content"], reason) == ("hm", "", "length")
+
+
+# Answer, whether the template begins the reasoning, tokens of reasoning: a byte each, with the marks.
+COUNTED = [
+    ("hm\n</think>\n\nYes.", True, len("hm\n</think>")),
+    ("<think>hm</think>Yes.<think>é", False, len(">hm</think>") + len(">") + 2),
+    ("No </think>.", False, 0),
+]
+
+
+@pytest.mark.parametrize(("text", "begun", "count"), COUNTED)
+def test_tokens_of_reasoning_are_counted(text: str, begun: bool, count: int) -> None:
+    """With a parser for tools too, and tools in the answer: neither changes the count."""
+    template = "{{ tools }}{{ messages[0].content }}" + ("<think>\n" if begun else "")
+    with serve(
+        script(text), tokenizer=tiny_tokenizer(template), parsers=parsers("json_tools"), config=CONFIG
+    ) as served:
+        client = served.client()
+        for tools in ([], TOOLS):
+            whole = client.chat.completions.create(model=MODEL, messages=USER, n=2, tools=tools)
+            *_, last = client.chat.completions.create(
+                model=MODEL,
+                messages=USER,
+                n=2,
+                tools=tools,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            for usage in (whole.usage, last.usage):
+                assert usage is not None and usage.completion_tokens_details is not None
+                assert usage.completion_tokens_details.reasoning_tokens == 2 * count
+        response = client.responses.create(model=MODEL, input="hi")
+        assert response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens == count
+        claude = anthropic.Anthropic(base_url=served.url, api_key="none")
+        message = claude.messages.create(model=MODEL, max_tokens=100, messages=USER)
+        assert message.usage.output_tokens_details is not None
+        assert message.usage.output_tokens_details.thinking_tokens == count
+        plain = client.completions.create(model=MODEL, prompt="a", max_tokens=100).usage
+        assert plain is not None and plain.completion_tokens_details is not None
+        assert plain.completion_tokens_details.reasoning_tokens == 0
 
 
 def test_plain_answers_are_as_they_were(served: Served) -> None:

@@ -19,7 +19,13 @@ from metal_engine.config import (
     resolve_config,
 )
 from metal_engine.request import Request, RequestOptions, SamplingParams
-from metal_engine.scheduling.limits import PrefillShares, StepBudget, attention_work, rows_for_work
+from metal_engine.scheduling.limits import (
+    MAX_PROMPT_ROWS,
+    PrefillShares,
+    StepBudget,
+    attention_work,
+    rows_for_work,
+)
 from metal_engine.scheduling.scheduler import Scheduler
 from tests.fake_kv_runner import SchedulerHarness, make_prompt
 
@@ -228,6 +234,27 @@ def test_shares_are_even_and_nothing_is_wasted(
         assert max(satisfied, default=0) <= max(unsatisfied) + unit, (
             "one got its prompt at the cost of others"
         )
+
+
+def test_prompts_whose_log_probabilities_are_wanted_share_a_limit_of_rows() -> None:
+    """Each of their rows takes logits; other prompts take what the budget has left, at no one's cost."""
+    harness = make_harness(2048, num_blocks=4000, partial=3, max_long_partial_prefills=3)
+    asking = {"a": 1000, "b": 300}
+    for request_id, length in asking.items():
+        harness.submit(request_id, make_prompt(len(asking), length), 2, needs_prompt_rows=True)
+    harness.submit("other", make_prompt(0, 3000), 2)
+    num_steps = 0
+    while asking:
+        given = shares(harness)
+        rows = {request_id: given.get(request_id, 0) for request_id in asking}
+        assert sum(rows.values()) <= MAX_PROMPT_ROWS
+        assert sum(rows.values()) >= min(MAX_PROMPT_ROWS - len(rows), sum(asking.values()))
+        if num_steps == 0:
+            assert given["other"] == 2048 - sum(rows.values())
+        asking = {i: left for i, length in asking.items() if (left := length - rows[i])}
+        num_steps += 1
+    assert num_steps == 6
+    harness.drain()
 
 
 # --- page alignment -----------------------------------------------------------------------------------------

@@ -1,0 +1,134 @@
+"""A JSON object that comes in pieces: where it ends, and whether it can still become one."""
+
+from __future__ import annotations
+
+import re
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_STRING = re.compile(r'[^"\\\x00-\x1f]*')
+_SCALAR = re.compile(r"[-+.0-9a-zA-Z]*")
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
+_NUMBER_BEGUN = re.compile(r"-?(0|[1-9]\d*)?((?<=\d)\.\d*)?((?<=\d)[eE][-+]?\d*)?", re.ASCII)
+_LITERALS = ("true", "false", "null")
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+class JSONObjectReader:
+    """Reads one JSON object, in time linear in its characters.
+
+    Attributes:
+        done: the object is complete.
+        bad: the next character cannot be part of it.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self.bad = False
+        self._open: list[str] = []  # closing brackets that are due
+        self._expects = "object"
+        self._scalar = ""
+        self._num_hex = 0  # digits of a \\u escape that are due
+
+    def add(self, text: str) -> int:
+        """Read on; returns how many of the characters belong to the object."""
+        at = 0
+        while at < len(text) and not (self.done or self.bad):
+            at = self._step(text, at)
+        return at
+
+    def _step(self, text: str, at: int) -> int:
+        """Take one thing; ``bad`` and the same place if it is none."""
+        if self._expects in ("string", "key string"):
+            return self._string(text, at)
+        if self._expects == "scalar":
+            return self._in_scalar(text, at)
+        space = _SPACE.match(text, at)
+        assert space is not None
+        at = space.end()
+        if at == len(text):
+            return at
+        if self._take(text[at]):
+            return at if self._expects == "scalar" else at + 1
+        self.bad = True
+        return at
+
+    def _take(self, ch: str) -> bool:
+        """Judge a character between strings and scalars."""
+        expects = self._expects
+        if ch in "]}" and self._open and ch == self._open[-1]:
+            if expects not in ("comma", "first key", "first value"):
+                return False
+            self._open.pop()
+            self._after_value()
+            return True
+        if expects == "comma" and ch == ",":
+            self._expects = "key" if self._open[-1] == "}" else "value"
+        elif expects in ("key", "first key") and ch == '"':
+            self._expects = "key string"
+        elif expects == "colon" and ch == ":":
+            self._expects = "value"
+        elif expects in ("value", "first value", "object") and ch == "{":
+            self._open.append("}")
+            self._expects = "first key"
+        elif expects in ("value", "first value") and ch == "[":
+            self._open.append("]")
+            self._expects = "first value"
+        elif expects in ("value", "first value") and ch == '"':
+            self._expects = "string"
+        elif expects in ("value", "first value") and _SCALAR.fullmatch(ch):
+            self._expects, self._scalar = "scalar", ""
+        else:
+            return False
+        return True
+
+    def _after_value(self) -> None:
+        self.done = not self._open
+        self._expects = "comma"
+
+    def _string(self, text: str, at: int) -> int:
+        if self._num_hex:
+            if text[at] not in _HEX:
+                self.bad = True
+                return at
+            self._num_hex -= 1
+            return at + 1
+        if self._scalar == "\\":
+            if text[at] not in '"\\/bfnrtu':
+                self.bad = True
+                return at
+            self._scalar, self._num_hex = "", 4 if text[at] == "u" else 0
+            return at + 1
+        plain = _STRING.match(text, at)
+        assert plain is not None
+        at = plain.end()
+        if at == len(text):
+            return at
+        if text[at] == '"':
+            if self._expects == "string":
+                self._after_value()
+            else:
+                self._expects = "colon"
+        elif text[at] == "\\":
+            self._scalar = "\\"
+        else:
+            self.bad = True  # a control character
+            return at
+        return at + 1
+
+    def _in_scalar(self, text: str, at: int) -> int:
+        more = _SCALAR.match(text, at)
+        assert more is not None
+        for ch in more[0]:
+            longer = self._scalar + ch
+            if not (_NUMBER_BEGUN.fullmatch(longer) or any(word.startswith(longer) for word in _LITERALS)):
+                self.bad = True
+                return at
+            self._scalar = longer
+            at += 1
+        if at < len(text):
+            if not (self._scalar in _LITERALS or _NUMBER.fullmatch(self._scalar)):
+                self.bad = True
+                return at
+            self._scalar = ""
+            self._after_value()
+        return at
