@@ -39,11 +39,23 @@ def proxying(prefill: str, decode: str) -> Iterator[str]:
         thread.join(DEADLINE)
 
 
-def seen_by(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def seen_by(
+    served: Served, monkeypatch: pytest.MonkeyPatch, after: list[Request] | None = None
+) -> list[Request]:
+    """The requests that reach a server's scheduler; the first one not before ``after`` has one, too.
+
+    A decode server that waits for no KV may be done before the prefill server has heard of the request.
+    """
     requests: list[Request] = []
     scheduler = served.engine.core.scheduler
     add = scheduler.add_request
-    monkeypatch.setattr(scheduler, "add_request", lambda r: (requests.append(r), add(r)))
+
+    def see(request: Request) -> None:
+        wait_until(lambda: after is None or bool(after), "the other server to be asked")
+        requests.append(request)
+        add(request)
+
+    monkeypatch.setattr(scheduler, "add_request", see)
     return requests
 
 
@@ -58,7 +70,8 @@ def complete(url: str, **body: Any) -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_server_is_asked_for_its_part(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     with serve() as prefill, serve() as decode, proxying(prefill.url, decode.url) as url:
-        at_prefill, at_decode = seen_by(prefill, monkeypatch), seen_by(decode, monkeypatch)
+        at_prefill = seen_by(prefill, monkeypatch)
+        at_decode = seen_by(decode, monkeypatch, after=at_prefill)
         if stream:
             options = {"include_usage": True}
             chunks = list(complete(url, stream=True, stream_options=options))
@@ -77,6 +90,7 @@ def test_each_server_is_asked_for_its_part(monkeypatch: pytest.MonkeyPatch, stre
 def test_chats_and_models_go_through(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve() as prefill, serve() as decode, proxying(prefill.url, decode.url) as url:
         at_prefill = seen_by(prefill, monkeypatch)
+        seen_by(decode, monkeypatch, after=at_prefill)
         messages: list[Any] = [{"role": "user", "content": PROMPT}]
         answer = client(url).chat.completions.create(
             model=MODEL, messages=messages, max_completion_tokens=5, temperature=0
