@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from metal_engine.args import EngineArgs
 from metal_engine.build import build_engine
-from metal_engine.config import EngineArgs
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import RequestOptions, SamplingParams
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from metal_engine.config import ServerArgs
+from metal_engine.args import ServerArgs
 from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.server.errors import APIError
 

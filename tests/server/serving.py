@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import httpx
 import openai
 
-from metal_engine.config import EngineConfig, ServerArgs
+from metal_engine.args import ServerArgs
+from metal_engine.config import EngineConfig
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.app import create_app

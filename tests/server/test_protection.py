@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 
-from metal_engine.config import ConfigError, ServerArgs
+from metal_engine.args import ServerArgs
+from metal_engine.config import ConfigError
 from metal_engine.server.run import tls_options
 from metal_engine.server.streaming import KEEP_ALIVE
 from tests.fakes import byte_ids, fake_config, generated, tiny_tokenizer

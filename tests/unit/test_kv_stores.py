@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from metal_engine.config import EngineArgs
+from metal_engine.args import EngineArgs
 from metal_engine.kv_transfer import transfer as transfer_module
 from metal_engine.kv_transfer.layout import BlockLayout, CorruptBlockError, KVPart
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config

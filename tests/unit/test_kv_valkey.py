@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import valkey
 
-from metal_engine.config import EngineArgs
+from metal_engine.args import EngineArgs
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.kv_transfer.stores.base import StoreError
