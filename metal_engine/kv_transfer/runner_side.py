@@ -127,9 +127,7 @@ class KVConnectorRunner:
             data = np.empty((len(saves.hashes), self._layout.nbytes), np.uint8)
             for part, (start, stop) in self._layout.offsets.items():
                 data[:, start:stop] = np.array(saves.arrays[part], copy=False)
-        except (
-            Exception
-        ):  # no memory, say: the step itself is well, and its tokens are not to be lost for that
+        except Exception:  # no memory, say: the step itself is well, and its tokens are not to be lost
             logger.exception("KV of %d blocks is not saved", len(saves.hashes))
             self._transfer.saves_failed(len(saves.hashes))
             return
