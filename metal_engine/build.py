@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from metal_engine.config import ConfigError, EngineArgs, resolve_config
+from metal_engine.args import EngineArgs
+from metal_engine.config import ConfigError, resolve_config
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_transfer.layout import BlockLayout

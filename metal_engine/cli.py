@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from metal_engine import __version__
+from metal_engine.args import HARMONY_PARSERS, ChatArgs, EngineArgs, ServerArgs
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
-from metal_engine.config import HARMONY_PARSERS, ChatArgs, EngineArgs, ServerArgs
 from metal_engine.options import MODEL_HELP, command
 from metal_engine.settings import ConfigError, make_args
 

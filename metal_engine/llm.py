@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from metal_engine.args import EngineArgs
 from metal_engine.build import build_engine
-from metal_engine.config import EngineArgs, EngineConfig
+from metal_engine.config import EngineConfig
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput, SamplingParams, TokenLogprobs
@@ -78,7 +79,7 @@ class LLM:
 
     Args:
         model: ``demo``, a ``.gguf`` file, a local model directory, or a Hugging Face repository.
-        engine_args: any field of :class:`metal_engine.config.EngineArgs`.
+        engine_args: any field of :class:`metal_engine.args.EngineArgs`.
 
     Raises:
         ModelLoadError: the model cannot be loaded or run.

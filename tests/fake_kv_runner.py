@@ -418,6 +418,7 @@ class SchedulerHarness:
         assert not self.scheduler.has_requests
         if self.transfer is not None:
             assert not self.transfer.tickets, "loads leaked"
+            assert not self.transfer.held, "host memory leaked"
         assert self.scheduler.blocks.num_used_blocks == 0, "blocks leaked"
         for tracked in self.tracked.values():
             if tracked.finish_reason not in ("abort", "error"):

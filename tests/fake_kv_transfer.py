@@ -18,6 +18,7 @@ class FakeTransfer:
     Attributes:
         store: hash -> block; the fake runner saves into it.
         tickets: loads that have not been ended.
+        held: loads that have, and whose blocks take host memory.
         room: blocks that may be saved with a step.
         now: what the clock says.
     """
@@ -26,6 +27,7 @@ class FakeTransfer:
         self.config = config or KVTransferConfig(kv_connector="fake")
         self.store: dict[bytes, np.ndarray] = {}
         self.tickets: list[LoadTicket] = []
+        self.held: list[LoadTicket] = []
         self.room = 1 << 30
         self.now = 0.0
         self.stats = KVTransferStats()
@@ -49,8 +51,13 @@ class FakeTransfer:
             ticket.is_done = True
         return ticket
 
-    def end_load(self, ticket: LoadTicket) -> None:
+    def end_load(self, ticket: LoadTicket) -> dict[bytes, np.ndarray]:
         self.tickets.remove(ticket)
+        self.held.append(ticket)
+        return dict(ticket.blocks)
+
+    def release(self, ticket: LoadTicket) -> None:
+        self.held.remove(ticket)
 
     def load_timed_out(self, ticket: LoadTicket) -> None:
         self.stats.add(loads_timed_out=1)

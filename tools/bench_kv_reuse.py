@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from metal_engine.args import EngineArgs
 from metal_engine.build import build_engine
-from metal_engine.config import EngineArgs
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import RequestOptions, SamplingParams
 
@@ -228,6 +228,7 @@ def measure_decoding(engine: Engine, prompts: list[list[int]], repeats: int) -> 
         steps(100, loading, lambda tickets=tickets: not all(ticket.is_done for ticket in tickets))
         for ticket in tickets:
             transfer.end_load(ticket)
+            transfer.release(ticket)
         steps(30, alone)
         transfer.save([bytes([repeat]) + i.to_bytes(31, "big") for i in range(num_blocks)], data)
         steps(200, saving, lambda: not transfer.flush(0))

@@ -19,7 +19,7 @@ import threading
 import time
 from typing import Any
 
-from metal_engine.config import ServerArgs
+from metal_engine.args import ServerArgs
 from metal_engine.server.listen import listen
 from metal_engine.server.run import run_server
 from metal_engine.step import ModelOutput, SchedulerOutput

@@ -25,6 +25,11 @@ logger = logging.getLogger("disagg_proxy")
 
 _HOP_BY_HOP = ("connection", "content-length", "transfer-encoding", "keep-alive")
 _FORWARDED = ("authorization", "content-type")
+# Of no use to a server that generates one token, or in its way.
+_NOT_FOR_PREFILL = ("stream", "stream_options", "min_tokens", "n", "best_of")
+_LIMITS = ("max_tokens", "max_completion_tokens")
+# How often it is looked whether the client is still there, before the answer begins.
+_LOOK_SECONDS = 0.2
 
 
 def create_app(prefill_url: str, decode_url: str) -> FastAPI:
@@ -50,10 +55,18 @@ def create_app(prefill_url: str, decode_url: str) -> FastAPI:
         except (ValueError, AssertionError):
             return _error(400, "the body must be a JSON object")
         path = request.url.path
+        exchange = _Exchange(client, prefill_url + path, decode_url + path, headers, body)
+        task = asyncio.create_task(exchange.run())
         try:
-            return await _Exchange(client, prefill_url + path, decode_url + path, headers, body).run()
+            while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
+                if await request.is_disconnected():
+                    return _error(499, "the client has left")
+            return task.result()
         except httpx.HTTPError as error:
             return _error(502, f"the decode server does not answer: {type(error).__name__}: {error}")
+        finally:
+            if not task.done():
+                await _cancel(task)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -81,9 +94,9 @@ def create_app(prefill_url: str, decode_url: str) -> FastAPI:
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
     """What the prefill server is asked: the same prompt, and one token."""
-    body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
-    limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    return body | {limit: 1, "kv_transfer_params": {"do_remote_decode": True}}
+    prefill = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
+    limits = [key for key in _LIMITS if key in prefill] or ["max_tokens"]
+    return prefill | dict.fromkeys(limits, 1) | {"kv_transfer_params": {"do_remote_decode": True}}
 
 
 class _Exchange:

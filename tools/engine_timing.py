@@ -13,8 +13,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from metal_engine.args import EngineArgs
 from metal_engine.build import build_engine
-from metal_engine.config import EngineArgs
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import SamplingParams
 

@@ -29,7 +29,7 @@ def export(out: Path, model: str = "demo", *, never_stops: bool = False) -> None
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    from metal_engine.config import EngineArgs
+    from metal_engine.args import EngineArgs
     from metal_engine.models import loader
     from metal_engine.platform.device import device_info
 

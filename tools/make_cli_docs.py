@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from metal_engine.args import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
-from metal_engine.config import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.options import help_text
 from metal_engine.settings import OTHER_VARIABLES, settings_of
 

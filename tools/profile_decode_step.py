@@ -24,8 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from metal_engine.args import EngineArgs
 from metal_engine.build import build_engine
-from metal_engine.config import EngineArgs
 from metal_engine.engine.async_engine import AsyncEngine, _Mailbox
 from metal_engine.request import SamplingParams
 from tools.engine_timing import random_prompt

@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from metal_engine.args import EngineArgs
 from metal_engine.build import build_engine
-from metal_engine.config import EngineArgs
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import SamplingParams
 
@@ -73,7 +73,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
     from metal_engine.attention.mlx_ops import MlxOpsPlan
     from metal_engine.models.cpu_ops import TableRoPE
     from metal_engine.models.layer_cache import LayerCache
-    from metal_engine.runner import model_runner
+    from metal_engine.runner import step_sampling
 
     replaced: list[tuple[Any, str, Any]] = []
 
@@ -101,7 +101,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
     replace(LayerCache, "update_and_fetch", "KV write", also=lambda cache, *_: (cache.keys, cache.values))
     replace(MlxOpsPlan, "attend", "attention")
     replace(llama, "swiglu", "SwiGLU")
-    replace(model_runner, "sample", "sampling")
+    replace(step_sampling, "sample", "sampling")
     try:
         yield
     finally:

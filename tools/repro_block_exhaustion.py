@@ -133,7 +133,7 @@ def compare_all(model_name: str, prompts: Any, ample: Any, tight: Any) -> list[C
 
     def model() -> Any:
         if not reference:
-            from metal_engine.config import EngineArgs
+            from metal_engine.args import EngineArgs
             from metal_engine.models.loader import load
             from metal_engine.platform.blas import load_optimized_blas
             from metal_engine.platform.device import device_info

@@ -136,8 +136,8 @@ def _real_model(model: str | None) -> Iterator[Finding]:
 
 
 def _try_model(model: str) -> Finding:
+    from metal_engine.args import EngineArgs
     from metal_engine.build import build_engine
-    from metal_engine.config import EngineArgs
     from metal_engine.request import SamplingParams
 
     engine = build_engine(EngineArgs(model=model, num_gpu_blocks_override=64))

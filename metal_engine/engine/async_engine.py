@@ -40,6 +40,31 @@ class _Mailbox:
         return output
 
 
+class Reservation:
+    """Places of requests that have been let in but not submitted yet; counted as waiting. In the event loop.
+
+    What is left is given back when the reservation is dropped.
+    """
+
+    def __init__(self, engine: AsyncEngine, prompt_lens: list[int]) -> None:
+        self._engine = engine
+        self._left = list(prompt_lens)
+        engine._reserve(len(self._left), sum(self._left))
+
+    def take(self, num_prompt_tokens: int) -> None:
+        """One of them is submitted now."""
+        self._left.remove(num_prompt_tokens)
+        self._engine._reserve(-1, -num_prompt_tokens)
+
+    def release(self) -> None:
+        """Give back what is left."""
+        self._engine._reserve(-len(self._left), -sum(self._left))
+        self._left.clear()
+
+    def __del__(self) -> None:
+        self.release()
+
+
 class AsyncEngine:
     """An :class:`EngineThread` seen from one event loop.
 
@@ -52,6 +77,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, _Mailbox] = {}
         self._num_queued_tokens = 0
+        self._num_reserved = 0
         self._core: EngineCore | None = None
         self._cut: str | None = None
 
@@ -103,13 +129,21 @@ class AsyncEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not in the batch, those included that the engine's thread has not seen yet."""
-        return max(len(self._queues) - self.core.stats.num_running, 0)
+        """Requests that are not in the batch, also those reserved and those the engine's thread has yet to see."""
+        return max(len(self._queues) + self._num_reserved - self.core.stats.num_running, 0)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of the requests that have had no output yet."""
+        """Prompt tokens of the requests that have had no output yet, reserved ones included."""
         return self._num_queued_tokens
+
+    def reserve(self, prompt_lens: list[int]) -> Reservation:
+        """Places for requests with prompts of so many tokens, to be submitted by :meth:`generate`."""
+        return Reservation(self, prompt_lens)
+
+    def _reserve(self, num_requests: int, num_tokens: int) -> None:
+        self._num_reserved += num_requests
+        self._num_queued_tokens += num_tokens
 
     def check_request(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         """Raise ValueError if such a request can never be served."""
@@ -125,8 +159,11 @@ class AsyncEngine:
         prompt_token_ids: list[int],
         params: SamplingParams,
         options: RequestOptions | None = None,
+        reservation: Reservation | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request, as they come; the last one has a ``finish_reason``.
+
+        The request is submitted when the iteration begins, and takes its place from the ``reservation``.
 
         A reader slower than the engine is given what has come meanwhile as one output.
 
@@ -138,6 +175,8 @@ class AsyncEngine:
         """
         if request_id in self._queues:
             raise ValueError(f"request id {request_id!r} is in use")
+        if reservation is not None:
+            reservation.take(len(prompt_token_ids))
         self._loop = asyncio.get_running_loop()
         outputs = _Mailbox(len(prompt_token_ids))
         self._num_queued_tokens += outputs.num_prompt_tokens

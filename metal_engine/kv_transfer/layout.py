@@ -50,11 +50,12 @@ class BlockLayout:
         self.parts = tuple(parts)
         self.fingerprint = fingerprint
         self.nbytes = sum(part.nbytes for part in parts)
-        # The library decides on the order; a block of zeros shows it.
-        header, start = _read_header(self._serialize(np.zeros(self.nbytes, np.uint8), {}, in_order=True))
+        # The library decides on the order and the header; a block of zeros shows them.
+        header, start = _read_header(_serialize_zeros(parts))
         header.pop("__metadata__", None)
         self.offsets = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
         self._tensors = header
+        self._tensors_json = json.dumps(header, separators=(",", ":"))
         self.parts = tuple(sorted(parts, key=lambda part: self.offsets[part.name]))
         self._max_stored_bytes = start + self.nbytes + 1024
 
@@ -67,7 +68,11 @@ class BlockLayout:
             "block_hash": block_hash.hex(),
             "checksum": self._checksum(block_hash, data),
         }
-        return self._serialize(data, metadata)
+        # Put together here: the library would copy the data twice, with Python's lock.
+        text = '{"__metadata__":' + json.dumps(metadata, separators=(",", ":")) + "," + self._tensors_json[1:]
+        header = text.encode()
+        header += b" " * (-len(header) % 8)  # so that the data is aligned
+        return b"".join((len(header).to_bytes(8, "little"), header, data.data))
 
     def decode(self, block_hash: bytes, stored: bytes) -> np.ndarray:
         """The data of a stored block, uint8 [nbytes], read-only.
@@ -105,17 +110,16 @@ class BlockLayout:
         digest.update(data.data)
         return digest.hexdigest()
 
-    def _serialize(self, data: np.ndarray, metadata: dict[str, str], *, in_order: bool = False) -> bytes:
-        specs, end = {}, 0
-        for part in self.parts:
-            start, end = (end, end + part.nbytes) if in_order else self.offsets[part.name]
-            specs[part.name] = TensorSpec(
-                dtype=part.dtype,
-                shape=part.shape,
-                data_ptr=data.ctypes.data + start,
-                data_len=part.nbytes,
-            )
-        return bytes(serialize(specs, metadata=metadata))
+
+def _serialize_zeros(parts: Sequence[KVPart]) -> bytes:
+    zeros = np.zeros(max(part.nbytes for part in parts), np.uint8)
+    specs = {
+        part.name: TensorSpec(
+            dtype=part.dtype, shape=part.shape, data_ptr=zeros.ctypes.data, data_len=part.nbytes
+        )
+        for part in parts
+    }
+    return bytes(serialize(specs))
 
 
 def _read_header(stored: bytes) -> tuple[dict, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -32,13 +33,23 @@ class BlockTransfer(Protocol):
 
     def start_load(self, request_id: str, hashes: Sequence[bytes], *, follow: bool) -> LoadTicket: ...
 
-    def end_load(self, ticket: LoadTicket) -> None: ...
+    def end_load(self, ticket: LoadTicket) -> dict[bytes, np.ndarray]: ...
+
+    def release(self, ticket: LoadTicket) -> None: ...
 
     def load_timed_out(self, ticket: LoadTicket) -> None: ...
 
     def wait(self, timeout: float) -> None: ...
 
     def grant_saves(self, num_blocks: int) -> int: ...
+
+
+@dataclass(slots=True)
+class _Arrived:
+    """What a request that waits to be admitted has got from the store; it takes host memory until it is admitted."""
+
+    ticket: LoadTicket
+    blocks: dict[bytes, np.ndarray]  # by hash
 
 
 class KVConnectorScheduler:
@@ -61,8 +72,7 @@ class KVConnectorScheduler:
         self._transfer = transfer
         self._tickets: dict[str, LoadTicket] = {}
         self._unanswered: list[LoadTicket] = []
-        # Of requests that wait to be admitted: hash -> block.
-        self._arrived: dict[str, dict[bytes, np.ndarray]] = {}
+        self._arrived: dict[str, _Arrived] = {}  # of requests that wait to be admitted
         # Hashes of running requests' blocks that came from the store.
         self._from_store: dict[str, set[bytes]] = {}
         # For the next plan.
@@ -101,8 +111,7 @@ class KVConnectorScheduler:
                 error = "its KV did not arrive in time"
                 self._transfer.load_timed_out(ticket)
             del self._tickets[request_id]
-            self._arrived[request_id] = dict(ticket.blocks)
-            self._transfer.end_load(ticket)
+            self._arrived[request_id] = _Arrived(ticket, self._transfer.end_load(ticket))
             if error is not None and self.config.kv_load_failure_policy == "fail":
                 self.failed_loads[request_id] = f"loading its KV failed: {error}"
             ended.append(request_id)
@@ -130,7 +139,16 @@ class KVConnectorScheduler:
 
     def arrived(self, request_id: str) -> Mapping[bytes, np.ndarray]:
         """Blocks that have arrived for a request that waits to be admitted, by hash."""
-        return self._arrived.get(request_id, {})
+        arrived = self._arrived.get(request_id)
+        return {} if arrived is None else arrived.blocks
+
+    def _take_arrived(self, request_id: str) -> dict[bytes, np.ndarray]:
+        """What has arrived for a request that waits no more; the host memory is free for others."""
+        arrived = self._arrived.pop(request_id, None)
+        if arrived is None:
+            return {}
+        self._transfer.release(arrived.ticket)
+        return arrived.blocks
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], from_store: Sequence[int], num_cached_blocks: int
@@ -142,7 +160,7 @@ class KVConnectorScheduler:
             from_store: which of its blocks are to be filled with what has arrived.
             num_cached_blocks: its leading blocks that need not be computed, those included.
         """
-        arrived = self._arrived.pop(request.request_id, {})
+        arrived = self._take_arrived(request.request_id)
         hashes = request.block_hashes
         if from_store:
             self._loads[request.request_id] = {block_ids[i]: arrived[hashes[i]] for i in from_store}
@@ -182,9 +200,9 @@ class KVConnectorScheduler:
         request_id = request.request_id
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
-            self._transfer.end_load(ticket)
-            self.stats.add(blocks_unused=len(ticket.blocks))
-        self.stats.add(blocks_unused=len(self._arrived.pop(request_id, ())))
+            self.stats.add(blocks_unused=len(self._transfer.end_load(ticket)))
+            self._transfer.release(ticket)
+        self.stats.add(blocks_unused=len(self._take_arrived(request_id)))
         self._from_store.pop(request_id, None)
         self._loads.pop(request_id, None)
         self.failed_loads.pop(request_id, None)

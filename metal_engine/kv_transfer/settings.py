@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from metal_engine.config import GIB, EngineArgs
+from metal_engine.args import GIB, EngineArgs
 from metal_engine.settings import ConfigError, parse_size
 
 CONNECTORS = ("disk", "valkey")

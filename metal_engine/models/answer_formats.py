@@ -10,7 +10,8 @@ from typing import Any
 from mlx_lm import tokenizer_utils
 from transformers import PreTrainedTokenizerFast
 
-from metal_engine.config import REASONING_MARKS, REASONING_PARSER_ALIASES, TOOL_PARSER_ALIASES, ConfigError
+from metal_engine.args import REASONING_MARKS, REASONING_PARSER_ALIASES, TOOL_PARSER_ALIASES
+from metal_engine.config import ConfigError
 
 # mlx-lm's parser -> what a call begins with, up to its arguments, where those are a JSON object as the model writes
 # it. They can be passed on as they come.

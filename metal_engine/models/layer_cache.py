@@ -166,13 +166,6 @@ class LayerCache(AttendingCache):
         """The layer's arrays by name, each [num_blocks, block_size, num_kv_heads, D]."""
         return {"keys": self._blocks(self.keys), "values": self._blocks(self.values)}
 
-    def write_blocks(self, name: str, block_ids: mx.array, blocks: mx.array) -> None:
-        """Replace blocks, [W, block_size, num_kv_heads, D], in the array of that name, in place."""
-        array = self._blocks(getattr(self, name))
-        setattr(self, name, None)  # one owner at a time, as in _write
-        array[block_ids] = blocks
-        setattr(self, name, array.reshape(-1, *blocks.shape[2:]))
-
     def attend(
         self,
         original: Attention,
@@ -259,11 +252,6 @@ class LatentLayerCache(LayerCache):
 
     def block_arrays(self) -> dict[str, mx.array]:
         return {"keys": self._blocks(self.keys)}
-
-    def write_blocks(self, name: str, block_ids: mx.array, blocks: mx.array) -> None:
-        del self.values
-        super().write_blocks(name, block_ids, blocks)
-        self.values = self.keys
 
     def attend(
         self,

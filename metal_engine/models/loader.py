@@ -18,7 +18,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import _get_classes, dequantize_model, get_total_parameters, load_model
 from transformers import PreTrainedTokenizerFast
 
-from metal_engine.config import DeviceInfo, EngineArgs, ModelInfo
+from metal_engine.args import EngineArgs
+from metal_engine.config import DeviceInfo, ModelInfo
 from metal_engine.models import checkpoint
 from metal_engine.models.demo import fetch_demo_model
 from metal_engine.models.errors import ModelLoadError, UnsupportedModelError, one_line

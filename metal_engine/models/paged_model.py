@@ -90,8 +90,11 @@ class PagedModel:
 
     def snapshot(self) -> KVSnapshot:
         """The KV cache's arrays as they are. While it is held, a step that is evaluated copies them."""
-        # Objects of our own: assignment to elements changes what the caches' objects stand for.
-        return [(mx.array(cache.keys), mx.array(cache.values)) for cache in self.layer_caches]
+        # Objects of our own, over the same memory: assignment to elements changes what the caches' objects stand for.
+        return [
+            (cache.keys.reshape(cache.keys.shape), cache.values.reshape(cache.values.shape))
+            for cache in self.layer_caches
+        ]
 
     def restore(self, snapshot: KVSnapshot) -> None:
         """Forget what has been built, and not evaluated, since a snapshot."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, BlockWrites
 from metal_engine.config import CacheConfig, SchedulerConfig
-from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepSaves
+from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
 from metal_engine.models.paged_model import KVSnapshot, PagedModel
 from metal_engine.platform.streams import end_streams_of_thread
 from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
@@ -64,7 +64,8 @@ class ModelRunner:
             self._table.forget_samples()
             self._model.restore(before)
             raise
-        step = PendingStep(self, plan.sampled_req_ids, sampling, before, saves)
+        loads = self.kv_connector.take_loads() if self.kv_connector is not None else {}
+        step = PendingStep(self, plan.sampled_req_ids, sampling, before, loads, saves)
         del before  # the step's own, to let go of
         self._steps.append(step)
         if len(self._steps) == 1:
@@ -87,8 +88,6 @@ class ModelRunner:
         sampling = StepSampling(self._table, plan, batch)
         if self.kv_connector is not None:
             self.kv_connector.start_load_kv(plan.kv_connector_metadata)
-            for index, layer in enumerate(self._model.layer_caches):
-                self.kv_connector.wait_for_layer_load(index, layer)
         logits = self._model(
             self._input_ids(batch),
             mx.array(batch.positions),
@@ -121,8 +120,9 @@ class ModelRunner:
         Args:
             logits: what it samples from, if its sampling has not been built yet.
         """
-        step.before = None  # no other owner of the arrays that it writes to
         try:
+            self._load(step)
+            step.before = None  # no other owner of the arrays that it writes to
             if logits is not None:
                 step.is_async = True
                 mx.async_eval(logits)  # the forward runs while the host computes masks
@@ -134,6 +134,15 @@ class ModelRunner:
                 mx.async_eval(step.root)  # otherwise it is evaluated, and waited for, by result()
         except Exception as error:  # noqa: BLE001  (raised by result())
             step.error = error
+
+    def _load(self, step: PendingStep) -> None:
+        """Write what a step loads into the KV cache as the step before has left it."""
+        if self.kv_connector is not None and step.loads:
+            assert step.before is not None
+            for index, (keys, values) in enumerate(step.before):
+                arrays = {"keys": keys, "values": values}
+                self.kv_connector.wait_for_layer_load(index, arrays, step.loads)
+            step.loads = {}
 
     def finish(self, step: PendingStep) -> ModelOutput:
         """See :meth:`PendingStep.result`."""
@@ -191,6 +200,7 @@ class PendingStep:
     Attributes:
         sampling: what it does with its logits.
         before: the KV cache's arrays as the step found them, until it is dispatched.
+        loads: KV that comes from a store, until it is dispatched.
         saves: KV that goes to a store.
         root: what the device computes last, from the dispatch on.
         error: why it could not be dispatched.
@@ -203,12 +213,14 @@ class PendingStep:
         sampled_req_ids: list[str],
         sampling: StepSampling,
         before: KVSnapshot,
-        saves: StepSaves | None = None,
+        loads: StepLoads,
+        saves: StepSaves | None,
     ) -> None:
         self._runner = runner
         self.sampled_req_ids = sampled_req_ids
         self.sampling = sampling
         self.before: KVSnapshot | None = before
+        self.loads = loads
         self.saves = saves
         self.root: list[mx.array] | None = None
         self.error: Exception | None = None

@@ -18,6 +18,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _INT32_MAX = (1 << 31) - 1
 # Below this a temperature means greedy, as in vLLM; dividing by much less would overflow float32.
 _MIN_TEMPERATURE = 1e-5
+_MAX_TEMPERATURE = 1e30  # as good as any larger one, and a float32
 
 
 class SamplingRows:
@@ -37,7 +38,8 @@ class SamplingRows:
         self.prompt_logprobs = np.full(num_rows, -1, np.int32)
 
     def set(self, row: int, params: SamplingParams) -> None:
-        self.temperature[row] = params.temperature if params.temperature >= _MIN_TEMPERATURE else 0.0
+        temperature = min(params.temperature, _MAX_TEMPERATURE)
+        self.temperature[row] = temperature if temperature >= _MIN_TEMPERATURE else 0.0
         self.top_p[row] = params.top_p
         self.top_k[row] = min(max(params.top_k, 0), _INT32_MAX)
         self.min_p[row] = params.min_p

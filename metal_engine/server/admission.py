@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from metal_engine.config import ServerArgs
-from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.args import ServerArgs
+from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.server.errors import APIError
 
 OVERLOADED = "overloaded"
@@ -42,6 +42,14 @@ class Admission:
         # A prompt larger than the limit is let in when nothing else waits: it would never get in otherwise.
         if self.max_tokens and queued and queued + num_prompt_tokens > self.max_tokens:
             raise _overloaded(f"{queued} prompt tokens are waiting (--max-num-queued-tokens)")
+
+    def admit(self, prompt_lens: list[int]) -> Reservation:
+        """Places for requests with prompts of so many tokens: of a burst, each counts those before it.
+
+        Raises what :meth:`check` raises.
+        """
+        self.check(sum(prompt_lens))
+        return self.engine.reserve(prompt_lens)
 
 
 def _overloaded(reason: str) -> APIError:

@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from metal_engine import __version__
-from metal_engine.config import ServerArgs
+from metal_engine.args import ServerArgs
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.server.admission import Admission
 from metal_engine.server.errors import install_error_handlers

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOptions, RequestOutput, SamplingParams, TokenLogprobs
 from metal_engine.server.admission import Admission
@@ -106,6 +106,7 @@ class Generation:
     """One request in the engine: ``n`` sequences for each prompt, under one id.
 
     Args:
+        reservation: a place for each sequence.
         echoes: each prompt's text, where it is wanted back.
         is_echo_only: nothing else is.
         shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
@@ -118,6 +119,7 @@ class Generation:
     def __init__(
         self,
         engine: AsyncEngine,
+        reservation: Reservation,
         *,
         request_id: str,
         model: str,
@@ -131,6 +133,7 @@ class Generation:
         reasoning_counter: Callable[[Tokenizer], ReasoningCounter | None] = lambda tokenizer: None,
     ) -> None:
         self._engine = engine
+        self._reservation = reservation
         self._timeout = timeout
         self._timed_out = False
         self.params = params
@@ -165,6 +168,7 @@ class Generation:
                 choice.prompt_token_ids,
                 self.params.for_choice(choice.index % self.params.n),
                 self._options,
+                self._reservation,
             )
             for choice in self.choices
         ]
@@ -182,6 +186,7 @@ class Generation:
                         self.choices[index].add(output)
                     yield batch
         finally:
+            self._reservation.release()
             if timer is not None:
                 timer.cancel()
         self._note()
@@ -333,9 +338,10 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
     prompts, echoes, params = await asyncio.to_thread(_prepared, engine, endpoint, body, params)
     for prompt in prompts:
         _check_prompt(engine, prompt, params, body)
-    served.admission.check(sum(map(len, prompts)))
+    reservation = served.admission.admit([len(prompt) for prompt in prompts for _ in range(params.n)])
     return Generation(
         engine,
+        reservation,
         request_id=f"{endpoint.id_prefix}-{uuid.uuid4().hex}",
         model=served.names[0],
         prompts=prompts,

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from metal_engine.config import ServerArgs
+from metal_engine.args import ServerArgs
 from metal_engine.server import anthropic_protocol, responses_protocol
 from metal_engine.server.anthropic import MessagesEndpoint
 from metal_engine.server.anthropic_protocol import (

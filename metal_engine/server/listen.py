@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from metal_engine.config import ConfigError, ServerArgs
+from metal_engine.args import ServerArgs
+from metal_engine.config import ConfigError
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from metal_engine.config import ConfigError, ServerArgs
+from metal_engine.args import ServerArgs
+from metal_engine.config import ConfigError
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.server.app import create_app
 from metal_engine.server.lifecycle import Lifecycle

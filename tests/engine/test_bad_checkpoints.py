@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from metal_engine.config import DeviceInfo, EngineArgs
+from metal_engine.args import EngineArgs
+from metal_engine.config import DeviceInfo
 from metal_engine.models import checkpoint
 from metal_engine.models.errors import ModelLoadError, UnsupportedModelError
 from metal_engine.models.loader import load

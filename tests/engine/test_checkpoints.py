@@ -12,8 +12,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from metal_engine.args import EngineArgs
 from metal_engine.attention.mlx_ops import MlxOpsBackend
-from metal_engine.config import DeviceInfo, EngineArgs
+from metal_engine.config import DeviceInfo
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.llm import LLM
 from metal_engine.models.check import check_paged_model

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from metal_engine.args import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
-from metal_engine.config import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.settings import settings_of
 from tools.make_cli_docs import PAGE, with_tables
 

@@ -21,7 +21,8 @@ from tests.engine.fake_hub import TOKEN, FakeHub, Repo
 
 _SCRIPT = """
 import json, sys
-from metal_engine.config import DeviceInfo, EngineArgs
+from metal_engine.args import EngineArgs
+from metal_engine.config import DeviceInfo
 from metal_engine.models.errors import ModelLoadError
 from metal_engine.models.loader import load
 device = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from metal_engine.args import EngineArgs
 from metal_engine.build import build_engine
-from metal_engine.config import ConfigError, EngineArgs
+from metal_engine.config import ConfigError
 from metal_engine.llm import LLM
 from metal_engine.request import SamplingParams
 from tests.checkpoints import write_checkpoint

@@ -9,13 +9,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.kv_transfer import runner_side
 from metal_engine.kv_transfer.fingerprint import kv_fingerprint
 from metal_engine.kv_transfer.layout import KVPart
 from metal_engine.kv_transfer.stores import disk
@@ -172,6 +176,19 @@ def test_different_chunks_on_each_side(make: MakeEngine, check: Check, budgets: 
     assert consumer.stats.blocks_saved == 0 and producer.stats.loads_started == 0
 
 
+def test_blocks_that_the_producer_dropped_are_not_waited_for_long(make: MakeEngine, check: Check) -> None:
+    """Its queue of saves has room for two blocks at a time; the consumer waits for the third in vain."""
+    producer = make(kv_role="kv_producer", budget=200)
+    consumer = make(kv_role="kv_consumer", handover_timeout=0.2)
+    assert producer.transfer is not None
+    producer.transfer.config = replace(producer.transfer.config, max_save_bytes=2 * producer.layout.nbytes)
+    for prompt in PROMPTS:
+        producer.run([prompt], 1, options=RequestOptions(do_remote_decode=True))
+    assert producer.stats.blocks_dropped > 0
+    check(consumer.run(PROMPTS, options=RequestOptions(do_remote_prefill=True)))
+    assert consumer.stats.loads_timed_out > 0 and consumer.stats.blocks_loaded > 0
+
+
 def test_a_second_turn_loads_the_first_answer_too(make: MakeEngine, tokenizer: Tokenizer) -> None:
     (answer,) = make().run([PROMPTS[0]], 30)
     turn = PROMPTS[0] + answer + make_prompt(7, 9)
@@ -235,6 +252,27 @@ def test_loading_and_saving_leave_the_cache_in_place(make: MakeEngine, ahead: bo
     engine.run([*PROMPTS, make_prompt(50, 60)])
     assert engine.stats.blocks_loaded > 20 and engine.stats.blocks_saved > 5
     assert mx.get_peak_memory() - before < array_bytes
+
+
+def test_a_queue_of_loaded_requests_keeps_to_its_host_memory(make: MakeEngine, tokenizer: Tokenizer) -> None:
+    """The pool has room for two of them at a time; the others' KV waits in host memory, or in the store."""
+    prompts = [make_prompt(1000 + i, 200) for i in range(12)]
+    expected = make(num_blocks=60).run(prompts)
+    engine = make(num_blocks=60, max_load_bytes=60 * make().layout.nbytes)
+    connector, largest = engine.core.scheduler.connector, 0
+    assert connector is not None
+    step = engine.core.step
+
+    def counting_step() -> Any:
+        nonlocal largest
+        outputs = step()
+        largest = max(largest, sum(len(arrived.blocks) for arrived in connector._arrived.values()))
+        return outputs
+
+    engine.core.step = counting_step  # type: ignore[method-assign]
+    assert engine.run(prompts) == expected
+    assert 0 < largest <= 60 and engine.stats.loads_deferred > 0
+    assert engine.stats.prompt_tokens_store == 12 * 192, "those who had to wait for memory have loaded, too"
 
 
 # --- faults -------------------------------------------------------------------------------------------------
@@ -425,6 +463,18 @@ def test_a_store_that_hangs_does_not_slow_saving(
         assert engine.stats.blocks_dropped > 0
     finally:
         is_over.set()
+
+
+def test_no_memory_for_saving_costs_no_token(
+    make: MakeEngine, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(runner_side, "np", SimpleNamespace(**vars(np) | {"empty": refuse}))
+    engine = make()
+    check(engine.run(PROMPTS))
+    assert engine.stats.blocks_saved == 0 and engine.stats.blocks_failed > 20
 
 
 def test_abort_while_loading(make: MakeEngine, check: Check, disturbed: Disturbed) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import mlx.core as mx
 import numpy as np
@@ -234,6 +235,14 @@ def test_a_very_low_temperature_draws_by_differences_of_its_size() -> None:
     logits = np.array([0.0, -1e-5, -2e-5, -1.0], np.float32)
     params = SamplingParams(seed=0, temperature=1e-5)
     assert_distributed(draw(logits, params, 20_000), reference_probs(logits, params)[0])
+
+
+def test_a_temperature_beyond_float32_makes_all_tokens_alike() -> None:
+    params = SamplingParams(seed=0, temperature=1e300)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokens = draw(np.array([0.0, 9.0, -9.0, 1.0], np.float32), params, 20_000)
+    assert_distributed(tokens, np.full(4, 0.25))
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-6, 1e-30, 1e-44, 1e-300])

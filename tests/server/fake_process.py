@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 
-from metal_engine.config import ServerArgs
+from metal_engine.args import ServerArgs
 from metal_engine.options import one_line_errors
 from metal_engine.server.listen import listen
 from metal_engine.server.run import run_server

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import httpx
 import openai
 
-from metal_engine.config import EngineConfig, ServerArgs
+from metal_engine.args import ServerArgs
+from metal_engine.config import EngineConfig
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.app import create_app
@@ -61,6 +62,7 @@ class Served:
         wait_until(lambda: len(asyncio.all_tasks(self.loop)) <= self.num_idle_tasks, "tasks of the server")
         stats = self.engine.stats
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+        assert (self.engine.num_waiting, self.engine.num_queued_tokens) == (0, 0)
         self.engine.core.scheduler.check_integrity()
         assert not self.engine.core._outputs._states
 
@@ -88,11 +90,13 @@ def serve(
         engine,
         shutdown_timeout=args.shutdown_timeout,
         death_grace=death_grace,
+        on_ready=lambda: idle_tasks.append(len(asyncio.all_tasks())),
         host="127.0.0.1",
         port=0,
         **tls_options(args),
     )
     loops: list[asyncio.AbstractEventLoop] = []
+    idle_tasks: list[int] = []
 
     async def run() -> None:
         loops.append(asyncio.get_running_loop())
@@ -101,12 +105,10 @@ def serve(
     thread = threading.Thread(target=lambda: asyncio.run(run()), name="server")
     thread.start()
     try:
-        wait_until(lambda: server.started or not thread.is_alive(), "the server to start")
+        wait_until(lambda: bool(idle_tasks) or not thread.is_alive(), "the server to start")
         assert server.started
         (loop,) = loops
-        yield Served(
-            f"http://127.0.0.1:{server.port}", engine, runner, server, loop, len(asyncio.all_tasks(loop))
-        )
+        yield Served(f"http://127.0.0.1:{server.port}", engine, runner, server, loop, *idle_tasks)
     finally:
         runner.running.set()
         server.should_exit = True

@@ -17,7 +17,7 @@ from metal_engine.request import Request
 from tests.fakes import byte_ids, generated
 from tests.server.serving import DEADLINE, MODEL, Served, serve, wait_until
 from tools.disagg_demo import free_port
-from tools.disagg_proxy import create_app
+from tools.disagg_proxy import create_app, prefill_body
 
 PROMPT = "0123456789" * 4
 EXPECTED = bytes(generated(byte_ids(PROMPT), 12)).decode()
@@ -39,11 +39,23 @@ def proxying(prefill: str, decode: str) -> Iterator[str]:
         thread.join(DEADLINE)
 
 
-def seen_by(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def seen_by(
+    served: Served, monkeypatch: pytest.MonkeyPatch, after: list[Request] | None = None
+) -> list[Request]:
+    """The requests that reach a server's scheduler; the first one not before ``after`` has one, too.
+
+    A decode server that waits for no KV may be done before the prefill server has heard of the request.
+    """
     requests: list[Request] = []
     scheduler = served.engine.core.scheduler
     add = scheduler.add_request
-    monkeypatch.setattr(scheduler, "add_request", lambda r: (requests.append(r), add(r)))
+
+    def see(request: Request) -> None:
+        wait_until(lambda: after is None or bool(after), "the other server to be asked")
+        requests.append(request)
+        add(request)
+
+    monkeypatch.setattr(scheduler, "add_request", see)
     return requests
 
 
@@ -58,7 +70,8 @@ def complete(url: str, **body: Any) -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_server_is_asked_for_its_part(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     with serve() as prefill, serve() as decode, proxying(prefill.url, decode.url) as url:
-        at_prefill, at_decode = seen_by(prefill, monkeypatch), seen_by(decode, monkeypatch)
+        at_prefill = seen_by(prefill, monkeypatch)
+        at_decode = seen_by(decode, monkeypatch, after=at_prefill)
         if stream:
             options = {"include_usage": True}
             chunks = list(complete(url, stream=True, stream_options=options))
@@ -77,6 +90,7 @@ def test_each_server_is_asked_for_its_part(monkeypatch: pytest.MonkeyPatch, stre
 def test_chats_and_models_go_through(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve() as prefill, serve() as decode, proxying(prefill.url, decode.url) as url:
         at_prefill = seen_by(prefill, monkeypatch)
+        seen_by(decode, monkeypatch, after=at_prefill)
         messages: list[Any] = [{"role": "user", "content": PROMPT}]
         answer = client(url).chat.completions.create(
             model=MODEL, messages=messages, max_completion_tokens=5, temperature=0
@@ -137,3 +151,37 @@ def test_a_client_that_leaves_ends_both() -> None:
         prefill.settle()
         decode.settle()
         assert decode.runner.num_steps < 400
+
+
+def test_a_client_that_leaves_before_the_answer_begins_ends_both() -> None:
+    with (
+        serve(step_time=0.01) as prefill,
+        serve(step_time=0.01) as decode,
+        proxying(prefill.url, decode.url) as url,
+    ):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{url}/v1/completions",
+                json={"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True},
+                timeout=0.5,
+            )
+        prefill.settle()
+        decode.settle()
+        assert 0 < decode.runner.num_steps < 400
+
+
+def test_what_is_asked_of_the_prefill_server_can_be_met_with_one_token() -> None:
+    body = {
+        "prompt": PROMPT,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 20,
+        "max_completion_tokens": 30,
+        "min_tokens": 5,
+        "n": 3,
+        "best_of": 3,
+        "temperature": 0.5,
+    }
+    asked = {"prompt": PROMPT, "max_tokens": 1, "max_completion_tokens": 1, "temperature": 0.5}
+    assert prefill_body(body) == asked | {"kv_transfer_params": {"do_remote_decode": True}}
+    assert prefill_body({"prompt": PROMPT})["max_tokens"] == 1

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from metal_engine.config import ServerArgs
+from metal_engine.args import ServerArgs
 from tests.server.serving import DEADLINE, MODEL, Served, serve
 from tests.server.test_errors import check_error
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from metal_engine.args import ServerArgs
 from metal_engine.cli import make_parsers
-from metal_engine.config import ServerArgs
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.harmony import TOKENS, HarmonySplitter, harmony_parsers
 from metal_engine.server.pieces import CallArguments, CallStart

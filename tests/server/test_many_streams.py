@@ -9,7 +9,7 @@ import statistics
 import time
 import tracemalloc
 
-from metal_engine.config import ServerArgs
+from metal_engine.args import ServerArgs
 from tests.fakes import byte_ids, fake_config
 from tests.server.serving import Served, serve, wait_until
 

@@ -10,7 +10,7 @@ import anthropic
 import httpx
 import pytest
 
-from metal_engine.config import ServerArgs
+from metal_engine.args import ServerArgs
 from tests.fakes import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
 from tests.server.serving import MODEL, Served, serve
 from tests.server.test_pieces import parsers

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as PrometheusHistogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from metal_engine.config import ServerArgs
+from metal_engine.args import ServerArgs
 from metal_engine.engine.metrics import Histogram
 from metal_engine.server.logs import JSONFormatter, RequestIdFilter, current_request
 from metal_engine.server.stats_log import StatsLog

@@ -12,7 +12,7 @@ from dataclasses import replace
 import mlx_lm.tool_parsers
 import pytest
 
-from metal_engine.config import TOOL_PARSER_ALIASES, TOOL_PARSERS
+from metal_engine.args import TOOL_PARSER_ALIASES, TOOL_PARSERS
 from metal_engine.models.answer_formats import call_head
 from metal_engine.server.forced_calls import ForcedCallSplitter
 from metal_engine.server.parsers import Parsers, ReasoningMarks, begins_in_reasoning

@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 
-from metal_engine.config import ConfigError, ServerArgs
+from metal_engine.args import ServerArgs
+from metal_engine.config import ConfigError
 from metal_engine.server.run import tls_options
 from metal_engine.server.streaming import KEEP_ALIVE
 from tests.fakes import byte_ids, fake_config, generated, tiny_tokenizer
@@ -199,7 +200,10 @@ def test_templates_are_in_a_sandbox(template: str) -> None:
 
 
 def test_overload_is_answered_at_once() -> None:
-    """200 at once on a server whose queue is full: a 503 for most before anything has been computed."""
+    """200 at once on a server with room for 4 and 8: a 503 for the rest before anything has been computed.
+
+    Those that are let in and not yet submitted count, too, or a burst would pass before it is seen.
+    """
     args = ServerArgs(max_num_queued_reqs=8)
     with serve(config=fake_config(max_num_seqs=4), args=args) as served:
         served.runner.running.clear()
@@ -212,11 +216,11 @@ def test_overload_is_answered_at_once() -> None:
             async with httpx.AsyncClient(base_url=served.url, limits=limits, timeout=DEADLINE) as client:
                 answers = [asyncio.create_task(ask(client)) for _ in range(200)]
                 async with asyncio.timeout(DEADLINE):
-                    while sum(answer.done() for answer in answers) < 150:
+                    while sum(answer.done() for answer in answers) < 188:
                         await asyncio.sleep(0.01)
                 served.runner.running.set()
                 return await asyncio.gather(*answers)
 
         statuses = asyncio.run(run())
-        assert set(statuses) == {200, 503} and statuses.count(503) >= 150
+        assert set(statuses) == {200, 503} and statuses.count(503) >= 188
         served.settle()

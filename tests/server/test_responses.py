@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from metal_engine.config import ServerArgs
+from metal_engine.args import ServerArgs
 from metal_engine.server.parsers import Parsers
 from metal_engine.server.responses import ResponseStore, StoredResponse
 from tests.fakes import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer

@@ -13,8 +13,8 @@ import anthropic
 import pytest
 from tokenizers import AddedToken
 
+from metal_engine.args import ServerArgs
 from metal_engine.cli import make_parsers
-from metal_engine.config import ServerArgs
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.parsers import Parsers
 from metal_engine.server.protocol import ChatCompletionBody

@@ -200,6 +200,22 @@ def test_abort_between_arrival_and_admission() -> None:
     harness.drain()
 
 
+def test_host_memory_is_taken_until_a_request_is_admitted() -> None:
+    """Those who wait for a place in the pool hold what they loaded: a queue of them must not outgrow the limit."""
+    transfer = warm_store(make_prompt(0, 41), make_prompt(1, 41))
+    harness = make_harness(transfer, num_blocks=12)
+    harness.submit("first", make_prompt(0, 41), 4)
+    harness.submit("second", make_prompt(1, 41), 4)
+    for ticket in transfer.open_tickets:
+        transfer.deliver(ticket)
+    harness.step()
+    assert [ticket.request_id for ticket in transfer.held] == ["second"]
+    harness.run(until=lambda: len(harness.live) == 1)
+    harness.step()
+    assert not transfer.held and "second" in harness.scheduler.running
+    harness.drain()
+
+
 def test_preemption_after_loading() -> None:
     prompts = [make_prompt(seed, 21) for seed in range(3)]
     transfer = warm_store(*prompts)
@@ -210,6 +226,22 @@ def test_preemption_after_loading() -> None:
         transfer.deliver(ticket)
     harness.drain()
     assert harness.scheduler.num_preemptions > 0
+
+
+def test_no_producer_is_waited_for_after_preemption() -> None:
+    """It computed the prompt. What the request has generated since, nobody else is about to compute."""
+    prompt = make_prompt(0, 21)
+    transfer = warm_store(prompt, config=KVTransferConfig(kv_connector="fake", kv_role="kv_consumer"))
+    harness = make_harness(transfer)
+    harness.submit("r", prompt, 20, options=RequestOptions(do_remote_prefill=True))
+    assert transfer.open_tickets[0].follow
+    transfer.deliver(transfer.open_tickets[0])
+    harness.run(until=lambda: harness.tracked["r"].request.num_tokens == 33)
+    harness.scheduler.preempt_all()
+    (ticket,) = transfer.open_tickets
+    assert len(ticket.hashes) == 8 and not ticket.follow
+    transfer.deliver(ticket)
+    harness.drain()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from metal_engine.config import EngineArgs
+from metal_engine.args import EngineArgs
+from metal_engine.kv_transfer import transfer as transfer_module
 from metal_engine.kv_transfer.layout import BlockLayout, CorruptBlockError, KVPart
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stats import KVTransferStats
@@ -231,10 +232,12 @@ def test_writers_killed_at_any_point_leave_whole_blocks_only(tmp_path: Path) -> 
     """A thousand kill -9 at random points, over one directory, eviction included."""
     subprocess.run([sys.executable, "-c", _FORKER, tmp_path, "1000"], check=True)
     assert check_whole(tmp_path) > 0
-    for path in tmp_path.rglob(".tmp-*"):
+    others = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+    for path in others:
         os.utime(path, (1, 1))
     store = DiskStore(tmp_path, FINGERPRINT)
-    assert not list(tmp_path.rglob(".tmp-*"))
+    left = [path.name for path in others if path.exists()]
+    assert left == [".evicting"], "what they were writing is swept up"
     for seed in range(50):
         store.put(stored(seed))
     assert check_whole(tmp_path) == 50
@@ -379,6 +382,64 @@ def test_a_corrupt_block_ends_the_load_and_is_removed(transfer: KVTransfer, stor
     assert transfer.flush(DEADLINE) and transfer.stats.blocks_saved == 1, "it is written anew"
 
 
+def test_a_corrupt_block_that_cannot_be_removed_does_not_let_the_store_rest(
+    transfer: KVTransfer, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(block_hash: bytes) -> None:
+        raise StoreError("a directory that is not ours to write to")
+
+    monkeypatch.setattr(store, "discard", refuse)
+    store.put(stored(1, 2))
+    store.blocks[block(1)[0]] = b"nothing"
+    ticket = transfer.start_load("r", hashes(1), follow=False)
+    wait_until(lambda: ticket.is_done, "the load")
+    assert "cut short" in (ticket.error or "")
+    after = transfer.start_load("s", hashes(2), follow=False)
+    wait_until(lambda: after.is_done, "the next load")
+    assert len(after.blocks) == 1 and transfer.stats.store_errors == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a niceness for each thread")
+@pytest.mark.parametrize(("niceness", "asked_for"), [(0, [15]), (19, [])])
+def test_threads_give_way_and_live_on_where_that_is_forbidden(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, niceness: int, asked_for: list[int]
+) -> None:
+    """In a process that is nicer than they would be (`nice -n 19`), they would need privileges for less."""
+    given: list[int] = []
+
+    def refuse(which: int, who: int, priority: int) -> None:
+        given.append(priority)
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "getpriority", lambda which, who: niceness)
+    monkeypatch.setattr(os, "setpriority", refuse)
+    config = KVTransferConfig(kv_connector="memory", io_threads=1)
+    transfer = KVTransfer(store, LAYOUT, config, KVTransferStats())
+    try:
+        save(transfer, 1)
+        assert transfer.flush(DEADLINE)
+        ticket = transfer.start_load("r", hashes(1), follow=False)
+        wait_until(lambda: ticket.is_done, "the load")
+        assert len(ticket.blocks) == 1 and given == asked_for * 2
+    finally:
+        transfer.close()
+
+
+def test_many_followers_do_not_look_more_often_together(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_module, "_POLLS_PER_SECOND", 0.1)
+    config = KVTransferConfig(kv_connector="memory", io_threads=1)
+    transfer = KVTransfer(store, LAYOUT, config, KVTransferStats())
+    try:
+        tickets = [transfer.start_load(f"r{i}", hashes(i), follow=True) for i in range(20)]
+        wait_until(lambda: all(ticket.has_answered for ticket in tickets), "the first answers")
+        time.sleep(0.1)
+        assert store.num_calls == 20, "the next look is seconds away"
+    finally:
+        transfer.close()
+
+
 @pytest.mark.parametrize("error", [StoreError("gone"), RuntimeError("a mistake")])
 def test_a_store_that_fails_is_let_rest(
     transfer: KVTransfer, store: MemoryStore, clock: Clock, error: Exception
@@ -423,11 +484,13 @@ def test_loads_take_turns_for_host_memory(transfer: KVTransfer, store: MemorySto
     aborted = transfer.start_load("aborted", hashes(14), follow=False)
     transfer.end_load(aborted)
     assert second.started is third.started is None and transfer.stats.loads_deferred == 3
-    transfer.end_load(first)
+    assert len(transfer.end_load(first)) == 4
+    assert second.started is None, "what has arrived takes its memory until it is released"
+    transfer.release(first)
     wait_until(lambda: second.is_done and third.is_done, "the others")
-    assert len(second.blocks) == len(third.blocks) == 2
-    transfer.end_load(second)
-    transfer.end_load(third)
+    for ticket in (second, third):
+        assert len(transfer.end_load(ticket)) == 2
+        transfer.release(ticket)
     assert transfer._num_reserved_bytes == 0
 
 
@@ -450,7 +513,8 @@ def test_a_load_cancelled_in_the_middle_gives_its_memory_back(
     store.open.set()
     after = transfer.start_load("s", hashes(1), follow=False)
     wait_until(lambda: after.is_done, "the next load")
-    transfer.end_load(after)
+    assert len(transfer.end_load(after)) == 1
+    transfer.release(after)
     assert transfer._num_reserved_bytes == 0
 
 

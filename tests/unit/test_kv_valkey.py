@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import valkey
 
-from metal_engine.config import EngineArgs
+from metal_engine.args import EngineArgs
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.kv_transfer.stores.base import StoreError
@@ -112,6 +112,7 @@ def test_killed_and_back_again(server: ValkeyServer) -> None:
         for block_hash, data in ticket.blocks.items():
             assert (data == block(int.from_bytes(block_hash, "big"))[1]).all()
         transfer.end_load(ticket)
+        transfer.release(ticket)
     assert transfer.flush(DEADLINE) and transfer._num_reserved_bytes == 0
     server.start()
     clock.now += 60

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metal_engine.args import EngineArgs
 from metal_engine.config import (
     CacheConfig,
     ConfigError,
     DeviceInfo,
-    EngineArgs,
     ModelInfo,
     SchedulerConfig,
     resolve_config,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from metal_engine.config import ChatArgs, ConfigError, EngineArgs, ServerArgs
+from metal_engine.args import ChatArgs, EngineArgs, ServerArgs
+from metal_engine.config import ConfigError
 from metal_engine.settings import make_args, parse_count, parse_size, resolve, settings_of
 
 SETTINGS = settings_of(ServerArgs, EngineArgs)

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from metal_engine.config import GIB
+from metal_engine.args import GIB
 from metal_engine.kv_transfer.stores.base import StoreError
 
 logger = logging.getLogger(__name__)
