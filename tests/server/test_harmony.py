@@ -29,6 +29,7 @@ THOUGHT = "2 < 3, so.\n\nSay so."
 RECORDED: list[tuple[str, str, str, list[Call]]] = [
     (ANALYSIS + NEXT + FINAL, "It is: 2 <| 3. ", THOUGHT, []),
     (FINAL, "It is: 2 <| 3. ", "", []),
+    ("<|channel|>final to=assistant<|message|>Yes.", "Yes.", "", []),
     (FINAL + "<|return|>", "It is: 2 <| 3. ", "", []),
     (f"{ANALYSIS}{NEXT}<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}",
      "", THOUGHT, [WEATHER]),

@@ -112,6 +112,30 @@ def test_no_choice_leaves_calls_as_text() -> None:
         assert "tool_calls" not in choice["message"]
 
 
+def test_a_begun_call_that_is_none_in_other_endpoints() -> None:
+    """It stays incomplete, and says so where the endpoint has a word for it."""
+    with answering(MALFORMED["mistral"], parsers("mistral")) as served:
+        tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        with served.client().responses.stream(model=MODEL, input="hi", tools=tools) as stream:
+            for _ in stream:
+                pass
+            response = stream.get_final_response()
+        said, call, text = response.output
+        assert response.status == "completed" and said.type == text.type == "message"
+        assert call.type == "function_call"
+        assert (call.status, call.arguments) == ("incomplete", '{"city": ')
+        claude = anthropic.Anthropic(base_url=served.url, api_key="none")
+        inputs: Any = [
+            {"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS
+        ]
+        whole = claude.messages.create(model=MODEL, max_tokens=200, messages=USER, tools=inputs)
+        assert [block.type for block in whole.content] == ["text"] and whole.stop_reason == "end_turn"
+        with claude.messages.stream(model=MODEL, max_tokens=200, messages=USER, tools=inputs) as events:
+            message = events.get_final_message()
+        assert [block.type for block in message.content] == ["text", "tool_use", "text"]
+        assert message.stop_reason == "end_turn"
+
+
 def test_parallel_tool_calls() -> None:
     with answering(RECORDED[0].text, parsers("json_tools")) as served:
         message, _ = streamed(served, tools=TOOLS, parallel_tool_calls=False)
