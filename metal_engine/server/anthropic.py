@@ -12,8 +12,9 @@ from metal_engine.request import RequestOutput
 from metal_engine.server.anthropic_protocol import AnthropicOutputTokens, AnthropicResponse, AnthropicUsage
 from metal_engine.server.chat import Conversation, message_of
 from metal_engine.server.errors import APIError, anthropic_error
-from metal_engine.server.generation import Generation, ServedModel, finish_reason
+from metal_engine.server.generation import Generation, finish_reason
 from metal_engine.server.pieces import CallArguments, CallStart, Piece, TextPiece
+from metal_engine.server.preparation import ServedModel
 from metal_engine.server.protocol import ChatCompletionBody, Usage
 from metal_engine.server.streaming import named_sse
 from metal_engine.server.usage import ReasoningCounter
@@ -27,7 +28,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 class MessagesEndpoint:
-    """Implements :class:`metal_engine.server.generation.Endpoint` for one request."""
+    """Implements :class:`metal_engine.server.preparation.Endpoint` for one request."""
 
     id_prefix = "msg"
 

@@ -15,13 +15,13 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.server.admission import Admission
 from metal_engine.server.errors import install_error_handlers
 from metal_engine.server.gate import limit_body, require_api_key
-from metal_engine.server.generation import ServedModel
 from metal_engine.server.generation_routes import add_generation_routes
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.metrics import ServerMetrics
 from metal_engine.server.observe import observe
 from metal_engine.server.parameters import ParameterPolicy
 from metal_engine.server.parsers import Parsers
+from metal_engine.server.preparation import ServedModel
 from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status import add_model_routes, add_status_routes
 from metal_engine.server.strict_json import StrictJSONRoute

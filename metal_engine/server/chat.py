@@ -110,7 +110,7 @@ class Conversation:
 
 
 class ChatEndpoint:
-    """Implements :class:`metal_engine.server.generation.Endpoint` for one request."""
+    """Implements :class:`metal_engine.server.preparation.Endpoint` for one request."""
 
     id_prefix = "chatcmpl"
 

@@ -23,7 +23,7 @@ from metal_engine.server.usage import ReasoningCounter
 
 
 class CompletionEndpoint:
-    """Implements :class:`metal_engine.server.generation.Endpoint` for one request."""
+    """Implements :class:`metal_engine.server.preparation.Endpoint` for one request."""
 
     id_prefix = "cmpl"
 

@@ -22,7 +22,7 @@ from metal_engine.server.anthropic_protocol import (
 from metal_engine.server.chat import ChatEndpoint
 from metal_engine.server.completions import CompletionEndpoint
 from metal_engine.server.errors import APIError
-from metal_engine.server.generation import BodyT, Endpoint, ServedModel, prepare
+from metal_engine.server.preparation import BodyT, Endpoint, ServedModel, prepare
 from metal_engine.server.protocol import ChatCompletion, ChatCompletionBody, Completion, CompletionBody
 from metal_engine.server.responses import ResponsesEndpoint, ResponseStore, chat_of
 from metal_engine.server.responses_protocol import DeletedResponse, ResponsesBody

@@ -12,8 +12,9 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput
 from metal_engine.server.chat import Conversation, message_of
 from metal_engine.server.errors import APIError
-from metal_engine.server.generation import Generation, ServedModel, finish_reason
+from metal_engine.server.generation import Generation, finish_reason
 from metal_engine.server.pieces import Piece
+from metal_engine.server.preparation import ServedModel
 from metal_engine.server.protocol import ChatCompletionBody, Usage
 from metal_engine.server.response_items import Event, ResponseItems
 from metal_engine.server.responses_protocol import Message, Response, ResponsesBody, to_chat
@@ -70,7 +71,7 @@ class ResponseStore:
 
 
 class ResponsesEndpoint:
-    """Implements :class:`metal_engine.server.generation.Endpoint` for one request.
+    """Implements :class:`metal_engine.server.preparation.Endpoint` for one request.
 
     Args:
         body: as it came.

@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from metal_engine import __version__
 from metal_engine.server.errors import APIError, model_not_found
-from metal_engine.server.generation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.metrics import ServerMetrics
+from metal_engine.server.preparation import ServedModel
 from metal_engine.server.protocol import ErrorBody, Health, ModelCard, ModelList, Ready, Version
 
 

@@ -15,7 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from metal_engine.server.errors import APIError, to_api_error
-from metal_engine.server.generation import Endpoint, Generation
+from metal_engine.server.generation import Generation
+from metal_engine.server.preparation import Endpoint
 
 logger = logging.getLogger(__name__)
 

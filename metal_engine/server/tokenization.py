@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from metal_engine.server.chat import ChatEndpoint
 from metal_engine.server.errors import invalid, validated
-from metal_engine.server.generation import ServedModel
+from metal_engine.server.preparation import ServedModel
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage
 
 
