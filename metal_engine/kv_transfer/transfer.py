@@ -30,8 +30,11 @@ logger = logging.getLogger(__name__)
 # Read or written in one call of the store, about.
 _BATCH_BYTES = 8 << 20
 # The threads here give way to those that compute, where the system has a niceness for each thread: with this one, four
-# that load take a fifteenth of two busy cores (with 10 it would be a sixth).
-_NICENESS = 15
+# that load take a sixth of two busy cores.
+_NICENESS = 10
+# The most that saving takes of one core, beside that: decoding goes on while half a gigabyte of KV is written.
+# Loading is not held up so: somebody waits for it.
+_SAVE_CPU_SHARE = 1 / 3
 # How often a block is looked for that a producer is still computing, in seconds; more rarely where many requests
 # wait for such blocks, so that looking takes no more of Python's lock from the engine than this many times a second.
 _POLL_SECONDS = 0.01
@@ -123,6 +126,7 @@ class KVTransfer:
         self._num_reserved_bytes = 0
         self._saves: deque[tuple[list[bytes], np.ndarray]] = deque()
         self._num_save_bytes = 0
+        self._num_flushing = 0
         self._closing = self._closed = False
         self._save_thread = threading.Thread(target=self._run_saves, name="kv-save", daemon=True)
         self._load_threads = [
@@ -211,7 +215,14 @@ class KVTransfer:
     def flush(self, timeout: float) -> bool:
         """Wait until everything queued has been written, or given up; whether that was within ``timeout``."""
         with self._condition:
-            return self._condition.wait_for(lambda: self._num_save_bytes == 0, timeout)
+            if timeout <= 0:
+                return self._num_save_bytes == 0
+            self._num_flushing += 1
+            self._condition.notify_all()
+            try:
+                return self._condition.wait_for(lambda: self._num_save_bytes == 0, timeout)
+            finally:
+                self._num_flushing -= 1
 
     def close(self) -> None:
         """Write what is queued, for as long as the configuration allows, then stop the threads."""
@@ -335,7 +346,12 @@ class KVTransfer:
                 hashes, data = self._saves[0]
             for start in range(0, len(hashes), self._blocks_per_batch):
                 batch = hashes[start : start + self._blocks_per_batch]
+                used = time.thread_time()
                 self._save_batch(batch, data[start : start + self._blocks_per_batch])
+                used = time.thread_time() - used
+                with self._condition:  # those who wait for the end of all saves have nothing else to do
+                    pause = used * (1 / _SAVE_CPU_SHARE - 1)
+                    self._condition.wait_for(lambda: self._num_flushing > 0 or self._closed, pause)
                 if self._closed:
                     return
             with self._condition:
