@@ -357,7 +357,7 @@ class SchedulerHarness:
         self._steps_passed_over = self._steps_passed_over + 1 if passed_over else 0
         assert self._steps_passed_over <= self.config.max_num_partial_prefills, "a free slot stays free"
         if is_plain(self.config, self.cache_config):
-            check_fcfs(self.scheduler, plan, before, context_lens, num_preemptions)
+            check_fcfs(self.scheduler, plan, before, context_lens, num_preemptions, self.depth)
         is_idle = not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions
         if is_idle and not self.scheduler.loading:
             assert not self.live, "nothing is under way, and nothing is planned"

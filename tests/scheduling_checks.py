@@ -111,13 +111,18 @@ def check_fcfs(
     demand: dict[str, int],
     context_lens: dict[str, int],
     num_preemptions: int,
+    depth: int,
 ) -> None:
     """Earlier arrivals go first, and nothing that could be used is left over.
+
+    With more than one step under way, a preempted request may come back to find its slot taken by a later one, which
+    goes on: it could not be planned while its token was under way.
 
     Args:
         demand: request id -> tokens it could have computed in this step, in order of arrival.
         context_lens: as for :func:`check_plan`.
         num_preemptions: requests preempted by this plan.
+        depth: steps that may be under way at once.
     """
     order = list(demand)
     order.sort(key=lambda r: demand[r] != 1 or r not in context_lens)  # decodes go first
@@ -125,19 +130,23 @@ def check_fcfs(
     scheduled = set(packed)
     assert packed == [r for r in order if r in scheduled], "not packed decodes first, in order of arrival"
     left = scheduler.config.max_num_batched_tokens
-    served_all_before = True
+    served_all_before = served_running_before = True
     for request_id in order:
         share = plan.num_scheduled_tokens.get(request_id, 0)
+        is_running = request_id in context_lens
         if demand[request_id] > 0:
             if share:
-                assert served_all_before, f"{request_id} overtook an earlier arrival"
+                in_turn = served_running_before if is_running and depth > 1 else served_all_before
+                assert in_turn, f"{request_id} overtook an earlier arrival"
                 assert share == min(demand[request_id], left), f"{request_id} got {share} of {left}"
             else:
                 served_all_before = False
+                served_running_before &= not is_running
         left -= share
     oldest = next(iter(demand), None)
     if oldest is not None and demand[oldest] > 0:
-        assert oldest in plan.num_scheduled_tokens, "the oldest request does not advance"
+        slot_is_taken = depth > 1 and oldest not in context_lens and any(demand[r] > 1 for r in context_lens)
+        assert oldest in plan.num_scheduled_tokens or slot_is_taken, "the oldest request does not advance"
     # Room left over and a request that could use it: only the pool may stand in between.
     waiting = next(iter(scheduler.waiting), None)
     if waiting is not None and not waiting.num_output_placeholders and left > 0 and not num_preemptions:

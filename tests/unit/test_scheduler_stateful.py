@@ -147,7 +147,7 @@ class PipelinedSchedulerMachine(SchedulerMachine):
 _QUICK = settings(
     max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
-_FULL = settings(_QUICK, max_examples=3000, stateful_step_count=80)
+_FULL = settings(_QUICK, max_examples=1000, stateful_step_count=80)
 
 
 class TestScheduler(SchedulerMachine.TestCase):

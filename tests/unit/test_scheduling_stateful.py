@@ -121,10 +121,10 @@ class TestLargeKnobs(LargeKnobsMachine.TestCase):
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 class TestKnobsFull(KnobsMachine.TestCase):
-    settings = settings(_KNOBS_QUICK, max_examples=6000, stateful_step_count=60)
+    settings = settings(_KNOBS_QUICK, max_examples=2000, stateful_step_count=60)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 class TestLargeKnobsFull(LargeKnobsMachine.TestCase):
-    settings = settings(_LARGE_QUICK, max_examples=150, stateful_step_count=20)
+    settings = settings(_LARGE_QUICK, max_examples=100, stateful_step_count=20)
