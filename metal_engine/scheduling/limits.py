@@ -146,15 +146,19 @@ class PrefillShares:
             and attention_work(num_computed_tokens, num_tokens) <= self.step.attention_work
         )
 
-    def take(self, request: Request) -> None:
-        """Take a new request in, for which :meth:`has_room`, and give it the smallest share."""
-        self.num_long += is_long(num_remaining(request, self._config), self._config)
-        self._take(request)
+    def take(self, request: Request, *, whole: bool = False) -> None:
+        """Take a new request in, for which :meth:`has_room`, and give it the smallest share.
 
-    def _take(self, request: Request) -> None:
+        ``whole``: give it all at once, for which :meth:`has_room_for_all`. It has no slot, so it must be done with
+        this step, and a part of what is left, beside others who ask for some, may be too little.
+        """
+        self.num_long += is_long(num_remaining(request, self._config), self._config)
+        self._take(request, whole)
+
+    def _take(self, request: Request, whole: bool = False) -> None:
         remaining = num_remaining(request, self._config)
         self.shares[request] = 0
-        self._give(request, min(remaining, self._block_size, self.step.tokens))
+        self._give(request, remaining if whole else min(remaining, self._block_size, self.step.tokens))
         if self.shares[request] < remaining:
             self._hungry.append(request)
 

@@ -237,7 +237,7 @@ class Scheduler:
             has_room = prefills.has_some_room if has_slot else prefills.has_room_for_all
             if not has_room(admission.request, *admission.extent) or not self._admit(plan, admission):
                 break
-            prefills.take(admission.request)
+            prefills.take(admission.request, whole=not has_slot)
             prefills.spread()
 
     def _next_waiting(self, prefills: PrefillShares) -> _Admission | None:

@@ -383,6 +383,24 @@ def test_a_context_too_long_for_the_cap_does_not_keep_others_out() -> None:
     harness.drain()
 
 
+@pytest.mark.parametrize("length", range(3, 12))
+def test_a_prompt_that_is_let_in_without_a_slot_is_done_in_that_step(length: int) -> None:
+    """It fits into what others leave, and must not have to share that with the one that has the slot."""
+    harness = make_harness(
+        54, block_size=2, seqs=4, partial=1, threshold=7, page_aligned_scheduling=True, max_attention_work=49
+    )
+    harness.submit("long", make_prompt(0, 80), 1)
+    num_whole = 0
+    for i in range(60):
+        if not harness.live:
+            break
+        if "long" in harness.scheduler.running and len(harness.live) < 3:
+            harness.submit(f"short {i}", make_prompt(i % 5, length), 1)
+        step = harness.step()  # checks that no more prompts are in progress than may be
+        num_whole += sum(step.num_scheduled_tokens.get(r.request_id, 0) == length for r in step.new_requests)
+    assert num_whole or length > 6
+
+
 def test_decodes_that_take_the_whole_cap_leave_a_block_to_each_in_turn() -> None:
     harness = make_harness(budget=64, max_attention_work=300, num_blocks=1000)
     for i in range(8):
