@@ -124,7 +124,7 @@ def test_every_combination(
 
 @pytest.mark.parametrize(
     ("budget", "block_size"),
-    [(512, 16), pytest.param(61, 8, marks=pytest.mark.full), pytest.param(512, 32, marks=pytest.mark.full)],
+    [(512, 16), pytest.param(512, 8, marks=pytest.mark.full), pytest.param(512, 32, marks=pytest.mark.full)],
 )
 def test_forced_preemption(
     make_engine: MakeEngine, prompts: list[list[int]], assert_golden: Any, budget: int, block_size: int
