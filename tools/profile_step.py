@@ -73,6 +73,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
     from metal_engine.attention.mlx_ops import MlxOpsPlan
     from metal_engine.models.cpu_ops import TableRoPE
     from metal_engine.models.layer_cache import LayerCache
+    from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner import step_sampling
 
     replaced: list[tuple[Any, str, Any]] = []
@@ -92,6 +93,9 @@ def instrumented(clock: Clock) -> Iterator[None]:
         replaced.append((owner, "__call__", original))
         owner.__call__ = call
 
+    # Operations are evaluated while the step is built, and what holds the cache's arrays then has them copied.
+    replaced.append((PagedModel, "snapshot", PagedModel.snapshot))
+    PagedModel.snapshot = lambda self: []
     by_shape(nn.Linear, "GEMM")
     replace(nn.Embedding, "as_linear", "LM head")
     replace(nn.Embedding, "__call__", "embedding")
@@ -114,10 +118,10 @@ def make_engine(args: argparse.Namespace) -> EngineCore:
         from metal_engine.platform.blas import load_optimized_blas
 
         load_optimized_blas()
-        from metal_engine.models import cpu_ops, seam
+        from metal_engine.models import cpu_ops
 
         cpu_ops.REPLACEMENTS.clear()
-        seam.use_tables = lambda model: None
+        cpu_ops.use_tables = lambda model: None
     limit = args.budget or max(2 * args.num_requests * args.prompt_len, 64)
     return build_engine(
         EngineArgs(

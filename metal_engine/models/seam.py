@@ -18,7 +18,6 @@ from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from metal_engine.models import cpu_ops
-from metal_engine.models.cpu_ops import REPLACEMENTS, use_tables
 from metal_engine.models.errors import UnsupportedModelError
 from metal_engine.models.layer_cache import (
     AttendingCache,
@@ -74,7 +73,7 @@ def open_model(model: nn.Module, step: StepState) -> OpenedModel:
             what = _OTHER_STATE.get(kind, "its state is not a plain KV cache")
             raise UnsupportedModelError(f"{what} ({kind})")
     _install_attention_seam(model)
-    use_tables(model)
+    cpu_ops.use_tables(model)
     recorders, vocab_size = _record(model, len(caches))
     if not all(r.num_reads for r in recorders) and open_softcapped_layers(model):
         recorders, _ = _record(model, len(caches))
@@ -122,7 +121,7 @@ def _install_attention_seam(model: nn.Module) -> None:
     Classes of a checkpoint's own code belong to no module in ``sys.modules``, so the methods are asked for
     their globals.
     """
-    replacements = [(mlx_lm_base.scaled_dot_product_attention, _seam), *REPLACEMENTS]
+    replacements = [(mlx_lm_base.scaled_dot_product_attention, _seam), *cpu_ops.REPLACEMENTS]
     homes = [vars(module) for module in (mlx_lm_base, activations, cpu_ops)]  # where the originals are called
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
         for method in vars(cls).values():

@@ -21,6 +21,8 @@ _CALL = re.compile(
 )
 # Keywords whose values are no schemas, so what looks like a reference in them is none.
 _DATA = frozenset({"const", "enum", "default", "examples"})
+# Keywords whose values have schemas by name; the names are no keywords, whatever they look like.
+_BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 
 def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bool) -> Schema:
@@ -72,12 +74,14 @@ def _moved(schema: Any, root: str) -> Any:
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {}
+    moved: Schema = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
             moved[key] = root + value[1:]
         elif key in _DATA:
             moved[key] = value
+        elif key in _BY_NAME and isinstance(value, dict):
+            moved[key] = {name: _moved(inner, root) for name, inner in value.items()}
         else:
             moved[key] = _moved(value, root)
     return moved

@@ -17,11 +17,7 @@ from metal_engine.server.errors import APIError, engine_dead, invalid, model_not
 from metal_engine.server.generation import Generation
 from metal_engine.server.parameters import ParameterPolicy
 from metal_engine.server.parsers import Parsers
-from metal_engine.server.protocol import (
-    GenerationBody,
-    KVTransferParams,
-    Usage,
-)
+from metal_engine.server.protocol import GenerationBody, KVTransferParams, Usage
 from metal_engine.server.sampling import parameter_error, sampling_params
 from metal_engine.server.usage import ReasoningCounter
 

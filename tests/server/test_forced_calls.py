@@ -223,3 +223,10 @@ def test_references_move_with_their_schema() -> None:
     assert schema["$defs"]["2"]["properties"]["next"]["anyOf"][0] == {"$ref": "#/$defs/2"}
     # What only looks like a reference: the name of a property, and data.
     assert schema["$defs"]["3"]["properties"]["$ref"] == {"const": {"$ref": "#"}}
+
+
+@pytest.mark.parametrize("name", ["default", "enum", "const", "examples", "$ref", "properties"])
+def test_a_property_may_be_called_like_a_keyword(name: str) -> None:
+    own = {"properties": {name: {"$ref": "#/$defs/T"}}, "$defs": {"T": {"type": "integer"}}}
+    schema = forced_schema([tool("f", own)], None, parallel=True)
+    assert schema["$defs"]["0"]["properties"][name] == {"$ref": "#/$defs/0/$defs/T"}
