@@ -71,7 +71,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
     import mlx_lm.models.llama as llama
 
     from metal_engine.attention.mlx_ops import MlxOpsPlan
-    from metal_engine.models.cpu_ops import TableRoPE
+    from metal_engine.models.cpu_ops import ProductRMSNorm, TableRoPE
     from metal_engine.models.layer_cache import LayerCache
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner import step_sampling
@@ -100,6 +100,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
     replace(nn.Embedding, "as_linear", "LM head")
     replace(nn.Embedding, "__call__", "embedding")
     replace(nn.RMSNorm, "__call__", "RMSNorm")
+    replace(ProductRMSNorm, "__call__", "RMSNorm")
     replace(nn.RoPE, "__call__", "RoPE")
     replace(TableRoPE, "__call__", "RoPE")
     replace(LayerCache, "update_and_fetch", "KV write", also=lambda cache, *_: (cache.keys, cache.values))
@@ -121,7 +122,7 @@ def make_engine(args: argparse.Namespace) -> EngineCore:
         from metal_engine.models import cpu_ops
 
         cpu_ops.REPLACEMENTS.clear()
-        cpu_ops.use_tables = lambda model: None
+        cpu_ops.use_faster_layers = lambda model: None
     limit = args.budget or max(2 * args.num_requests * args.prompt_len, 64)
     return build_engine(
         EngineArgs(

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionMetadata
-from metal_engine.attention.exp2 import FLOOR, LOG2E, exp2_of_scores
+from metal_engine.attention.exp2 import FLOOR, LOG2E, weights_of_scores
 from metal_engine.attention.mlx_plan import CPU_LIMITS, GPU_LIMITS, Dims, Limits, Queries, Work, plan_work
 
-MIN_VECTOR = 8_192  # scores; for fewer, more operations cost more than they save
+MIN_VECTOR = 8_192  # scores; for fewer, compiling for one more shape in every step costs more than it saves
 
 
 class State(NamedTuple):
@@ -34,7 +34,9 @@ def _update(state: State | None, scores: mx.array, values: mx.array, on_gpu: boo
     if state is not None:
         peak = mx.maximum(peak, state.peak)
     in_vectors = not on_gpu and scores.size >= MIN_VECTOR
-    weights = exp2_of_scores(scores - peak) if in_vectors else mx.power(2.0, mx.maximum(scores - peak, FLOOR))
+    weights = (
+        weights_of_scores(scores, peak) if in_vectors else mx.power(2.0, mx.maximum(scores - peak, FLOOR))
+    )
     # A product with ones, because a sum along the last axis is not vectorized on a CPU.
     total = (weights.reshape(-1, num_keys) @ mx.ones((num_keys, 1))).reshape(peak.shape)
     out = weights @ values

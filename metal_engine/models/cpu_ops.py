@@ -11,21 +11,27 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations
 
-from metal_engine.attention.exp2 import LOG2E, exp2, in_pieces
+from metal_engine.attention.exp2 import LOG2E, exp2
+from metal_engine.platform.compiled import CompiledByShape
+
+
+def _on_cpu(*arrays: mx.array) -> bool:
+    """Whether they are float32, and the CPU's to compute with."""
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    return on_cpu and all(array.dtype == mx.float32 for array in arrays)
 
 
 def _silu_times(gate: mx.array, x: mx.array) -> mx.array:
     return gate / (1.0 + exp2(mx.clip(gate * -LOG2E, -126.0, 126.0))) * x
 
 
-_compiled_silu_times = mx.compile(_silu_times)
+_compiled_silu_times = CompiledByShape(_silu_times)
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) * x, of any shape."""
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    if on_cpu and gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape and gate.size:
-        return in_pieces(_silu_times, _compiled_silu_times, gate, x)
+    if _on_cpu(gate, x) and gate.shape == x.shape and gate.size:
+        return _compiled_silu_times(gate, x)
     return _mlx_lm_swiglu(gate, x)
 
 
@@ -35,8 +41,8 @@ _mlx_lm_swiglu = activations.swiglu
 REPLACEMENTS: list[tuple[Callable[..., mx.array], Callable[..., mx.array]]] = [(_mlx_lm_swiglu, swiglu)]
 
 
-# For fewer rows, the operations below cost more than the sines and cosines.
-MIN_TABLE_ROWS = 64
+# For fewer rows, the operations below cost more than they save.
+MIN_ROWS = 64
 
 
 class StepPositions(mx.array):
@@ -47,28 +53,35 @@ class StepPositions(mx.array):
         self.tables: dict[tuple[object, ...], tuple[mx.array, mx.array]] = {}
 
 
+def _turn_neighbours(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    dims = 2 * cos.shape[-1]
+    a, b = x[..., 0:dims:2], x[..., 1:dims:2]
+    turned = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(*x.shape[:-1], dims)
+    return mx.concatenate([turned, x[..., dims:]], axis=-1) if x.shape[-1] > dims else turned
+
+
+def _turn_halves(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return mx.concatenate([a * cos - b * sin, a * sin + b * cos, *([rest] if rest.size else [])], axis=-1)
+
+
+_turned_neighbours, _turned_halves = CompiledByShape(_turn_neighbours), CompiledByShape(_turn_halves)
+
+
 class TableRoPE(nn.RoPE):
     """RoPE that takes sines and cosines from the step where it can: MLX's own computes them anew at every call."""
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """x [N, heads, 1, head_dim] for :class:`StepPositions`; else as ``nn.RoPE``."""
-        on_cpu = mx.default_device().type == mx.DeviceType.cpu
-        large = x.ndim == 4 and x.shape[0] >= MIN_TABLE_ROWS and x.shape[2] == 1
-        if not (on_cpu and isinstance(offset, StepPositions) and large and x.dtype == mx.float32):
+        large = x.ndim == 4 and x.shape[0] >= MIN_ROWS and x.shape[2] == 1
+        if not (isinstance(offset, StepPositions) and large and _on_cpu(x)):
             return super().__call__(x, offset)  # type: ignore[arg-type]
         key = (self.dims, self.traditional, self.base, self.scale)
         if key not in offset.tables:
             offset.tables[key] = self._table(offset)
         cos, sin = offset.tables[key]
-        rest = x[..., self.dims :]
-        if self.traditional:  # neighbours
-            a, b = x[..., 0 : self.dims : 2], x[..., 1 : self.dims : 2]
-            turned = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(
-                *x.shape[:-1], self.dims
-            )
-            return mx.concatenate([turned, rest], axis=-1) if rest.size else turned
-        a, b = x[..., : self.dims // 2], x[..., self.dims // 2 : self.dims]
-        return mx.concatenate([a * cos - b * sin, a * sin + b * cos, *([rest] if rest.size else [])], axis=-1)
+        return (_turned_neighbours if self.traditional else _turned_halves)(x, cos, sin)
 
     def _table(self, positions: mx.array) -> tuple[mx.array, mx.array]:
         """Cosines and sines, each [N, 1, 1, dims / 2]: what MLX's own makes of the vector (1, 0) of each pair."""
@@ -81,8 +94,28 @@ class TableRoPE(nn.RoPE):
         return turned[..., :half], turned[..., half:]
 
 
-def use_tables(model: nn.Module) -> None:
-    """Make a model's plain RoPE layers use tables. Other kinds stay as they are."""
+def _scale(x: mx.array, by_row: mx.array, weight: mx.array) -> mx.array:
+    return x * by_row * weight
+
+
+_scaled = CompiledByShape(_scale)
+
+
+class ProductRMSNorm(nn.RMSNorm):
+    """RMSNorm whose sum is a matrix product: MLX's own sums along the last axis element by element."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        dims = x.shape[-1]
+        if not _on_cpu(x) or x.size < MIN_ROWS * dims:
+            return super().__call__(x)  # type: ignore[no-any-return]
+        mean = (x * x).reshape(-1, dims) @ mx.full((dims, 1), 1 / dims)
+        return _scaled(x, mx.rsqrt(mean + self.eps).reshape(*x.shape[:-1], 1), self.weight)
+
+
+_FASTER_LAYERS = {nn.RoPE: TableRoPE, nn.RMSNorm: ProductRMSNorm}
+
+
+def use_faster_layers(model: nn.Module) -> None:
+    """Make a model's plain RoPE and RMSNorm layers ours. Classes derived from them stay as they are."""
     for module in model.modules():
-        if type(module) is nn.RoPE:
-            module.__class__ = TableRoPE
+        module.__class__ = _FASTER_LAYERS.get(type(module), type(module))

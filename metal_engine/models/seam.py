@@ -73,7 +73,7 @@ def open_model(model: nn.Module, step: StepState) -> OpenedModel:
             what = _OTHER_STATE.get(kind, "its state is not a plain KV cache")
             raise UnsupportedModelError(f"{what} ({kind})")
     _install_attention_seam(model)
-    cpu_ops.use_tables(model)
+    cpu_ops.use_faster_layers(model)
     recorders, vocab_size = _record(model, len(caches))
     if not all(r.num_reads for r in recorders) and open_softcapped_layers(model):
         recorders, _ = _record(model, len(caches))

@@ -46,32 +46,39 @@ def test_other_dtypes_are_mlx_lms_own(dtype: mx.Dtype) -> None:
 
 def test_a_second_installation_does_not_replace_what_the_replacement_calls() -> None:
     model = nn.Sequential(nn.RoPE(64))
-    cpu_ops.use_tables(model)  # from here its layers belong to cpu_ops
+    cpu_ops.use_faster_layers(model)  # from here its layers belong to cpu_ops
     seam._install_attention_seam(model)
     gate = mx.ones((2, 8), mx.float16)
     assert mx.array_equal(cpu_ops.swiglu(gate, gate), activations.swiglu(gate, gate))
 
 
-def test_compiled_pieces_have_few_sizes() -> None:
-    """Whatever numbers of rows come: each size costs a compilation."""
-    sizes = set()
-
-    def note(x: mx.array) -> mx.array:
-        sizes.add(x.size)
-        return x + 1
-
-    for rows in range(1, 600, 7):
-        x = mx.arange(rows * 1536)
-        assert mx.array_equal(exp2.in_pieces(lambda x: x + 1, note, x), x + 1)
-    assert 3 <= len(sizes) <= 10
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2047), (2, 3, 5000)])
+def test_weights_of_scores(shape: tuple[int, ...]) -> None:
+    scores = 7 - np.random.default_rng(1).exponential(20, shape).astype(np.float32)
+    scores[..., -1] = -1e30  # what masks add
+    peak = np.full((*shape[:-1], 1), 7, np.float32)
+    out = np.array(exp2.weights_of_scores(mx.array(scores), mx.array(peak)))
+    below = (scores - peak).astype(np.float64)
+    np.testing.assert_allclose(out, 2.0 ** np.maximum(below, exp2.FLOOR), rtol=5e-7)
 
 
-@pytest.mark.parametrize("size", [1, 2047, 2048, 5000, 300_000])
-def test_exp2_of_scores(size: int) -> None:
-    x = -np.random.default_rng(1).exponential(20, size).astype(np.float32)
-    x[0] = -1e30  # what masks add
-    out = np.array(exp2.exp2_of_scores(mx.array(x)))
-    np.testing.assert_allclose(out, 2.0 ** np.maximum(x.astype(np.float64), exp2.FLOOR), rtol=5e-7)
+@pytest.mark.parametrize("num_rows", [5, 64, 129])
+@pytest.mark.parametrize("dims", [8, 576])
+def test_rms_norm(num_rows: int, dims: int) -> None:
+    """Against the formula in float64; for few rows, MLX's own."""
+    layer, original = nn.RMSNorm(dims, eps=1e-3), nn.RMSNorm(dims, eps=1e-3)
+    layer.weight = original.weight = mx.random.normal((dims,))
+    cpu_ops.use_faster_layers(layer)
+    assert type(layer) is cpu_ops.ProductRMSNorm
+    x = np.random.default_rng(0).normal(0, 3, (num_rows, 1, dims)).astype(np.float32)
+    x[0] = 0
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3) * np.array(original.weight)
+    out = layer(mx.array(x))
+    np.testing.assert_allclose(np.array(out), expected, rtol=2e-6, atol=1e-6)
+    assert num_rows >= cpu_ops.MIN_ROWS or mx.array_equal(out, original(mx.array(x)))
+    half = mx.array(x).astype(mx.float16)
+    assert mx.array_equal(layer(half), original(half))
 
 
 @pytest.mark.parametrize("traditional", [False, True])
@@ -81,9 +88,9 @@ def test_rope_from_tables(traditional: bool, dims: int, head_dim: int, scale: fl
     """Against the formula in float64, and against MLX's own."""
     original = nn.RoPE(dims, traditional=traditional, base=1e5, scale=scale)
     ours = nn.RoPE(dims, traditional=traditional, base=1e5, scale=scale)
-    cpu_ops.use_tables(ours)
+    cpu_ops.use_faster_layers(ours)
     assert type(ours) is cpu_ops.TableRoPE
-    positions = np.array([0, 1, 2, 77, 4095, *range(cpu_ops.MIN_TABLE_ROWS)])
+    positions = np.array([0, 1, 2, 77, 4095, *range(cpu_ops.MIN_ROWS)])
     x = np.random.default_rng(0).normal(size=(len(positions), 3, 1, head_dim)).astype(np.float32)
     step = cpu_ops.StepPositions(mx.array(positions))
     out = np.array(ours(mx.array(x), step))
@@ -109,11 +116,11 @@ def test_rope_from_tables(traditional: bool, dims: int, head_dim: int, scale: fl
 
 
 def test_rope_tables_tell_layers_apart() -> None:
-    positions = mx.full((cpu_ops.MIN_TABLE_ROWS,), 5)
+    positions = mx.full((cpu_ops.MIN_ROWS,), 5)
     step = cpu_ops.StepPositions(positions)
     x = mx.random.normal((positions.size, 2, 1, 64))
     for base in (1e4, 1e6):
         layer = nn.RoPE(64, base=base)
-        cpu_ops.use_tables(layer)
+        cpu_ops.use_faster_layers(layer)
         assert mx.allclose(layer(x, step), nn.RoPE(64, base=base)(x, positions), atol=1e-6)
     assert len(step.tables) == 2
