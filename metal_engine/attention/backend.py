@@ -30,6 +30,15 @@ class BlockWrites:
 
 
 @dataclass(frozen=True)
+class RunWrites:
+    """A step's rows, those with consecutive slots apart: a slice of the cache takes them in one copy."""
+
+    runs: list[tuple[int, int, int]]  # first packed row, number of rows, slot of the first
+    other_rows: mx.array  # [M]
+    other_slots: mx.array  # [M]
+
+
+@dataclass(frozen=True)
 class AttentionMetadata:
     """Where the rows of a packed step come from and where their KV lives. Built once per step, for all layers.
 
@@ -42,9 +51,11 @@ class AttentionMetadata:
     block_table: np.ndarray  # [B, max_blocks] logical -> physical block; entries past seq_len are padding
     slot_mapping: mx.array  # [N] block_id * block_size + position % block_size
     block_size: int
+    # Faster ways to write than by slot, at most one of them.
     block_writes: BlockWrites | None = (
         None  # under page-aligned scheduling, if any row fills a block with others
     )
+    run_writes: RunWrites | None = None  # on a CPU, if there are runs that are long enough
 
     @property
     def num_tokens(self) -> int:

@@ -112,7 +112,7 @@ class ProductRMSNorm(nn.RMSNorm):
         return _scaled(x, mx.rsqrt(mean + self.eps).reshape(*x.shape[:-1], 1), self.weight)
 
 
-_FASTER_LAYERS = {nn.RoPE: TableRoPE, nn.RMSNorm: ProductRMSNorm}
+_FASTER_LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.RoPE: TableRoPE, nn.RMSNorm: ProductRMSNorm}
 
 
 def use_faster_layers(model: nn.Module) -> None:

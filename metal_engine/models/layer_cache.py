@@ -142,24 +142,30 @@ class LayerCache(AttendingCache):
         self.keys, self.values = keys, values
 
     def _write(self, name: str, rows: mx.array) -> None:
-        """Write [N, num_kv_heads, D] to the array of that name, whole blocks by block where they are told apart.
+        """Write [N, num_kv_heads, D] to the array of that name, many rows at once where they are told apart.
 
-        A scatter is in place when nothing else holds the old array, which MLX sees when the step runs. So the
+        A write is in place when nothing else holds the old array, which MLX sees when the step runs. So the
         attribute is cleared first: the old array has one owner at a time.
         """
-        assert self._step.metadata is not None
-        slots, by_block = self._step.metadata.slot_mapping, self._step.metadata.block_writes
+        metadata = self._step.metadata
+        assert metadata is not None
+        by_block, by_run = metadata.block_writes, metadata.run_writes
         array = getattr(self, name)
         setattr(self, name, None)
         rows = rows.astype(array.dtype)
-        if by_block is None:
-            array[slots] = rows
-        else:
+        if by_run is not None:
+            for first, count, slot in by_run.runs:
+                array[slot : slot + count] = rows[first : first + count]
+            if by_run.other_rows.size:
+                array[by_run.other_slots] = rows[by_run.other_rows]
+        elif by_block is not None:
             array = self._blocks(array)
             array[by_block.block_ids] = self._blocks(rows[by_block.rows])
             array = array.reshape(-1, *rows.shape[1:])
             if by_block.other_rows.size:
                 array[by_block.other_slots] = rows[by_block.other_rows]
+        else:
+            array[metadata.slot_mapping] = rows
         setattr(self, name, array)
 
     def block_arrays(self) -> dict[str, mx.array]:
@@ -241,11 +247,9 @@ class LatentLayerCache(LayerCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write latents [N, 1, 1, latent_dim] and position parts [N, 1, 1, rope_dim] to their slots."""
-        assert self._step.metadata is not None
         rows = mx.concatenate([keys[:, :, 0], values[:, :, 0]], axis=-1)  # [N, 1, latent_dim + rope_dim]
-        # One owner at a time, or the scatter could not be in place.
-        del self.values
-        self.keys[self._step.metadata.slot_mapping] = rows.astype(self.keys.dtype)
+        del self.values  # the other owner
+        self._write("keys", rows)
         self.values = self.keys
         self.num_writes += 1
         return keys, _PositionKeys(0)

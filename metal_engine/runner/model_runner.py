@@ -7,14 +7,17 @@ from collections import deque
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, BlockWrites
+from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, BlockWrites, RunWrites
 from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
 from metal_engine.models.paged_model import KVSnapshot, PagedModel
 from metal_engine.platform.streams import end_streams_of_thread
-from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
+from metal_engine.runner.batch import PackedBatch, RequestTable, runs_of_slots, whole_block_rows
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.step import ModelOutput, SchedulerOutput
+
+# Rows from which a run is written as a slice: one costs as much as writing about ten rows by slot (CPU).
+MIN_RUN = 16
 
 
 class ModelRunner:
@@ -41,6 +44,8 @@ class ModelRunner:
         self._backend = backend
         self._cache_config = cache_config
         self._writes_blocks = scheduler_config.page_aligned_scheduling
+        # On a GPU, one launch for all rows.
+        self._writes_runs = not self._writes_blocks and mx.default_device().type == mx.DeviceType.cpu
         self._runs_ahead = scheduler_config.async_scheduling
         self._table = RequestTable(
             scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size
@@ -84,6 +89,7 @@ class ModelRunner:
             slot_mapping=mx.array(batch.slot_mapping),
             block_size=block_size,
             block_writes=_block_writes(batch, block_size) if self._writes_blocks else None,
+            run_writes=_run_writes(batch) if self._writes_runs else None,
         )
         sampling = StepSampling(self._table, plan, batch)
         if self.kv_connector is not None:
@@ -189,6 +195,21 @@ def _block_writes(batch: PackedBatch, block_size: int) -> BlockWrites | None:
     return BlockWrites(
         rows=mx.array(rows.ravel()),
         block_ids=mx.array(batch.slot_mapping[rows[:, 0]] // block_size),
+        other_rows=mx.array(others),
+        other_slots=mx.array(batch.slot_mapping[others]),
+    )
+
+
+def _run_writes(batch: PackedBatch) -> RunWrites | None:
+    runs = runs_of_slots(batch.slot_mapping, MIN_RUN)
+    if len(runs) == 0:
+        return None
+    is_other = np.ones(len(batch.slot_mapping), bool)
+    for first, count, _ in runs.tolist():
+        is_other[first : first + count] = False
+    others = np.flatnonzero(is_other).astype(np.int32)
+    return RunWrites(
+        [(first, count, slot) for first, count, slot in runs.tolist()],
         other_rows=mx.array(others),
         other_slots=mx.array(batch.slot_mapping[others]),
     )

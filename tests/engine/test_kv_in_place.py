@@ -150,8 +150,10 @@ def test_the_measurement_sees_a_copy() -> None:
     assert mx.get_peak_memory() - before >= kept.nbytes / 2
 
 
-def _aligned_runner(num_blocks: int, *, ahead: bool = False) -> tuple[PagedModel, ModelRunner, Scheduler]:
-    paged = PagedModel(tiny_model(num_hidden_layers=2))
+def _aligned_runner(
+    num_blocks: int, *, ahead: bool = False, **model_config: Any
+) -> tuple[PagedModel, ModelRunner, Scheduler]:
+    paged = PagedModel(tiny_model(**{"num_hidden_layers": 2, **model_config}))
     cache = CacheConfig(block_size=16, num_blocks=num_blocks)
     config = SchedulerConfig(
         max_num_batched_tokens=90,
@@ -171,27 +173,32 @@ def _add(scheduler: Scheduler, lengths: list[int], max_tokens: int) -> None:
         scheduler.add_request(Request(str(i), prompt, params, max_tokens=max_tokens))
 
 
-def test_writing_by_block_leaves_the_same_cache_as_writing_by_slot() -> None:
-    caches, num_by_block = [], 0
-    for by_block in (False, True):
+@pytest.mark.parametrize("config", [{}, LATENT], ids=["plain", "latent"])
+def test_every_way_of_writing_leaves_the_same_cache(config: dict[str, Any]) -> None:
+    caches: dict[str, list[np.ndarray]] = {}
+    num_faster = dict.fromkeys(("slot", "block", "run"), 0)
+    for way in num_faster:
         mx.random.seed(0)  # the same weights
-        paged, runner, scheduler = _aligned_runner(num_blocks=64)
-        runner._writes_blocks = by_block
+        paged, runner, scheduler = _aligned_runner(num_blocks=64, **config)
+        runner._writes_blocks, runner._writes_runs = way == "block", way == "run"
         _add(scheduler, [5, 100, 64, 33], 4)
         while scheduler.has_requests:
             plan = scheduler.schedule()
-            num_by_block += by_block and any(n >= 16 for n in plan.num_scheduled_tokens.values())
+            num_faster[way] += way != "slot" and any(n >= 16 for n in plan.num_scheduled_tokens.values())
             scheduler.update(plan, runner.execute(plan).result())
-        caches.append([np.array(a) for c in paged.layer_caches for a in (c.keys, c.values)])
-    assert num_by_block >= 3
-    for slot, block in zip(*caches, strict=True):
-        assert np.abs(slot).max() > 0
-        np.testing.assert_array_equal(slot, block)
+        caches[way] = [np.array(a) for c in paged.layer_caches for a in c.block_arrays().values()]
+    assert num_faster["run"] >= 3 and num_faster["block"] >= 3
+    for way, arrays in caches.items():
+        for slot, other in zip(caches["slot"], arrays, strict=True):
+            assert np.abs(slot).max() > 0
+            np.testing.assert_array_equal(slot, other, err_msg=way)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
-def test_writes_by_block_stay_in_place(num_ahead: int) -> None:
+@pytest.mark.parametrize("by_run", [False, True], ids=["by block", "by run"])
+def test_faster_writes_stay_in_place(by_run: bool, num_ahead: int) -> None:
     _, runner, scheduler = _aligned_runner(num_blocks=16_384, ahead=num_ahead > 0)
+    runner._writes_blocks, runner._writes_runs = not by_run, by_run
     array_bytes = 16_384 * 16 * 2 * 16 * 4
     _add(scheduler, [500, 400, 480], 2)
     mx.clear_cache()

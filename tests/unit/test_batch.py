@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_engine.request import SamplingParams
-from metal_engine.runner.batch import PackedBatch, RequestTable
+from metal_engine.runner.batch import PackedBatch, RequestTable, runs_of_slots
 from metal_engine.step import NewRequestData, SchedulerOutput
 
 MAX_ROWS = 4
@@ -355,3 +355,16 @@ def with_table(block_table: list[list[int]]) -> PackedBatch:
 def test_validate_names_the_contradiction(make: Callable[[], PackedBatch], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make().validate(NUM_SLOTS, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("slots", "runs"),
+    [
+        ([7], []),
+        ([4, 5, 6], [[0, 3, 4]]),
+        ([9, 4, 5, 6, 8, 7, 20, 21, 22, 23], [[1, 3, 4], [6, 4, 20]]),
+        ([0, 1, 2, 2, 3, 4, 3], [[0, 3, 0], [3, 3, 2]]),
+    ],
+)
+def test_runs_of_slots(slots: list[int], runs: list[list[int]]) -> None:
+    assert runs_of_slots(np.array(slots, np.int32), min_length=3).tolist() == runs
