@@ -21,6 +21,9 @@ def _on_cpu(*arrays: mx.array) -> bool:
     return on_cpu and all(array.dtype == mx.float32 for array in arrays)
 
 
+MIN_SWIGLU = 2048  # elements; for fewer, the call costs more than it saves
+
+
 def _silu_times(gate: mx.array, x: mx.array) -> mx.array:
     return gate / (1.0 + exp2(mx.clip(gate * -LOG2E, -126.0, 126.0))) * x
 
@@ -30,7 +33,7 @@ _compiled_silu_times = CompiledByShape(_silu_times)
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) * x, of any shape."""
-    if _on_cpu(gate, x) and gate.shape == x.shape and gate.size:
+    if _on_cpu(gate, x) and gate.shape == x.shape and gate.size >= MIN_SWIGLU:
         return _compiled_silu_times(gate, x)
     return _mlx_lm_swiglu(gate, x)
 
@@ -41,8 +44,7 @@ _mlx_lm_swiglu = activations.swiglu
 REPLACEMENTS: list[tuple[Callable[..., mx.array], Callable[..., mx.array]]] = [(_mlx_lm_swiglu, swiglu)]
 
 
-# For fewer rows, the operations below cost more than they save.
-MIN_ROWS = 64
+MIN_NORM_ROWS = 16  # of RMSNorm; for fewer, more operations cost more than they save
 
 
 class StepPositions(mx.array):
@@ -74,8 +76,8 @@ class TableRoPE(nn.RoPE):
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """x [N, heads, 1, head_dim] for :class:`StepPositions`; else as ``nn.RoPE``."""
-        large = x.ndim == 4 and x.shape[0] >= MIN_ROWS and x.shape[2] == 1
-        if not (isinstance(offset, StepPositions) and large and _on_cpu(x)):
+        packed = isinstance(offset, StepPositions) and x.ndim == 4 and x.shape[2] == 1
+        if not (isinstance(offset, StepPositions) and packed and _on_cpu(x)):
             return super().__call__(x, offset)  # type: ignore[arg-type]
         key = (self.dims, self.traditional, self.base, self.scale)
         if key not in offset.tables:
@@ -106,7 +108,7 @@ class ProductRMSNorm(nn.RMSNorm):
 
     def __call__(self, x: mx.array) -> mx.array:
         dims = x.shape[-1]
-        if not _on_cpu(x) or x.size < MIN_ROWS * dims:
+        if not _on_cpu(x) or x.size < MIN_NORM_ROWS * dims:
             return super().__call__(x)
         mean = (x * x).reshape(-1, dims) @ mx.full((dims, 1), 1 / dims)
         return _scaled(x, mx.rsqrt(mean + self.eps).reshape(*x.shape[:-1], 1), self.weight)

@@ -27,6 +27,9 @@ BLAS_VARIABLE = "METAL_ENGINE_BLAS"
 
 _MLX_BLAS = "MLX's own BLAS"
 _SYSTEM_LIBRARY = "libopenblas.so.0"
+# Its threads wait for the next product by spinning, for 2^26 cycles unless told otherwise, on cores that everything
+# else could use. The least it takes: asleep at once, they are awake again in microseconds.
+_THREAD_TIMEOUT = "4"
 # What MLX multiplies float32 matrices with: whoever provides this symbol is the BLAS in use.
 _PROBE = "cblas_sgemm"
 # A function that only this library has -> its name. The reference BLAS has none of them.
@@ -84,6 +87,8 @@ def load_optimized_blas() -> BlasInfo:
         logger.info("BLAS: %s: %s", info.description, info.problem)
         return info
 
+    # OpenBLAS reads it when it is loaded.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", _THREAD_TIMEOUT)
     problem = ""
     if _mlx_library() is not None:
         problem = "MLX was imported before load_optimized_blas() was called; call it first"
