@@ -12,7 +12,6 @@ from metal_engine.config import EngineConfig
 def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dict[str, str]:
     """What to show, label by label."""
     model, cache, scheduler = config.model, config.cache, config.scheduler
-    kv_bytes = cache.num_tokens * model.kv_bytes_per_token
     named = ", ".join(names)
     concurrency = cache.num_tokens / scheduler.max_model_len
     return {
@@ -21,7 +20,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "dtype": model.dtype,
         "device": f"{config.device.name}: {config.device.compute}",
         "attention": config.attention_backend,
-        "memory": f"weights {_size(model.weight_bytes)}, KV cache {_size(kv_bytes)}",
+        "memory": f"weights {_size(model.weight_bytes)}, KV cache {_size(config.kv_bytes)}, largest step "
+        f"{_size(config.step_bytes)}; at most {_size(config.peak_bytes)}",
         "KV cache": f"{cache.num_tokens:,} tokens in {cache.num_blocks:,} blocks of {cache.block_size}; "
         f"{concurrency:.1f} requests of the maximum length at once",
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "

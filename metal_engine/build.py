@@ -17,6 +17,7 @@ from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.kv_transfer.stores.choice import open_store
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.platform.blas import BlasInfo, load_optimized_blas
+from metal_engine.platform.memory import limit_device_memory
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -59,6 +60,7 @@ def _build(
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.platform.device import device_info
     from metal_engine.runner.model_runner import ModelRunner
+    from metal_engine.runner.step_memory import measure_step_bytes
 
     backend = choose_backend(args.attention_backend, args.block_size)
     mx.random.seed(args.seed)
@@ -72,7 +74,16 @@ def _build(
         raise UnsupportedModelError(
             f"{args.model} (architecture {model_type}) cannot run here: {error}"
         ) from error
-    config = resolve_config(args, info, device_info(blas), backend.name)
+    config = resolve_config(
+        args,
+        info,
+        device_info(blas),
+        backend.name,
+        lambda *size: measure_step_bytes(
+            paged, backend, args.block_size, info.max_position_embeddings, *size
+        ),
+    )
+    limit_device_memory(config)
     runner = ModelRunner(paged, backend, config.scheduler, config.cache)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template

@@ -5,6 +5,7 @@ That needs facts about the loaded model and the device, both given here as plain
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from metal_engine.args import GIB, EngineArgs
@@ -95,6 +96,16 @@ class EngineConfig:
     cache: CacheConfig
     attention_backend: str
     seed: int
+    step_bytes: int = 0  # what the largest step takes besides weights and KV cache, measured
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.cache.num_tokens * self.model.kv_bytes_per_token
+
+    @property
+    def peak_bytes(self) -> int:
+        """What MLX holds at most: weights, KV cache and the largest step."""
+        return self.model.weight_bytes + self.kv_bytes + self.step_bytes
 
 
 # --- from arguments to configuration ---
@@ -111,27 +122,26 @@ _CPU_SECONDS_PER_SCORE = 10e-9
 _GPU_ATTENTION_FLOPS = 2e12
 # Tokens of context for a model that does not say what it was trained for, if the user does not either.
 _UNKNOWN_CONTEXT = 4096
-# Left free on a GPU for activations and the graph of a step.
-_ACTIVATION_BYTES = GIB
+# Left free on a GPU beside what was measured: what the allocator rounds up, and attention over longer contexts.
+MARGIN_BYTES = GIB // 4
 
 
 def resolve_config(
-    args: EngineArgs, model: ModelInfo, device: DeviceInfo, attention_backend: str
+    args: EngineArgs,
+    model: ModelInfo,
+    device: DeviceInfo,
+    attention_backend: str,
+    measure_step: Callable[[int, int], int] = lambda num_tokens, num_seqs: 0,
 ) -> EngineConfig:
     """Settle every "auto", now that model and device are known.
+
+    Args:
+        measure_step: runs a step of so many tokens of so many requests and returns the bytes it took besides
+            weights and KV cache.
 
     Raises:
         ConfigError: the settings cannot work together; the message names the flag to change.
     """
-    num_blocks = _num_blocks(args, model, device)
-    _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token, device)
-    cache = CacheConfig(
-        block_size=args.block_size,
-        num_blocks=num_blocks,
-        enable_prefix_caching=args.enable_prefix_caching,
-        model_fingerprint=_fingerprint(args, model),
-    )
-    max_model_len = _max_model_len(args, model, cache)
     budget = args.max_num_batched_tokens or max(args.max_num_seqs or 0, _step_budget(model, device))
     max_num_seqs = args.max_num_seqs or min(budget, 64 if device.kind == "cpu" else 256)
     if budget < max_num_seqs:
@@ -145,6 +155,16 @@ def resolve_config(
             f"({max_num_seqs} + {args.block_size}), got {budget}: decodes could leave less than a block for ever, "
             f"and prompts would starve"
         )
+    step_bytes = measure_step(budget, max_num_seqs)
+    num_blocks = _num_blocks(args, model, device, step_bytes)
+    _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token, device)
+    cache = CacheConfig(
+        block_size=args.block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=args.enable_prefix_caching,
+        model_fingerprint=_fingerprint(args, model),
+    )
+    max_model_len = _max_model_len(args, model, cache)
     return EngineConfig(
         model=model,
         device=device,
@@ -163,6 +183,7 @@ def resolve_config(
         cache=cache,
         attention_backend=attention_backend,
         seed=args.seed,
+        step_bytes=step_bytes,
     )
 
 
@@ -193,7 +214,7 @@ def _fingerprint(args: EngineArgs, model: ModelInfo) -> str:
     return repr((args.model, args.revision, model.model_type, model.dtype, model.num_params, args.block_size))
 
 
-def _num_blocks(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> int:
+def _num_blocks(args: EngineArgs, model: ModelInfo, device: DeviceInfo, step_bytes: int) -> int:
     if args.num_gpu_blocks_override is not None:
         return args.num_gpu_blocks_override
     block_bytes = args.block_size * model.kv_bytes_per_token
@@ -204,11 +225,12 @@ def _num_blocks(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> int:
         pool_bytes, named = min(_CPU_POOL_BYTES, device.memory_bytes // 4), "--kv-cache-memory-bytes"
     else:
         budget = int(device.memory_bytes * args.gpu_memory_utilization)
-        pool_bytes, named = budget - model.weight_bytes - _ACTIVATION_BYTES, "--gpu-memory-utilization"
+        pool_bytes = budget - model.weight_bytes - step_bytes - MARGIN_BYTES
+        named = "--gpu-memory-utilization, or lower --max-num-batched-tokens"
     if pool_bytes < block_bytes:
         raise ConfigError(
             f"no memory for the KV cache: one block of {args.block_size} tokens takes {block_bytes} bytes and "
-            f"{max(pool_bytes, 0)} are left beside the weights ({model.weight_bytes} bytes); raise {named}"
+            f"{max(pool_bytes, 0)} are left beside the weights ({model.weight_bytes} bytes) and a step ({step_bytes} bytes); raise {named}"
         )
     return pool_bytes // block_bytes
 

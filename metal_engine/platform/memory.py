@@ -1,4 +1,4 @@
-"""How much memory this process may still take, on a machine whose CPU computes."""
+"""How much memory this process may still take, and what a GPU is to keep."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from metal_engine.config import MARGIN_BYTES, EngineConfig
 
 # Limit, usage, and the statistic of file pages that the kernel takes back when memory runs short.
 _CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
@@ -58,3 +60,16 @@ def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: 
     if limit != "max":
         match = re.search(rf"^{reclaimable_name} (\d+)$", statistics, re.MULTILINE)
         yield int(limit) - usage + (int(match[1]) if match else 0)
+
+
+def limit_device_memory(config: EngineConfig) -> None:
+    """On Metal: wire what the engine holds and no more, and keep of freed buffers what a step can use again.
+
+    Both are limits of the process: of several engines, the latest decides.
+    """
+    if config.device.kind != "metal":
+        return
+    import mlx.core as mx  # too early at the top: the BLAS is loaded first
+
+    mx.set_wired_limit(min(config.peak_bytes + MARGIN_BYTES, config.device.memory_bytes))
+    mx.set_cache_limit(config.step_bytes + MARGIN_BYTES)

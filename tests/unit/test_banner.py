@@ -24,7 +24,9 @@ def facts() -> dict[str, str]:
         weight_bytes=3 << 30,
         kv_bytes_per_token=1 << 16,
     )
-    return startup_facts(dataclasses.replace(config, model=model), URL, ("demo", "alias"))
+    return startup_facts(
+        dataclasses.replace(config, model=model, step_bytes=24 << 20), URL, ("demo", "alias")
+    )
 
 
 def test_facts() -> None:
@@ -34,7 +36,7 @@ def test_facts() -> None:
         "dtype": "float32",
         "device": "fake: Python",
         "attention": "fake",
-        "memory": "weights 3.00 GiB, KV cache 1000 MiB",
+        "memory": "weights 3.00 GiB, KV cache 1000 MiB, largest step 24 MiB; at most 4.00 GiB",
         "KV cache": "16,000 tokens in 1,000 blocks of 16; 4.0 requests of the maximum length at once",
         "limits": "4,000 tokens a request, 64 requests at once, 512 tokens a step",
         "URL": URL,

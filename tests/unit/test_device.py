@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from metal_engine.config import MARGIN_BYTES
 from metal_engine.platform.blas import BlasInfo
 from metal_engine.platform.device import device_info, gpu_core_count
-from metal_engine.platform.memory import available_memory_bytes
+from metal_engine.platform.memory import available_memory_bytes, limit_device_memory
+from tests.fakes import fake_config
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -171,3 +174,21 @@ def test_gpu_core_count(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpu_core_count() == count
     assert ("GPU cores is unknown" in caplog.text) == (count is None)
+
+
+def test_on_metal_no_more_is_wired_and_kept_than_the_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlx.core as mx
+
+    limits: dict[str, int] = {}
+    monkeypatch.setattr(mx, "set_wired_limit", lambda n: limits.__setitem__("wired", n))
+    monkeypatch.setattr(mx, "set_cache_limit", lambda n: limits.__setitem__("cache", n))
+    config = fake_config(num_blocks=1024, block_size=16)
+    config = replace(
+        config, step_bytes=GIB, model=replace(config.model, weight_bytes=4 * GIB, kv_bytes_per_token=1 << 17)
+    )
+    limit_device_memory(config)
+    assert not limits, "a CPU has nothing to wire"
+    limit_device_memory(replace(config, device=replace(config.device, kind="metal", memory_bytes=16 * GIB)))
+    assert limits == {"wired": 7 * GIB + MARGIN_BYTES, "cache": GIB + MARGIN_BYTES}
+    limit_device_memory(replace(config, device=replace(config.device, kind="metal", memory_bytes=6 * GIB)))
+    assert limits["wired"] == 6 * GIB, "MLX refuses more than the recommended working set"

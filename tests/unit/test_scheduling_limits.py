@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from metal_engine.args import EngineArgs
 from metal_engine.config import (
+    MARGIN_BYTES,
     CacheConfig,
     ConfigError,
     DeviceInfo,
@@ -448,6 +449,24 @@ def test_auto_settings() -> None:
     gpu = resolve_config(EngineArgs(model="m"), MODEL, replace(CPU, kind="metal"), "mlx").scheduler
     assert gpu.max_attention_work > config.max_attention_work
     assert resolve(max_attention_work=5, long_prefill_token_threshold=9).max_attention_work == 5
+
+
+def test_a_gpus_kv_cache_is_what_weights_and_the_measured_step_leave() -> None:
+    gpu, model = replace(CPU, kind="metal"), replace(MODEL, weight_bytes=1 << 32)
+    asked = []
+
+    def measure(num_tokens: int, num_seqs: int) -> int:
+        asked.append((num_tokens, num_seqs))
+        return 1 << 30
+
+    config = resolve_config(EngineArgs(model="m", max_num_seqs=9), model, gpu, "metal", measure)
+    assert asked == [(2048, 9)] and config.step_bytes == 1 << 30
+    total = config.peak_bytes + MARGIN_BYTES
+    assert total <= 0.9 * gpu.memory_bytes < total + config.cache.block_size * model.kv_bytes_per_token
+    with pytest.raises(
+        ConfigError, match="raise --gpu-memory-utilization, or lower --max-num-batched-tokens"
+    ):
+        resolve_config(EngineArgs(model="m"), model, gpu, "metal", lambda *_: 1 << 32)
 
 
 @pytest.mark.parametrize(

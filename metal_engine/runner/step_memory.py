@@ -1,0 +1,83 @@
+"""What the largest step takes besides weights and KV cache: tried, before the KV cache is sized."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.backend import AttentionBackend, AttentionMetadata
+from metal_engine.config import ConfigError
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.request import SamplingParams
+from metal_engine.runner.sampler import SamplingRows, sample
+
+
+def measure_step_bytes(
+    model: PagedModel,
+    backend: AttentionBackend,
+    block_size: int,
+    max_positions: int | None,
+    num_tokens: int,
+    num_seqs: int,
+) -> int:
+    """Run a step of ``num_tokens`` tokens, of ``num_seqs`` requests that all sample, and look at MLX's peak.
+
+    The first requests bring as many tokens as they can, the others one each, and sampling is of the costly kind.
+    It is a warm-up, too: what is compiled once is compiled. Leaves ``model`` without a cache.
+
+    Args:
+        max_positions: the longest a request may be; None: any.
+
+    Returns:
+        Bytes above what was held before and the step's KV.
+
+    Raises:
+        ConfigError: there is not enough memory for it.
+    """
+    longest = min(max_positions or num_tokens, num_tokens)
+    left = (
+        num_tokens - num_seqs - np.arange(num_seqs) * (longest - 1)
+    )  # beyond one token each, at each request
+    seq_lens = (1 + np.clip(left, 0, longest - 1)).astype(np.int32)
+    num_blocks = -(-seq_lens // block_size)
+    ends = np.cumsum(num_blocks)
+    block_table = np.zeros((num_seqs, num_blocks[0]), np.int32)
+    block_table[:, 0] = ends - num_blocks
+    block_table[0] = np.arange(num_blocks[0])
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in seq_lens])
+    slots = np.repeat(block_table[:, 0] * block_size, seq_lens).astype(np.int32) + positions
+    cu_seqlens_q = np.concatenate([[0], np.cumsum(seq_lens)]).astype(np.int32)
+
+    rows = SamplingRows(num_seqs)
+    for row in range(num_seqs):
+        rows.set(row, SamplingParams(temperature=1.0, top_p=0.9, seed=row))
+    model.allocate(int(ends[-1]), block_size)
+    try:
+        metadata = AttentionMetadata(
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            slot_mapping=mx.array(slots),
+            block_size=block_size,
+        )
+        mx.synchronize()
+        held = mx.get_active_memory()
+        mx.reset_peak_memory()
+        logits = model(
+            mx.zeros((len(positions),), mx.int32),
+            mx.array(positions),
+            metadata,
+            backend.plan(metadata),
+            mx.array(cu_seqlens_q[1:] - 1),
+        )
+        mx.eval(sample(logits, rows, np.arange(num_seqs), np.zeros(num_seqs, np.int32)))
+        mx.synchronize()
+        return max(0, mx.get_peak_memory() - held)
+    except (MemoryError, RuntimeError) as error:  # MLX's allocator raises the latter
+        raise ConfigError(
+            f"a step of {num_tokens} tokens does not run on this device; lower --max-num-batched-tokens "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    finally:
+        model.release()
+        mx.clear_cache()
