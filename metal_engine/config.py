@@ -230,7 +230,8 @@ def _num_blocks(args: EngineArgs, model: ModelInfo, device: DeviceInfo, step_byt
     if pool_bytes < block_bytes:
         raise ConfigError(
             f"no memory for the KV cache: one block of {args.block_size} tokens takes {block_bytes} bytes and "
-            f"{max(pool_bytes, 0)} are left beside the weights ({model.weight_bytes} bytes) and a step ({step_bytes} bytes); raise {named}"
+            f"{max(pool_bytes, 0)} are left beside the weights ({model.weight_bytes} bytes) and a step "
+            f"({step_bytes} bytes); raise {named}"
         )
     return pool_bytes // block_bytes
 
