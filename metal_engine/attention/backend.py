@@ -53,7 +53,7 @@ class AttentionMetadata:
     block_size: int
     # Faster ways to write than by slot, at most one of them.
     block_writes: BlockWrites | None = (
-        None  # under page-aligned scheduling, if any row fills a block with others
+        None  # on a GPU under page-aligned scheduling, if any row fills a block with others
     )
     run_writes: RunWrites | None = None  # on a CPU, if there are runs that are long enough
 

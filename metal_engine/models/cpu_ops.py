@@ -76,8 +76,7 @@ class TableRoPE(nn.RoPE):
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """x [N, heads, 1, head_dim] for :class:`StepPositions`; else as ``nn.RoPE``."""
-        packed = isinstance(offset, StepPositions) and x.ndim == 4 and x.shape[2] == 1
-        if not (isinstance(offset, StepPositions) and packed and _on_cpu(x)):
+        if not (isinstance(offset, StepPositions) and x.ndim == 4 and x.shape[2] == 1 and _on_cpu(x)):
             return super().__call__(x, offset)  # type: ignore[arg-type]
         key = (self.dims, self.traditional, self.base, self.scale)
         if key not in offset.tables:

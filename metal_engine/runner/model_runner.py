@@ -43,9 +43,9 @@ class ModelRunner:
         self._model = model
         self._backend = backend
         self._cache_config = cache_config
-        self._writes_blocks = scheduler_config.page_aligned_scheduling
-        # On a GPU, one launch for all rows.
-        self._writes_runs = not self._writes_blocks and mx.default_device().type == mx.DeviceType.cpu
+        # A GPU wants one launch for all rows; on a CPU slices are fastest, whole blocks or not.
+        self._writes_runs = mx.default_device().type == mx.DeviceType.cpu
+        self._writes_blocks = scheduler_config.page_aligned_scheduling and not self._writes_runs
         self._runs_ahead = scheduler_config.async_scheduling
         self._table = RequestTable(
             scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size
@@ -201,15 +201,17 @@ def _block_writes(batch: PackedBatch, block_size: int) -> BlockWrites | None:
 
 
 def _run_writes(batch: PackedBatch) -> RunWrites | None:
-    runs = runs_of_slots(batch.slot_mapping, MIN_RUN)
-    if len(runs) == 0:
+    runs = [
+        (first, count, slot) for first, count, slot in runs_of_slots(batch.slot_mapping, MIN_RUN).tolist()
+    ]
+    if not runs:
         return None
     is_other = np.ones(len(batch.slot_mapping), bool)
-    for first, count, _ in runs.tolist():
+    for first, count, _ in runs:
         is_other[first : first + count] = False
     others = np.flatnonzero(is_other).astype(np.int32)
     return RunWrites(
-        [(first, count, slot) for first, count, slot in runs.tolist()],
+        runs,
         other_rows=mx.array(others),
         other_slots=mx.array(batch.slot_mapping[others]),
     )

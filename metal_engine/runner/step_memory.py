@@ -35,17 +35,17 @@ def measure_step_bytes(
         ConfigError: there is not enough memory for it.
     """
     longest = min(max_positions or num_tokens, num_tokens)
-    left = (
-        num_tokens - num_seqs - np.arange(num_seqs) * (longest - 1)
-    )  # beyond one token each, at each request
+    # Beyond one token each, as each request finds it.
+    left = num_tokens - num_seqs - np.arange(num_seqs) * (longest - 1)
     seq_lens = (1 + np.clip(left, 0, longest - 1)).astype(np.int32)
     num_blocks = -(-seq_lens // block_size)
     ends = np.cumsum(num_blocks)
-    block_table = np.zeros((num_seqs, num_blocks[0]), np.int32)
-    block_table[:, 0] = ends - num_blocks
-    block_table[0] = np.arange(num_blocks[0])
+    starts = ends - num_blocks
+    # Each request's blocks in order; padding repeats its last one.
+    column = np.minimum(np.arange(num_blocks.max()), num_blocks[:, None] - 1)
+    block_table = (starts[:, None] + column).astype(np.int32)
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in seq_lens])
-    slots = np.repeat(block_table[:, 0] * block_size, seq_lens).astype(np.int32) + positions
+    slots = np.repeat(starts * block_size, seq_lens).astype(np.int32) + positions
     cu_seqlens_q = np.concatenate([[0], np.cumsum(seq_lens)]).astype(np.int32)
 
     rows = SamplingRows(num_seqs)

@@ -77,7 +77,11 @@ def test_no_request_is_longer_than_it_may_be(
     call = PagedModel.__call__
 
     def note(self: PagedModel, input_ids, positions, metadata, *rest):  # type: ignore[no-untyped-def]
-        seen.append((metadata.seq_lens.tolist(), np.array(positions).tolist()))
+        requests = np.repeat(np.arange(num_seqs), metadata.seq_lens)
+        at = np.array(positions)
+        slots = metadata.block_table[requests, at // 4] * 4 + at % 4
+        assert np.array_equal(slots, np.array(metadata.slot_mapping)) and len(set(slots.tolist())) == len(at)
+        seen.append((metadata.seq_lens.tolist(), at.tolist()))
         return call(self, input_ids, positions, metadata, *rest)
 
     monkeypatch.setattr(PagedModel, "__call__", note)
