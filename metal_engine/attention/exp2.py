@@ -23,14 +23,12 @@ _EXP2 = _exp2_coefficients()
 _ROUND = 1.5 * 2.0**23  # adding it rounds a float32 to an integer, which is then in the low bits
 
 
-def exp2(x: mx.array, polynomial: bool = True) -> mx.array:
+def exp2(x: mx.array) -> mx.array:
     """2^x for float32 x in [-126, 126], relative error 3e-7.
 
     MLX's CPU backend computes exp and power one element at a time (12 and 4 ns each), but add, multiply and
     shift in vectors: the sixteen ops of the polynomial take 2 ns together while the array stays in the cache.
     """
-    if not polynomial:
-        return mx.power(2.0, x)
     rounded = x + _ROUND
     fraction = x - (rounded - _ROUND)
     p = fraction * _EXP2[0] + _EXP2[1]
