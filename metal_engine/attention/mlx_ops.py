@@ -8,42 +8,22 @@ memory is bounded by a few pieces of scores however long the context is. ``atten
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionMetadata
-from metal_engine.attention.exp2 import FLOOR, LOG2E, weights_of_scores
-from metal_engine.attention.mlx_plan import CPU_LIMITS, GPU_LIMITS, Dims, Limits, Queries, Work, plan_work
-
-MIN_VECTOR = 8_192  # scores; for fewer, compiling for one more shape in every step costs more than it saves
-
-
-class State(NamedTuple):
-    """Online softmax over the keys seen so far, for the rows (row, head of the group) of a tile."""
-
-    peak: mx.array  # [T, Hkv, R * G, 1] largest score
-    total: mx.array  # [T, Hkv, R * G, 1] sum of 2^(score - peak)
-    out: mx.array  # [T, Hkv, R * G, Dv] the same sum over values
-
-
-def _update(state: State | None, scores: mx.array, values: mx.array, on_gpu: bool) -> State:
-    """Add a piece: scores [T, Hkv, R * G, L] in base 2, values [T, Hkv, L, Dv]."""
-    num_keys = scores.shape[-1]
-    peak = mx.max(scores, axis=-1, keepdims=True)
-    if state is not None:
-        peak = mx.maximum(peak, state.peak)
-    in_vectors = not on_gpu and scores.size >= MIN_VECTOR
-    weights = (
-        weights_of_scores(scores, peak) if in_vectors else mx.power(2.0, mx.maximum(scores - peak, FLOOR))
-    )
-    # A product with ones, because a sum along the last axis is not vectorized on a CPU.
-    total = (weights.reshape(-1, num_keys) @ mx.ones((num_keys, 1))).reshape(peak.shape)
-    out = weights @ values
-    if state is not None:
-        shrink = mx.power(2.0, mx.maximum(state.peak - peak, FLOOR))
-        total, out = state.total * shrink + total, state.out * shrink + out
-    return State(peak, total, out)
+from metal_engine.attention.exp2 import LOG2E
+from metal_engine.attention.mlx_plan import (
+    CPU_LIMITS,
+    GPU_LIMITS,
+    Dims,
+    Limits,
+    Queries,
+    Work,
+    plan_work,
+)
+from metal_engine.attention.mlx_runs import attend_runs
+from metal_engine.attention.online_softmax import State, after, update
 
 
 @dataclass
@@ -87,14 +67,14 @@ class MlxOpsPlan:
         outputs: list[mx.array] = []
         last: list[mx.array] = []  # chains the pieces: evaluated side by side, each would hold its scores
         for unit in work.units:
-            tiles = [_load(rows, queries, num_kv_heads) for queries in unit.queries]
+            tiles = [queries.of(rows, num_kv_heads) for queries in unit.queries]
             states = [_initial_state(sinks, queries, num_kv_heads) for queries in unit.queries]
             for span in unit.spans:
-                slots = _after(span.slots, last)
+                slots = after(span.slots, last)
                 keys = k_rows[slots].astype(mx.float32)  # [T, Hkv, S, D]
                 values = v_rows[slots].astype(mx.float32)  # [T, Hkv, S, Dv]
                 for piece in span.pieces:
-                    tile = _after(tiles[piece.query], last)  # [T, Hkv, R * G, D]
+                    tile = after(tiles[piece.query], last)  # [T, Hkv, R * G, D]
                     scores = tile @ keys[:, :, piece.lo : piece.hi].swapaxes(-1, -2)  # [T, Hkv, R * G, L]
                     if softcap:
                         scores = mx.tanh(scores) * (softcap * LOG2E)
@@ -103,10 +83,14 @@ class MlxOpsPlan:
                         bias = sum(piece.biases[1:], piece.biases[0])  # broadcasts to [T, Hkv, R, G, L]
                         scores = (scores.reshape(by_row) + bias).reshape(scores.shape)
                     seen = values[:, :, piece.lo : piece.hi]  # [T, Hkv, L, Dv]
-                    state = _update(states[piece.query], scores, seen, self.on_gpu)
+                    state = update(states[piece.query], scores, seen, self.on_gpu)
                     # The sum too: left for later, it would keep the piece's weights alive until the end.
                     states[piece.query], last = state, [state.out, state.total]
             outputs += [_finish(s, t, num_heads) for s, t in zip(states, unit.queries, strict=True)]
+        for decodes in work.run_decodes:
+            out = attend_runs(decodes, rows, k_cache, v_cache, softcap, sinks, last)
+            outputs.append(out)
+            last = [out]
         packed = (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
         return packed if work.order is None else packed[work.order]
 
@@ -125,18 +109,6 @@ class MlxOpsPlan:
             raise ValueError(f"K cache {k_cache.shape}: (slot, head) indices do not fit 32 bits")
         if window is not None and window < 1:
             raise ValueError(f"window must be at least 1, not {window}")
-
-
-def _after(x: mx.array, last: list[mx.array]) -> mx.array:
-    return mx.depends([x], last)[0] if last else x
-
-
-def _load(rows: mx.array, queries: Queries, num_kv_heads: int) -> mx.array:
-    """Packed rows [N, Hq, D] -> [T, Hkv, R * G, D]: a group's query heads become rows that share K and V."""
-    t, r = queries.num_requests, queries.num_rows
-    picked = rows[queries.start : queries.start + t * r] if queries.rows is None else rows[queries.rows]
-    split = picked.reshape(t, r, num_kv_heads, -1, rows.shape[-1])  # [T, R, Hkv, G, D]
-    return split.swapaxes(1, 2).reshape(t, num_kv_heads, -1, rows.shape[-1])
 
 
 def _initial_state(sinks: mx.array | None, queries: Queries, num_kv_heads: int) -> State | None:

@@ -12,6 +12,9 @@ A step's rows are cut into *units*, and a unit gathers only keys that some row o
         tile 1   |############|########\...|............|       \ computed, with a mask on the edge
         tile 2   |....\#######|############|\...........|       (here a window cuts off keys on the left)
 
+- **decodes over runs**: on a CPU, a request with one row and many keys reads those that lie in consecutive slots
+  where they are, without gathering them.
+
 The index arithmetic happens once per step for each window that the model's layers use.
 """
 
@@ -25,6 +28,8 @@ import numpy as np
 
 from metal_engine.attention.backend import AttentionMetadata
 
+# A run is multiplied with all KV heads as one row and queries padded with zeros: for many heads that is too much work.
+MAX_RUN_HEADS = 16
 MASKED = -1e30  # a score that loses against any real one, yet finite: -inf minus -inf would be NaN
 
 
@@ -38,12 +43,15 @@ class Limits:
     small_area: int = 16_384  # rows * keys up to which a request with several rows goes into a batch
     batch_slack: int = 2_048  # padding that is cheaper than one more batch, in units of `_cost`
     batch_waste: float = 0.125  # padding of a batch relative to its real work
+    run_keys: int | None = (
+        None  # keys in consecutive slots that a decode reads in place, from so many; None: never
+    )
     min_keys: int = 64  # a piece or span has at least so many keys, whatever the other limits say
 
 
 # On a CPU a chain of elementwise ops runs several times faster while its arrays stay in the cache, and arrays
 # of several MB may be fresh pages from the system every time. A GPU wants more work per launch.
-CPU_LIMITS = Limits(scores=384 * 1024, span=1024 * 1024, tile_rows=64)
+CPU_LIMITS = Limits(scores=384 * 1024, span=1024 * 1024, tile_rows=64, run_keys=640)
 GPU_LIMITS = Limits(scores=16 << 20, span=8 << 20, tile_rows=256)
 
 
@@ -64,6 +72,13 @@ class Queries:
     num_rows: int  # R
     start: int
     rows: mx.array | None = None  # [T * R]
+
+    def of(self, packed: mx.array, num_kv_heads: int) -> mx.array:
+        """Packed rows [N, Hq, D] -> [T, Hkv, R * G, D]: a group's query heads become rows that share K and V."""
+        t, r = self.num_requests, self.num_rows
+        picked = packed[self.start : self.start + t * r] if self.rows is None else packed[self.rows]
+        split = picked.reshape(t, r, num_kv_heads, -1, packed.shape[-1])  # [T, R, Hkv, G, D]
+        return split.swapaxes(1, 2).reshape(t, num_kv_heads, -1, packed.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -91,10 +106,21 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class RunDecodes:
+    """One row of each of T requests. Most of a request's keys are a run: they have consecutive slots."""
+
+    queries: Queries
+    runs: list[tuple[int, int]]  # [T] first slot, number of keys
+    rest: mx.array | None  # [T, S] slots of the other keys; None: there are none
+    bias: mx.array | None  # [T, 1, S] 0 or MASKED: requests have different numbers of them
+
+
+@dataclass(frozen=True)
 class Work:
-    """A step's work for all layers with the same window and dimensions."""
+    """A step's work for all layers with the same window and dimensions. Output is in the order of the lists."""
 
     units: list[Unit]
+    run_decodes: list[RunDecodes]
     order: mx.array | None  # [N] each packed row's place in the units' concatenated output; None: its own
     keys_gathered: int  # per KV head, padding included
     scores_computed: int  # (row, key) pairs per query head, padding included
@@ -119,18 +145,38 @@ class Item:
         return self.key_end - self.num_rows
 
 
+@dataclass(frozen=True)
+class Run:
+    """The most keys of a decode that have consecutive slots, by their positions."""
+
+    item: Item
+    start: int
+    end: int
+
+    @property
+    def rest(self) -> np.ndarray:
+        """Positions of the request's other keys."""
+        before = np.arange(self.item.key_start, self.start)
+        return np.concatenate([before, np.arange(self.end, self.item.key_end)])
+
+
 def plan_work(metadata: AttentionMetadata, window: int | None, dims: Dims, limits: Limits) -> Work:
     """Cut a step into units and upload their indices and masks."""
     planner = _Planner(metadata, window, dims, limits)
     small: list[Item] = []
+    runs: list[Run] = []
     units: list[Unit] = []
     for item in planner.items():
-        if item.num_rows == 1 or item.num_rows * item.num_keys <= limits.small_area:
+        run = planner.run(item)
+        if run is not None:
+            runs.append(run)
+        elif item.num_rows == 1 or item.num_rows * item.num_keys <= limits.small_area:
             small.append(item)
         else:
             units.append(planner.segment(item))
     units += [planner.batch(group) for group in group_items(small, dims, limits)]
-    return Work(units, planner.order(), planner.keys_gathered, planner.scores_computed)
+    run_decodes = planner.run_decodes(runs)
+    return Work(units, run_decodes, planner.order(), planner.keys_gathered, planner.scores_computed)
 
 
 def _cost(num_rows: int, num_keys: int) -> int:
@@ -244,6 +290,65 @@ class _Planner:
             spans.append(Span(slots, [Piece(0, 0, len(columns_here), biases)]))
             self.scores_computed += visible.size
         return Unit([queries], spans)
+
+    def run(self, item: Item) -> Run | None:
+        """The keys that a decode is to read in place, if there are enough of them: half of its keys or more."""
+        least = self.limits.run_keys
+        if (
+            least is None
+            or item.num_rows > 1
+            or item.num_keys < least
+            or self.dims.num_kv_heads > MAX_RUN_HEADS
+        ):
+            return None
+        size = self.metadata.block_size
+        first = item.key_start // size
+        blocks = self.metadata.block_table[item.request, first : -(-item.key_end // size)]
+        bounds = np.concatenate([[0], np.flatnonzero(np.diff(blocks) != 1) + 1, [len(blocks)]])
+        longest = int(np.diff(bounds).argmax())
+        start = max((first + int(bounds[longest])) * size, item.key_start)
+        end = min((first + int(bounds[longest + 1])) * size, item.key_end)
+        return Run(item, start, end) if end - start >= max(least, item.num_keys / 2) else None
+
+    def run_decodes(self, runs: list[Run]) -> list[RunDecodes]:
+        """Requests whose other keys are about as many share their gather."""
+        by_start = {run.item.start: run for run in runs}
+        others = [Item(r.item.request, r.item.start, 1, 0, len(r.rest)) for r in runs]
+        return [
+            self._run_decodes([by_start[item.start] for item in group])
+            for group in group_items(others, self.dims, self.limits)
+        ]
+
+    def _run_decodes(self, runs: list[Run]) -> RunDecodes:
+        size, table = self.metadata.block_size, self.metadata.block_table
+        start = np.array([run.item.start for run in runs], np.int32)
+        self._places.append(start)
+        contiguous = bool((np.diff(start) == 1).all())
+        queries = Queries(len(runs), 1, int(start[0]), None if contiguous else mx.array(start))
+        first = [int(table[r.item.request, r.start // size]) * size + r.start % size for r in runs]
+        rests = [run.rest for run in runs]
+        num_rest = max(map(len, rests))
+        self.keys_gathered += len(runs) * num_rest
+        self.scores_computed += sum(r.end - r.start for r in runs) + len(runs) * num_rest
+        rest = bias = None
+        if num_rest:
+            # Padding repeats the request's last key, see above.
+            positions = np.stack(
+                [
+                    np.pad(p, (0, num_rest - len(p)), constant_values=r.item.key_end - 1)
+                    for p, r in zip(rests, runs, strict=True)
+                ]
+            )
+            requests = np.array([run.item.request for run in runs])
+            rest = mx.array(
+                (table[requests[:, None], positions // size] * size + positions % size).astype(np.int32)
+            )
+            is_padding = np.arange(num_rest) >= np.array([[len(p)] for p in rests])  # [T, S]
+            if is_padding.any():
+                bias = mx.array(np.where(is_padding, np.float32(MASKED), np.float32(0))[:, None])
+        return RunDecodes(
+            queries, [(f, r.end - r.start) for f, r in zip(first, runs, strict=True)], rest, bias
+        )
 
     def segment(self, item: Item) -> Unit:
         tile_rows = min(self.limits.tile_rows, item.num_rows)

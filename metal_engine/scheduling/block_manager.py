@@ -152,7 +152,12 @@ class BlockManager:
             if block.ref_cnt == 0:
                 self._free.remove(block)
             block.ref_cnt += 1
-        new_blocks = [block or self._take() for block in (*cached, *[None] * num_new)]
+        wanted = (*cached, *[None] * num_new)
+        # Requests give back their last block first: in order, what was a run of blocks is one again.
+        taken = iter(
+            sorted((self._take() for _ in range(wanted.count(None))), key=lambda block: block.block_id)
+        )
+        new_blocks = [block or next(taken) for block in wanted]
         if table is None:
             table = self._tables[request_id] = []
         table += new_blocks

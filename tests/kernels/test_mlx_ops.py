@@ -31,6 +31,12 @@ DECODES = [(1, 0), (1, 70), (1, 31), (1, 32), (1, 5), (1, 69)]
 MIXED = [(1, 37), (19, 0), (1, 64), (12, 50), (3, 20), (1, 15), (41, 3), (2, 2)]
 
 
+def _mostly_in_order(rng: np.random.Generator, count: int) -> np.ndarray:
+    """0 to ``count`` - 1, in up to three pieces that have changed places."""
+    pieces = np.split(np.arange(count), np.sort(rng.integers(0, count, 2)))
+    return np.concatenate([pieces[i] for i in rng.permutation(3)])
+
+
 @dataclass
 class Step:
     """A packed step. NaN in every slot that no row may read; the padding of the block table is garbage."""
@@ -76,18 +82,24 @@ def make_step(
     dtype: mx.Dtype = mx.float32,
     window: int | None = None,
     shared_blocks: int = 0,
+    in_order: bool = False,
     poison: bool = True,
     seed: int = 0,
 ) -> Step:
-    """``shared_blocks``: later requests begin with so many of the first request's blocks, as far as both
-    contexts cover them. ``window``: slots before every row's window hold NaN, too.
+    """A packed step of random numbers.
+
+    Args:
+        shared_blocks: later requests begin with so many of the first request's blocks, as far as both contexts
+            cover them.
+        in_order: requests have consecutive blocks, mostly.
+        window: slots before every row's window hold NaN, too.
     """
     rng = np.random.default_rng(seed)
     query_lens, context_lens = np.array(segments).T
     seq_lens = query_lens + context_lens
     num_blocks = -(-seq_lens // block_size)
     total = int(num_blocks.sum()) + 3
-    free = iter(rng.permutation(total))
+    free = iter(_mostly_in_order(rng, total) if in_order else rng.permutation(total))
     # Any integer may stand in the padding.
     block_table = rng.choice([-1, -(2**31), 2**31 - 1, total, 0], (len(segments), int(num_blocks.max()) + 2))
     for i, n in enumerate(num_blocks):
@@ -195,6 +207,41 @@ def test_softcap_and_sinks(limits: Limits | None) -> None:
         assert np.abs(actual[:, 3]).max() < 1e-10
 
 
+RUNS = Limits(scores=300, span=500, tile_rows=5, run_keys=16)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 30, 60])
+@pytest.mark.parametrize("seed", range(3))
+def test_decodes_over_runs(seed: int, window: int | None, dtype: mx.Dtype) -> None:
+    segments = [*MIXED, (1, 70), (1, 63), (1, 64), (1, 200), (1, 16)]
+    step = make_step(segments, in_order=True, window=window, dtype=dtype, v_head_dim=8, seed=seed)
+    work = MlxOpsBackend(RUNS).plan(step.metadata).work(window, Dims(4, 2, 16))
+    assert bool(work.run_decodes) == (window is None or window >= 16)
+    options = {"scale": 0.4, "window": window, "softcap": 3.0}
+    check(step, RUNS, **options)
+    sinks = np.array([-3.0, 0.5, 2.0, 1.0], np.float32)
+    actual = step.attend(RUNS, sinks=mx.array(sinks), **options)
+    assert error(actual, step.reference(sinks=sinks, **options)) < TOLERANCE[dtype]
+
+
+def test_what_is_read_in_place_is_not_gathered() -> None:
+    lengths = [900, 1500, 3000, 639]
+    step = make_step([(1, n - 1) for n in lengths], num_heads=9, num_kv_heads=3, head_dim=8, poison=False)
+    table = step.metadata.block_table
+    table[0, :57] = np.arange(57)  # all in order
+    table[1, :94] = [*range(100, 150), *range(250, 206, -1)]  # the first half
+    table[2, :188] = np.arange(600, 600 - 2 * 188, -2)  # nothing
+    table[3, :40] = np.arange(60, 100)  # in order, but few
+    work = MlxOpsBackend(CPU_LIMITS).plan(step.metadata).work(None, DIMS)
+    (runs,) = [group.runs for group in work.run_decodes if len(group.runs) == 1 and group.rest is None]
+    assert runs == [(0, 900)]
+    (group,) = [group for group in work.run_decodes if group.rest is not None]
+    assert group.runs == [(1600, 800)]
+    assert group.rest.shape == (1, 700)
+    assert work.keys_gathered == 700 + 3000 + 639
+
+
 def test_large_scores() -> None:
     """Weights far below the largest vanish without overflow or NaN. (Scores of 1,000s: float32 is coarse.)"""
     step = make_step(MIXED)
@@ -226,6 +273,7 @@ def steps(draw: st.DrawFn) -> tuple[Step, Limits, dict[str, object]]:
         block_size=draw(st.sampled_from([1, 4, 8, 16])),
         shared_blocks=draw(st.integers(0, 3)),
         window=window,
+        in_order=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
     limits = Limits(
@@ -234,6 +282,7 @@ def steps(draw: st.DrawFn) -> tuple[Step, Limits, dict[str, object]]:
         tile_rows=draw(st.integers(1, 9)),
         small_area=draw(st.sampled_from([0, 60, 100_000])),
         batch_slack=draw(st.sampled_from([0, 40, 100_000])),
+        run_keys=draw(st.none() | st.integers(1, 20)),
         min_keys=draw(st.integers(1, 20)),
     )
     return step, limits, {"window": window, "softcap": draw(st.none() | st.just(3.0)), "scale": 0.4}

@@ -49,7 +49,14 @@ def test_tails_are_reused_before_heads_and_the_longest_free_first() -> None:
     blocks = BlockManager(4, 1)
     blocks.allocate("a", 3)
     blocks.free("a")
-    assert blocks.allocate("b", 4) == [3, 2, 1, 0]
+    assert [blocks.allocate(request, 1) for request in "bcde"] == [[3], [2], [1], [0]]
+
+
+def test_blocks_taken_at_once_are_in_order() -> None:
+    blocks = BlockManager(6, 1)
+    blocks.allocate("a", 3)
+    blocks.free("a")
+    assert blocks.allocate("b", 5) == [1, 2, 3, 4, 5]
 
 
 def test_free_of_an_unknown_request_does_nothing() -> None:
@@ -85,7 +92,7 @@ def test_against_a_naive_pool(
             table = tables.get(request_id, [])
             needed = max(0, (num_tokens + block_size - 1) // block_size - len(table))
             fits = needed == 0 or needed + reserve <= len(free)
-            new_ids = free[:needed] if fits else None
+            new_ids = sorted(free[:needed]) if fits else None
             assert blocks.allocate(request_id, num_tokens, reserve=reserve) == new_ids
             if new_ids:
                 tables[request_id] = table + new_ids
