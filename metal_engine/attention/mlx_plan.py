@@ -110,7 +110,7 @@ class RunDecodes:
     """One row of each of T requests. Most of a request's keys are a run: they have consecutive slots."""
 
     queries: Queries
-    runs: list[tuple[int, int]]  # [T] first slot, number of keys
+    runs: list[list[tuple[int, int]]]  # [T] a run's pieces: first slot, number of keys
     rest: mx.array | None  # [T, S] slots of the other keys; None: there are none
     bias: mx.array | None  # [T, 1, S] 0 or MASKED: requests have different numbers of them
 
@@ -308,7 +308,13 @@ class _Planner:
         longest = int(np.diff(bounds).argmax())
         start = max((first + int(bounds[longest])) * size, item.key_start)
         end = min((first + int(bounds[longest + 1])) * size, item.key_end)
-        return Run(item, start, end) if end - start >= max(least, item.num_keys / 2) else None
+        is_long = end - start >= max(least, item.num_keys / 2)
+        # The other keys are gathered at once.
+        return (
+            Run(item, start, end)
+            if is_long and item.num_keys - (end - start) <= self.keys_per_span(1)
+            else None
+        )
 
     def run_decodes(self, runs: list[Run]) -> list[RunDecodes]:
         """Requests whose other keys are about as many share their gather."""
@@ -320,12 +326,18 @@ class _Planner:
         ]
 
     def _run_decodes(self, runs: list[Run]) -> RunDecodes:
-        size, table = self.metadata.block_size, self.metadata.block_table
+        size, table, most = self.metadata.block_size, self.metadata.block_table, self.keys_per_span(1)
         start = np.array([run.item.start for run in runs], np.int32)
         self._places.append(start)
         contiguous = bool((np.diff(start) == 1).all())
         queries = Queries(len(runs), 1, int(start[0]), None if contiguous else mx.array(start))
-        first = [int(table[r.item.request, r.start // size]) * size + r.start % size for r in runs]
+        pieces = [
+            [
+                (int(table[run.item.request, lo // size]) * size + lo % size, min(most, run.end - lo))
+                for lo in range(run.start, run.end, most)
+            ]
+            for run in runs
+        ]
         rests = [run.rest for run in runs]
         num_rest = max(map(len, rests))
         self.keys_gathered += len(runs) * num_rest
@@ -346,9 +358,7 @@ class _Planner:
             is_padding = np.arange(num_rest) >= np.array([[len(p)] for p in rests])  # [T, S]
             if is_padding.any():
                 bias = mx.array(np.where(is_padding, np.float32(MASKED), np.float32(0))[:, None])
-        return RunDecodes(
-            queries, [(f, r.end - r.start) for f, r in zip(first, runs, strict=True)], rest, bias
-        )
+        return RunDecodes(queries, pieces, rest, bias)
 
     def segment(self, item: Item) -> Unit:
         tile_rows = min(self.limits.tile_rows, item.num_rows)

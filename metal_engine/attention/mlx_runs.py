@@ -45,16 +45,14 @@ def attend_runs(
 
     columns = mx.contiguous(queries.swapaxes(1, 2))  # [T, Hkv * D, Hq]
     states = []
-    for request, (slot, count) in enumerate(decodes.runs):
-        k, v = (array[slot : slot + count].astype(mx.float32) for array in (keys, values))
-        # Scores by key, [L, Hq]: so that the product finds both matrices in the order in which it reads them.
-        scores = _capped(k @ after(columns[request], last), softcap)
-        peak = mx.max(scores, axis=0, keepdims=True)
-        by_key = weights(scores, peak, on_gpu=False)
-        states.append(
-            State(peak, mx.ones((1, count)) @ by_key, by_key.T @ v)
-        )  # [1, Hq], [1, Hq], [Hq, Hkv * Dv]
-        last = list(states[-1][1:])
+    for request, pieces in enumerate(decodes.runs):
+        seen: _Seen | None = None
+        for slot, count in pieces:
+            k, v = (array[slot : slot + count].astype(mx.float32) for array in (keys, values))
+            # Scores by key, [L, Hq]: so that the product finds both matrices in the order in which it reads them.
+            seen = _add(seen, _capped(k @ after(columns[request], last), softcap), v)
+            last = list(seen[1:])
+        states.append(seen)
     peaks, totals, outs = (mx.stack(list(arrays)) for arrays in zip(*states, strict=True))
     state = State(peaks.swapaxes(1, 2), totals.swapaxes(1, 2), outs)  # [T, Hq, 1] twice, [T, Hq, Hkv * Dv]
     if decodes.rest is not None:
@@ -66,6 +64,22 @@ def attend_runs(
         scores = mx.broadcast_to((sinks.astype(mx.float32) * LOG2E)[:, None], state.peak.shape)
         state = update(state, scores, mx.zeros((len(decodes.runs), 1, 1)), on_gpu=False)
     return _own_heads(state.out / state.total, num_kv_heads)
+
+
+_Seen = tuple[mx.array, mx.array, mx.array]  # of one request: peak [1, Hq], total [1, Hq], out [Hq, Hkv * Dv]
+
+
+def _add(seen: _Seen | None, scores: mx.array, values: mx.array) -> _Seen:
+    """What :func:`update` does, with scores by key: [L, Hq]."""
+    peak = mx.max(scores, axis=0, keepdims=True)
+    if seen is not None:
+        peak = mx.maximum(peak, seen[0])
+    by_key = weights(scores, peak, on_gpu=False)
+    total, out = mx.ones((1, len(scores))) @ by_key, by_key.T @ values
+    if seen is not None:
+        shrink = weights(seen[0], peak, on_gpu=False)
+        total, out = seen[1] * shrink + total, seen[2] * shrink.T + out
+    return peak, total, out
 
 
 def _capped(scores: mx.array, softcap: float | None) -> mx.array:

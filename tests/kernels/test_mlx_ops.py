@@ -235,11 +235,24 @@ def test_what_is_read_in_place_is_not_gathered() -> None:
     table[3, :40] = np.arange(60, 100)  # in order, but few
     work = MlxOpsBackend(CPU_LIMITS).plan(step.metadata).work(None, DIMS)
     (runs,) = [group.runs for group in work.run_decodes if len(group.runs) == 1 and group.rest is None]
-    assert runs == [(0, 900)]
+    assert runs == [[(0, 900)]]
     (group,) = [group for group in work.run_decodes if group.rest is not None]
-    assert group.runs == [(1600, 800)]
+    assert group.runs == [[(1600, 800)]]
     assert group.rest.shape == (1, 700)
     assert work.keys_gathered == 700 + 3000 + 639
+
+
+def test_long_runs_are_read_in_pieces() -> None:
+    """A cache of another type is converted piece by piece; keys outside the run never exceed a span."""
+    limits = Limits(scores=300, span=32 * 40, tile_rows=5, run_keys=16, min_keys=7)
+    step = make_step([(1, 199), (1, 299), (1, 5)], poison=False, dtype=mx.float16)
+    table = step.metadata.block_table
+    table[0, :13] = np.arange(13)
+    table[1, :19] = [*range(5, 15), *range(25, 16, -1)]  # the rest is too much to gather
+    (decodes,) = MlxOpsBackend(limits).plan(step.metadata).work(None, Dims(4, 2, 16)).run_decodes
+    assert decodes.runs == [[(slot, min(40, 200 - slot)) for slot in range(0, 200, 40)]]
+    check(step, limits)
+    check(step, limits, softcap=2.0)
 
 
 def test_large_scores() -> None:
