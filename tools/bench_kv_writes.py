@@ -1,9 +1,10 @@
-"""Writing K or V of one layer to the paged cache: a slot for each row, or a block for each whole block of rows.
+"""Writing K or V of one layer to the paged cache: by slot, by whole block of rows, or by run of consecutive slots.
 
     python tools/bench_kv_writes.py
 
-Both are one scatter in place; what differs is the number of indices. Medians, taken in turns in one run. Rows that
-are not part of a whole block (decodes, ragged ends) have to be picked apart first: *mixed* has 16 of them.
+By slot and by block are one scatter in place; what differs is the number of indices. Rows that are not part of a whole
+block (decodes, ragged ends) have to be picked apart first: *mixed* has 16 of them. By run, rows whose slots follow each
+other are copied as a slice: here all of them, as a prompt's are that found its blocks in a row. Medians, in turns.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class Pool:
         blocks[block_ids] = rows.reshape(-1, BLOCK_SIZE, *self.shape)
         self.slots = blocks.reshape(-1, *self.shape)
 
+    def by_run(self, rows: mx.array) -> None:
+        self.slots[BLOCK_SIZE : BLOCK_SIZE + len(rows)] = rows
+
 
 def time_in_turns(ways: dict[str, Callable[[], None]], pool: Pool, repeats: int = 60) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -58,7 +62,9 @@ def time_in_turns(ways: dict[str, Callable[[], None]], pool: Pool, repeats: int 
 
 def main() -> None:
     rng = np.random.default_rng(0)
-    print("rows  heads x dim   by slot us   by block us   mixed by block us   slot / block")
+    print(
+        "rows  heads x dim   by slot us   by block us   mixed by block us   by run us   slot / block   slot / run"
+    )
     for num_rows in (128, 512, 2048):
         for num_heads, head_dim in ((3, 64), (8, 128)):
             pool = Pool(num_heads, head_dim)
@@ -78,12 +84,14 @@ def main() -> None:
                     "slot": lambda pool=pool, rows=rows, slots=slots: pool.by_slot(rows, slots),
                     "block": lambda pool=pool, rows=rows, ids=block_ids: pool.by_block(rows, ids),
                     "mixed": mixed,
+                    "run": lambda pool=pool, rows=rows: pool.by_run(rows),
                 },
                 pool,
             )
             print(
                 f"{num_rows:4d}  {num_heads:5d} x {head_dim:<4d}  {us['slot']:10.0f}  {us['block']:12.0f}  "
-                f"{us['mixed']:18.0f}  {us['slot'] / us['block']:13.2f}",
+                f"{us['mixed']:18.0f}  {us['run']:10.0f}  {us['slot'] / us['block']:13.2f}  "
+                f"{us['slot'] / us['run']:11.2f}",
                 flush=True,
             )
 
