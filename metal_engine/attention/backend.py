@@ -29,6 +29,13 @@ class BlockWrites:
     other_slots: mx.array  # [M]
 
 
+def consecutive_runs(numbers: np.ndarray, min_length: int = 1) -> np.ndarray:
+    """Where numbers (slots, blocks) follow each other: [num_runs, 3] of first index, length, first number."""
+    starts = np.flatnonzero(np.concatenate([[True], np.diff(numbers) != 1]))
+    runs = np.stack([starts, np.diff(starts, append=len(numbers)), numbers[starts]], axis=1)
+    return runs[runs[:, 1] >= min_length]
+
+
 @dataclass(frozen=True)
 class RunWrites:
     """A step's rows, those with consecutive slots apart: a slice of the cache takes them in one copy."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import AttentionMetadata
+from metal_engine.attention.backend import AttentionMetadata, consecutive_runs
 
 # A run is multiplied with all KV heads as one row and queries padded with zeros: for many heads that is too much work.
 MAX_RUN_HEADS = 16
@@ -113,6 +113,7 @@ class RunDecodes:
     runs: list[list[tuple[int, int]]]  # [T] a run's pieces: first slot, number of keys
     rest: mx.array | None  # [T, S] slots of the other keys; None: there are none
     bias: mx.array | None  # [T, 1, S] 0 or MASKED: requests have different numbers of them
+    own_heads: mx.array  # [Hkv, 1, Hkv, 1] 1 where a query's KV head is a key's, else 0
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,11 @@ class Run:
     end: int
 
     @property
+    def num_rest(self) -> int:
+        return self.item.num_keys - (self.end - self.start)
+
     def rest(self) -> np.ndarray:
-        """Positions of the request's other keys."""
+        """Positions of the request's other keys, [num_rest]."""
         before = np.arange(self.item.key_start, self.start)
         return np.concatenate([before, np.arange(self.end, self.item.key_end)])
 
@@ -304,10 +308,9 @@ class _Planner:
         size = self.metadata.block_size
         first = item.key_start // size
         blocks = self.metadata.block_table[item.request, first : -(-item.key_end // size)]
-        bounds = np.concatenate([[0], np.flatnonzero(np.diff(blocks) != 1) + 1, [len(blocks)]])
-        longest = int(np.diff(bounds).argmax())
-        start = max((first + int(bounds[longest])) * size, item.key_start)
-        end = min((first + int(bounds[longest + 1])) * size, item.key_end)
+        begin, count, _ = max(consecutive_runs(blocks).tolist(), key=lambda run: run[1])
+        start = max((first + begin) * size, item.key_start)
+        end = min((first + begin + count) * size, item.key_end)
         is_long = end - start >= max(least, item.num_keys / 2)
         # The other keys are gathered at once.
         return (
@@ -319,7 +322,7 @@ class _Planner:
     def run_decodes(self, runs: list[Run]) -> list[RunDecodes]:
         """Requests whose other keys are about as many share their gather."""
         by_start = {run.item.start: run for run in runs}
-        others = [Item(r.item.request, r.item.start, 1, 0, len(r.rest)) for r in runs]
+        others = [Item(r.item.request, r.item.start, 1, 0, r.num_rest) for r in runs]
         return [
             self._run_decodes([by_start[item.start] for item in group])
             for group in group_items(others, self.dims, self.limits)
@@ -338,7 +341,7 @@ class _Planner:
             ]
             for run in runs
         ]
-        rests = [run.rest for run in runs]
+        rests = [run.rest() for run in runs]
         num_rest = max(map(len, rests))
         self.keys_gathered += len(runs) * num_rest
         self.scores_computed += sum(r.end - r.start for r in runs) + len(runs) * num_rest
@@ -358,7 +361,8 @@ class _Planner:
             is_padding = np.arange(num_rest) >= np.array([[len(p)] for p in rests])  # [T, S]
             if is_padding.any():
                 bias = mx.array(np.where(is_padding, np.float32(MASKED), np.float32(0))[:, None])
-        return RunDecodes(queries, pieces, rest, bias)
+        own_heads = mx.eye(self.dims.num_kv_heads)[:, None, :, None]
+        return RunDecodes(queries, pieces, rest, bias, own_heads)
 
     def segment(self, item: Item) -> Unit:
         tile_rows = min(self.limits.tile_rows, item.num_rows)

@@ -39,8 +39,7 @@ def attend_runs(
     keys, values = (cache.reshape(-1, num_kv_heads * cache.shape[3]) for cache in (k_cache, v_cache))
     queries = decodes.queries.of(rows, num_kv_heads)  # [T, Hkv, G, D]
     if num_kv_heads > 1:
-        own = mx.eye(num_kv_heads)[:, None, :, None]
-        queries = mx.expand_dims(queries, 3) * own  # [T, Hkv, G, Hkv, D]
+        queries = mx.expand_dims(queries, 3) * decodes.own_heads  # [T, Hkv, G, Hkv, D]
     queries = queries.reshape(len(decodes.runs), num_heads, -1)  # [T, Hq, Hkv * D]
 
     columns = mx.contiguous(queries.swapaxes(1, 2))  # [T, Hkv * D, Hq]

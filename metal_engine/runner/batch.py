@@ -112,13 +112,6 @@ def whole_block_rows(batch: PackedBatch, block_size: int) -> np.ndarray:
     return (starts[:, None] + np.arange(block_size)).astype(np.int32)
 
 
-def runs_of_slots(slots: np.ndarray, min_length: int) -> np.ndarray:
-    """Where consecutive rows have consecutive slots: [num_runs, 3] of first row, number of rows, first slot."""
-    starts = np.flatnonzero(np.concatenate([[True], np.diff(slots) != 1]))
-    runs = np.stack([starts, np.diff(starts, append=len(slots)), slots[starts]], axis=1)
-    return runs[runs[:, 1] >= min_length]
-
-
 class RequestTable:
     """What the runner holds of each request: tokens, block table, sampling parameters. One row a request.
 

@@ -7,12 +7,18 @@ from collections import deque
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, BlockWrites, RunWrites
+from metal_engine.attention.backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    BlockWrites,
+    RunWrites,
+    consecutive_runs,
+)
 from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
 from metal_engine.models.paged_model import KVSnapshot, PagedModel
 from metal_engine.platform.streams import end_streams_of_thread
-from metal_engine.runner.batch import PackedBatch, RequestTable, runs_of_slots, whole_block_rows
+from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.step import ModelOutput, SchedulerOutput
 
@@ -202,7 +208,7 @@ def _block_writes(batch: PackedBatch, block_size: int) -> BlockWrites | None:
 
 def _run_writes(batch: PackedBatch) -> RunWrites | None:
     runs = [
-        (first, count, slot) for first, count, slot in runs_of_slots(batch.slot_mapping, MIN_RUN).tolist()
+        (first, count, slot) for first, count, slot in consecutive_runs(batch.slot_mapping, MIN_RUN).tolist()
     ]
     if not runs:
         return None

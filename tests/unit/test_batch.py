@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from metal_engine.attention.backend import consecutive_runs
 from metal_engine.request import SamplingParams
-from metal_engine.runner.batch import PackedBatch, RequestTable, runs_of_slots
+from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.step import NewRequestData, SchedulerOutput
 
 MAX_ROWS = 4
@@ -366,5 +367,5 @@ def test_validate_names_the_contradiction(make: Callable[[], PackedBatch], messa
         ([0, 1, 2, 2, 3, 4, 3], [[0, 3, 0], [3, 3, 2]]),
     ],
 )
-def test_runs_of_slots(slots: list[int], runs: list[list[int]]) -> None:
-    assert runs_of_slots(np.array(slots, np.int32), min_length=3).tolist() == runs
+def test_consecutive_runs(slots: list[int], runs: list[list[int]]) -> None:
+    assert consecutive_runs(np.array(slots, np.int32), min_length=3).tolist() == runs
