@@ -27,8 +27,8 @@ import numpy as np  # noqa: E402
 
 from metal_engine.attention.backend import AttentionMetadata  # noqa: E402
 from metal_engine.attention.exp2 import FLOOR, weights_of_scores  # noqa: E402
+from metal_engine.attention.mlx_groups import CPU_LIMITS  # noqa: E402
 from metal_engine.attention.mlx_ops import MlxOpsBackend  # noqa: E402
-from metal_engine.attention.mlx_plan import CPU_LIMITS  # noqa: E402
 from metal_engine.models import cpu_ops  # noqa: E402
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 576, 1536, 9, 3, 64, 30

@@ -7,23 +7,18 @@ memory is bounded by a few pieces of scores however long the context is. ``atten
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionMetadata
 from metal_engine.attention.exp2 import LOG2E
-from metal_engine.attention.mlx_plan import (
-    CPU_LIMITS,
-    GPU_LIMITS,
-    Dims,
-    Limits,
-    Queries,
-    Work,
-    plan_work,
-)
+from metal_engine.attention.mlx_groups import CPU_LIMITS, GPU_LIMITS, Dims, Limits
+from metal_engine.attention.mlx_plan import Queries, Unit, Work, plan_work
 from metal_engine.attention.mlx_runs import attend_runs
 from metal_engine.attention.online_softmax import State, after, update
+from metal_engine.platform.streams import second_stream
 
 
 @dataclass
@@ -65,34 +60,55 @@ class MlxOpsPlan:
         rows = q.astype(mx.float32) * (scale / softcap if softcap else scale * LOG2E)
         k_rows, v_rows = k_cache.reshape(-1, head_dim), v_cache.reshape(-1, v_head_dim)
         outputs: list[mx.array] = []
-        last: list[mx.array] = []  # chains the pieces: evaluated side by side, each would hold its scores
+        # What ends each lane so far. Chains the pieces: evaluated side by side, each would hold its scores.
+        lasts: list[list[mx.array]] = [[], []]
         for unit in work.units:
-            tiles = [queries.of(rows, num_kv_heads) for queries in unit.queries]
-            states = [_initial_state(sinks, queries, num_kv_heads) for queries in unit.queries]
-            for span in unit.spans:
-                slots = after(span.slots, last)
-                keys = k_rows[slots].astype(mx.float32)  # [T, Hkv, S, D]
-                values = v_rows[slots].astype(mx.float32)  # [T, Hkv, S, Dv]
-                for piece in span.pieces:
-                    tile = after(tiles[piece.query], last)  # [T, Hkv, R * G, D]
-                    scores = tile @ keys[:, :, piece.lo : piece.hi].swapaxes(-1, -2)  # [T, Hkv, R * G, L]
-                    if softcap:
-                        scores = mx.tanh(scores) * (softcap * LOG2E)
-                    if piece.biases:
-                        by_row = (*scores.shape[:2], unit.queries[piece.query].num_rows, -1, scores.shape[3])
-                        bias = sum(piece.biases[1:], piece.biases[0])  # broadcasts to [T, Hkv, R, G, L]
-                        scores = (scores.reshape(by_row) + bias).reshape(scores.shape)
-                    seen = values[:, :, piece.lo : piece.hi]  # [T, Hkv, L, Dv]
-                    state = update(states[piece.query], scores, seen, self.on_gpu)
-                    # The sum too: left for later, it would keep the piece's weights alive until the end.
-                    states[piece.query], last = state, [state.out, state.total]
-            outputs += [_finish(s, t, num_heads) for s, t in zip(states, unit.queries, strict=True)]
+            with mx.stream(second_stream()) if unit.lane else nullcontext():
+                done, lasts[unit.lane] = self._attend_unit(
+                    unit, rows, k_rows, v_rows, num_kv_heads, softcap, sinks, lasts[unit.lane]
+                )
+            outputs += done
+        last = lasts[0]
         for decodes in work.run_decodes:
             out = attend_runs(decodes, rows, k_cache, v_cache, softcap, sinks, last)
             outputs.append(out)
             last = [out]
         packed = (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
         return packed if work.order is None else packed[work.order]
+
+    def _attend_unit(
+        self,
+        unit: Unit,
+        rows: mx.array,  # [N, Hq, D] float32, scaled
+        k_rows: mx.array,  # [num_slots * Hkv, D]
+        v_rows: mx.array,  # [num_slots * Hkv, Dv]
+        num_kv_heads: int,
+        softcap: float | None,
+        sinks: mx.array | None,
+        last: list[mx.array],
+    ) -> tuple[list[mx.array], list[mx.array]]:
+        """-> [T * R, Hq, Dv] of each of the unit's queries, and what is computed last."""
+        tiles = [queries.of(rows, num_kv_heads) for queries in unit.queries]
+        states = [_initial_state(sinks, queries, num_kv_heads) for queries in unit.queries]
+        for span in unit.spans:
+            slots = after(span.slots, last)
+            keys = k_rows[slots].astype(mx.float32)  # [T, Hkv, S, D]
+            values = v_rows[slots].astype(mx.float32)  # [T, Hkv, S, Dv]
+            for piece in span.pieces:
+                tile = after(tiles[piece.query], last)  # [T, Hkv, R * G, D]
+                scores = tile @ keys[:, :, piece.lo : piece.hi].swapaxes(-1, -2)  # [T, Hkv, R * G, L]
+                if softcap:
+                    scores = mx.tanh(scores) * (softcap * LOG2E)
+                if piece.biases:
+                    by_row = (*scores.shape[:2], unit.queries[piece.query].num_rows, -1, scores.shape[3])
+                    bias = sum(piece.biases[1:], piece.biases[0])  # broadcasts to [T, Hkv, R, G, L]
+                    scores = (scores.reshape(by_row) + bias).reshape(scores.shape)
+                seen = values[:, :, piece.lo : piece.hi]  # [T, Hkv, L, Dv]
+                state = update(states[piece.query], scores, seen, self.on_gpu)
+                # The sum too: left for later, it would keep the piece's weights alive until the end.
+                states[piece.query], last = state, [state.out, state.total]
+        num_heads = rows.shape[1]
+        return [_finish(s, t, num_heads) for s, t in zip(states, unit.queries, strict=True)], last
 
     def _validate(self, q: mx.array, k_cache: mx.array, v_cache: mx.array, window: int | None) -> None:
         if q.shape[0] != self.metadata.num_tokens:

@@ -3,7 +3,8 @@ r"""What `mlx_ops` does in a step, planned on the host: which rows meet which ke
 A step's rows are cut into *units*, and a unit gathers only keys that some row of it may see:
 
 - a **batch** takes requests with few rows each (decodes, short chunks) as one batched matrix product.
-  Requests of similar length share a batch, so that a short one does not pay for a long one beside it;
+  Requests of similar length share a batch, so that a short one does not pay for a long one beside it. On a CPU,
+  two streams share the decodes' batches where there is much to gather;
 - a **segment** takes the many rows of one request in query tiles. K and V are gathered once per span of keys,
   for every tile that sees some of it::
 
@@ -20,48 +21,17 @@ The index arithmetic happens once per step for each window that the model's laye
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionMetadata, consecutive_runs
+from metal_engine.attention.mlx_groups import Dims, Item, Limits, group_items, in_lanes
 
 # A run is multiplied with all KV heads as one row and queries padded with zeros: for many heads that is too much work.
 MAX_RUN_HEADS = 16
 MASKED = -1e30  # a score that loses against any real one, yet finite: -inf minus -inf would be NaN
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Sizes that trade speed for memory. Elements are float32 elements of one temporary array."""
-
-    scores: int  # elements of a piece of scores: rows * query heads * keys
-    span: int  # elements of gathered K or V
-    tile_rows: int  # rows of a segment's query tile
-    small_area: int = 16_384  # rows * keys up to which a request with several rows goes into a batch
-    batch_slack: int = 2_048  # padding that is cheaper than one more batch, in units of `_cost`
-    batch_waste: float = 0.125  # padding of a batch relative to its real work
-    run_keys: int | None = (
-        None  # keys in consecutive slots that a decode reads in place, from so many; None: never
-    )
-    min_keys: int = 64  # a piece or span has at least so many keys, whatever the other limits say
-
-
-# On a CPU a chain of elementwise ops runs several times faster while its arrays stay in the cache, and arrays
-# of several MB may be fresh pages from the system every time. A GPU wants more work per launch.
-CPU_LIMITS = Limits(scores=384 * 1024, span=1024 * 1024, tile_rows=64, run_keys=640)
-GPU_LIMITS = Limits(scores=16 << 20, span=8 << 20, tile_rows=256)
-
-
-@dataclass(frozen=True)
-class Dims:
-    """What a plan must know of a layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int  # the larger of K's and V's
 
 
 @dataclass(frozen=True)
@@ -103,6 +73,7 @@ class Span:
 class Unit:
     queries: list[Queries]
     spans: list[Span]
+    lane: int = 0  # 1: on a stream beside the thread's own
 
 
 @dataclass(frozen=True)
@@ -125,25 +96,6 @@ class Work:
     order: mx.array | None  # [N] each packed row's place in the units' concatenated output; None: its own
     keys_gathered: int  # per KV head, padding included
     scores_computed: int  # (row, key) pairs per query head, padding included
-
-
-@dataclass(frozen=True)
-class Item:
-    """One request: its packed rows and the absolute positions [key_start, key_end) that any of them sees."""
-
-    request: int
-    start: int
-    num_rows: int
-    key_start: int
-    key_end: int
-
-    @property
-    def num_keys(self) -> int:
-        return self.key_end - self.key_start
-
-    @property
-    def context_len(self) -> int:
-        return self.key_end - self.num_rows
 
 
 @dataclass(frozen=True)
@@ -178,39 +130,10 @@ def plan_work(metadata: AttentionMetadata, window: int | None, dims: Dims, limit
             small.append(item)
         else:
             units.append(planner.segment(item))
-    units += [planner.batch(group) for group in group_items(small, dims, limits)]
+    groups = in_lanes(group_items(small, dims, limits), dims, limits)
+    units += [replace(planner.batch(group), lane=lane) for lane, group in groups]
     run_decodes = planner.run_decodes(runs)
     return Work(units, run_decodes, planner.order(), planner.keys_gathered, planner.scores_computed)
-
-
-def _cost(num_rows: int, num_keys: int) -> int:
-    """Cost of one request in a batch: gathering a key takes about as long as scoring it for three rows."""
-    return num_keys * (num_rows + 3)
-
-
-def group_items(items: Iterable[Item], dims: Dims, limits: Limits) -> list[list[Item]]:
-    """Batches of similar items: padding them all to the largest rows and keys costs at most
-    max(batch_slack, batch_waste * real work), and a batch of short contexts needs only one span."""
-    groups: list[list[Item]] = []
-    rows = keys = real = 0
-    for item in sorted(items, key=lambda i: (-i.num_rows, -i.num_keys, i.request)):
-        cost, size = _cost(item.num_rows, item.num_keys), len(groups[-1]) + 1 if groups else 0
-        longest = max(keys, item.num_keys)
-        waste = size * _cost(rows, longest) - (real + cost)
-        if (
-            groups
-            and waste <= max(limits.batch_slack, limits.batch_waste * (real + cost))
-            and size * rows * dims.num_heads * longest <= limits.scores
-            and size * dims.num_kv_heads * dims.head_dim * longest <= limits.span
-        ):
-            groups[-1].append(item)
-            keys, real = longest, real + cost
-        else:
-            groups.append([item])
-            rows, keys, real = item.num_rows, item.num_keys, cost
-    for group in groups:
-        group.sort(key=lambda i: i.start)  # packed order needs no permutation of the output
-    return groups
 
 
 class _Planner:

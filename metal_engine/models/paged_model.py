@@ -24,6 +24,7 @@ from metal_engine.attention.backend import AttentionMetadata, AttentionPlan
 from metal_engine.models.cpu_ops import StepPositions
 from metal_engine.models.layer_cache import LatentLayerCache, LayerCache, StepState
 from metal_engine.models.seam import open_model
+from metal_engine.platform.streams import synchronize
 from metal_engine.step import KVCacheLostError
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class PagedModel:
         logger.warning("making the KV cache anew")
         self.layer_caches = []
         try:
-            mx.synchronize()
+            synchronize()
         except Exception:
             logger.exception("what was still running failed, too")
         self.allocate(*self._pool)

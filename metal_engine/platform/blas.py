@@ -27,9 +27,9 @@ BLAS_VARIABLE = "METAL_ENGINE_BLAS"
 
 _MLX_BLAS = "MLX's own BLAS"
 _SYSTEM_LIBRARY = "libopenblas.so.0"
-# Its threads wait for the next product by spinning, for 2^26 cycles unless told otherwise, on cores that everything
-# else could use. 2^23 (3 ms) is enough for the next product of a step; asleep at once (4), they wake too late for it.
-_THREAD_TIMEOUT = "23"
+# Its threads wait for the next product by spinning, for 2^26 cycles (26 ms) unless told otherwise, on cores that
+# everything else could use: between two products other operations run, attention on two streams among them.
+_THREAD_TIMEOUT = "15"
 # What MLX multiplies float32 matrices with: whoever provides this symbol is the BLAS in use.
 _PROBE = "cblas_sgemm"
 # A function that only this library has -> its name. The reference BLAS has none of them.

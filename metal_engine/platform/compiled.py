@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompiledByShape:
-    """``function`` of arrays, compiled for each combination of shapes it is called with.
+    """``function`` of arrays, compiled for each combination of shapes it is called with, and each stream.
 
     ``mx.compile`` by itself keeps all it has ever seen and looks for one by going through them, and the shapes of a
     step change with every token. Here each combination has a compilation of its own, and the least recently used
@@ -37,15 +37,16 @@ class CompiledByShape:
         compiled: OrderedDict[object, Callable[..., mx.array]] = vars(self._of_thread).setdefault(
             "compiled", OrderedDict()
         )
-        shapes = tuple(array.shape for array in arrays)
-        if shapes in compiled:
-            compiled.move_to_end(shapes)
+        # Its operations stay on the stream that they were traced on.
+        key = (str(mx.default_stream(mx.default_device())), *[array.shape for array in arrays])
+        if key in compiled:
+            compiled.move_to_end(key)
         else:
             # A function object of its own: MLX tells compilations apart by it.
-            compiled[shapes] = mx.compile(lambda *a: self._function(*a))
+            compiled[key] = mx.compile(lambda *a: self._function(*a))
             if len(compiled) > self._max_shapes:
                 compiled.popitem(last=False)
-        return compiled[shapes](*arrays)
+        return compiled[key](*arrays)
 
 
 @functools.cache

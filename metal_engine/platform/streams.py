@@ -6,10 +6,27 @@ import threading
 
 import mlx.core as mx
 
+_of_thread = threading.local()
+
+
+def second_stream() -> mx.Stream:
+    """The CPU stream that a thread has beside its default one, made at the first call."""
+    if not hasattr(_of_thread, "second"):
+        _of_thread.second = mx.new_stream(mx.cpu)
+    return _of_thread.second
+
+
+def synchronize() -> None:
+    """Wait until the thread's streams are done with all they were given, and have let go of what they read."""
+    mx.synchronize()
+    if hasattr(_of_thread, "second"):
+        mx.synchronize(_of_thread.second)
+
 
 def end_streams_of_thread() -> None:
     """Close the streams of a thread that is about to end: left open, they abort the process, now and then, when it
     exits. The main thread keeps its own, for it lives on and may compute again.
     """
     if threading.current_thread() is not threading.main_thread():
+        vars(_of_thread).pop("second", None)
         mx.clear_streams()

@@ -17,7 +17,7 @@ from metal_engine.attention.backend import (
 from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
 from metal_engine.models.paged_model import KVSnapshot, PagedModel
-from metal_engine.platform.streams import end_streams_of_thread
+from metal_engine.platform.streams import end_streams_of_thread, synchronize
 from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.step import ModelOutput, SchedulerOutput
@@ -186,7 +186,7 @@ class ModelRunner:
     def close(self) -> None:
         """Free the KV cache, in the thread that ran the steps."""
         self._steps.clear()
-        mx.synchronize()
+        synchronize()
         if self.kv_connector is not None:
             self.kv_connector.close()
         self._model.release()
@@ -265,7 +265,7 @@ class PendingStep:
             raise self.error
         # NumPy alone would wait as well, but pass over an error of an operation and take what it left.
         mx.eval(self.root)
-        mx.synchronize()
+        synchronize()
 
     def result(self) -> ModelOutput:
         """Wait for the step, dispatch the next one, and return what came of it.

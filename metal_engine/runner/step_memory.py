@@ -8,6 +8,7 @@ import numpy as np
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata
 from metal_engine.config import ConfigError
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.platform.streams import synchronize
 from metal_engine.request import SamplingParams
 from metal_engine.runner.sampler import SamplingRows, sample
 
@@ -60,7 +61,7 @@ def measure_step_bytes(
             slot_mapping=mx.array(slots),
             block_size=block_size,
         )
-        mx.synchronize()
+        synchronize()
         held = mx.get_active_memory()
         mx.reset_peak_memory()
         logits = model(
@@ -71,7 +72,7 @@ def measure_step_bytes(
             mx.array(cu_seqlens_q[1:] - 1),
         )
         mx.eval(sample(logits, rows, np.arange(num_seqs), np.zeros(num_seqs, np.int32)))
-        mx.synchronize()
+        synchronize()
         return max(0, mx.get_peak_memory() - held)
     except (MemoryError, RuntimeError) as error:  # MLX's allocator raises the latter
         raise ConfigError(

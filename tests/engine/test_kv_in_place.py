@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from metal_engine.attention.mlx_groups import CPU_LIMITS, Limits
 from metal_engine.attention.mlx_ops import MlxOpsBackend
 from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.models import paged_model
@@ -61,14 +63,14 @@ class Loop:
         return num_steps
 
 
-def measure_in_place(paged: PagedModel, num_ahead: int) -> None:
+def measure_in_place(paged: PagedModel, num_ahead: int, limits: Limits | None = None) -> None:
     # K or V of one layer is 4 MB: large against everything else in a step of these models.
     cache = CacheConfig(block_size=16, num_blocks=2048)
     array_bytes = cache.num_tokens * 2 * 16 * 4
     config = SchedulerConfig(
         max_num_batched_tokens=24, max_num_seqs=4, max_model_len=512, async_scheduling=num_ahead > 0
     )
-    runner = ModelRunner(paged, MlxOpsBackend(), config, cache)
+    runner = ModelRunner(paged, MlxOpsBackend(limits), config, cache)
     scheduler = Scheduler(config, cache)
     _add(scheduler, [20, 27, 80], NUM_STEPS)
     mx.synchronize()
@@ -85,6 +87,13 @@ def measure_in_place(paged: PagedModel, num_ahead: int) -> None:
 def test_writes_stay_in_place_over_200_steps(config: dict[str, Any], num_ahead: int) -> None:
     """Chunks that sample nothing, mixed steps, decodes."""
     measure_in_place(PagedModel(tiny_model(**config)), num_ahead)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_writes_stay_in_place_with_two_streams(config: dict[str, Any], num_ahead: int) -> None:
+    """What the second stream has read is let go of before the next step writes."""
+    measure_in_place(PagedModel(tiny_model(**config)), num_ahead, replace(CPU_LIMITS, two_lanes=0))
 
 
 @pytest.mark.metal

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from metal_engine.args import EngineArgs
+from metal_engine.attention.mlx_groups import CPU_LIMITS
 from metal_engine.attention.mlx_ops import MlxOpsBackend
-from metal_engine.attention.mlx_plan import CPU_LIMITS
 from metal_engine.build import build_engine
 from metal_engine.config import MARGIN_BYTES, CacheConfig, ConfigError, SchedulerConfig
 from metal_engine.models.paged_model import PagedModel

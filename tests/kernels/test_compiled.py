@@ -9,6 +9,7 @@ import weakref
 import mlx.core as mx
 
 from metal_engine.platform.compiled import CompiledByShape
+from metal_engine.platform.streams import end_streams_of_thread, second_stream, synchronize
 
 
 def test_right_for_whatever_shapes_come_and_go() -> None:
@@ -34,6 +35,22 @@ def test_right_for_whatever_shapes_come_and_go() -> None:
     assert traced == before
 
 
+def test_streams_have_compilations_of_their_own() -> None:
+    """What was traced on one stream would be computed there for another, too."""
+    traced = []
+
+    def double(x: mx.array) -> mx.array:
+        traced.append(mx.default_stream(mx.default_device()))
+        return x + x
+
+    doubles = CompiledByShape(double)
+    streams = [mx.default_stream(mx.default_device()), second_stream()]
+    for stream in streams * 3:
+        with mx.stream(stream):
+            assert doubles(mx.array(2)).item() == 4
+    assert traced == streams
+
+
 def test_a_dropped_one_is_freed() -> None:
     class Function:
         def __call__(self, x: mx.array) -> mx.array:
@@ -56,7 +73,7 @@ def test_threads_compile_for_themselves() -> None:
         for n in range(1, 20):
             x = mx.arange(n)
             results.append(bool(mx.array_equal(doubles(x), x * 2)))
-        mx.clear_streams()
+        end_streams_of_thread()
 
     for _ in range(3):
         thread = threading.Thread(target=run)
@@ -64,3 +81,20 @@ def test_threads_compile_for_themselves() -> None:
         thread.join()
     x = mx.arange(7)
     assert mx.array_equal(doubles(x), x * 2) and all(results) and len(results) == 57
+
+
+def test_a_thread_may_begin_again_after_its_streams_have_ended() -> None:
+    """As when a model could not be loaded, and another one is."""
+    results = []
+
+    def run() -> None:
+        for _ in range(2):
+            with mx.stream(second_stream()):
+                results.append((mx.array(2) + 2).item())
+            synchronize()
+            end_streams_of_thread()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert results == [4, 4]

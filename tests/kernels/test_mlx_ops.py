@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 
 from metal_engine.attention.backend import AttentionMetadata
 from metal_engine.attention.exp2 import exp2
+from metal_engine.attention.mlx_groups import (
+    CPU_LIMITS,
+    GPU_LIMITS,
+    Dims,
+    Item,
+    Limits,
+    group_items,
+    in_lanes,
+)
 from metal_engine.attention.mlx_ops import MlxOpsBackend
-from metal_engine.attention.mlx_plan import CPU_LIMITS, GPU_LIMITS, Dims, Limits
 from tests.kernels.reference import paged_attention
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
@@ -23,6 +31,8 @@ TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
 TINY = Limits(scores=1, span=1, tile_rows=5, small_area=24, batch_slack=8, batch_waste=0.5, min_keys=7)
 # The same, but nothing with several rows is batched.
 TILED = Limits(scores=1, span=1, tile_rows=3, small_area=0, batch_slack=0, batch_waste=0.0, min_keys=16)
+# Decodes on two streams.
+LANES = replace(TINY, two_lanes=0)
 
 # (query_len, context_len) of each request.
 FRESH = [(7, 0), (1, 0), (33, 0)]
@@ -148,7 +158,9 @@ def check(step: Step, limits: Limits | None, **options: object) -> None:
     assert error(step.attend(limits, **options), step.reference(**options)) < TOLERANCE[step.q.dtype]
 
 
-@pytest.mark.parametrize("limits", [None, GPU_LIMITS, TINY, TILED], ids=["cpu", "gpu", "tiny", "tiled"])
+@pytest.mark.parametrize(
+    "limits", [None, GPU_LIMITS, TINY, TILED, LANES], ids=["cpu", "gpu", "tiny", "tiled", "lanes"]
+)
 @pytest.mark.parametrize("window", [None, 1, 6, 33, 1000])
 @pytest.mark.parametrize("segments", [FRESH, CHUNKS, DECODES, MIXED], ids=["fresh", "chunk", "decode", "mix"])
 def test_segments_and_windows(
@@ -191,7 +203,7 @@ def test_block_sizes_and_shared_blocks(block_size: int) -> None:
         check(step, limits)
 
 
-@pytest.mark.parametrize("limits", [None, TINY, TILED], ids=["cpu", "tiny", "tiled"])
+@pytest.mark.parametrize("limits", [None, TINY, TILED, LANES], ids=["cpu", "tiny", "tiled", "lanes"])
 def test_softcap_and_sinks(limits: Limits | None) -> None:
     step = make_step(MIXED)
     sinks = np.array([-3.0, 0.5, 2.0, 40.0], np.float32)
@@ -296,6 +308,7 @@ def steps(draw: st.DrawFn) -> tuple[Step, Limits, dict[str, object]]:
         small_area=draw(st.sampled_from([0, 60, 100_000])),
         batch_slack=draw(st.sampled_from([0, 40, 100_000])),
         run_keys=draw(st.none() | st.integers(1, 20)),
+        two_lanes=draw(st.sampled_from([None, 0, 2_000])),
         min_keys=draw(st.integers(1, 20)),
     )
     return step, limits, {"window": window, "softcap": draw(st.none() | st.just(3.0)), "scale": 0.4}
@@ -345,6 +358,23 @@ def test_a_short_decode_does_not_pay_for_a_long_one() -> None:
     units, gathered, scored = work_of([(1, 99)] * 7 + [(1, 7999)] + [(1, 99)] * 8)
     assert gathered == scored == 8000 + 15 * 100
     assert units == 2
+
+
+def test_two_lanes_gather_about_as_much() -> None:
+    for lengths in ([100] * 16, [100] * 15 + [900], [500, 300, 200, 100], [600, 10, 10], [600]):
+        items = [Item(i, i, 1, 0, length) for i, length in enumerate(lengths)]
+        prompt = [Item(90, 90, 30, 0, 30)]
+        groups = [prompt, *group_items(items, DIMS, CPU_LIMITS)]
+        lanes = in_lanes(groups, DIMS, replace(CPU_LIMITS, two_lanes=0))
+        assert sorted(item.request for _, group in lanes for item in group) == [*range(len(items)), 90]
+        assert (0, prompt) in lanes
+        load = [0, 0]
+        for lane, group in lanes:
+            load[lane] += sum(item.num_keys for item in group if item.num_rows == 1)
+        # As even as whole requests allow, but for a group's padding.
+        assert abs(load[0] - load[1]) <= max(lengths)
+        few = replace(CPU_LIMITS, two_lanes=sum(lengths) * 3 * 64 * 2)
+        assert in_lanes(groups, DIMS, few) == [(0, group) for group in groups]
 
 
 @pytest.mark.parametrize("low", [1, 100, 1000])

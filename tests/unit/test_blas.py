@@ -195,7 +195,7 @@ report()
 def test_threads_sleep_soon_after_a_product_unless_the_user_says(cache: Path, users: dict[str, str]) -> None:
     code = 'import os; blas.load_optimized_blas(); report(timeout=os.environ["OPENBLAS_THREAD_TIMEOUT"])'
     info, _ = finish(start(code, cache, **users))
-    assert info["optimized"] and info["timeout"] == (users or {"": "23"}).popitem()[1]
+    assert info["optimized"] and info["timeout"] == (users or {"": "15"}).popitem()[1]
 
 
 def test_importing_does_not_import_mlx() -> None:

@@ -1,0 +1,115 @@
+"""Which requests of a step share a batch of attention, and which of two streams computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that trade speed for memory. Elements are float32 elements of one temporary array."""
+
+    scores: int  # elements of a piece of scores: rows * query heads * keys
+    span: int  # elements of gathered K or V
+    tile_rows: int  # rows of a segment's query tile
+    small_area: int = 16_384  # rows * keys up to which a request with several rows goes into a batch
+    batch_slack: int = 2_048  # padding that is cheaper than one more batch, in units of `_cost`
+    batch_waste: float = 0.125  # padding of a batch relative to its real work
+    run_keys: int | None = (
+        None  # keys in consecutive slots that a decode reads in place, from so many; None: never
+    )
+    two_lanes: int | None = (
+        None  # elements of K that decodes gather, from which two streams share them; None: never
+    )
+    min_keys: int = 64  # a piece or span has at least so many keys, whatever the other limits say
+
+
+# On a CPU a chain of elementwise ops runs several times faster while its arrays stay in the cache, and arrays
+# of several MB may be fresh pages from the system every time. A GPU wants more work per launch.
+CPU_LIMITS = Limits(scores=384 * 1024, span=1024 * 1024, tile_rows=64, run_keys=640, two_lanes=384 * 1024)
+GPU_LIMITS = Limits(scores=16 << 20, span=8 << 20, tile_rows=256)
+
+
+@dataclass(frozen=True)
+class Dims:
+    """What a plan must know of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # the larger of K's and V's
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request: its packed rows and the absolute positions [key_start, key_end) that any of them sees."""
+
+    request: int
+    start: int
+    num_rows: int
+    key_start: int
+    key_end: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.key_end - self.key_start
+
+    @property
+    def context_len(self) -> int:
+        return self.key_end - self.num_rows
+
+
+def _cost(num_rows: int, num_keys: int) -> int:
+    """Cost of one request in a batch: gathering a key takes about as long as scoring it for three rows."""
+    return num_keys * (num_rows + 3)
+
+
+def group_items(items: Iterable[Item], dims: Dims, limits: Limits) -> list[list[Item]]:
+    """Batches of similar items: padding them all to the largest rows and keys costs at most
+    max(batch_slack, batch_waste * real work), and a batch of short contexts needs only one span."""
+    groups: list[list[Item]] = []
+    rows = keys = real = 0
+    for item in sorted(items, key=lambda i: (-i.num_rows, -i.num_keys, i.request)):
+        cost, size = _cost(item.num_rows, item.num_keys), len(groups[-1]) + 1 if groups else 0
+        longest = max(keys, item.num_keys)
+        waste = size * _cost(rows, longest) - (real + cost)
+        if (
+            groups
+            and waste <= max(limits.batch_slack, limits.batch_waste * (real + cost))
+            and size * rows * dims.num_heads * longest <= limits.scores
+            and size * dims.num_kv_heads * dims.head_dim * longest <= limits.span
+        ):
+            groups[-1].append(item)
+            keys, real = longest, real + cost
+        else:
+            groups.append([item])
+            rows, keys, real = item.num_rows, item.num_keys, cost
+    for group in groups:
+        group.sort(key=lambda i: i.start)  # packed order needs no permutation of the output
+    return groups
+
+
+def in_lanes(groups: list[list[Item]], dims: Dims, limits: Limits) -> list[tuple[int, list[Item]]]:
+    """Groups with their lanes, 0 or 1: decodes are divided so that each lane has about as many keys to gather.
+
+    A gather takes one core, whatever BLAS has. What has several rows stays on lane 0: its products take all cores.
+    """
+    decodes = [group for group in groups if all(item.num_rows == 1 for item in group)]
+    total = sum(map(_keys_with_padding, decodes))
+    if limits.two_lanes is None or total * dims.num_kv_heads * dims.head_dim < limits.two_lanes:
+        return [(0, group) for group in groups]
+    parts = []
+    for group in decodes:
+        middle = (len(group) + 1) // 2 if 2 * _keys_with_padding(group) > total else len(group)
+        parts += [part for part in (group[:middle], group[middle:]) if part]
+    load, lanes = [0, 0], []
+    for part in sorted(parts, key=_keys_with_padding, reverse=True):
+        lane = load.index(min(load))
+        load[lane] += _keys_with_padding(part)
+        lanes.append((lane, part))
+    lanes.sort(key=lambda entry: entry[1][0].start)  # packed order, as far as it goes
+    return [(0, group) for group in groups if group not in decodes] + lanes
+
+
+def _keys_with_padding(group: list[Item]) -> int:
+    return len(group) * max(item.num_keys for item in group)
