@@ -1,7 +1,7 @@
 """Steps of engines with different settings, in turns: for a machine whose own speed changes by the minute.
 
     python tools/compare_steps.py --step decode --num-requests 16 \\
-        OPENBLAS_THREAD_TIMEOUT=23,two_lanes=None OPENBLAS_THREAD_TIMEOUT=15,two_lanes=None ""
+        OPENBLAS_THREAD_TIMEOUT=23,lane_elements=None OPENBLAS_THREAD_TIMEOUT=15,lane_elements=None ""
 
 Each variant is a process of its own with an engine, and waits while the others' steps run. A variant is a list of
 environment variables (upper case) and fields of the CPU's attention limits (lower case); empty: as it is. Ratios are

@@ -19,15 +19,13 @@ class Limits:
     run_keys: int | None = (
         None  # keys in consecutive slots that a decode reads in place, from so many; None: never
     )
-    two_lanes: int | None = (
-        None  # elements of K that decodes gather, from which two streams share them; None: never
-    )
+    lane_elements: int | None = None  # of K, gathered for decodes: from so many on two streams; None: never
     min_keys: int = 64  # a piece or span has at least so many keys, whatever the other limits say
 
 
 # On a CPU a chain of elementwise ops runs several times faster while its arrays stay in the cache, and arrays
 # of several MB may be fresh pages from the system every time. A GPU wants more work per launch.
-CPU_LIMITS = Limits(scores=384 * 1024, span=1024 * 1024, tile_rows=64, run_keys=640, two_lanes=384 * 1024)
+CPU_LIMITS = Limits(scores=384 * 1024, span=1024 * 1024, tile_rows=64, run_keys=640, lane_elements=384 * 1024)
 GPU_LIMITS = Limits(scores=16 << 20, span=8 << 20, tile_rows=256)
 
 
@@ -94,22 +92,17 @@ def in_lanes(groups: list[list[Item]], dims: Dims, limits: Limits) -> list[tuple
 
     A gather takes one core, whatever BLAS has. What has several rows stays on lane 0: its products take all cores.
     """
-    decodes = [group for group in groups if all(item.num_rows == 1 for item in group)]
-    total = sum(map(_keys_with_padding, decodes))
-    if limits.two_lanes is None or total * dims.num_kv_heads * dims.head_dim < limits.two_lanes:
+    is_decodes = [all(item.num_rows == 1 for item in group) for group in groups]
+    longest = [max(item.num_keys for item in group) for group in groups]
+    total = sum(
+        len(group) * keys for group, keys, one in zip(groups, longest, is_decodes, strict=True) if one
+    )
+    if limits.lane_elements is None or total * dims.num_kv_heads * dims.head_dim < limits.lane_elements:
         return [(0, group) for group in groups]
-    parts = []
-    for group in decodes:
-        middle = (len(group) + 1) // 2 if 2 * _keys_with_padding(group) > total else len(group)
-        parts += [part for part in (group[:middle], group[middle:]) if part]
-    load, lanes = [0, 0], []
-    for part in sorted(parts, key=_keys_with_padding, reverse=True):
-        lane = load.index(min(load))
-        load[lane] += _keys_with_padding(part)
-        lanes.append((lane, part))
-    lanes.sort(key=lambda entry: entry[1][0].start)  # packed order, as far as it goes
-    return [(0, group) for group in groups if group not in decodes] + lanes
-
-
-def _keys_with_padding(group: list[Item]) -> int:
-    return len(group) * max(item.num_keys for item in group)
+    lanes = []
+    room = total / 2  # for keys on lane 0
+    for group, keys, one in zip(groups, longest, is_decodes, strict=True):
+        count = max(int(room / keys + 0.5), 0) if one else len(group)
+        room -= min(count, len(group)) * keys if one else 0
+        lanes += [(lane, part) for lane, part in enumerate((group[:count], group[count:])) if part]
+    return lanes

@@ -2,7 +2,8 @@
 
 `mlx_plan` cuts a step into units whose pieces gather only keys that some row of them may see. Here they are
 computed. The softmax is online: (maximum, sum, output) per row goes from piece to piece, in float32, base 2;
-memory is bounded by a few pieces of scores however long the context is. ``attend`` only builds the graph.
+memory is bounded by a few pieces of scores on each stream, however long the context is. ``attend`` only builds the
+graph.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class MlxOpsPlan:
                     unit, rows, k_rows, v_rows, num_kv_heads, softcap, sinks, lasts[unit.lane]
                 )
             outputs += done
-        last = lasts[0]
+        last = lasts[0] + lasts[1]
         for decodes in work.run_decodes:
             out = attend_runs(decodes, rows, k_cache, v_cache, softcap, sinks, last)
             outputs.append(out)

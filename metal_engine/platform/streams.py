@@ -17,10 +17,15 @@ def second_stream() -> mx.Stream:
 
 
 def synchronize() -> None:
-    """Wait until the thread's streams are done with all they were given, and have let go of what they read."""
-    mx.synchronize()
-    if hasattr(_of_thread, "second"):
-        mx.synchronize(_of_thread.second)
+    """Wait until the thread's streams are done with all they were given, and have let go of what they read.
+
+    A stream keeps an error that it met until somebody waits for the stream; this raises it.
+    """
+    try:
+        mx.synchronize()
+    finally:
+        if hasattr(_of_thread, "second"):
+            mx.synchronize(_of_thread.second)
 
 
 def end_streams_of_thread() -> None:

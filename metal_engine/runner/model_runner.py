@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 
 import mlx.core as mx
 import numpy as np
@@ -264,7 +265,13 @@ class PendingStep:
         if self.error is not None:
             raise self.error
         # NumPy alone would wait as well, but pass over an error of an operation and take what it left.
-        mx.eval(self.root)
+        try:
+            mx.eval(self.root)
+        except Exception:
+            # Streams that met the same error would raise it in the step after this one.
+            with suppress(Exception):
+                synchronize()
+            raise
         synchronize()
 
     def result(self) -> ModelOutput:

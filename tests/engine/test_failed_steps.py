@@ -10,9 +10,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from metal_engine.attention import mlx_ops
 from metal_engine.engine.core import EngineCore
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.platform.streams import second_stream
 from metal_engine.request import SamplingParams
+from metal_engine.runner.model_runner import PendingStep
 from tests.engine.conftest import engine_for
 from tests.engine.running import run
 from tests.fakes import tiny_tokenizer
@@ -53,9 +56,16 @@ def fault() -> Fault:
 
 
 @pytest.fixture(params=[False, True], ids=["one by one", "one ahead"])
+def ahead(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(params=[None, 0], ids=["one stream", "two streams"])
 def engine(
-    request: pytest.FixtureRequest, fault: Fault, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, ahead: bool, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[EngineCore]:
+    limits = replace(mlx_ops.CPU_LIMITS, lane_elements=request.param)
+    monkeypatch.setattr(mlx_ops, "CPU_LIMITS", limits)
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
     fault.install(model, monkeypatch)
     yield engine_for(
@@ -66,7 +76,7 @@ def engine(
         block_size=8,
         num_blocks=64,
         max_num_seqs=3,
-        ahead=request.param,
+        ahead=ahead,
     )
 
 
@@ -266,3 +276,16 @@ def test_what_is_built_on_a_step_that_fails_never_runs(fault: Fault, monkeypatch
         outputs += engine.step()
     assert [t for o in outputs for t in o.token_ids] == expected
     assert engine.num_failed_steps == 1
+
+
+def test_an_error_on_both_streams_is_raised_once() -> None:
+    """A stream that waits for one that failed has the error, too: the next step is not to find it there."""
+    step = PendingStep.__new__(PendingStep)
+    failed = mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu)
+    with mx.stream(second_stream()):
+        after = failed * 2
+    step.error, step.root = None, [failed + after]
+    with pytest.raises(RuntimeError, match="LU"):
+        step.wait()
+    step.root = [mx.array(1) + 1]
+    step.wait()

@@ -93,7 +93,7 @@ def test_writes_stay_in_place_over_200_steps(config: dict[str, Any], num_ahead: 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_writes_stay_in_place_with_two_streams(config: dict[str, Any], num_ahead: int) -> None:
     """What the second stream has read is let go of before the next step writes."""
-    measure_in_place(PagedModel(tiny_model(**config)), num_ahead, replace(CPU_LIMITS, two_lanes=0))
+    measure_in_place(PagedModel(tiny_model(**config)), num_ahead, replace(CPU_LIMITS, lane_elements=0))
 
 
 @pytest.mark.metal

@@ -83,8 +83,7 @@ def test_threads_compile_for_themselves() -> None:
     assert mx.array_equal(doubles(x), x * 2) and all(results) and len(results) == 57
 
 
-def test_a_thread_may_begin_again_after_its_streams_have_ended() -> None:
-    """As when a model could not be loaded, and another one is."""
+def test_a_second_stream_that_has_ended_is_not_used_again() -> None:
     results = []
 
     def run() -> None:

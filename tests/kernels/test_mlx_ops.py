@@ -32,7 +32,7 @@ TINY = Limits(scores=1, span=1, tile_rows=5, small_area=24, batch_slack=8, batch
 # The same, but nothing with several rows is batched.
 TILED = Limits(scores=1, span=1, tile_rows=3, small_area=0, batch_slack=0, batch_waste=0.0, min_keys=16)
 # Decodes on two streams.
-LANES = replace(TINY, two_lanes=0)
+LANES = replace(TINY, lane_elements=0)
 
 # (query_len, context_len) of each request.
 FRESH = [(7, 0), (1, 0), (33, 0)]
@@ -308,7 +308,7 @@ def steps(draw: st.DrawFn) -> tuple[Step, Limits, dict[str, object]]:
         small_area=draw(st.sampled_from([0, 60, 100_000])),
         batch_slack=draw(st.sampled_from([0, 40, 100_000])),
         run_keys=draw(st.none() | st.integers(1, 20)),
-        two_lanes=draw(st.sampled_from([None, 0, 2_000])),
+        lane_elements=draw(st.sampled_from([None, 0, 2_000])),
         min_keys=draw(st.integers(1, 20)),
     )
     return step, limits, {"window": window, "softcap": draw(st.none() | st.just(3.0)), "scale": 0.4}
@@ -360,21 +360,37 @@ def test_a_short_decode_does_not_pay_for_a_long_one() -> None:
     assert units == 2
 
 
-def test_two_lanes_gather_about_as_much() -> None:
-    for lengths in ([100] * 16, [100] * 15 + [900], [500, 300, 200, 100], [600, 10, 10], [600]):
-        items = [Item(i, i, 1, 0, length) for i, length in enumerate(lengths)]
-        prompt = [Item(90, 90, 30, 0, 30)]
-        groups = [prompt, *group_items(items, DIMS, CPU_LIMITS)]
-        lanes = in_lanes(groups, DIMS, replace(CPU_LIMITS, two_lanes=0))
-        assert sorted(item.request for _, group in lanes for item in group) == [*range(len(items)), 90]
-        assert (0, prompt) in lanes
-        load = [0, 0]
-        for lane, group in lanes:
-            load[lane] += sum(item.num_keys for item in group if item.num_rows == 1)
-        # As even as whole requests allow, but for a group's padding.
-        assert abs(load[0] - load[1]) <= max(lengths)
-        few = replace(CPU_LIMITS, two_lanes=sum(lengths) * 3 * 64 * 2)
-        assert in_lanes(groups, DIMS, few) == [(0, group) for group in groups]
+@pytest.mark.parametrize(
+    ("lengths", "loads"),
+    [
+        ([100] * 16, [800, 800]),
+        ([100] * 15 + [900], [1200, 1200]),
+        ([400] * 11 + [100] * 19, [3300, 3300]),  # padding counts
+        ([500, 300, 200, 100], [600, 500]),
+        ([600, 10, 10], [600, 20]),
+        ([600], [600, 0]),
+    ],
+)
+def test_two_lanes_gather_about_as_much(lengths: list[int], loads: list[int]) -> None:
+    items = [Item(i, i, 1, 0, length) for i, length in enumerate(lengths)]
+    prompt = [Item(90, 90, 30, 0, 30)]
+    groups = [prompt, *group_items(items, DIMS, replace(CPU_LIMITS, batch_slack=0))]
+    lanes = in_lanes(groups, DIMS, replace(CPU_LIMITS, lane_elements=0))
+    assert sorted(item.request for _, group in lanes for item in group) == [*range(len(items)), 90]
+    assert (0, prompt) in lanes
+    actual = [0, 0]
+    for lane, group in lanes:
+        actual[lane] += len(group) * max(item.num_keys for item in group) if group != prompt else 0
+    assert actual == loads
+    few = replace(CPU_LIMITS, lane_elements=sum(lengths) * 3 * 64 * 2)
+    assert in_lanes(groups, DIMS, few) == [(0, group) for group in groups]
+
+
+def test_two_streams_only_for_many_keys_on_a_cpu() -> None:
+    for limits, count, lanes in ((CPU_LIMITS, 16, [0, 1]), (CPU_LIMITS, 1, [0]), (GPU_LIMITS, 64, [0])):
+        step = make_step([(1, 154)] * count, head_dim=1, poison=False)
+        work = MlxOpsBackend(limits).plan(step.metadata).work(None, DIMS)
+        assert [unit.lane for unit in work.units] == lanes
 
 
 @pytest.mark.parametrize("low", [1, 100, 1000])
