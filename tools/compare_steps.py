@@ -97,6 +97,16 @@ def _turn(process: subprocess.Popen[str]) -> float:
     return statistics.median(json.loads(process.stdout.readline()))
 
 
+def _take_turns(processes: list[subprocess.Popen[str]], turns: int) -> list[list[float]]:
+    """Seconds of a step, by process and turn."""
+    seconds: list[list[float]] = [[] for _ in processes]
+    for turn in range(turns):
+        for i in range(len(processes)):  # each is first as often as the others
+            at = (turn + i) % len(processes)
+            seconds[at].append(_turn(processes[at]))
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -113,21 +123,20 @@ def main() -> None:
         be_variant(args, ast.literal_eval(os.environ[_IS_VARIANT]))
         return
 
-    processes = [_start(variant) for variant in args.variants]
-    seconds: list[list[float]] = [[] for _ in processes]
-    for turn in range(args.turns):
-        for i in range(len(processes)):  # each is first as often as the others
-            at = (turn + i) % len(processes)
-            seconds[at].append(_turn(processes[at]))
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        processes += map(_start, args.variants)
+        seconds = _take_turns(processes, args.turns)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
     print(f"{args.step} steps of {args.num_requests} requests, prompts of {args.prompt_len} tokens")
     for variant, taken in zip(args.variants, seconds, strict=True):
         ratio = statistics.median(s / first for s, first in zip(taken, seconds[0], strict=True))
         print(
             f"  {statistics.median(taken) * 1e3:8.1f} ms   {ratio:.3f} of the first   {variant or 'as it is'}"
         )
-    for process in processes:
-        process.kill()
-        process.wait()
 
 
 if __name__ == "__main__":

@@ -92,17 +92,17 @@ def in_lanes(groups: list[list[Item]], dims: Dims, limits: Limits) -> list[tuple
 
     A gather takes one core, whatever BLAS has. What has several rows stays on lane 0: its products take all cores.
     """
-    is_decodes = [all(item.num_rows == 1 for item in group) for group in groups]
-    longest = [max(item.num_keys for item in group) for group in groups]
-    total = sum(
-        len(group) * keys for group, keys, one in zip(groups, longest, is_decodes, strict=True) if one
-    )
-    if limits.lane_elements is None or total * dims.num_kv_heads * dims.head_dim < limits.lane_elements:
+    # Keys of each decode, padding included; 0 in groups that are not decodes.
+    keys = [
+        max(item.num_keys for item in group) if all(item.num_rows == 1 for item in group) else 0
+        for group in groups
+    ]
+    room = sum(len(group) * count for group, count in zip(groups, keys, strict=True)) / 2  # on lane 0
+    if limits.lane_elements is None or 2 * room * dims.num_kv_heads * dims.head_dim < limits.lane_elements:
         return [(0, group) for group in groups]
     lanes = []
-    room = total / 2  # for keys on lane 0
-    for group, keys, one in zip(groups, longest, is_decodes, strict=True):
-        count = max(int(room / keys + 0.5), 0) if one else len(group)
-        room -= min(count, len(group)) * keys if one else 0
-        lanes += [(lane, part) for lane, part in enumerate((group[:count], group[count:])) if part]
+    for group, each in zip(groups, keys, strict=True):
+        here = min(max(int(room / each + 0.5), 0), len(group)) if each else len(group)
+        room -= here * each
+        lanes += [(lane, part) for lane, part in enumerate((group[:here], group[here:])) if part]
     return lanes
