@@ -21,7 +21,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "device": f"{config.device.name}: {config.device.compute}",
         "attention": config.attention_backend,
         "memory": f"weights {_size(model.weight_bytes)}, KV cache {_size(config.kv_bytes)}, largest step "
-        f"{_size(config.step_bytes)}; at most {_size(config.peak_bytes)}",
+        f"{_size(config.step_bytes)}; MLX holds {_size(config.peak_bytes)} at most",
         "KV cache": f"{cache.num_tokens:,} tokens in {cache.num_blocks:,} blocks of {cache.block_size}; "
         f"{concurrency:.1f} requests of the maximum length at once",
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "

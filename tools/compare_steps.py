@@ -47,6 +47,8 @@ def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
 
     mlx_ops.CPU_LIMITS = replace(mlx_ops.CPU_LIMITS, **limits)  # type: ignore[arg-type]
     names: list[str] = []
+    num_prefill_steps = 2 + args.num_requests * args.prompt_len // (512 - args.num_requests)
+    num_steps = num_prefill_steps + args.turns * _STEPS_OF_A_TURN
 
     def begin() -> None:
         for name in names:
@@ -54,11 +56,13 @@ def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
         names[:] = [f"{time.monotonic_ns()}-{i}" for i in range(args.num_requests)]
         for name in names:
             prompt = [random.randrange(100, 40_000) for _ in range(args.prompt_len)]
-            core.add_request(name, prompt, SamplingParams(temperature=0.0, max_tokens=4096, ignore_eos=True))
+            core.add_request(
+                name, prompt, SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
+            )
 
     if args.step == "decode":
         begin()
-        for _ in range(2 + args.num_requests * args.prompt_len // (512 - args.num_requests)):
+        for _ in range(num_prefill_steps):
             core.step()
     print("ready", flush=True)
     for _ in sys.stdin:

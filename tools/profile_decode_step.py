@@ -173,6 +173,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each engine, twice")
     args = parser.parse_args()
+    if args.steps < TURNS:
+        parser.error(f"--steps must be at least {TURNS}, one for each turn")
+    args.steps -= args.steps % TURNS
 
     answers = {ahead: Answers(args.model, args.requests, args.steps, ahead) for ahead in (False, True)}
     profile = Profile()

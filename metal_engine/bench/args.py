@@ -116,7 +116,7 @@ class BenchServeArgs(WorkloadArgs):
                 limits[name] = float(value)
             except ValueError:
                 limits[""] = 0.0
-        if not limits.keys() <= set(GOODPUT_METRICS):
+        if not limits.keys() <= set(GOODPUT_METRICS) or not all(limit > 0 for limit in limits.values()):
             raise ConfigError(
                 f"--goodput must be {', '.join(GOODPUT_METRICS)} with milliseconds, as in ttft:500"
             )

@@ -41,7 +41,7 @@ def make_requests(
         load_tokenizer: called where lengths have to be counted.
 
     Raises:
-        ConfigError: the file cannot be used.
+        ConfigError: the file cannot be used, or an instruction is longer than a prompt.
     """
     if args.dataset_name in ("sharegpt", "custom"):
         return _from_file(args, seed, load_tokenizer)
@@ -95,10 +95,18 @@ _INSTRUCTION = "Pick as many lines as you can from these verses, and go on in th
 
 
 def verse_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int, prefix: str = "") -> str:
-    """An instruction and as many lines, drawn at random, as fit into ``length`` tokens."""
+    """An instruction and as many lines, drawn at random, as fit into ``length`` tokens.
+
+    Raises:
+        ConfigError: the instruction alone does not.
+    """
     lengths = [len(tokenizer.encode(line + "\n")) for line in LINES]
     text = prefix + _INSTRUCTION
     left = length - len(tokenizer.encode(text))
+    if left < 0:
+        raise ConfigError(
+            f"--input-len must be at least {length - left} for verses: so long is the instruction"
+        )
     lines = []
     while True:
         i = int(rng.integers(len(LINES)))
@@ -150,7 +158,10 @@ def _custom(
         prompt = one["prompt"] if messages is None else "\n".join(str(m["content"]) for m in messages)
         if not isinstance(prompt, str):
             raise TypeError("a prompt is not a text")
-        yield BenchRequest(prompt, int(one.get("output_len", args.output_len)), None, messages)
+        output_len = int(one.get("output_len", args.output_len))
+        if output_len < 1:
+            raise ValueError(f"an output_len is {output_len}")
+        yield BenchRequest(prompt, output_len, None, messages)
 
 
 def _sharegpt(

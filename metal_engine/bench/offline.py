@@ -14,6 +14,7 @@ from rich.progress import Progress
 from metal_engine.args import EngineArgs
 from metal_engine.bench.args import BenchLatencyArgs, BenchThroughputArgs
 from metal_engine.bench.datasets import BenchRequest, make_requests, random_text
+from metal_engine.bench.outputs import check_output
 from metal_engine.bench.tokens import load_prompt_tokenizer
 from metal_engine.build import build_engine
 from metal_engine.engine.core import EngineCore
@@ -22,6 +23,7 @@ from metal_engine.request import SamplingParams
 
 def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict[str, Any]:
     """All requests at once, until the last is done."""
+    check_output(args.save_result, "--save-result")
     name = engine_args.tokenizer or engine_args.model
     requests = make_requests(args, engine_args.seed, lambda: load_prompt_tokenizer(name))
     core = build_engine(engine_args)
@@ -48,6 +50,7 @@ def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict
 
 def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, Any]:
     """The time of a batch from its start to its last token, over and over; nothing is cached in between."""
+    check_output(args.save_result, "--save-result")
     tokenizer = load_prompt_tokenizer(engine_args.tokenizer or engine_args.model)
     rng = np.random.default_rng(engine_args.seed)
     prompts = [

@@ -11,12 +11,17 @@ from metal_engine.bench.client import RequestRecord
 from metal_engine.settings import ConfigError
 
 
-def check_plots() -> None:
-    """Raises ConfigError where matplotlib is not installed."""
+def check_plots(path: str) -> None:
+    """Raises ConfigError where matplotlib is not installed, or makes no such file."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ModuleNotFoundError as error:
         raise ConfigError("--plot needs matplotlib: pip install 'metal-engine[plots]'") from error
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in kinds:
+        raise ConfigError(
+            f"--plot must name a file of a kind that can be drawn, such as run.png, got {path!r}"
+        )
 
 
 def plot_run(records: Sequence[RequestRecord], path: Path) -> None:
@@ -33,7 +38,8 @@ def plot_run(records: Sequence[RequestRecord], path: Path) -> None:
             ordered = np.sort(values) * 1e3
             latencies.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), label=label)
     latencies.set(xlabel="ms", ylabel="share at most this", xscale="log", title="Latencies")
-    latencies.legend()
+    if ok:
+        latencies.legend()
 
     start = min((r.started for r in records), default=0.0)
     for row, record in enumerate(sorted(ok, key=lambda r: r.started)):

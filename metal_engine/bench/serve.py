@@ -19,6 +19,7 @@ from metal_engine.bench.args import BenchServeArgs
 from metal_engine.bench.arrivals import arrival_times
 from metal_engine.bench.client import BenchClient, RequestRecord, open_session
 from metal_engine.bench.datasets import BenchRequest, make_requests
+from metal_engine.bench.outputs import check_output
 from metal_engine.bench.plots import check_plots, plot_run
 from metal_engine.bench.report import table
 from metal_engine.bench.server_memory import server_peak_bytes
@@ -33,11 +34,13 @@ def bench_serve(args: BenchServeArgs) -> Summary:
     """Run the benchmark, print its table, and write what was asked for.
 
     Raises:
-        ConfigError: the server cannot be reached, or the settings cannot work.
+        ConfigError: the server cannot be reached, the settings cannot work, or a file could not be written.
     """
     check_extra_body(args)
+    check_output(args.save_result, "--save-result")
     if args.plot:
-        check_plots()
+        check_plots(args.plot)
+        check_output(args.plot, "--plot")
     model = asyncio.run(find_model(args))
     name = args.tokenizer or model
     requests = make_requests(args, args.seed, lambda: load_prompt_tokenizer(name))
@@ -179,7 +182,6 @@ def save_result(
         "summary": summary.to_json(),
         "requests": [request_json(record) for record in records],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -175,6 +175,20 @@ def test_no_server(tokenizer_folder: str) -> None:
         bench_serve(args("http://127.0.0.1:9", tokenizer_folder, extra_body="[]"))
 
 
+def test_files_are_tried_before_anything_is_sent(tokenizer_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for settings, message in (
+        ({"save_result": str(tmp_path)}, "--save-result must name a file"),
+        ({"save_result": str(tmp_path / "file" / "run.json")}, r"cannot write to .*file \(--save-result\)"),
+        ({"plot": str(tmp_path / "run.nothing")}, "--plot must name a file of a kind"),
+        ({"plot": str(tmp_path / "file" / "run.png")}, r"cannot write to .*file \(--plot\)"),
+        ({"save_result": str(tmp_path / "new" / "run.json")}, "no server"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            bench_serve(args("http://127.0.0.1:9", tokenizer_folder, **settings))
+    assert (tmp_path / "new").is_dir() and not list((tmp_path / "new").iterdir())
+
+
 def test_the_command_loads_no_mlx(served: Served, tokenizer_folder: str) -> None:
     code = (
         "import sys\nfrom metal_engine.cli import app\n"

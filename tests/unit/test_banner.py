@@ -36,7 +36,7 @@ def test_facts() -> None:
         "dtype": "float32",
         "device": "fake: Python",
         "attention": "fake",
-        "memory": "weights 3.00 GiB, KV cache 1000 MiB, largest step 24 MiB; at most 4.00 GiB",
+        "memory": "weights 3.00 GiB, KV cache 1000 MiB, largest step 24 MiB; MLX holds 4.00 GiB at most",
         "KV cache": "16,000 tokens in 1,000 blocks of 16; 4.0 requests of the maximum length at once",
         "limits": "4,000 tokens a request, 64 requests at once, 512 tokens a step",
         "URL": URL,

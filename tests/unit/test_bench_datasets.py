@@ -60,6 +60,11 @@ def test_a_common_prefix(real: PromptTokenizer) -> None:
     assert len({one.prompt for one in made}) == 6
 
 
+def test_verses_need_room_for_their_instruction(real: PromptTokenizer) -> None:
+    with pytest.raises(ConfigError, match="--input-len must be at least 20 for verses"):
+        requests(real, dataset_name="sonnet", num_prompts=2, input_len=6)
+
+
 def test_mixed_lengths(real: PromptTokenizer) -> None:
     settings = {"input_len": 16, "long_input_len": 300, "long_ratio": 0.25, "num_prompts": 40}
     lengths = [one.prompt_len for one in requests(real, dataset_name="mixed", **settings)]
@@ -98,7 +103,9 @@ def test_sharegpt(tmp_path: Path, tiny: PromptTokenizer) -> None:
     )
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"text": "a"}', '{"prompt": 1}', '["a"]'])
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", '{"text": "a"}', '{"prompt": 1}', '{"prompt": "a", "output_len": -3}', '["a"]']
+)
 def test_files_that_are_something_else(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(content)

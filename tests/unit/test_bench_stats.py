@@ -115,6 +115,8 @@ def test_all_at_once() -> None:
     [
         ({"goodput": ("ttfb:5",)}, "--goodput must be"),
         ({"goodput": ("ttft",)}, "--goodput must be"),
+        ({"goodput": ("ttft:nan",)}, "--goodput must be"),
+        ({"goodput": ("tpot:0",)}, "--goodput must be"),
         ({"percentiles": ("101",)}, "--percentiles"),
         ({"percentiles": ("high",)}, "--percentiles"),
         ({"request_rate": 0.0}, "--request-rate"),
