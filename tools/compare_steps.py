@@ -34,11 +34,12 @@ _STEPS_OF_A_TURN = 5
 
 def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
     """Take a turn for each line on stdin: one prefill step, or a few decode steps. Prints the seconds of each."""
+    budget = max(512, 2 * args.num_requests)
     core = build_engine(
         EngineArgs(
             model=args.model,
             enable_prefix_caching=False,
-            max_num_batched_tokens=max(512, args.num_requests),
+            max_num_batched_tokens=budget,
             max_num_seqs=args.num_requests,
             kv_cache_memory_bytes=args.kv_cache_mib * 2**20,
         )
@@ -47,7 +48,7 @@ def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
 
     mlx_ops.CPU_LIMITS = replace(mlx_ops.CPU_LIMITS, **limits)  # type: ignore[arg-type]
     names: list[str] = []
-    num_prefill_steps = 2 + args.num_requests * args.prompt_len // (512 - args.num_requests)
+    num_prefill_steps = 2 + args.num_requests * args.prompt_len // (budget - args.num_requests)
     num_steps = num_prefill_steps + args.turns * _STEPS_OF_A_TURN
 
     def begin() -> None:

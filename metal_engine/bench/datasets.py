@@ -104,9 +104,7 @@ def verse_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int
     text = prefix + _INSTRUCTION
     left = length - len(tokenizer.encode(text))
     if left < 0:
-        raise ConfigError(
-            f"--input-len must be at least {length - left} for verses: so long is the instruction"
-        )
+        raise ConfigError(f"--input-len is {-left} tokens too short for the instruction before the verses")
     lines = []
     while True:
         i = int(rng.integers(len(LINES)))

@@ -53,5 +53,4 @@ def plot_run(records: Sequence[RequestRecord], path: Path) -> None:
         counts, edges = np.histogram(times, bins=min(60, max(5, times.size // 4)))
         rate.stairs(counts / np.diff(edges), edges, fill=True)
     rate.set(xlabel="s", ylabel="pieces of text / s", title="Output")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -133,10 +133,6 @@ class KVConnectorRunner:
             return
         self._transfer.save(saves.hashes, data)
 
-    def get_finished(self) -> bool:
-        """Whether everything that has been handed over is in the store, or given up."""
-        return self._transfer.flush(0.0)
-
     def close(self) -> None:
         """Write what waits, within the configured time, and stop the threads."""
         self._transfer.close()

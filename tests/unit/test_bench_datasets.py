@@ -61,8 +61,9 @@ def test_a_common_prefix(real: PromptTokenizer) -> None:
 
 
 def test_verses_need_room_for_their_instruction(real: PromptTokenizer) -> None:
-    with pytest.raises(ConfigError, match="--input-len must be at least 20 for verses"):
-        requests(real, dataset_name="sonnet", num_prompts=2, input_len=6)
+    for prefix_len in (0, 50):
+        with pytest.raises(ConfigError, match=r"--input-len is 1[345] tokens too short"):
+            requests(real, dataset_name="sonnet", num_prompts=2, input_len=6, prefix_len=prefix_len)
 
 
 def test_mixed_lengths(real: PromptTokenizer) -> None:
