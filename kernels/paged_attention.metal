@@ -1,5 +1,5 @@
 // Variable-length paged attention: the body of a kernel. MLX writes the signature (mx.fast.metal_kernel), so the
-// names of inputs and template arguments are those of metal_engine/attention/metal.py.
+// names of inputs and template arguments are those of metal_engine/attention/metal/backend.py.
 //
 // metal_sim: never small: q, k_cache, v_cache, block_table, items
 //

@@ -1,4 +1,4 @@
-from metal_engine.cli import main
+from metal_engine.cli.main import main
 
 if __name__ == "__main__":
     main()

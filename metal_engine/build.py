@@ -6,23 +6,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from metal_engine.args import EngineArgs
-from metal_engine.config import ConfigError, resolve_config
+from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
+from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.errors import ConfigError
 from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.kv_transfer.stores.choice import open_store
 from metal_engine.kv_transfer.transfer import KVTransfer
-from metal_engine.platform.blas import BlasInfo, load_optimized_blas
-from metal_engine.platform.memory import limit_device_memory
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.resolve import resolve_config
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from metal_engine.models.loader import LoadedModel
+    from metal_engine.checkpoints.loader import LoadedModel
+    from metal_engine.models.info import model_info
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner.model_runner import ModelRunner
 
@@ -38,7 +40,7 @@ def build_engine(args: EngineArgs) -> EngineCore:
     transfer = kv_transfer_config(args)
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
-    from metal_engine.platform.streams import end_streams_of_thread
+    from metal_engine.device.streams import end_streams_of_thread
 
     try:
         return _build(args, blas, chat_template, transfer)
@@ -53,12 +55,12 @@ def _build(
     import mlx.core as mx
 
     from metal_engine.attention.choice import choose_backend
-    from metal_engine.attention.metal import UnsupportedAttentionError
-    from metal_engine.models import loader
+    from metal_engine.attention.metal.backend import UnsupportedAttentionError
+    from metal_engine.checkpoints import loader
+    from metal_engine.device.info import device_info
+    from metal_engine.errors import UnsupportedModelError
     from metal_engine.models.check import check_paged_model
-    from metal_engine.models.errors import UnsupportedModelError
     from metal_engine.models.paged_model import PagedModel
-    from metal_engine.platform.device import device_info
     from metal_engine.runner.model_runner import ModelRunner
     from metal_engine.runner.step_memory import measure_step_bytes
 
@@ -67,7 +69,7 @@ def _build(
     loaded = loader.load(args, device_info(blas))
     try:
         paged = PagedModel(loaded.model)
-        info = loader.model_info(loaded, paged)
+        info = model_info(loaded, paged)
         check_paged_model(paged, backend, info.vocab_size)
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         model_type = loaded.config.get("model_type")

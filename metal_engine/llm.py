@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from metal_engine.args import EngineArgs
 from metal_engine.build import build_engine
-from metal_engine.config import EngineConfig
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput, SamplingParams, TokenLogprobs
+from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import SchedulerStats
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import EngineConfig
 
 Prompt = str | Sequence[int] | np.ndarray
 Message = dict[str, Any]
@@ -79,7 +80,7 @@ class LLM:
 
     Args:
         model: ``demo``, a ``.gguf`` file, a local model directory, or a Hugging Face repository.
-        engine_args: any field of :class:`metal_engine.args.EngineArgs`.
+        engine_args: any field of :class:`metal_engine.settings.args.EngineArgs`.
 
     Raises:
         ModelLoadError: the model cannot be loaded or run.

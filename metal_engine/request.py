@@ -7,15 +7,6 @@ from dataclasses import dataclass, field
 
 from metal_engine.sampling_params import SamplingParams
 
-__all__ = [
-    "Request",
-    "RequestOptions",
-    "RequestOutput",
-    "RequestStatus",
-    "SamplingParams",
-    "TokenLogprobs",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:

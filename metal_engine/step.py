@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from metal_engine.request import SamplingParams, TokenLogprobs
+from metal_engine.request import TokenLogprobs
+from metal_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np

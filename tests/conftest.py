@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from metal_engine.platform.blas import load_optimized_blas
+from metal_engine.device.blas.load import load_optimized_blas
 
 # Test processes side by side share the cores: more BLAS threads than cores are slower than one.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
@@ -18,11 +18,14 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 # Before any test module imports MLX.
 load_optimized_blas()
 
+# Fixtures: the demo model, and live servers.
+pytest_plugins = ["tests.support.demo", "tests.support.servers"]
+
 
 @pytest.fixture(scope="session")
 def demo_path() -> Path:
     """The demo model's GGUF file, fetched if it is not in the cache."""
-    from metal_engine.models.demo import fetch_demo_model
+    from metal_engine.checkpoints.demo import fetch_demo_model
 
     return fetch_demo_model()
 

@@ -6,7 +6,7 @@
 The pool is sized from the workload: ``--pool-fraction`` of the blocks that all requests running at once would
 need in the end. The same prompts then run again with ample blocks, and every pair of outputs is compared: the
 same tokens, or, at the first difference, two tokens whose logits are closer than rounding can tell apart
-(tools/equal_outputs.py).
+(tools/compare/equal_outputs.py).
 
 Exit status: 0 if preemption happened, the pool was full, and all outputs are equal; 1 otherwise.
 """
@@ -31,7 +31,7 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from metal_engine import LLM, SamplingParams
-from tools.equal_outputs import Comparison, compare_outputs
+from tools.compare.equal_outputs import Comparison, compare_outputs
 
 BLOCK_SIZE = 16
 KINDS = ("chat question", "passage to summarize", "code to complete", "raw continuation")
@@ -133,10 +133,10 @@ def compare_all(model_name: str, prompts: Any, ample: Any, tight: Any) -> list[C
 
     def model() -> Any:
         if not reference:
-            from metal_engine.args import EngineArgs
-            from metal_engine.models.loader import load
-            from metal_engine.platform.blas import load_optimized_blas
-            from metal_engine.platform.device import device_info
+            from metal_engine.checkpoints.loader import load
+            from metal_engine.device.blas.load import load_optimized_blas
+            from metal_engine.device.info import device_info
+            from metal_engine.settings.args import EngineArgs
 
             device = device_info(load_optimized_blas())
             reference.append(load(EngineArgs(model=model_name, dtype="float32"), device).model)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionBackend
-from metal_engine.attention.metal import BLOCK_SIZES, THREADGROUPS_PER_CORE, MetalBackend
-from metal_engine.attention.mlx_ops import MlxOpsBackend
-from metal_engine.config import ConfigError
-from metal_engine.platform.device import gpu_core_count
+from metal_engine.attention.metal.backend import BLOCK_SIZES, THREADGROUPS_PER_CORE, MetalBackend
+from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.device.info import gpu_core_count
+from metal_engine.errors import ConfigError
 
 
 def choose_backend(setting: str, block_size: int) -> AttentionBackend:

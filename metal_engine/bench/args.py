@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from metal_engine.settings import ConfigError, flag, setting
+from metal_engine.errors import ConfigError
+from metal_engine.settings.fields import flag, setting
 
 DATASETS = ("random", "sonnet", "prefix", "mixed", "sharegpt", "custom")
 ENDPOINTS = ("completions", "chat")

@@ -13,7 +13,7 @@ import numpy as np
 from metal_engine.bench.args import WorkloadArgs
 from metal_engine.bench.tokens import PromptTokenizer
 from metal_engine.bench.verses import LINES
-from metal_engine.settings import ConfigError
+from metal_engine.errors import ConfigError
 
 Message = dict[str, Any]
 

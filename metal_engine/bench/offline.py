@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from metal_engine.args import EngineArgs
 from metal_engine.bench.args import BenchLatencyArgs, BenchThroughputArgs
 from metal_engine.bench.datasets import BenchRequest, make_requests, random_text
 from metal_engine.bench.outputs import check_output
 from metal_engine.bench.tokens import load_prompt_tokenizer
 from metal_engine.build import build_engine
 from metal_engine.engine.core import EngineCore
-from metal_engine.request import SamplingParams
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.args import EngineArgs
 
 
 def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from metal_engine.settings import ConfigError
+from metal_engine.errors import ConfigError
 
 
 def check_output(path: str | None, flag: str) -> None:

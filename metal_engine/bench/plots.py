@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from metal_engine.bench.client import RequestRecord
-from metal_engine.settings import ConfigError
+from metal_engine.errors import ConfigError
 
 
 def check_plots(path: str) -> None:

@@ -25,7 +25,7 @@ from metal_engine.bench.report import table
 from metal_engine.bench.server_memory import server_peak_bytes
 from metal_engine.bench.stats import Summary, summarize
 from metal_engine.bench.tokens import load_prompt_tokenizer
-from metal_engine.settings import ConfigError
+from metal_engine.errors import ConfigError
 
 _READY_POLL_SECONDS = 0.5
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as BackendTokenizer
 
-from metal_engine.settings import ConfigError
+from metal_engine.errors import ConfigError
 
 
 class PromptTokenizer:
@@ -43,8 +43,8 @@ def load_prompt_tokenizer(name: str) -> PromptTokenizer:
     """
     path = Path(name).expanduser()
     if name == "demo" or path.suffix == ".gguf":
-        from metal_engine.models.demo import fetch_demo_model
-        from metal_engine.models.gguf_tokenizer import load_gguf_tokenizer
+        from metal_engine.checkpoints.demo import fetch_demo_model
+        from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 
         if name != "demo" and not path.is_file():
             raise ConfigError(f"--tokenizer {name}: no such file")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from metal_engine.config import EngineConfig
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
+from metal_engine.request import RequestOptions, RequestOutput
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import SchedulerStats
+from metal_engine.settings.config import EngineConfig
 
 
 class _Mailbox:

@@ -10,15 +10,21 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from metal_engine.config import EngineConfig
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus, SamplingParams
+from metal_engine.request import (
+    Request,
+    RequestOptions,
+    RequestOutput,
+    RequestStatus,
+)
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler, SchedulerStats
+from metal_engine.settings.config import EngineConfig
 from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, StepHandle, TokenOutput
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from metal_engine.engine.core import EngineCore
-from metal_engine.request import RequestOptions, RequestOutput, SamplingParams
+from metal_engine.request import RequestOptions, RequestOutput
+from metal_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ from collections import deque
 from functools import lru_cache
 
 from metal_engine.engine.tokenizer import Detokenizer, Tokenizer
-from metal_engine.request import Request, RequestOutput, SamplingParams, TokenLogprobs
+from metal_engine.request import Request, RequestOutput, TokenLogprobs
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import PromptLogprobs, TokenOutput
 
 

@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from metal_engine.args import GIB, EngineArgs
-from metal_engine.settings import ConfigError, parse_size
+from metal_engine.errors import ConfigError
+from metal_engine.settings.args import GIB, EngineArgs
+from metal_engine.settings.fields import parse_size
 
 CONNECTORS = ("disk", "valkey")
 ROLES = ("kv_producer", "kv_consumer", "kv_both")

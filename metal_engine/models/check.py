@@ -9,8 +9,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata
-from metal_engine.attention.metal import UnsupportedAttentionError
-from metal_engine.models.errors import UnsupportedModelError
+from metal_engine.attention.metal.backend import UnsupportedAttentionError
+from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.paged_model import PagedModel
 
 _NUM_TOKENS = 16

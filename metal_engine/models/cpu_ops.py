@@ -11,8 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations
 
-from metal_engine.attention.exp2 import LOG2E, exp2
-from metal_engine.platform.compiled import CompiledByShape
+from metal_engine.attention.portable.exp2 import LOG2E, exp2
+from metal_engine.device.compiled import CompiledByShape
 
 
 def _on_cpu(*arrays: mx.array) -> bool:

@@ -16,7 +16,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ConcatenateKVCache
 
 from metal_engine.attention.backend import AttentionMetadata, AttentionPlan
-from metal_engine.models.errors import UnsupportedModelError
+from metal_engine.errors import UnsupportedModelError
 
 Attention = Callable[..., mx.array]
 

@@ -21,10 +21,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from metal_engine.attention.backend import AttentionMetadata, AttentionPlan
+from metal_engine.device.streams import synchronize
 from metal_engine.models.cpu_ops import StepPositions
 from metal_engine.models.layer_cache import LatentLayerCache, LayerCache, StepState
 from metal_engine.models.seam import open_model
-from metal_engine.platform.streams import synchronize
 from metal_engine.step import KVCacheLostError
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from mlx_lm.models import activations
 from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from metal_engine.errors import UnsupportedModelError
 from metal_engine.models import cpu_ops
-from metal_engine.models.errors import UnsupportedModelError
 from metal_engine.models.layer_cache import (
     AttendingCache,
     Attention,

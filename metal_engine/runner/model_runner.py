@@ -15,12 +15,12 @@ from metal_engine.attention.backend import (
     RunWrites,
     consecutive_runs,
 )
-from metal_engine.config import CacheConfig, SchedulerConfig
+from metal_engine.device.streams import end_streams_of_thread, synchronize
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
 from metal_engine.models.paged_model import KVSnapshot, PagedModel
-from metal_engine.platform.streams import end_streams_of_thread, synchronize
 from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
 from metal_engine.runner.step_sampling import StepSampling
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
 
 # Rows from which a run is written as a slice: one costs as much as writing about ten rows by slot (CPU).

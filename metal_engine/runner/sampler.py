@@ -11,7 +11,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.request import SamplingParams
+from metal_engine.sampling_params import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

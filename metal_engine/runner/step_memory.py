@@ -6,11 +6,11 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata
-from metal_engine.config import ConfigError
+from metal_engine.device.streams import synchronize
+from metal_engine.errors import ConfigError
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.platform.streams import synchronize
-from metal_engine.request import SamplingParams
 from metal_engine.runner.sampler import SamplingRows, sample
+from metal_engine.sampling_params import SamplingParams
 
 
 def measure_step_bytes(

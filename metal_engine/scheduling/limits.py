@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isqrt
 
-from metal_engine.config import SchedulerConfig
 from metal_engine.request import Request
+from metal_engine.settings.config import SchedulerConfig
 
 # With a vocabulary of 262,144 a row's logits are a megabyte, and there are copies of them: all of these together are
 # well within what a GPU has left for activations.

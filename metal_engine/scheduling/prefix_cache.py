@@ -12,9 +12,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable
 from hashlib import sha256
 
-from metal_engine.config import CacheConfig
 from metal_engine.request import Request
 from metal_engine.scheduling.block_manager import Block, BlockManager
+from metal_engine.settings.config import CacheConfig
 
 
 def root_hash(model_fingerprint: str, cache_salt: str) -> bytes:

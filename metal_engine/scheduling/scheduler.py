@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from metal_engine.config import CacheConfig, SchedulerConfig
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.block_manager import Block, BlockManager
@@ -22,6 +21,7 @@ from metal_engine.scheduling.limits import (
 )
 from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.waiting_queue import WaitingQueue
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput, TokenOutput
 
 # Share of the pool left free when a request is admitted beside others, so that their next tokens do not

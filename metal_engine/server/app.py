@@ -10,22 +10,25 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from metal_engine import __version__
-from metal_engine.args import ServerArgs
+from metal_engine.answers.formats import Parsers
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.server.admission import Admission
+from metal_engine.server.anthropic.routes import add_anthropic_routes
 from metal_engine.server.errors import install_error_handlers
-from metal_engine.server.gate import limit_body, require_api_key
-from metal_engine.server.generation_routes import add_generation_routes
-from metal_engine.server.lifecycle import Lifecycle
-from metal_engine.server.metrics import ServerMetrics
-from metal_engine.server.observe import observe
-from metal_engine.server.parameters import ParameterPolicy
-from metal_engine.server.parsers import Parsers
-from metal_engine.server.preparation import ServedModel
-from metal_engine.server.protocol import ErrorBody
-from metal_engine.server.status import add_model_routes, add_status_routes
-from metal_engine.server.strict_json import StrictJSONRoute
+from metal_engine.server.generation.admission import Admission
+from metal_engine.server.generation.answerer import Answerer
+from metal_engine.server.generation.parameters import ParameterPolicy
+from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.middleware.gate import limit_body, require_api_key
+from metal_engine.server.middleware.lifecycle import Lifecycle
+from metal_engine.server.middleware.observe import observe
+from metal_engine.server.middleware.strict_json import StrictJSONRoute
+from metal_engine.server.openai.protocol import ErrorBody
+from metal_engine.server.openai.responses import ResponseStore
+from metal_engine.server.openai.routes import add_openai_routes
+from metal_engine.server.status.metrics import ServerMetrics
+from metal_engine.server.status.routes import add_model_routes, add_status_routes
 from metal_engine.server.tokenization import add_tokenization_routes
+from metal_engine.settings.args import ServerArgs
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
 
@@ -53,7 +56,9 @@ def create_app(
     )
     lifecycle = app.state.lifecycle = Lifecycle(engine)
     metrics = ServerMetrics(engine, served.names[0])
-    add_generation_routes(app, served, args)
+    answer = Answerer(served, args)
+    add_openai_routes(app, served, answer, ResponseStore(args.max_stored_responses))
+    add_anthropic_routes(app, served, answer)
     add_tokenization_routes(app, served)
     add_model_routes(app, served)
     add_status_routes(app, served, lifecycle, metrics)

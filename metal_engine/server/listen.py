@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from metal_engine.args import ServerArgs
-from metal_engine.config import ConfigError
+from metal_engine.errors import ConfigError
+from metal_engine.settings.args import ServerArgs
 
 
 @dataclass(frozen=True)

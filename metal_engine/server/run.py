@@ -17,14 +17,14 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from metal_engine.args import ServerArgs
-from metal_engine.config import ConfigError
+from metal_engine.answers.formats import Parsers
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.errors import ConfigError
 from metal_engine.server.app import create_app
-from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.listen import Listener
-from metal_engine.server.parsers import Parsers
-from metal_engine.server.stats_log import StatsLog
+from metal_engine.server.middleware.lifecycle import Lifecycle
+from metal_engine.server.status.stats_log import StatsLog
+from metal_engine.settings.args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Annotated
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
-from metal_engine.server.chat import ChatEndpoint
 from metal_engine.server.errors import invalid, validated
-from metal_engine.server.preparation import ServedModel
-from metal_engine.server.protocol import ChatCompletionBody, ChatMessage
+from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.openai.chat import ChatEndpoint
+from metal_engine.server.openai.protocol import ChatCompletionBody, ChatMessage
 
 
 class TokenizeBody(BaseModel):

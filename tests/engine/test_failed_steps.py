@@ -10,16 +10,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from metal_engine.attention import mlx_ops
+from metal_engine.attention.portable import backend as mlx_ops
+from metal_engine.device.streams import second_stream
 from metal_engine.engine.core import EngineCore
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.platform.streams import second_stream
-from metal_engine.request import SamplingParams
 from metal_engine.runner.model_runner import PendingStep
-from tests.engine.conftest import engine_for
-from tests.engine.running import run
-from tests.fakes import tiny_tokenizer
-from tests.tiny_models import tiny_model
+from metal_engine.sampling_params import SamplingParams
+from tests.support.demo import engine_for
+from tests.support.fakes import tiny_tokenizer
+from tests.support.running import run
+from tests.support.tiny_models import tiny_model
 
 VOCAB_SIZE = 300
 # The fourth does not fit into the steps of the first three: it waits while they fail.

@@ -9,10 +9,10 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import SamplingParams
-from tests.engine.conftest import MakeEngine
-from tests.engine.running import run
-from tools.equal_outputs import compare_outputs
+from metal_engine.sampling_params import SamplingParams
+from tests.support.demo import MakeEngine
+from tests.support.running import run
+from tools.compare.equal_outputs import compare_outputs
 
 MAX_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)

@@ -11,10 +11,11 @@ import pytest
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput, SamplingParams
+from metal_engine.request import RequestOutput
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
-from tests.engine.conftest import MakeEngine
-from tools.equal_outputs import MAX_GAP, compare_outputs
+from tests.support.demo import MakeEngine
+from tools.compare.equal_outputs import MAX_GAP, compare_outputs
 
 GUIDE = "You are a patient guide to a small town. " + "The bakery opens at six, the mill at eight. " * 5
 STORY = "Once upon a time there was a fox who lived at the edge of a wide and quiet forest. " * 6

@@ -9,11 +9,12 @@ import pytest
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOptions, SamplingParams
+from metal_engine.request import RequestOptions
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
-from tests.engine.conftest import MakeEngine
-from tests.engine.running import run
-from tools.equal_outputs import compare_outputs
+from tests.support.demo import MakeEngine
+from tests.support.running import run
+from tools.compare.equal_outputs import compare_outputs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 

@@ -10,12 +10,11 @@ from jsonschema import Draft202012Validator
 
 from metal_engine.engine.structured_output import GrammarCompiler, StructuredOutputError
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import SamplingParams
-from metal_engine.sampling_params import StructuredOutputsParams
-from tests.engine.conftest import MakeEngine
-from tests.fakes import VOCAB_SIZE, byte_ids, tiny_tokenizer
-from tests.json_schemas import SCHEMAS
-from tests.tiny_engine import run_all, tiny_engine
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.support.demo import MakeEngine
+from tests.support.fakes import VOCAB_SIZE, byte_ids, tiny_tokenizer
+from tests.support.json_schemas import SCHEMAS
+from tests.support.tiny_engine import run_all, tiny_engine
 
 
 def check(schema: dict[str, Any], text: str) -> None:

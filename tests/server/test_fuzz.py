@@ -8,10 +8,10 @@ import json
 import httpx
 import pytest
 
-from tests.fakes import TOOL_TEMPLATE, fake_config, tiny_tokenizer
-from tests.server.fuzzing import bodies
-from tests.server.serving import DEADLINE, serve
-from tests.server.test_pieces import parsers
+from tests.answers.test_pieces import parsers
+from tests.support.fakes import TOOL_TEMPLATE, fake_config, tiny_tokenizer
+from tests.support.fuzzing import bodies
+from tests.support.serving import DEADLINE, serve
 
 SEED = 20261121
 

@@ -13,14 +13,14 @@ import httpx
 import openai
 import pytest
 
-from metal_engine.args import ServerArgs
-from metal_engine.config import ConfigError
+from metal_engine.errors import ConfigError
+from metal_engine.server.generation.streaming import KEEP_ALIVE
 from metal_engine.server.run import tls_options
-from metal_engine.server.streaming import KEEP_ALIVE
-from tests.fakes import byte_ids, fake_config, generated, tiny_tokenizer
-from tests.server.serving import DEADLINE, MODEL, Served, serve, wait_until
+from metal_engine.settings.args import ServerArgs
+from tests.server.status.test_metrics import scrape
 from tests.server.test_errors import check_error, sse_events
-from tests.server.test_metrics import scrape
+from tests.support.fakes import byte_ids, fake_config, generated, tiny_tokenizer
+from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
 
 COMPLETIONS = "/v1/completions"
 

@@ -16,9 +16,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.fakes import TOOL_TEMPLATE, fake_config, tiny_tokenizer
-from tests.server.serving import Served, serve
-from tests.server.test_pieces import parsers
+from tests.answers.test_pieces import parsers
+from tests.support.fakes import TOOL_TEMPLATE, fake_config, tiny_tokenizer
+from tests.support.serving import Served, serve
 
 CHECKS = [
     not_a_server_error,

@@ -10,7 +10,7 @@ TABLE = Path(__file__).resolve().parents[2] / "docs" / "kernel_bytes.md"
 
 
 def report(write: bool) -> int:
-    from metal_engine.platform.blas import load_optimized_blas
+    from metal_engine.device.blas.load import load_optimized_blas
 
     load_optimized_blas()
     from .report import table

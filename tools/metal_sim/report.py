@@ -62,7 +62,7 @@ SHAPES = (
 def run(shape: Shape) -> list[LaunchCounts]:
     """One layer of the shape, its others included, through the simulated backend, in float16."""
     from metal_engine.attention.backend import AttentionMetadata
-    from metal_engine.attention.metal import MetalBackend
+    from metal_engine.attention.metal.backend import MetalBackend
 
     block_size = 16
     query_lens, seq_lens = np.array((*shape.segments, *shape.others), np.int32).T

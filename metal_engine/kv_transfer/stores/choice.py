@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from metal_engine.errors import ConfigError
 from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.kv_transfer.stores.base import KVStore, StoreError
 from metal_engine.kv_transfer.stores.disk import DiskStore
 from metal_engine.kv_transfer.stores.valkey import ValkeyStore
-from metal_engine.settings import ConfigError
 
 
 def open_store(config: KVTransferConfig, layout: BlockLayout) -> KVStore:

@@ -18,8 +18,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from metal_engine.args import GIB
 from metal_engine.kv_transfer.stores.base import StoreError
+from metal_engine.settings.args import GIB
 
 logger = logging.getLogger(__name__)
 

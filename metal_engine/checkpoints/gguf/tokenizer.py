@@ -1,0 +1,220 @@
+"""The tokenizer inside a GGUF file, as a fast ``transformers`` tokenizer.
+
+``transformers`` reads GGUF only with torch installed, so it is built here from ``tokenizer.ggml.*`` with the
+``tokenizers`` library. Two kinds: byte-level BPE ("gpt2"), whose pre-tokenizer the file names but does not
+carry, and SentencePiece BPE with byte fallback ("llama"). No MLX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gguf.constants import TokenType
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from metal_engine.checkpoints.gguf.header import GgufHeader, read_gguf_header
+from metal_engine.errors import UnsupportedModelError
+
+# Ends of a turn that checkpoints have as control tokens without always naming them in the metadata.
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+_SPACE = "▁"
+
+
+@dataclass(frozen=True)
+class _Bpe:
+    """What a name in ``tokenizer.ggml.pre`` stands for.
+
+    Attributes:
+        split: makes the pre-tokenizer that comes before the mapping of bytes to characters.
+        nfc: whether text is normalized, as the original tokenizer does.
+        ignore_merges: whether a piece that is a token as a whole is not merged up from bytes.
+        add_bos: when the file does not say.
+    """
+
+    split: Callable[[], list[Any]]
+    nfc: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+def _pattern(digits: str) -> Callable[[], list[Any]]:
+    """The split of GPT-4 and its descendants, which differ in how many digits go together."""
+    regex = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return lambda: [
+        pre_tokenizers.Split(Regex(regex), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+
+
+def _gpt2() -> list[Any]:
+    return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+
+
+def _gpt2_single_digits() -> list[Any]:
+    return [pre_tokenizers.Digits(individual_digits=True), *_gpt2()]
+
+
+_LLAMA3 = _Bpe(_pattern(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
+# Each is the pre-tokenizer of the original tokenizer.json files, which llama.cpp implements under that name.
+_PRE_TOKENIZERS = {
+    "gpt-2": _Bpe(_gpt2),
+    "smollm": _Bpe(_gpt2_single_digits),
+    "starcoder": _Bpe(_gpt2_single_digits),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _Bpe(_pattern(r"\p{N}"), nfc=True),
+    "deepseek-r1-qwen": _Bpe(_pattern(r"\p{N}"), add_bos=True),
+}
+
+
+def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """Build the tokenizer of a GGUF file, chat template included.
+
+    Raises:
+        UnsupportedModelError: a kind of tokenizer that is not known here: no wrong tokens, rather none.
+        ModelLoadError: the file cannot be read or a part is missing.
+    """
+    header = read_gguf_header(path)
+    kind = header.require("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer, add_bos = _byte_level_bpe(header)
+    elif kind == "llama":
+        tokenizer, add_bos = _sentencepiece_bpe(header), True
+    else:
+        raise UnsupportedModelError(
+            f"{header.path.name}: tokenizer {kind!r} is not supported; use --tokenizer"
+        )
+    _add_special_tokens(header, tokenizer)
+    special = _special_tokens(header)
+    bos, eos = (
+        special.get(name) if header.metadata.get(f"tokenizer.ggml.add_{name}_token", default) else None
+        for name, default in (("bos", add_bos), ("eos", False))
+    )
+    around = [token for token in (bos, eos) if token is not None]
+    if around:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[token for token in (bos, "$A", eos) if token is not None],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in around],
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=header.metadata.get("tokenizer.chat_template"),
+        model_max_length=header.metadata.get(f"{header.architecture}.context_length"),
+        clean_up_tokenization_spaces=False,
+        bos_token=special.get("bos"),
+        eos_token=special.get("eos"),
+        unk_token=special.get("unknown"),
+        pad_token=special.get("padding"),
+    )
+
+
+def gguf_eos_token_ids(header: GgufHeader) -> list[int]:
+    """Every token id that ends generation, ascending: the file's own, and known ends of a turn."""
+    metadata = header.metadata
+    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    ids = {token_id for token_id in named if token_id is not None}
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    for token_id, (token, kind) in enumerate(
+        zip(metadata.get("tokenizer.ggml.tokens", []), types, strict=False)
+    ):
+        if kind == TokenType.CONTROL and token in _END_OF_TURN:
+            ids.add(token_id)
+    return sorted(ids)
+
+
+def _byte_level_bpe(header: GgufHeader) -> tuple[Tokenizer, bool]:
+    pre = header.metadata.get("tokenizer.ggml.pre")
+    if pre not in _PRE_TOKENIZERS:
+        problem = f"pre-tokenizer {pre!r} is not known" if pre else "the file names no pre-tokenizer"
+        raise UnsupportedModelError(f"{header.path.name}: {problem}; name another tokenizer with --tokenizer")
+    rules = _PRE_TOKENIZERS[pre]
+    tokens = header.require("tokenizer.ggml.tokens")
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    # A space inside a piece is written "Ġ", so the one space separates the two.
+    merges = [tuple(merge.split(" ", 1)) for merge in header.require("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rules.ignore_merges))
+    if rules.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    split = rules.split()
+    if header.metadata.get("tokenizer.ggml.add_space_prefix", False):
+        split[-1].add_prefix_space = True
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, rules.add_bos
+
+
+def _sentencepiece_bpe(header: GgufHeader) -> Tokenizer:
+    tokens = header.require("tokenizer.ggml.tokens")
+    scores = header.require("tokenizer.ggml.scores")
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    unknown = header.metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=_merges_from_scores(header, vocab, scores),
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend(_SPACE)] if prefix else []), normalizers.Replace(" ", _SPACE)]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(_SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(content=" ", left=1)] if prefix else []),
+        ]
+    )
+    return tokenizer
+
+
+def _merges_from_scores(
+    header: GgufHeader, vocab: dict[str, int], scores: list[float]
+) -> list[tuple[str, str]]:
+    """SentencePiece merges the two neighbours whose union scores best; BPE wants the pairs in that order."""
+    types = header.require("tokenizer.ggml.token_type")
+    merges = []
+    for token, token_id in vocab.items():
+        if types[token_id] not in (TokenType.NORMAL, TokenType.USER_DEFINED):
+            continue
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                merges.append((-scores[token_id], vocab[left], vocab[right], (left, right)))
+    return [pair for *_, pair in sorted(merges)]
+
+
+def _special_tokens(header: GgufHeader) -> dict[str, str]:
+    """The tokens that the metadata gives a role: bos, eos, unknown, padding."""
+    tokens = header.require("tokenizer.ggml.tokens")
+    special = {}
+    for role in ("bos", "eos", "unknown", "padding"):
+        token_id = header.metadata.get(f"tokenizer.ggml.{role}_token_id")
+        if token_id is not None and token_id < len(tokens):  # some files say -1, unsigned, for «none»
+            special[role] = tokens[token_id]
+    return special
+
+
+def _add_special_tokens(header: GgufHeader, tokenizer: Tokenizer) -> None:
+    """Control tokens are special; user-defined ones are ordinary text that is never cut."""
+    kinds = header.metadata.get("tokenizer.ggml.token_type", [])
+    unsplit = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
+    added = [
+        AddedToken(token, special=kind != TokenType.USER_DEFINED, normalized=False)
+        for token, kind in zip(header.require("tokenizer.ggml.tokens"), kinds, strict=False)
+        if kind in unsplit
+    ]
+    tokenizer.add_tokens(added)

@@ -1,0 +1,85 @@
+"""Loading a tokenizer from a checkpoint directory, with what published ones get wrong."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from metal_engine.checkpoints.checkpoint import read_json
+from metal_engine.errors import ModelLoadError, one_line
+
+logger = logging.getLogger(__name__)
+
+_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerFast:
+    """The fast tokenizer of a checkpoint directory, with its chat template if it has one.
+
+    A class that ``transformers`` does not know, or only with code from the checkpoint, needs no such code where
+    the directory has a ``tokenizer.json``, which says all that it does.
+
+    Raises:
+        ModelLoadError: there is none, or it cannot be read or used.
+    """
+    if not any((folder / name).is_file() for name in _FILES) and not list(folder.glob("*.tiktoken")):
+        raise ModelLoadError(f"{folder} has no tokenizer (no tokenizer.json): name another with --tokenizer")
+    path = folder / "tokenizer_config.json"
+    config = read_json(path) if path.is_file() else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as error:
+        tokenizer = _from_tokenizer_json(folder, config, error)
+        if tokenizer is None:
+            hint = ""
+            if "auto_map" in config and not trust_remote_code:
+                hint = "; it brings code of its own: --trust-remote-code runs it, if you trust it"
+            raise ModelLoadError(f"cannot load the tokenizer of {folder}: {one_line(error)}{hint}") from error
+    if not tokenizer.is_fast:
+        raise ModelLoadError(f"the tokenizer of {folder} has no fast version: name another with --tokenizer")
+    _settle_chat_template(tokenizer, folder)
+    return tokenizer
+
+
+def _from_tokenizer_json(
+    folder: Path, config: dict[str, Any], error: Exception
+) -> PreTrainedTokenizerFast | None:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    special = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
+    try:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path), **special)
+    except Exception:  # noqa: BLE001  (tokenizers raises a bare Exception; the first error says more)
+        return None
+    template = config.get("chat_template")
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        template = own.read_text(encoding="utf-8")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}
+    tokenizer.chat_template = template
+    logger.info("tokenizer.json is used as it is: %s", one_line(error))
+    return tokenizer
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _settle_chat_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """One template: of several named ones the default, or else the first; or one in a file of its own."""
+    template = tokenizer.chat_template
+    own = folder / "chat_template.json"
+    if not template and own.is_file():  # where processors of multimodal models keep it
+        template = read_json(own).get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, dict) and "default" not in template and template:
+        name, template = next(iter(template.items()))
+        logger.warning("the chat templates of %s have no default: using %r", folder.name, name)
+    tokenizer.chat_template = template

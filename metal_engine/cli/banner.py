@@ -1,0 +1,52 @@
+"""The block that a server prints when it is ready: what runs, on what, with how much memory, and where."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from metal_engine.settings.config import EngineConfig
+
+
+def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dict[str, str]:
+    """What to show, label by label."""
+    model, cache, scheduler = config.model, config.cache, config.scheduler
+    named = ", ".join(names)
+    concurrency = cache.num_tokens / scheduler.max_model_len
+    return {
+        "model": model.name if names == (model.name,) else f"{model.name}, served as {named}",
+        "architecture": f"{model.model_type}, {model.num_layers} layers, {_count(model.num_params)} parameters",
+        "dtype": model.dtype,
+        "device": f"{config.device.name}: {config.device.compute}",
+        "attention": config.attention_backend,
+        "memory": f"weights {_size(model.weight_bytes)}, KV cache {_size(config.kv_bytes)}, largest step "
+        f"{_size(config.step_bytes)}; MLX holds {_size(config.peak_bytes)} at most",
+        "KV cache": f"{cache.num_tokens:,} tokens in {cache.num_blocks:,} blocks of {cache.block_size}; "
+        f"{concurrency:.1f} requests of the maximum length at once",
+        "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "
+        f"{scheduler.max_num_batched_tokens:,} tokens a step",
+        "URL": url,
+    }
+
+
+def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
+    """A panel on a terminal, one plain line for each fact elsewhere."""
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        for label, value in facts.items():
+            console.print(f"{label + ':':14}{value}", markup=False, highlight=False, soft_wrap=True)
+        return
+    table = Table.grid(padding=(0, 2))
+    for label, value in facts.items():
+        style = "bold green" if label == "URL" else None
+        table.add_row(f"[dim]{label}[/]", value, style=style)
+    console.print(Panel(table, title="metal-engine", title_align="left", expand=False))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.0f} MiB"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.0f} M"

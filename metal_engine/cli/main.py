@@ -1,0 +1,221 @@
+"""The ``metal-engine`` command: the only place that wires server, engine and MLX together."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from metal_engine import __version__
+from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
+from metal_engine.cli.options import MODEL_HELP, command
+from metal_engine.errors import ConfigError
+from metal_engine.settings.args import HARMONY_PARSERS, ChatArgs, EngineArgs, ServerArgs
+from metal_engine.settings.fields import make_args
+
+app = typer.Typer(
+    name="metal-engine",
+    help="LLM inference on Apple Silicon: one packed forward pass per step over a paged KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(
+    help="Measure: a server as its users see it, or the engine alone.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench")
+
+
+def _set_up_logging(level: str, style: str = "text") -> None:
+    handler: logging.Handler = logging.StreamHandler()
+    if style == "json":
+        from metal_engine.server.logs import JSONFormatter, RequestIdFilter
+
+        handler.setFormatter(JSONFormatter())
+        handler.addFilter(RequestIdFilter())
+    elif sys.stderr.isatty():
+        handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%H:%M:%S]")
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level="WARNING", handlers=[handler])
+    logging.getLogger("metal_engine").setLevel(level.upper())
+
+
+@command(app, {"Server": ServerArgs, "Engine": EngineArgs})
+def serve(values: dict[str, Any]) -> None:
+    """Serve a model over an OpenAI-compatible API."""
+    args: EngineArgs = make_args(EngineArgs, values)
+    server_args: ServerArgs = make_args(ServerArgs, values)
+    _set_up_logging(server_args.log_level, server_args.log_format)
+    from metal_engine.build import build_engine
+    from metal_engine.cli.banner import print_banner, startup_facts
+    from metal_engine.engine.async_engine import AsyncEngine
+    from metal_engine.server.listen import listen
+    from metal_engine.server.run import quit_on_signals, run_server
+
+    names = server_args.served_model_name or (args.model,)
+    with listen(server_args) as listener:  # before the model: a port in use is noticed at once
+        engine = AsyncEngine(lambda: build_engine(args))
+        with quit_on_signals():
+            engine.start()
+            parsers = make_parsers(engine.tokenizer.hf_tokenizer, server_args)
+        status = run_server(
+            engine,
+            server_args,
+            names,
+            listener,
+            on_ready=lambda url: print_banner(startup_facts(engine.config, url, names)),
+            parsers=parsers,
+        )
+    if status:
+        raise typer.Exit(status)
+
+
+def make_parsers(tokenizer: Any, args: ServerArgs) -> Any:
+    """What the server needs to know of the model's answers, from its ``transformers`` tokenizer and the settings."""
+    from metal_engine.answers.formats import Parsers, ReasoningMarks
+    from metal_engine.answers.harmony import TOKENS, harmony_parsers
+    from metal_engine.checkpoints.answer_formats import any_special, call_head, reasoning_marks, tool_parser
+
+    if args.reasoning_parser in HARMONY_PARSERS or (
+        args.reasoning_parser == "auto" and set(tokenizer.get_vocab()).issuperset(TOKENS)
+    ):
+        return harmony_parsers(
+            calls=args.tool_call_parser != "none", auto_tool_choice=args.enable_auto_tool_choice
+        )
+    tool = tool_parser(tokenizer, args.tool_call_parser)
+    marks = reasoning_marks(tokenizer, args.reasoning_parser)
+    texts = [*(marks or ()), *((tool.tool_call_start, tool.tool_call_end) if tool else ())]
+    return Parsers(
+        tool=tool,
+        call_head=call_head(tool),
+        reasoning=None if marks is None else ReasoningMarks(*marks),
+        special=any_special(tokenizer, texts),
+        auto_tool_choice=args.enable_auto_tool_choice,
+    )
+
+
+@command(app, {"Chat": ChatArgs, "Engine": EngineArgs})
+def chat(values: dict[str, Any]) -> None:
+    """Talk to a model in the terminal. An empty line, Ctrl-D or /exit ends; /reset starts over."""
+    args: EngineArgs = make_args(EngineArgs, values)
+    chat_args: ChatArgs = make_args(ChatArgs, values)
+    _set_up_logging(chat_args.log_level)
+    from metal_engine.llm import LLM
+    from metal_engine.sampling_params import SamplingParams
+
+    try:
+        params = SamplingParams(
+            temperature=chat_args.temperature, top_p=chat_args.top_p, max_tokens=chat_args.max_tokens
+        )
+    except ValueError as error:
+        raise ConfigError(f"--{str(error).replace('_', '-')}") from error
+    llm = LLM.from_args(args)
+    try:
+        _chat_loop(llm, params, chat_args.system, _read_line)
+    finally:
+        llm.close()
+
+
+def _read_line() -> str | None:
+    """A line from the user; None when there are no more."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def _chat_loop(llm: Any, params: Any, system: str | None, read_line: Callable[[], str | None]) -> None:
+    beginning = [{"role": "system", "content": system}] if system else []
+    messages = list(beginning)
+    while (line := read_line()) is not None and line.strip() not in ("", "/exit"):
+        if line.strip() == "/reset":
+            messages = list(beginning)
+            continue
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        try:
+            for output in llm.stream(llm.tokenizer.apply_chat_template(messages), params):
+                answer += output.text
+                print(output.text, end="", flush=True)
+        except KeyboardInterrupt:
+            pass  # ends this answer, not the conversation
+        except ValueError as error:
+            print(f"[{error}; /reset starts over]", end="")
+            messages.pop()
+            print()
+            continue
+        print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+@command(bench, {"Benchmark": BenchServeArgs}, takes_model=False)
+def _serve(values: dict[str, Any]) -> None:
+    """Load a server that speaks OpenAI's API, and print what its users would see. Status 1 if a request failed."""
+    _set_up_logging("warning")
+    from metal_engine.bench.serve import bench_serve
+
+    if bench_serve(make_args(BenchServeArgs, values)).num_failed:
+        raise typer.Exit(1)
+
+
+@command(bench, {"Benchmark": BenchThroughputArgs, "Engine": EngineArgs})
+def _throughput(values: dict[str, Any]) -> None:
+    """Tokens a second of the engine alone, all requests at once."""
+    _set_up_logging("warning")
+    from metal_engine.bench.offline import bench_throughput
+
+    bench_throughput(make_args(EngineArgs, values), make_args(BenchThroughputArgs, values))
+
+
+@command(bench, {"Benchmark": BenchLatencyArgs, "Engine": EngineArgs})
+def _latency(values: dict[str, Any]) -> None:
+    """How long the engine alone takes for one batch."""
+    _set_up_logging("warning")
+    from metal_engine.bench.offline import bench_latency
+
+    bench_latency(make_args(EngineArgs, values), make_args(BenchLatencyArgs, values))
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help=f"Try this one too: {MODEL_HELP}", show_default=False)
+    ] = None,
+) -> None:
+    """Report versions, device and memory, and whether a model runs; for bug reports. Status 1 if something is wrong."""
+    _set_up_logging("warning")
+    from metal_engine.doctor.examine import examine
+
+    healthy = examine(lambda finding: print(finding, flush=True), model)
+    print("\nNothing is wrong." if healthy else "\nSomething is wrong: see the lines that say FAIL.")
+    if not healthy:
+        raise typer.Exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"metal-engine {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _metal_engine(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """LLM inference on Apple Silicon: one packed forward pass per step over a paged KV cache."""
+
+
+def main() -> None:
+    """Entry point of the ``metal-engine`` command."""
+    app()

@@ -1,0 +1,117 @@
+"""Typer commands whose options are made from dataclasses of settings."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from metal_engine.errors import ConfigError
+from metal_engine.settings.fields import Setting, resolve, settings_of
+
+MODEL_HELP = "`demo`, a Hugging Face repository, a local model directory, or a .gguf file."
+_MODEL = Setting("model", "str", None, MODEL_HELP, None, False)
+_CONFIG_HELP = (
+    "YAML file of settings, named as the flags are. The environment and the command line win over it."
+)
+
+# Every command's settings: a config file or an environment may serve several commands.
+_known: list[Setting] = []
+
+Command = Callable[[dict[str, Any]], None]
+
+
+def command(
+    app: typer.Typer, groups: dict[str, type], *, default_model: str | None = None, takes_model: bool = True
+) -> Callable[[Command], Command]:
+    """Register a function as a command: it is called with the values given anywhere, by field name.
+
+    Args:
+        groups: heading in ``--help`` -> dataclass whose settings are the options below it.
+        default_model: model if none is named; without it, naming one is required.
+        takes_model: whether the command's argument is a model to load.
+    """
+    settings = [*([_MODEL] if takes_model else []), *settings_of(*groups.values())]
+    _known.extend(settings)
+
+    def register(function: Command) -> Command:
+        def run(config: Path | None = None, **given: Any) -> None:
+            with one_line_errors():
+                values = resolve(settings, given, os.environ, config, known=_known)
+                if takes_model and values.setdefault("model", default_model) is None:
+                    raise ConfigError("name a MODEL: `demo`, a repository, a directory, or a .gguf file")
+                function(values)
+
+        parameters = []
+        if takes_model:
+            model = typer.Argument(help=MODEL_HELP, show_default=False)
+            parameters.append(_parameter("model", str | None, model))
+        config_option = typer.Option("--config", help=_CONFIG_HELP, show_default=False)
+        parameters.append(_parameter("config", Path | None, config_option))
+        for heading, cls in groups.items():
+            parameters += [_option(one, heading) for one in settings_of(cls)]
+        # What typer reads in place of a written-out parameter list.
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__doc__ = function.__doc__
+        app.command(function.__name__.lstrip("_"))(run)
+        return function
+
+    return register
+
+
+def _parameter(name: str, kind: Any, info: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info]
+    )
+
+
+def _option(one: Setting, heading: str) -> inspect.Parameter:
+    # Values stay text here: one parser reads them, whichever place they come from.
+    kind: Any = {"bool": bool, "list": list[str]}.get(one.kind, str)
+    names = (f"{one.flag}/--no-{one.flag[2:]}",) if one.kind == "bool" else (one.flag,)
+    info = typer.Option(
+        *names,
+        help=help_text(one),
+        metavar=one.metavar or None,
+        show_default=False,
+        rich_help_panel=heading,
+    )
+    return _parameter(one.name, kind | None, info)
+
+
+def help_text(one: Setting) -> str:
+    """A setting's help with its default, where the text does not explain that itself."""
+    if one.default is None or one.default == () or one.kind == "bool":
+        return one.help
+    shown = f"{one.default >> 20}MiB" if one.kind == "size" else one.default
+    return f"{one.help} Default: {shown}."
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Errors that are the user's to mend end the command with one line, not a traceback."""
+    from metal_engine.errors import ModelLoadError
+
+    try:
+        yield
+    except (ConfigError, ModelLoadError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {_escape(error)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        # Not through the interpreter's own end: the engine's thread may be within MLX.
+        sys.stderr.flush()
+        os._exit(130)
+
+
+def _escape(error: Exception) -> str:
+    from rich.markup import escape
+
+    return escape(" ".join(str(error).split()))

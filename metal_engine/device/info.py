@@ -1,0 +1,50 @@
+"""Facts about the device that MLX computes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import subprocess
+
+from metal_engine.device.blas.load import BlasInfo
+from metal_engine.device.memory import available_memory_bytes
+from metal_engine.settings.config import DeviceInfo
+
+logger = logging.getLogger(__name__)
+
+
+def device_info(blas: BlasInfo | None = None) -> DeviceInfo:
+    """Describe MLX's default device. ``blas`` is what ``load_optimized_blas`` returned.
+
+    This imports MLX, so ``load_optimized_blas`` must have been called before.
+    """
+    import mlx.core as mx
+
+    if mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu):
+        facts = mx.device_info(mx.gpu)
+        name = str(facts["device_name"])
+        return DeviceInfo(
+            kind="metal",
+            name=name,
+            compute=f"{name} (Metal)",
+            memory_bytes=int(facts["max_recommended_working_set_size"]),
+        )
+    facts = mx.device_info(mx.cpu)
+    return DeviceInfo(
+        kind="cpu",
+        name=str(facts.get("device_name") or platform.processor() or platform.machine()),
+        compute=blas.description if blas is not None else "MLX's CPU backend",
+        memory_bytes=available_memory_bytes(),
+    )
+
+
+def gpu_core_count() -> int | None:
+    """Cores of a Mac's GPU, which MLX does not tell; None, and a warning, if macOS does not either."""
+    command = ["system_profiler", "-json", "SPDisplaysDataType"]
+    try:
+        answer = subprocess.run(command, capture_output=True, check=True, timeout=20).stdout
+        return max(int(gpu["sppci_cores"]) for gpu in json.loads(answer)["SPDisplaysDataType"])
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+        logger.warning("the number of GPU cores is unknown (%s: %s)", type(error).__name__, error)
+        return None

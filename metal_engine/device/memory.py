@@ -1,0 +1,75 @@
+"""How much memory this process may still take, and what a GPU is to keep."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from metal_engine.settings.config import MARGIN_BYTES, EngineConfig
+
+# Limit, usage, and the statistic of file pages that the kernel takes back when memory runs short.
+_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes of RAM available: what the machine has left, or the container if that is less.
+
+    Systems without ``/proc`` (macOS) do not say what is left in this way; there it is all the RAM.
+    ``root`` is where ``proc`` and ``sys`` are, for tests.
+    """
+    meminfo = root / "proc/meminfo"
+    text = meminfo.read_text() if meminfo.exists() else ""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    machine = int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(0, min([machine, *_cgroup_headrooms(root)]))
+
+
+def _cgroup_headrooms(root: Path) -> Iterator[int]:
+    """For each control group this process is in, up to the root: what its limit leaves."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
+        # "0::/user.slice/..." (v2), or "4:memory:/docker/..." (v1)
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            names, mount = _CGROUP_V2, root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            names, mount = _CGROUP_V1, root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        folder = mount / group.lstrip("/")
+        # A container may see its own group as the mount's root while /proc has its path outside: what does
+        # not exist is passed over on the way up.
+        for level in (folder, *folder.parents):
+            if level.is_relative_to(mount):
+                yield from _headroom(level, *names)
+
+
+def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> Iterator[int]:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        usage = int((folder / usage_name).read_text())
+        statistics = (folder / "memory.stat").read_text()
+    except (FileNotFoundError, PermissionError):
+        return
+    if limit != "max":
+        match = re.search(rf"^{reclaimable_name} (\d+)$", statistics, re.MULTILINE)
+        yield int(limit) - usage + (int(match[1]) if match else 0)
+
+
+def limit_device_memory(config: EngineConfig) -> None:
+    """On Metal: wire what the engine holds and no more, and keep of freed buffers what a step can use again.
+
+    Both are limits of the process: of several engines, the latest decides.
+    """
+    if config.device.kind != "metal":
+        return
+    import mlx.core as mx  # too early at the top: the BLAS is loaded first
+
+    mx.set_wired_limit(min(config.peak_bytes + MARGIN_BYTES, config.device.memory_bytes))
+    mx.set_cache_limit(config.step_bytes + MARGIN_BYTES)

@@ -1,0 +1,156 @@
+"""``metal-engine doctor``: what is installed, what computes, and whether a model runs; fit for a bug report.
+
+Nothing here uses the network. A check that raises is a finding, not the end.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from metal_engine import __version__
+
+PACKAGES = (
+    "mlx", "mlx-lm", "transformers", "tokenizers", "huggingface-hub", "gguf", "numpy", "fastapi",
+    "uvicorn", "pydantic", "openai",
+)  # fmt: skip
+# Not needed to serve.
+OPTIONAL = frozenset({"openai"})
+
+OK, WARNING, FAILED = "ok", "WARN", "FAIL"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; ``status`` is empty for a mere fact."""
+
+    label: str
+    text: str
+    status: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.label + ':':18}{self.status + ': ' if self.status else ''}{self.text}"
+
+
+Check = Callable[[], Iterator[Finding]]
+
+
+def examine(report: Callable[[Finding], None], model: str | None = None) -> bool:
+    """Run every check, reporting findings as they come; whether all is well.
+
+    Args:
+        model: a model to try beside the tiny one; without it the demo model, if that has been fetched before.
+    """
+    checks: list[tuple[str, Check]] = [
+        ("versions", _versions),
+        ("compute", _compute),
+        ("folders", _folders),
+        ("tiny model", _tiny_model),
+        ("model", lambda: _real_model(model)),
+    ]
+    healthy = True
+    for label, check in checks:
+        try:
+            for finding in check():
+                healthy &= finding.status != FAILED
+                report(finding)
+        except Exception as error:  # noqa: BLE001  (whatever is broken is what this command is for)
+            healthy = False
+            report(Finding(label, f"{type(error).__name__}: {' '.join(str(error).split())}", FAILED))
+    return healthy
+
+
+def _versions() -> Iterator[Finding]:
+    system = f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.platform()
+    yield Finding("system", f"{system}, {platform.machine()}, {os.cpu_count()} CPUs")
+    yield Finding("python", f"{platform.python_version()} ({platform.python_implementation()})")
+    yield Finding("metal-engine", __version__)
+    for package in PACKAGES:
+        try:
+            yield Finding(package, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            if package not in OPTIONAL:
+                yield Finding(package, "not installed", FAILED)
+
+
+def _compute() -> Iterator[Finding]:
+    from metal_engine.device.blas.load import load_optimized_blas
+
+    blas = load_optimized_blas()
+    import mlx.core as mx
+
+    from metal_engine.device.info import device_info
+
+    device = device_info(blas)
+    yield Finding("device", device.name)
+    yield Finding("metal", "available" if mx.metal.is_available() else "not available: computing on the CPU")
+    if device.kind == "cpu":
+        yield Finding("blas", blas.description, OK if blas.optimized else WARNING)
+        if blas.problem:
+            yield Finding("blas problem", blas.problem, WARNING)
+    yield Finding("memory", f"{device.memory_bytes / (1 << 30):.1f} GiB for weights and KV cache")
+
+
+def _folders() -> Iterator[Finding]:
+    from metal_engine.device.cache_dir import cache_dir
+
+    folder = cache_dir()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    writable = os.access(existing, os.W_OK)
+    yield Finding("cache", _without_home(folder), OK if writable else FAILED)
+    for variable in sorted(os.environ):
+        if variable.startswith("METAL_ENGINE_") or variable in ("HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT"):
+            secret = "KEY" in variable or "TOKEN" in variable
+            yield Finding(variable, "(set)" if secret else _without_home(Path(os.environ[variable])))
+    yield Finding("HF_TOKEN", "set" if os.environ.get("HF_TOKEN") else "not set")
+
+
+def _without_home(path: Path) -> str:
+    """A path fit to be published: without the user's name."""
+    return str(path).replace(str(Path.home()), "~")
+
+
+def _tiny_model() -> Iterator[Finding]:
+    from metal_engine.doctor.tiny import check_tiny_model
+
+    # A thread for each model: an engine's end closes the MLX streams of its thread.
+    with ThreadPoolExecutor(1) as thread:
+        yield Finding("tiny model", thread.submit(check_tiny_model).result(), OK)
+
+
+def _real_model(model: str | None) -> Iterator[Finding]:
+    from metal_engine.checkpoints.demo import GGUF_NAME
+    from metal_engine.device.cache_dir import cache_dir
+
+    if model is None and not (cache_dir() / "demo" / GGUF_NAME).is_file():
+        yield Finding("demo model", "not tried: not fetched yet (`metal-engine serve demo` fetches it)")
+        return
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(_try_model, model or "demo").result()
+
+
+def _try_model(model: str) -> Finding:
+    from metal_engine.build import build_engine
+    from metal_engine.sampling_params import SamplingParams
+    from metal_engine.settings.args import EngineArgs
+
+    engine = build_engine(EngineArgs(model=model, num_gpu_blocks_override=64))
+    prompt, text = "The capital of France is", ""
+    try:
+        engine.add_request("0", engine.tokenizer.encode(prompt), SamplingParams(temperature=0, max_tokens=6))
+        while engine.has_requests:
+            for output in engine.step():
+                if output.error is not None:
+                    return Finding(model, output.error, FAILED)
+                text += output.text
+    finally:
+        engine.close()
+    info = engine.config.model
+    wrong = model == "demo" and "Paris" not in text
+    return Finding(model, f"{info.model_type}, {info.dtype}: {prompt!r} -> {text!r}", FAILED if wrong else OK)

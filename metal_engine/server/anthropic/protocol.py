@@ -1,0 +1,248 @@
+"""Anthropic's ``/v1/messages``: its bodies, and how they read as a chat."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from metal_engine.server.errors import APIError, invalid, validated
+from metal_engine.server.openai.protocol import ChatCompletionBody
+
+Message = dict[str, Any]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class AnthropicMessage(_Body):
+    role: Literal["user", "assistant"]
+    content: str | list[dict[str, Any]]
+
+
+class AnthropicTool(_Body):
+    type: str | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class AnthropicToolChoice(_Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(_Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class CountTokensBody(_Body):
+    """``POST /v1/messages/count_tokens``: what of a message's request makes its prompt."""
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesBody(CountTokensBody):
+    """``POST /v1/messages``."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+
+class AnthropicOutputTokens(BaseModel):
+    thinking_tokens: int = 0
+
+
+class AnthropicUsage(BaseModel):
+    """``input_tokens`` are those that were not in the prefix cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    output_tokens_details: AnthropicOutputTokens = AnthropicOutputTokens()
+
+
+class AnthropicResponse(BaseModel):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
+    stop_sequence: str | None = None
+    usage: AnthropicUsage
+
+
+class TokenCount(BaseModel):
+    input_tokens: int
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+
+
+_RENAMED = {"stop": "stop_sequences", "chat_template_kwargs": "thinking"}
+
+
+def renamed(error: APIError) -> APIError:
+    """An error about a chat as one about the message that it was made for."""
+    new = _RENAMED.get(error.param or "")
+    if new is None or error.param is None:
+        return error
+    message = (
+        error.message.replace(error.param, new, 1) if error.message.startswith(error.param) else error.message
+    )
+    return APIError(error.status, message, param=new, code=error.code, headers=error.headers)
+
+
+def to_chat(body: CountTokensBody) -> ChatCompletionBody:
+    """A message's request as a chat's.
+
+    Raises:
+        APIError: 400, naming the field at fault.
+    """
+    fields: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
+    if body.messages[-1].role == "assistant":
+        fields["continue_final_message"] = True
+    if body.tools:
+        fields["tools"] = [_tool(i, tool) for i, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        fields["tool_choice"] = _tool_choice(body.tool_choice)
+        fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
+    if body.thinking is not None and "chat_template_kwargs" in ChatCompletionBody.model_fields:
+        fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if isinstance(body, MessagesBody):
+        fields |= {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+        }
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return validated(ChatCompletionBody, {**(body.model_extra or {}), **given})
+    except APIError as error:
+        raise renamed(error) from error
+
+
+def _tool(i: int, tool: AnthropicTool) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise invalid(
+            f"tools[{i}]: type {tool.type!r} is not supported; the server runs no tools", param="tools"
+        )
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.input_schema is not None:
+        function["parameters"] = tool.input_schema
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: AnthropicToolChoice) -> Any:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise invalid("tool_choice of type tool needs a name", param="tool_choice")
+        return {"type": "function", "function": {"name": choice.name}}
+    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+
+
+def _messages(body: CountTokensBody) -> list[Message]:
+    messages: list[Message] = []
+    if body.system:
+        try:
+            messages.append({"role": "system", "content": _text(body.system)})
+        except (KeyError, TypeError, ValueError) as error:
+            raise invalid(f"system: {_problem(error)}", param="system") from error
+    for i, message in enumerate(body.messages):
+        try:
+            convert = _assistant_turn if message.role == "assistant" else _user_turn
+            messages += convert(message.content)
+        except (KeyError, TypeError, ValueError) as error:
+            raise invalid(f"messages[{i}].content: {_problem(error)}", param="messages") from error
+    return messages
+
+
+def _problem(error: Exception) -> str:
+    return (
+        str(error) if isinstance(error, ValueError) else f"a field is missing or of the wrong type: {error}"
+    )
+
+
+def _user_turn(content: str | list[dict[str, Any]]) -> list[Message]:
+    """Results of tools first, each a message of its own, as templates want them; then what the user says."""
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    results: list[Message] = []
+    texts: list[dict[str, Any]] = []
+    for block in content:
+        if block["type"] == "tool_result":
+            text = _text(block.get("content") or "")
+            if block.get("is_error"):
+                text = f"Error: {text}"
+            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
+        else:
+            texts.append(block)
+    if not texts and results:
+        return results
+    return [*results, {"role": "user", "content": _text(texts)}]
+
+
+def _assistant_turn(content: str | list[dict[str, Any]]) -> list[Message]:
+    if isinstance(content, str):
+        return [{"role": "assistant", "content": content}]
+    turn: Message = {"role": "assistant"}
+    texts: list[dict[str, Any]] = []
+    for block in content:
+        match block["type"]:
+            case "thinking":
+                turn["reasoning"] = block["thinking"]
+            case "redacted_thinking":
+                pass  # nobody can read it
+            case "tool_use":
+                function = {"name": block["name"], "arguments": json.dumps(block["input"])}
+                call = {"id": block["id"], "type": "function", "function": function}
+                turn.setdefault("tool_calls", []).append(call)
+            case _:
+                texts.append(block)
+    if texts:
+        turn["content"] = _text(texts)
+    return [turn]
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in content:
+        if block["type"] != "text":
+            raise ValueError(
+                f"blocks of type {block['type']!r} are not supported here; the model takes text only"
+            )
+        texts.append(block["text"])
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("a text block's text must be a string")
+    return "\n".join(texts)

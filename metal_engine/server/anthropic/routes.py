@@ -1,0 +1,46 @@
+"""Anthropic's routes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from metal_engine.server.anthropic import protocol
+from metal_engine.server.anthropic.messages import MessagesEndpoint
+from metal_engine.server.anthropic.protocol import (
+    AnthropicError,
+    AnthropicResponse,
+    CountTokensBody,
+    MessagesBody,
+    TokenCount,
+)
+from metal_engine.server.errors import APIError
+from metal_engine.server.generation.answerer import EVENTS, Answerer
+from metal_engine.server.generation.preparation import ServedModel
+
+_ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": AnthropicError}}
+
+
+def add_anthropic_routes(app: FastAPI, served: ServedModel, answer: Answerer) -> None:
+    @app.post(
+        "/v1/messages",
+        tags=["messages"],
+        response_model=AnthropicResponse,
+        responses={**EVENTS, **_ERRORS},
+    )
+    async def create_message(body: MessagesBody, request: Request) -> Response:
+        try:
+            return await answer(MessagesEndpoint(served), protocol.to_chat(body), request)
+        except APIError as error:
+            raise protocol.renamed(error) from error
+
+    @app.post("/v1/messages/count_tokens", tags=["messages"], responses=_ERRORS)
+    async def count_tokens(body: CountTokensBody) -> TokenCount:
+        chat = protocol.to_chat(body)
+        served.check_model(chat.model)
+        served.parameters.check(chat)
+        (prompt,) = await asyncio.to_thread(MessagesEndpoint(served).tokenize, chat, served.engine.tokenizer)
+        return TokenCount(input_tokens=len(prompt))

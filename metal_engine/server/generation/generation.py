@@ -1,0 +1,279 @@
+"""One request in the engine, as all generating endpoints see it: its sequences, their outputs, its usage."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from metal_engine.engine.async_engine import AsyncEngine, Reservation
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.request import RequestOptions, RequestOutput, TokenLogprobs
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.server.errors import APIError, engine_dead
+from metal_engine.server.generation.usage import ReasoningCounter
+from metal_engine.server.logs import note
+from metal_engine.server.middleware.lifecycle import SHUTTING_DOWN
+from metal_engine.server.openai.logprobs import TextOffsets, prompt_logprobs
+from metal_engine.server.openai.protocol import (
+    CompletionTokensDetails,
+    FinishReason,
+    PromptLogprobs,
+    PromptTokensDetails,
+    Usage,
+)
+
+# Outputs of a step or more, each with the index of the choice it belongs to.
+Batch = list[tuple[int, RequestOutput]]
+
+
+@dataclass
+class Choice:
+    """What one sequence has come to so far.
+
+    Attributes:
+        echo: the prompt's text, if it is wanted back.
+        offsets: where the texts of tokens with log probabilities begin.
+        reasoning: counts tokens of reasoning, where there may be any.
+    """
+
+    index: int
+    prompt_token_ids: list[int]
+    offsets: TextOffsets
+    echo: str | None = None
+    reasoning: ReasoningCounter | None = None
+    texts: list[str] = field(default_factory=list)
+    text_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, output: RequestOutput) -> None:
+        self.texts.append(output.text)
+        if self.reasoning is not None:
+            self.reasoning.add(output.token_ids)
+        self.text_logprobs += output.text_logprobs or ()
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.num_prompt_tokens = output.num_prompt_tokens
+        self.num_output_tokens = output.num_output_tokens
+        self.num_cached_tokens = output.num_cached_tokens
+        self.num_external_tokens = output.num_external_tokens
+        self.finish_reason = finish_reason(output)
+        self.stop_reason = output.stop_reason
+
+
+class Generation:
+    """One request in the engine: ``n`` sequences for each prompt, under one id.
+
+    Args:
+        reservation: a place for each sequence.
+        echoes: each prompt's text, where it is wanted back.
+        is_echo_only: nothing else is.
+        shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
+        reasoning_counter: makes a counter for a choice, or None where there is no reasoning.
+
+    Attributes:
+        choices: what each sequence has come to; complete once :meth:`outputs` is exhausted.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        reservation: Reservation,
+        *,
+        request_id: str,
+        model: str,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        options: RequestOptions,
+        timeout: float = 0.0,
+        echoes: list[str] | None = None,
+        is_echo_only: bool = False,
+        shows_prompt_logprobs: bool = False,
+        reasoning_counter: Callable[[Tokenizer], ReasoningCounter | None] = lambda tokenizer: None,
+    ) -> None:
+        self._engine = engine
+        self._reservation = reservation
+        self._timeout = timeout
+        self._timed_out = False
+        self.params = params
+        self._options = options
+        self._is_echo_only = is_echo_only
+        self._shows_prompt_logprobs = shows_prompt_logprobs
+        self.request_id = request_id
+        self.model = model
+        self.created = int(time.time())
+        self.choices = [
+            Choice(
+                i * params.n + j,
+                prompt,
+                TextOffsets(engine.tokenizer, params.skip_special_tokens),
+                echoes[i] if echoes is not None else None,
+                reasoning_counter(engine.tokenizer),
+            )
+            for i, prompt in enumerate(prompts)
+            for j in range(params.n)
+        ]
+
+    async def outputs(self) -> AsyncGenerator[Batch, None]:
+        """Outputs as they come, those that came together in one batch. Closing it aborts what is unfinished.
+
+        Raises:
+            APIError: a sequence failed; the others are aborted.
+            EngineDeadError: the engine has ended.
+        """
+        streams = [
+            self._engine.generate(
+                f"{self.request_id}-{choice.index}",
+                choice.prompt_token_ids,
+                self.params.for_choice(choice.index % self.params.n),
+                self._options,
+                self._reservation,
+            )
+            for choice in self.choices
+        ]
+        timer = None
+        if self._timeout:
+            timer = asyncio.get_running_loop().call_later(self._timeout, self._time_out)
+        try:
+            async with aclosing(_merge(streams)) as batches:
+                async for batch in batches:
+                    for index, output in batch:
+                        if output.finish_reason in ("error", "abort"):
+                            raise self._failure(output)
+                        if self._is_echo_only:
+                            _hide_output(output)
+                        self.choices[index].add(output)
+                    yield batch
+        finally:
+            self._reservation.release()
+            if timer is not None:
+                timer.cancel()
+        self._note()
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        for choice in self.choices:
+            self._engine.cut_request(f"{self.request_id}-{choice.index}", "the request took too long")
+
+    def _note(self) -> None:
+        usage = self.usage
+        note(
+            id=self.request_id,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            finish_reason=",".join(str(choice.finish_reason) for choice in self.choices),
+        )
+
+    async def finish(self) -> None:
+        """Run to the end. Raises what :meth:`outputs` raises."""
+        async with aclosing(self.outputs()) as batches:
+            async for _ in batches:
+                pass
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts; known before there is any output."""
+        return sum(len(choice.prompt_token_ids) for choice in self.choices[:: self.params.n])
+
+    @property
+    def usage(self) -> Usage:
+        firsts = self.choices[:: self.params.n]  # a prompt counts once
+        prompt_tokens = sum(choice.num_prompt_tokens for choice in firsts)
+        completion_tokens = sum(choice.num_output_tokens for choice in self.choices)
+        details = PromptTokensDetails(
+            cached_tokens=sum(choice.num_cached_tokens for choice in firsts),
+            kv_store_tokens=sum(choice.num_external_tokens for choice in firsts),
+        )
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=details,
+            completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=sum(c.reasoning.count for c in self.choices if c.reasoning is not None)
+            ),
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def prompt_logprobs(self, choice: Choice) -> PromptLogprobs | None:
+        """Log probabilities of a choice's prompt, if they are wanted beside the answer."""
+        if not self._shows_prompt_logprobs or choice.prompt_logprobs is None:
+            return None
+        return prompt_logprobs(self.tokenizer, choice.prompt_logprobs)
+
+    def _failure(self, output: RequestOutput) -> APIError:
+        if self._engine.error is not None:
+            return engine_dead(self._engine.error)
+        if self._timed_out:
+            message = f"the request was not done within {self._timeout:g} s (--request-timeout)"
+            return APIError(504, message, code="timeout")
+        if output.finish_reason == "abort":
+            return APIError(503, output.error or "the request was aborted", code=SHUTTING_DOWN)
+        return APIError(500, output.error or "the request failed", code="generation_failed")
+
+
+def _hide_output(output: RequestOutput) -> None:
+    output.text, output.token_ids, output.num_output_tokens = "", [], 0
+    output.text_logprobs = None if output.text_logprobs is None else []
+    output.finish_reason, output.stop_reason = "length", None
+
+
+def finish_reason(output: RequestOutput) -> FinishReason | None:
+    """OpenAI's finish reason of an output that is no failure."""
+    match output.finish_reason:
+        case "stop" | "length" | None as reason:
+            return reason
+        case other:
+            raise AssertionError(f"unexpected finish reason {other!r}")
+
+
+async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[Batch, None]:
+    """Outputs of all streams as they come. Closes every stream when it is closed itself."""
+    if len(streams) == 1:  # spares each token a task switch
+        async with aclosing(streams[0]) as stream:
+            async for output in stream:
+                yield [(0, output)]
+        return
+    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for output in stream:
+                    arrived.put_nowait((index, output))
+        except Exception as error:  # noqa: BLE001  (raised again by the reader)
+            arrived.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        num_open = len(streams)
+        while num_open:
+            items = [await arrived.get()]
+            while not arrived.empty():
+                items.append(arrived.get_nowait())
+            batch: Batch = []
+            for index, item in items:
+                if isinstance(item, Exception):
+                    raise item
+                batch.append((index, item))
+                num_open -= item.finished
+            yield batch
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

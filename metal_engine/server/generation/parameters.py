@@ -1,0 +1,158 @@
+"""What the server makes of parameters it does not implement.
+
+A parameter that would change the output must not be ignored: it is refused unless its value asks for nothing.
+Parameters that cannot change the output are accepted. Unknown ones are accepted too, logged once each and counted;
+or refused, if the server is strict.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from metal_engine.server.errors import invalid
+from metal_engine.server.openai.protocol import ChatCompletionBody, GenerationBody
+
+logger = logging.getLogger(__name__)
+
+# Parameter -> the values that ask for nothing; None always does.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    # Declared for completions; a chat has no such thing.
+    "echo": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "add_special_tokens": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    # Declared for chats; a plain completion has neither.
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    # Declared for chats; a plain completion has none of them.
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "logits_processors": ([],),
+    "prompt_embeds": (),
+    "thinking_token_budget": (),
+    # Samplers of other servers.
+    "xtc_probability": (0,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "repeat_penalty": (1,),
+    "adapters": (),
+    # Of a message, what an earlier answer may have brought.
+    "messages.function_call": (),
+    "messages.audio": (),
+    "messages.refusal": ("",),
+}
+
+# No effect on the output by their very meaning.
+_NO_EFFECT = frozenset(
+    {
+        "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "prediction", "parallel_tool_calls", "request_id",
+        "stream_options.include_obfuscation", "messages.annotations",
+    }
+)  # fmt: skip
+
+# Bounds the memory that a client can take with made-up names.
+_MAX_NAMES = 100
+_OTHERS = "(others)"
+
+
+class ParameterPolicy:
+    """Judges parameters, and remembers the unknown ones.
+
+    Args:
+        strict: whether unknown parameters are refused.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self.num_unknown: dict[str, int] = {}
+
+    def check(self, body: GenerationBody) -> None:
+        """Judge every parameter that is not implemented.
+
+        Raises:
+            APIError: 400, naming a parameter that would change the output, or that is unknown.
+        """
+        for name in unknown_parameters(body):
+            if self._strict:
+                raise invalid(f"unknown parameter {name[:100]!r}", param=name[:100], code="unknown_parameter")
+            self._count(name[:100])
+
+    def _count(self, name: str) -> None:
+        if name not in self.num_unknown:
+            if len(self.num_unknown) >= _MAX_NAMES:
+                name = _OTHERS
+            else:
+                logger.warning("ignoring the unknown request parameter %r", name)
+        self.num_unknown[name] = self.num_unknown.get(name, 0) + 1
+
+
+def unknown_parameters(body: GenerationBody) -> list[str]:
+    """Names of the parameters that mean nothing here.
+
+    Raises:
+        APIError: 400, naming a parameter that is known, and would change the output.
+    """
+    unknown = []
+    given = dict(body.model_extra or {})
+    if body.stream_options is not None:
+        for name, value in (body.stream_options.model_extra or {}).items():
+            given[f"stream_options.{name}"] = value
+    # Each message has a say, even one whose field is neutral in another.
+    for name, value in (*given.items(), *_message_fields(body)):
+        if value is None or name in _NO_EFFECT:
+            continue
+        if name not in _UNSUPPORTED:
+            if name not in unknown:
+                unknown.append(name)
+        elif not any(_same(value, neutral) for neutral in _UNSUPPORTED[name]):
+            raise invalid(
+                f"{name} is not supported (got {_short(value)})", param=name, code="unsupported_parameter"
+            )
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options is only allowed when stream is true", param="stream_options")
+    return unknown
+
+
+def _message_fields(body: GenerationBody) -> Iterator[tuple[str, Any]]:
+    """Undeclared fields of messages and of their content parts, as ``messages.name`` and ``messages.content.name``."""
+    for message in body.messages if isinstance(body, ChatCompletionBody) else ():
+        for name, value in (message.model_extra or {}).items():
+            yield f"messages.{name}", value
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.type == "text":  # others are refused by their type
+                for name, value in (part.model_extra or {}).items():
+                    yield f"messages.content.{name}", value
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    # In Python False == 0, but `"logprobs": 0` asks for log probabilities.
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

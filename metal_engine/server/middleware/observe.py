@@ -1,0 +1,74 @@
+"""Watching requests from outside the application: an id for each, a line in the log, a count of those turned away."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from metal_engine.server.errors import ERROR_CODE
+from metal_engine.server.logs import current_request
+from metal_engine.server.status.metrics import ServerMetrics
+
+logger = logging.getLogger(__name__)
+
+# What an id may look like that a client gives: anything else could forge lines in a log.
+_GIVEN_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+def observe(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
+    """``app``, with ``X-Request-Id`` on every answer (the client's own if it sent one), and a log line for each."""
+
+    async def observed(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
+        facts: dict[str, Any] = {"request_id": request_id}
+        token = current_request.set(facts)
+        started = time.monotonic()
+        status = 0
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
+            await send(message)
+
+        try:
+            await app(scope, receive, sending)
+        finally:
+            if scope["method"] == "POST":
+                metrics.reject(status, scope.get(ERROR_CODE))
+            _log(scope, status, time.monotonic() - started, facts)
+            current_request.reset(token)
+
+    return observed
+
+
+def _log(scope: Scope, status: int, seconds: float, facts: dict[str, Any]) -> None:
+    level = logging.INFO if scope["method"] == "POST" else logging.DEBUG
+    if not logger.isEnabledFor(level):
+        return
+    known = {name: value for name, value in facts.items() if name != "request_id"}
+    # A path is the client's text: as `repr` it stays on one line.
+    path = repr(scope["path"])[1:-1]
+    rest = "".join(f" {name}={value}" for name, value in known.items())
+    logger.log(
+        level,
+        "%s %s %s in %.3f s request_id=%s%s",
+        scope["method"],
+        path,
+        status or "cut",
+        seconds,
+        facts["request_id"],
+        rest,
+        extra={"facts": {"path": path, "status": status, "seconds": round(seconds, 6), **known}},
+    )

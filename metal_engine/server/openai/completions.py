@@ -1,0 +1,153 @@
+"""``/v1/completions``: what sets it apart from other generating endpoints."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from pydantic import BaseModel
+
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.server.errors import APIError, invalid, invalid_prompt
+from metal_engine.server.generation.generation import Choice, Generation, finish_reason
+from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
+from metal_engine.server.generation.usage import ReasoningCounter
+from metal_engine.server.openai.logprobs import completion_logprobs
+from metal_engine.server.openai.protocol import (
+    Completion,
+    CompletionBody,
+    CompletionChoice,
+    CompletionLogprobs,
+    Usage,
+)
+
+
+class CompletionEndpoint:
+    """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request."""
+
+    id_prefix = "cmpl"
+
+    def __init__(self) -> None:
+        self._templates: dict[int, ChunkTemplate] = {}
+
+    def tokenize(self, body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
+        prompts = _prompts(body)
+        if not prompts:
+            raise invalid("prompt must not be empty", param="prompt")
+        try:
+            return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        except ValueError as error:
+            raise invalid_prompt(error, "prompt") from error
+
+    def adjust(self, body: CompletionBody) -> CompletionBody:
+        return body
+
+    def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
+        return None
+
+    def echoes(
+        self, body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
+    ) -> list[str] | None:
+        if not body.echo:
+            return None
+        given = _prompts(body)
+        if body.truncate_prompt_tokens is None:
+            return [
+                text if isinstance(text, str) else _text_of(ids, body, tokenizer)
+                for text, ids in zip(given, prompts, strict=True)
+            ]
+        return [_text_of(ids, body, tokenizer) for ids in prompts]
+
+    def response(self, generation: Generation) -> BaseModel:
+        choices = []
+        for choice in generation.choices:
+            logprobs = None
+            if generation.params.logprobs is not None:
+                logprobs = self._prompt_part(generation, choice, choice.text_logprobs)
+            choices.append(
+                CompletionChoice(
+                    index=choice.index,
+                    text=(choice.echo or "") + choice.text,
+                    logprobs=logprobs,
+                    finish_reason=choice.finish_reason,
+                    stop_reason=choice.stop_reason,
+                    prompt_logprobs=generation.prompt_logprobs(choice),
+                )
+            )
+        return _completion(generation, choices, generation.usage)
+
+    def begin(self, generation: Generation) -> bytes:
+        return b""
+
+    def chunk(
+        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
+    ) -> bytes:
+        choice = generation.choices[index]
+        text = (choice.echo or "") + output.text if first else output.text
+        tokens = output.text_logprobs or []
+        if not text and not tokens and not output.finished:
+            return b""
+        if not (output.finished or output.text_logprobs or usage is not None):
+            return self._template(generation, index).fill(text)
+        logprobs = None
+        if first and output.text_logprobs is not None:
+            logprobs = self._prompt_part(generation, choice, tokens)
+        elif tokens:
+            logprobs = completion_logprobs(generation.tokenizer, choice.offsets, tokens)
+        chunk = CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=finish_reason(output),
+            stop_reason=output.stop_reason,
+        )
+        return sse(_completion(generation, [chunk], usage))
+
+    def _template(self, generation: Generation, index: int) -> ChunkTemplate:
+        template = self._templates.get(index)
+        if template is None:
+            choice = CompletionChoice(index=index, text=ChunkTemplate.TEXT)
+            template = self._templates[index] = ChunkTemplate(_completion(generation, [choice]))
+        return template
+
+    def _prompt_part(
+        self, generation: Generation, choice: Choice, tokens: list[TokenLogprobs]
+    ) -> CompletionLogprobs:
+        """Log probabilities of tokens, and of the prompt's before them where it is wanted back."""
+        prompt = choice.prompt_logprobs if choice.echo is not None else None
+        first_token_id = choice.prompt_token_ids[0] if choice.prompt_token_ids else None
+        return completion_logprobs(
+            generation.tokenizer, choice.offsets, [*(prompt or ()), *tokens], first_token_id
+        )
+
+    def end(self, generation: Generation, include_usage: bool) -> bytes:
+        return (sse(_completion(generation, [], generation.usage)) if include_usage else b"") + DONE
+
+    def error(self, generation: Generation, error: APIError) -> bytes:
+        return sse(error.body)
+
+
+def _text_of(prompt: list[int], body: CompletionBody, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(prompt, skip_special_tokens=body.skip_special_tokens is not False)
+
+
+def _prompts(body: CompletionBody) -> list[str | list[int]]:
+    """The body's prompt in any of its four forms, as a list of texts or token id lists."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [prompt]
+    return cast(list[str | list[int]], prompt)
+
+
+def _completion(
+    generation: Generation, choices: list[CompletionChoice], usage: Usage | None = None
+) -> Completion:
+    return Completion(
+        id=generation.request_id,
+        created=generation.created,
+        model=generation.model,
+        choices=choices,
+        usage=usage,
+    )

@@ -1,0 +1,132 @@
+"""Log probabilities in the shapes of OpenAI's two endpoints, and vLLM's for prompts."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.request import TokenLogprobs
+from metal_engine.server.openai.protocol import (
+    ChatLogprob,
+    ChatLogprobs,
+    ChatTopLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+)
+
+# JSON has no infinity; where a token is excluded by the model itself, this is far enough.
+_LOWEST = -9999.0
+
+
+class TextOffsets:
+    """Where each token's text begins, counted in characters, for tokens in the order of the text.
+
+    Args:
+        skip_special_tokens: whether special tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def next(self, token_id: int) -> int:
+        offset = self._offset
+        if not (self._skip_special_tokens and token_id in self._tokenizer.special_token_ids):
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return offset
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    offsets: TextOffsets,
+    tokens: Sequence[TokenLogprobs | None],
+    first_token_id: int | None = None,
+) -> CompletionLogprobs:
+    """For ``/v1/completions``; the sampled token is always among the alternatives.
+
+    Args:
+        first_token_id: the token of an entry that is None, as the first of a prompt is.
+    """
+    result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for token in tokens:
+        if token is None:
+            assert first_token_id is not None
+            result.tokens.append(_completion_text(tokenizer, first_token_id))
+            result.token_logprobs.append(None)
+            result.top_logprobs.append(None)
+            result.text_offset.append(offsets.next(first_token_id))
+            continue
+        text = _completion_text(tokenizer, token.token_id)
+        alternatives: dict[str, float] = {}
+        for token_id, logprob in token.top:
+            alternatives.setdefault(_completion_text(tokenizer, token_id), _finite(logprob))
+        alternatives.setdefault(text, _finite(token.logprob))
+        result.tokens.append(text)
+        result.token_logprobs.append(_finite(token.logprob))
+        result.top_logprobs.append(alternatives)
+        result.text_offset.append(offsets.next(token.token_id))
+    return result
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    """For ``/v1/chat/completions``."""
+    content = []
+    for token in tokens:
+        text, data = _chat_text(tokenizer, token.token_id)
+        top = []
+        for token_id, logprob in token.top:
+            top_text, top_data = _chat_text(tokenizer, token_id)
+            top.append(ChatTopLogprob(token=top_text, logprob=_finite(logprob), bytes=top_data))
+        content.append(ChatLogprob(token=text, logprob=_finite(token.logprob), bytes=data, top_logprobs=top))
+    return ChatLogprobs(content=content)
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs | None]
+) -> list[dict[str, PromptLogprob] | None]:
+    """vLLM's ``prompt_logprobs``: for each token, it and the alternatives, by token id."""
+    return [None if token is None else _by_id(tokenizer, token) for token in tokens]
+
+
+def _by_id(tokenizer: Tokenizer, token: TokenLogprobs) -> dict[str, PromptLogprob]:
+    ranked = [(token.token_id, token.logprob, token.rank)]
+    ranked += [(i, logprob, rank) for rank, (i, logprob) in enumerate(token.top, 1) if i != token.token_id]
+    return {
+        str(token_id): PromptLogprob(
+            logprob=_finite(logprob),
+            rank=rank,
+            decoded_token=tokenizer.token_bytes(token_id).decode("utf-8", "replace"),
+        )
+        for token_id, logprob, rank in ranked
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)
+
+
+def _completion_text(tokenizer: Tokenizer, token_id: int) -> str:
+    data = tokenizer.token_bytes(token_id)
+    text = _text(data)
+    return "bytes:" + _escaped(data) if text is None else text
+
+
+def _chat_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, list[int]]:
+    data = tokenizer.token_bytes(token_id)
+    text = _text(data)
+    return _escaped(data) if text is None else text, list(data)
+
+
+def _text(data: bytes) -> str | None:
+    """The bytes as text; None where they are part of a character."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _escaped(data: bytes) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in data)

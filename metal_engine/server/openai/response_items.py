@@ -1,0 +1,130 @@
+"""Pieces of an answer into the output items of ``/v1/responses``, and the events that tell of them."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from pydantic_core import from_json
+
+from metal_engine.answers.pieces import CallArguments, CallStart, Piece, TextPiece
+
+Event = dict[str, Any]
+
+_REASONING_PART = {"type": "reasoning_text", "text": ""}
+
+
+class ResponseItems:
+    """Output items as they grow. One is open at a time; each change is an event.
+
+    Attributes:
+        items: those so far; complete after :meth:`close`.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._open: str | None = None  # kind of the last item, while more of it may come
+        self._text: list[str] = []
+        self._num_reasoning_characters = 0
+
+    def add(self, pieces: list[Piece]) -> list[Event]:
+        """Take pieces; the events (without sequence numbers) that they come to."""
+        events: list[Event] = []
+        for piece in pieces:
+            if isinstance(piece, CallStart):
+                events += self.close()
+                events += self._begin_call(piece)
+            elif isinstance(piece, CallArguments):
+                self._text.append(piece.text)
+                events.append(self._event("response.function_call_arguments.delta", delta=piece.text))
+            else:
+                if self._open != piece.kind:
+                    events += self.close()
+                    events += self._begin_text(piece)
+                self._text.append(piece.text)
+                if piece.kind == "content":
+                    event = self._part_event("response.output_text.delta", delta=piece.text, logprobs=[])
+                else:
+                    event = self._part_event("response.reasoning_text.delta", delta=piece.text)
+                events.append(event)
+        return events
+
+    def close(self, status: str = "completed") -> list[Event]:
+        """End the open item, if there is one."""
+        kind, self._open = self._open, None
+        text = "".join(self._text)
+        self._text = []
+        if kind is None:
+            return []
+        item = self.items[-1]
+        item["status"] = status
+        events: list[Event] = []
+        if kind == "call":
+            item["arguments"] = text
+            if not _is_json(text):  # cut off, or proved to be no call
+                item["status"] = "incomplete"
+            events.append(
+                self._event("response.function_call_arguments.done", arguments=text, name=item["name"])
+            )
+        elif kind == "content":
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            item["content"] = [part]
+            events.append(self._part_event("response.output_text.done", text=text, logprobs=[]))
+            events.append(self._part_event("response.content_part.done", part=part))
+        else:
+            part = {"type": "reasoning_text", "text": text}
+            item["content"] = [part]
+            events.append(self._part_event("response.reasoning_text.done", text=text))
+            events.append(self._part_event("response.content_part.done", part=part))
+        events.append(self._item_event("response.output_item.done"))
+        return events
+
+    def _begin_call(self, piece: CallStart) -> list[Event]:
+        self._open = "call"
+        self.items.append(
+            {
+                "id": _new_id("fc"),
+                "type": "function_call",
+                "status": "in_progress",
+                "call_id": piece.id,
+                "name": piece.name,
+                "arguments": "",
+            }
+        )
+        return [self._item_event("response.output_item.added")]
+
+    def _begin_text(self, piece: TextPiece) -> list[Event]:
+        self._open = piece.kind
+        if piece.kind == "content":
+            item = {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []}
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        else:
+            item = {"id": _new_id("rs"), "type": "reasoning", "summary": [], "content": []}
+            part = dict(_REASONING_PART)
+        self.items.append({**item, "status": "in_progress"})
+        return [
+            self._item_event("response.output_item.added"),
+            self._part_event("response.content_part.added", part=part),
+        ]
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        at = len(self.items) - 1
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": at, **fields}
+
+    def _part_event(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, content_index=0, **fields)
+
+    def _item_event(self, kind: str) -> Event:
+        return {"type": kind, "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        from_json(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"

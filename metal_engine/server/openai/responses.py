@@ -1,0 +1,209 @@
+"""``/v1/responses``: OpenAI's newer endpoint, with what it remembers of earlier responses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from metal_engine.answers.pieces import Piece
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.request import RequestOutput
+from metal_engine.server.errors import APIError
+from metal_engine.server.generation.generation import Generation, finish_reason
+from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.generation.streaming import named_sse
+from metal_engine.server.generation.usage import ReasoningCounter
+from metal_engine.server.openai.chat import Conversation, message_of
+from metal_engine.server.openai.protocol import ChatCompletionBody, Usage
+from metal_engine.server.openai.response_items import Event, ResponseItems
+from metal_engine.server.openai.responses_protocol import Message, Response, ResponsesBody, to_chat
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response and the conversation up to it, without instructions."""
+
+    response: dict[str, Any]
+    messages: list[Message]
+
+
+class ResponseStore:
+    """The latest responses, in memory: the oldest go when there are too many, or too much text in them."""
+
+    def __init__(self, max_responses: int, max_characters: int = 1 << 26) -> None:
+        self._max_responses = max_responses
+        self._max_characters = max_characters
+        self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+        self._num_characters = 0
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def put(self, stored: StoredResponse) -> None:
+        size = len(repr(stored.messages)) + len(repr(stored.response))
+        self._stored[stored.response["id"]] = stored, size
+        self._num_characters += size
+        while self._stored and (
+            len(self._stored) > self._max_responses or self._num_characters > self._max_characters
+        ):
+            _, (_, gone) = self._stored.popitem(last=False)
+            self._num_characters -= gone
+
+    def get(self, response_id: str, param: str | None = None) -> StoredResponse:
+        """Raises APIError, a 404, for a response that is not there (any more)."""
+        if response_id not in self._stored:
+            raise APIError(
+                404,
+                f"there is no response {response_id[:100]!r}: it was not stored, or has been dropped for newer ones",
+                param=param,
+                code="response_not_found",
+            )
+        self._stored.move_to_end(response_id)
+        return self._stored[response_id][0]
+
+    def delete(self, response_id: str) -> None:
+        """Raises APIError, a 404, as :meth:`get` does."""
+        self.get(response_id)
+        self._num_characters -= self._stored.pop(response_id)[1]
+
+
+class ResponsesEndpoint:
+    """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request.
+
+    Args:
+        body: as it came.
+        messages: the conversation, without instructions.
+    """
+
+    id_prefix = "resp"
+
+    def __init__(
+        self, served: ServedModel, store: ResponseStore, body: ResponsesBody, messages: list[Message]
+    ) -> None:
+        self._conversation = Conversation(served.parsers)
+        self._body = body
+        self._store = store
+        self._messages = messages
+        self._items = ResponseItems()
+        self._pieces: list[Piece] = []
+        self._num_events = 0
+
+    def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
+        return [self._conversation.prompt(body, tokenizer)]
+
+    def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
+        return self._conversation.adjust(body)
+
+    def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
+        return self._conversation.reasoning_counter(tokenizer)
+
+    def echoes(
+        self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
+    ) -> list[str] | None:
+        return None
+
+    def response(self, generation: Generation) -> BaseModel:
+        (choice,) = generation.choices
+        self._take(choice.text, choice.finish_reason)
+        return self._finished(generation, choice.finish_reason)
+
+    def begin(self, generation: Generation) -> bytes:
+        response = self._response(generation, "in_progress").model_dump()
+        events = [
+            {"type": kind, "response": response} for kind in ("response.created", "response.in_progress")
+        ]
+        return self._numbered(events)
+
+    def chunk(
+        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
+    ) -> bytes:
+        return self._numbered(self._take(output.text, finish_reason(output)))
+
+    def end(self, generation: Generation, include_usage: bool) -> bytes:
+        (choice,) = generation.choices
+        response = self._finished(generation, choice.finish_reason)
+        return self._numbered([{"type": f"response.{response.status}", "response": response.model_dump()}])
+
+    def error(self, generation: Generation, error: APIError) -> bytes:
+        response = self._response(generation, "failed")
+        response.error = {"code": "server_error", "message": error.message}
+        events = self._items.close("incomplete")
+        response.output = self._items.items
+        failure = {
+            "type": "error",
+            "code": error.code or "server_error",
+            "message": error.message,
+            "param": None,
+        }
+        failed = {"type": "response.failed", "response": response.model_dump()}
+        return self._numbered([*events, failure, failed])
+
+    def _take(self, text: str, reason: str | None) -> list[Event]:
+        pieces = self._conversation.pieces(0, text, reason)
+        self._pieces += pieces
+        events = self._items.add(pieces)
+        if reason is not None:
+            events += self._items.close("completed" if reason == "stop" else "incomplete")
+        return events
+
+    def _numbered(self, events: list[Event]) -> bytes:
+        data = b""
+        for event in events:
+            data += named_sse({**event, "sequence_number": self._num_events})
+            self._num_events += 1
+        return data
+
+    def _finished(self, generation: Generation, reason: str | None) -> Response:
+        complete = reason == "stop"
+        response = self._response(generation, "completed" if complete else "incomplete")
+        if not complete:
+            response.incomplete_details = {"reason": "max_output_tokens"}
+        response.output = self._items.items
+        usage = generation.usage
+        response.usage = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": usage.completion_tokens_details.model_dump(),
+            "total_tokens": usage.total_tokens,
+        }
+        if response.store:
+            answer = message_of(self._pieces).model_dump(exclude_none=True)
+            self._store.put(StoredResponse(response.model_dump(), [*self._messages, answer]))
+        return response
+
+    def _response(self, generation: Generation, status: Any) -> Response:
+        body = self._body
+        tool_choice = body.tool_choice or "auto"
+        return Response(
+            id=generation.request_id,
+            created_at=generation.created,
+            status=status,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=generation.model,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=None if body.reasoning is None else body.reasoning.model_dump(),
+            store=body.store is not False,
+            temperature=body.temperature,
+            text={"format": {"type": "text"}}
+            if body.text is None
+            else body.text.model_dump(exclude_none=True),
+            tool_choice=tool_choice if isinstance(tool_choice, str) else tool_choice.model_dump(),
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or []],
+            top_p=body.top_p,
+            user=body.user,
+        )
+
+
+def chat_of(body: ResponsesBody, store: ResponseStore) -> tuple[ChatCompletionBody, list[Message]]:
+    """See :func:`metal_engine.server.openai.responses_protocol.to_chat`; a 404 if the previous response is gone."""
+    earlier: list[Message] = []
+    if body.previous_response_id is not None:
+        earlier = store.get(body.previous_response_id, "previous_response_id").messages
+    return to_chat(body, earlier)

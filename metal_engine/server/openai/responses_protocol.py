@@ -1,0 +1,263 @@
+"""``/v1/responses``: its bodies, and how they read as a chat."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from metal_engine.server.errors import APIError, invalid, validated
+from metal_engine.server.openai.protocol import ChatCompletionBody
+
+Message = dict[str, Any]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class ResponseTool(_Body):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(_Body):
+    type: str
+    name: str | None = None
+
+
+class TextFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextOptions(_Body):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(_Body):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(_Body):
+    """``POST /v1/responses``. ``None`` always means the default."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    background: bool | None = None
+    include: list[str] | None = None
+    stream_options: dict[str, Any] | None = None
+    user: str | None = None
+
+
+class Response(BaseModel):
+    """A response, whole or, in a stream's events, as far as it has come."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["completed", "incomplete", "in_progress", "failed"]
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, Any] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    model: str
+    output: list[dict[str, Any]] = Field(default_factory=list)
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    reasoning: dict[str, Any] | None = None
+    store: bool = True
+    temperature: float | None = None
+    text: dict[str, Any] | None = None
+    tool_choice: Any = "auto"
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    top_p: float | None = None
+    truncation: Literal["disabled"] = "disabled"
+    usage: dict[str, Any] | None = None
+    user: str | None = None
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response.deleted"] = "response.deleted"
+    deleted: Literal[True] = True
+
+
+_RENAMED: Annotated[dict[str, str], "a chat's field -> the one it was made of"] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+    "verbosity": "text",
+}
+# Fields whose meaning is all used here; everything that is not declared goes on to the chat.
+_USED = frozenset(ResponsesBody.model_fields)
+
+
+def renamed(error: APIError) -> APIError:
+    """An error about a chat as one about the response that it was made for."""
+    new = _RENAMED.get(error.param or "")
+    if new is None or error.param is None:
+        return error
+    message = (
+        error.message.replace(error.param, new, 1) if error.message.startswith(error.param) else error.message
+    )
+    return APIError(error.status, message, param=new, code=error.code, headers=error.headers)
+
+
+def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletionBody, list[Message]]:
+    """A response's request as a chat's, and its messages without the instructions, which hold for it alone.
+
+    Args:
+        earlier: the messages that ``previous_response_id`` stands for.
+
+    Raises:
+        APIError: 400, naming the field at fault.
+    """
+    if body.background:
+        raise invalid("background is not supported", param="background")
+    if body.truncation == "auto":
+        raise invalid(
+            "truncation must be disabled: the server drops nothing of the input", param="truncation"
+        )
+    messages = earlier + input_messages(body.input)
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": system + messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "stream": body.stream,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "user": body.user,
+    }
+    if body.tools:
+        fields["tools"] = [_tool(i, tool) for i, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        fields["tool_choice"] = _tool_choice(body.tool_choice)
+    if body.text is not None:
+        fields["verbosity"] = body.text.verbosity
+        fields["response_format"] = _response_format(body.text.format)
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return validated(ChatCompletionBody, {**(body.model_extra or {}), **given}), messages
+    except APIError as error:
+        raise renamed(error) from error
+
+
+def _tool(i: int, tool: ResponseTool) -> dict[str, Any]:
+    if tool.type != "function":
+        raise invalid(
+            f"tools[{i}]: type {tool.type!r} is not supported; the server has functions only", param="tools"
+        )
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+def _tool_choice(choice: str | ResponseToolChoice) -> Any:
+    if isinstance(choice, str):
+        return choice
+    if choice.type != "function" or choice.name is None:
+        raise invalid("tool_choice must be a mode, or name a function", param="tool_choice")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _response_format(given: TextFormat | None) -> dict[str, Any] | None:
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": given.model_extra or {}}
+
+
+def input_messages(given: str | list[dict[str, Any]]) -> list[Message]:
+    """Input items as chat messages: what belongs to one turn of the assistant is one message.
+
+    Raises:
+        APIError: 400, for an item that cannot be part of a chat.
+    """
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not given:
+        raise invalid("input must not be empty", param="input")
+    messages: list[Message] = []
+    for i, item in enumerate(given):
+        try:
+            _add_item(messages, item)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise invalid(f"input[{i}] lacks or mistypes a field: {error}", param="input") from error
+        except ValueError as error:
+            raise invalid(f"input[{i}]: {error}", param="input") from error
+    return messages
+
+
+def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        text = _text(item["content"])
+        if item["role"] == "assistant":
+            turn = _assistant(messages, fresh="content")
+            turn["content"] = text
+        else:
+            messages.append({"role": item["role"], "content": text})
+    elif kind == "function_call":
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        turn = _assistant(messages)
+        turn.setdefault("tool_calls", []).append(
+            {"id": item["call_id"], "type": "function", "function": function}
+        )
+    elif kind == "function_call_output":
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
+    elif kind == "reasoning":
+        text = _text(item.get("content") or []) or _text(item.get("summary") or [])
+        if text:
+            _assistant(messages, fresh="reasoning")["reasoning"] = text
+    else:
+        raise ValueError(f"items of type {kind!r} are not supported")
+
+
+def _assistant(messages: list[Message], fresh: str | None = None) -> Message:
+    """The assistant's message under way; a new one if there is none, or it has a ``fresh`` already."""
+    last = messages[-1] if messages else {"role": ""}
+    if last["role"] != "assistant" or (fresh is not None and last.get(fresh) is not None):
+        last = {"role": "assistant"}
+        messages.append(last)
+    return last
+
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        if part["type"] == "refusal":
+            texts.append(part["refusal"])
+        elif part["type"] in _TEXT_PARTS:
+            texts.append(part["text"])
+        else:
+            raise ValueError(f"content of type {part['type']!r} is not supported; the model takes text only")
+    return "\n".join(texts)

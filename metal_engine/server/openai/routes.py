@@ -1,0 +1,45 @@
+"""OpenAI's routes that generate."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from metal_engine.server.errors import APIError
+from metal_engine.server.generation.answerer import EVENTS, Answerer
+from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.openai import responses_protocol
+from metal_engine.server.openai.chat import ChatEndpoint
+from metal_engine.server.openai.completions import CompletionEndpoint
+from metal_engine.server.openai.protocol import ChatCompletion, ChatCompletionBody, Completion, CompletionBody
+from metal_engine.server.openai.responses import ResponsesEndpoint, ResponseStore, chat_of
+from metal_engine.server.openai.responses_protocol import DeletedResponse, ResponsesBody
+
+
+def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store: ResponseStore) -> None:
+    @app.post("/v1/completions", tags=["generation"], response_model=Completion, responses=EVENTS)
+    async def create_completion(body: CompletionBody, request: Request) -> Response:
+        return await answer(CompletionEndpoint(), body, request)
+
+    @app.post("/v1/chat/completions", tags=["generation"], response_model=ChatCompletion, responses=EVENTS)
+    async def create_chat_completion(body: ChatCompletionBody, request: Request) -> Response:
+        return await answer(ChatEndpoint(served.parsers), body, request)
+
+    @app.post(
+        "/v1/responses", tags=["responses"], response_model=responses_protocol.Response, responses=EVENTS
+    )
+    async def create_response(body: ResponsesBody, request: Request) -> Response:
+        try:
+            chat, messages = chat_of(body, store)
+            return await answer(ResponsesEndpoint(served, store, body, messages), chat, request)
+        except APIError as error:
+            raise responses_protocol.renamed(error) from error
+
+    @app.get("/v1/responses/{response_id}", tags=["responses"], response_model=responses_protocol.Response)
+    async def get_response(response_id: str) -> Response:
+        return JSONResponse(store.get(response_id).response)
+
+    @app.delete("/v1/responses/{response_id}", tags=["responses"])
+    async def delete_response(response_id: str) -> DeletedResponse:
+        store.delete(response_id)
+        return DeletedResponse(id=response_id)

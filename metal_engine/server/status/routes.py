@@ -1,0 +1,89 @@
+"""Routes about the server: its models, whether it is well, what it counts."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from metal_engine import __version__
+from metal_engine.server.errors import APIError, model_not_found
+from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.middleware.lifecycle import Lifecycle
+from metal_engine.server.openai.protocol import ErrorBody, Health, ModelCard, ModelList, Ready, Version
+from metal_engine.server.status.metrics import ServerMetrics
+
+
+def add_model_routes(app: FastAPI, served: ServedModel) -> None:
+    max_model_len = served.engine.config.scheduler.max_model_len
+    created = int(time.time())
+    cards = {
+        name: ModelCard(
+            id=name, created=created, root=served.engine.config.model.name, max_model_len=max_model_len
+        )
+        for name in served.names
+    }
+
+    @app.get("/v1/models", tags=["models"])
+    async def list_models() -> ModelList:
+        return ModelList(data=list(cards.values()))
+
+    @app.get("/v1/models/{model_id:path}", tags=["models"])  # names of models have slashes
+    async def get_model(model_id: str) -> ModelCard:
+        if model_id not in cards:
+            raise model_not_found(model_id)
+        return cards[model_id]
+
+    @app.post("/v1/embeddings", tags=["models"], status_code=404, response_model=ErrorBody)
+    async def create_embedding() -> Response:
+        raise APIError(
+            404,
+            f"{served.names[0]} generates text and has no embeddings; serve an embedding model elsewhere",
+            code="unsupported_endpoint",
+        )
+
+
+def add_status_routes(
+    app: FastAPI, served: ServedModel, lifecycle: Lifecycle, metrics: ServerMetrics
+) -> None:
+    engine = served.engine
+
+    @app.get("/health", tags=["status"], responses={503: {"model": Health}})
+    async def health() -> JSONResponse:
+        stats = engine.stats
+        error = engine.error
+        body = Health(
+            status="error" if error is not None else "draining" if lifecycle.draining else "ok",
+            running=stats.num_running,
+            waiting=stats.num_waiting,
+            kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
+            preemptions=stats.num_preemptions,
+            failed_steps=engine.core.num_failed_steps,
+            unknown_parameters=served.parameters.num_unknown,
+            kv_transfer=None if (kv := engine.core.kv_transfer_stats) is None else kv.as_dict(),
+            error=None if error is None else f"the engine has stopped: {error!r}",
+        )
+        status = 200 if body.status == "ok" else 503
+        return JSONResponse(body.model_dump(exclude_none=True), status_code=status)
+
+    @app.get("/ready", tags=["status"], responses={503: {"model": Ready}})
+    async def ready() -> JSONResponse:
+        """Whether new requests are taken: not while the server drains, nor once its engine has died."""
+        is_ready = engine.error is None and not lifecycle.draining
+        return JSONResponse(Ready(ready=is_ready).model_dump(), status_code=200 if is_ready else 503)
+
+    @app.get("/version", tags=["status"])
+    async def version() -> Version:
+        return Version(version=__version__)
+
+    @app.get(
+        "/metrics",
+        tags=["status"],
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
+    )
+    async def metrics_(request: Request) -> Response:
+        body, content_type = metrics.render(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})

@@ -1,0 +1,286 @@
+"""What the user asked for, in the command, the environment or a file: one field a setting.
+
+"auto" (None) is said here; what becomes of it is :mod:`metal_engine.settings.config`'s matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from metal_engine.errors import ConfigError
+from metal_engine.settings.fields import flag, setting
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+ATTENTION_BACKENDS = ("auto", "metal", "mlx")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+# mlx-lm's formats of tool calls, by its names for them.
+TOOL_PARSERS = (
+    "auto", "none", "function_gemma", "gemma4", "glm47", "json_tools", "kimi_k2", "kimi_k3", "laguna", "longcat",
+    "minicpm5", "minimax_m2", "mistral", "muse_spark", "pythonic", "qwen3_coder",
+)  # fmt: skip
+# vLLM's names for formats that mlx-lm calls otherwise.
+TOOL_PARSER_ALIASES = {
+    "hermes": "json_tools",
+    "qwen3_xml": "qwen3_coder",
+    "glm45": "glm47",
+    "lfm2": "pythonic",
+}
+# Name -> what reasoning is written between.
+REASONING_MARKS = {
+    "think": ("<think>", "</think>"),
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    "longcat": ("<longcat_think>", "</longcat_think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "think_tokens": ("<|think:start|>", "<|think:end|>"),
+}
+# vLLM's names for the first.
+REASONING_PARSER_ALIASES = dict.fromkeys(
+    ("deepseek_r1", "qwen3", "glm45", "ernie45", "hunyuan_a13b", "minimax_m2", "holo2", "kimi_k2"), "think"
+)
+# The format of gpt-oss, which has tool calls in it; mlx-lm has no parser for it. The second is vLLM's name.
+HARMONY_PARSERS = ("gpt_oss", "openai_gptoss")
+
+# The runner keeps a row for each; far beyond what a device computes at once.
+MAX_NUM_SEQS = 65_536
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """Settings as the user gave them; ``None`` means "auto".
+
+    Field names are the command-line flags with underscores, and mean what they mean in vLLM.
+    """
+
+    model: str
+    tokenizer: str | None = setting(None, "Tokenizer, if not the model's own.")
+    revision: str | None = setting(None, "Branch, tag or commit of the repository.")
+    download_dir: str | None = setting(None, "Where repositories are kept. Default: the hub's cache.")
+    trust_remote_code: bool = setting(False, "Run code that the model's repository brings.")
+    generation_config: str = setting(
+        "auto",
+        "Sampling defaults: auto (the model's own), vllm (none of them), or a folder with such a file.",
+    )
+    chat_template: str | None = setting(
+        None, "Chat template instead of the model's own: a file, or the Jinja text itself."
+    )
+    dtype: str = setting(
+        "auto", "auto (as stored; float32 on a CPU), float32, float16 or bfloat16.", choices=DTYPES
+    )
+    seed: int = setting(0, "Seed of what is not seeded per request.")
+    max_model_len: int | None = setting(
+        None,
+        "Longest request, prompt and output, in tokens. Default: what the model was trained for, "
+        "or what the KV cache holds if that is less.",
+        kind="count",
+    )
+    max_num_seqs: int | None = setting(None, "Requests running at once. Default: 256 on Metal, 64 on a CPU.")
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU.",
+        kind="count",
+    )
+    block_size: int = setting(16, "Tokens per KV cache block.")
+    num_gpu_blocks_override: int | None = setting(None, "KV cache size in blocks, instead of in bytes.")
+    kv_cache_memory_bytes: int | None = setting(
+        None,
+        "KV cache size, as in 2GiB. Default: what --gpu-memory-utilization leaves on Metal; on a CPU 2 GiB, "
+        "at most a quarter of the free memory.",
+        kind="size",
+    )
+    gpu_memory_utilization: float = setting(
+        0.9, "Share of the device's memory for weights, KV cache and activations (Metal)."
+    )
+    attention_backend: str = setting(
+        "auto", "auto (the fastest that runs here), metal or mlx.", choices=ATTENTION_BACKENDS
+    )
+    enable_prefix_caching: bool = setting(True, "Compute prefixes that requests share once.")
+    kv_cache_dir: str | None = setting(
+        None, "Directory that keeps KV beyond a restart, so that prompts seen before need not be computed."
+    )
+    kv_cache_dir_size: int = setting(
+        20 * GIB, "Size of that directory; what was not used for longest goes first.", kind="size"
+    )
+    kv_transfer_config: str | None = setting(
+        None,
+        "JSON: where KV comes from and goes to (kv_connector, kv_role, kv_connector_extra_config, "
+        "kv_load_failure_policy; see docs/kv-transfer.md).",
+    )
+    max_num_partial_prefills: int = setting(4, "Prompts that may be in progress at once.")
+    max_long_partial_prefills: int = setting(1, "Long prompts that may be in progress at once.")
+    long_prefill_token_threshold: int = setting(
+        0, "More tokens than this to go: a long prompt. 0: the token budget of a step."
+    )
+    page_aligned_scheduling: bool = setting(False, "End chunks of prompts on block boundaries.")
+    scheduling_policy: str = setting(
+        "fcfs", "fcfs, or priority (of the request, lower first).", choices=SCHEDULING_POLICIES
+    )
+    max_attention_work: int | None = setting(
+        None, "Pairs of a query row and a visible key in a step. Default: about a second's attention."
+    )
+    async_scheduling: bool = setting(False, "Plan and build a step while the one before it runs.")
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "num_gpu_blocks_override",
+            "kv_cache_memory_bytes",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
+            "max_attention_work",
+            "kv_cache_dir_size",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag(name)} must be at least 1, got {value}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+        if self.max_num_seqs is not None and self.max_num_seqs > MAX_NUM_SEQS:
+            raise ConfigError(f"--max-num-seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"--seed must be in 0 ... 2**64 - 1, got {self.seed}")
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"--long-prefill-token-threshold must be 0 (derived) or at least 1, got "
+                f"{self.long_prefill_token_threshold}"
+            )
+        if self.max_long_partial_prefills > self.max_num_partial_prefills:
+            raise ConfigError(
+                f"--max-long-partial-prefills {self.max_long_partial_prefills} exceeds "
+                f"--max-num-partial-prefills {self.max_num_partial_prefills}"
+            )
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("attention_backend", ATTENTION_BACKENDS),
+            ("scheduling_policy", SCHEDULING_POLICIES),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs:
+    """Settings of ``metal-engine serve`` beside the engine's."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    port: int = setting(8000, "Port to listen on; 0 for any free one.")
+    uds: str | None = setting(None, "Unix domain socket to listen on, instead of --host and --port.")
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "Name of the model in the API, instead of MODEL. Several may be given by repeating the flag; "
+        "answers carry the first.",
+    )
+    api_key: tuple[str, ...] = setting(
+        (),
+        "Clients must send this as `Authorization: Bearer KEY`, or as `x-api-key`; /health and /ready stay open. "
+        "Several may be given by repeating the flag. Better given in the environment than on a command line that "
+        "others can read.",
+        secret=True,
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "Origins whose web pages may call the server (CORS), as in https://chat.example; * for all. Several may be "
+        "given by repeating the flag.",
+    )
+    max_num_queued_reqs: int = setting(
+        2048, "Requests that may wait; further ones are answered 503 with Retry-After. 0: no limit."
+    )
+    max_num_queued_tokens: int = setting(
+        0, "Prompt tokens of requests without any output yet; beyond it, 503 with Retry-After. 0: no limit."
+    )
+    request_timeout: float = setting(
+        0.0, "Seconds after which a request is ended with an error (504); 0: never."
+    )
+    ssl_keyfile: str | None = setting(None, "Private key of the certificate (PEM).")
+    ssl_keyfile_password: str | None = setting(None, "Password of the private key.", secret=True)
+    ssl_certfile: str | None = setting(None, "Certificate (PEM): serve over TLS.")
+    ssl_ca_certs: str | None = setting(
+        None, "Certificate authorities (PEM): clients must show a certificate of one of them."
+    )
+    max_body_size: int = setting(16 << 20, "Largest request body, as in 16MiB.", kind="size")
+    shutdown_timeout: float = setting(
+        30.0, "Seconds that running requests may take to finish after SIGTERM or SIGINT."
+    )
+    strict_params: bool = setting(
+        False, "Refuse request parameters that are unknown, instead of ignoring them."
+    )
+    log_level: str = setting(
+        "info", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
+    )
+    enable_auto_tool_choice: bool = setting(
+        True, "Whether a request with tools may leave it to the model to call them."
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "Format of the model's tool calls: auto (what its tokenizer says), none, or a name.",
+        choices=(*TOOL_PARSERS, *TOOL_PARSER_ALIASES),
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "Format of the model's reasoning: auto (what its tokenizer says), none, or a name.",
+        choices=("auto", "none", *REASONING_MARKS, *REASONING_PARSER_ALIASES, *HARMONY_PARSERS),
+    )
+    sse_keep_alive: float = setting(
+        15.0,
+        "Seconds without an event after which a stream is sent a comment, so that it is not cut; 0: never.",
+    )
+    max_stored_responses: int = setting(
+        1000, "Responses of /v1/responses kept in memory for previous_response_id; 0: none."
+    )
+    log_format: str = setting("text", "text, or json (one object a line).", choices=LOG_FORMATS)
+    log_stats_interval: float = setting(
+        10.0, "Seconds between log lines about throughput, running, waiting and KV cache; 0: none."
+    )
+
+    def __post_init__(self) -> None:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile need each other")
+        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_keyfile_password) is not None:
+            raise ConfigError("--ssl-ca-certs and --ssl-keyfile-password need --ssl-certfile")
+        for name in (
+            "log_stats_interval",
+            "sse_keep_alive",
+            "max_stored_responses",
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
+            "request_timeout",
+        ):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{flag(name)} must be at least 0, got {value}")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port must be in 0 ... 65535, got {self.port}")
+        if isinstance(self.api_key, str):
+            object.__setattr__(self, "api_key", (self.api_key,))
+        if not all(key.strip() and key.isascii() for key in self.api_key):
+            raise ConfigError("--api-key must be ASCII and not empty")
+        if self.max_body_size < 1:
+            raise ConfigError(f"--max-body-size must be at least 1, got {self.max_body_size}")
+        if not 0 <= self.shutdown_timeout < float("inf"):
+            raise ConfigError(f"--shutdown-timeout must be at least 0, got {self.shutdown_timeout}")
+        if any(not name.strip() for name in self.served_model_name):
+            raise ConfigError("--served-model-name must not be empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatArgs:
+    """Settings of ``metal-engine chat`` beside the engine's."""
+
+    system: str | None = setting(None, "System prompt.")
+    temperature: float = setting(0.7, "0 is greedy.")
+    top_p: float = setting(0.95, "Nucleus sampling.")
+    max_tokens: int | None = setting(None, "Longest answer, in tokens.")
+    log_level: str = setting(
+        "warning", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
+    )

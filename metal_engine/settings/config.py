@@ -1,0 +1,106 @@
+"""What the engine runs with (:class:`EngineConfig`): plain data, nothing "auto" any more. ``resolve`` makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from metal_engine.settings.args import GIB
+
+# Left free on a GPU beside what was measured: what the allocator rounds up, and attention over longer contexts.
+MARGIN_BYTES = GIB // 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """Facts about a loaded model that the control plane needs.
+
+    ``kv_bytes_per_token`` counts K and V over all layers, in bytes. ``max_position_embeddings`` is the context
+    length the checkpoint was trained for, in tokens, if it says. ``vocab_size`` is the number of rows of the LM head.
+    ``num_heads`` counts the query heads of a layer.
+    ``default_sampling`` has the sampling parameters of requests that do not say, as the checkpoint recommends.
+    """
+
+    name: str
+    model_type: str
+    dtype: str
+    vocab_size: int
+    num_layers: int
+    num_params: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    max_position_embeddings: int | None
+    num_heads: int = 1
+    head_dim: int = 1
+    default_sampling: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """Facts about the device, in bytes where they are sizes.
+
+    ``memory_bytes`` is what a process may use: the recommended working set on Metal, available RAM on a CPU.
+    ``compute`` names what does the matrix products (a GPU, or a BLAS library).
+    """
+
+    kind: str  # "metal" | "cpu"
+    name: str
+    compute: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits the scheduler holds. Tokens are counted per step, sequences at any one time.
+
+    What the knobs below ``max_model_len`` do is in docs/scheduling.md; as they stand here they are off.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    max_num_partial_prefills: int = 1
+    max_long_partial_prefills: int = 1
+    long_prefill_token_threshold: int = 1 << 62  # more tokens than this to go: a long prompt
+    page_aligned_scheduling: bool = False
+    scheduling_policy: str = "fcfs"
+    max_attention_work: int = 1 << 62  # (query row, visible key) pairs of a step
+    async_scheduling: bool = False  # a step is planned before the tokens of the one before it are known
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache: ``num_blocks`` blocks of ``block_size`` tokens, shared by all layers' tables.
+
+    ``model_fingerprint`` names what K and V depend on besides tokens: cached prefixes are found under it.
+    """
+
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool = False
+    model_fingerprint: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything resolved; nothing is "auto" any more."""
+
+    model: ModelInfo
+    device: DeviceInfo
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    attention_backend: str
+    seed: int
+    step_bytes: int = 0  # what the largest step takes besides weights and KV cache, measured
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.cache.num_tokens * self.model.kv_bytes_per_token
+
+    @property
+    def peak_bytes(self) -> int:
+        """What MLX holds at most: weights, KV cache and the largest step."""
+        return self.model.weight_bytes + self.kv_bytes + self.step_bytes

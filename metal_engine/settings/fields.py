@@ -1,0 +1,307 @@
+"""Settings: dataclass fields that are also command-line flags, environment variables and keys of a YAML file.
+
+A field made with :func:`setting` carries its help text and how to read it, so every command, the documentation
+and the error messages are made from one declaration. Precedence: command line, environment, config file, default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from metal_engine.errors import ConfigError
+
+ENV_PREFIX = "METAL_ENGINE_"
+
+# Variables with the prefix that are no flags: they are read before or beside any command.
+OTHER_VARIABLES = {
+    "METAL_ENGINE_CACHE": "Folder for downloads, instead of the user's cache directory.",
+    "METAL_ENGINE_BLAS": "BLAS library to load on Linux instead of the bundled OpenBLAS; `none` loads none.",
+}
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field: ``max_model_len`` -> ``--max-model-len``."""
+    return "--" + name.replace("_", "-")
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    kind: str | None = None,
+    choices: tuple[str, ...] | None = None,
+    secret: bool = False,
+) -> Any:
+    """A dataclass field that users can set.
+
+    Args:
+        default: ``None`` usually means "auto"; the help text says what that comes to.
+        help: one sentence or two, for ``--help`` and the documentation.
+        kind: ``size`` for a number of bytes that may be given as ``2GiB``, ``count`` for one of tokens that may be
+            given as ``4k``; else the annotation says it.
+        choices: the only values accepted.
+        secret: its value appears in no message.
+    """
+    metadata = {"help": help, "kind": kind, "choices": choices, "secret": secret}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field that users can set. ``kind`` is str, int, count (an int), float, bool, size (bytes) or
+    list (of texts)."""
+
+    name: str
+    kind: str
+    default: Any
+    help: str
+    choices: tuple[str, ...] | None
+    secret: bool
+
+    @property
+    def flag(self) -> str:
+        return flag(self.name)
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in ``--help``."""
+        if self.choices:
+            return "NAME"
+        return {"int": "N", "count": "N", "float": "X", "size": "BYTES", "bool": ""}.get(self.kind, "TEXT")
+
+
+def settings_of(*classes: type) -> list[Setting]:
+    """The settings of dataclasses, in order of declaration."""
+    return [
+        _setting(field) for cls in classes for field in dataclasses.fields(cls) if "help" in field.metadata
+    ]
+
+
+def _setting(field: dataclasses.Field[Any]) -> Setting:
+    annotation = str(field.type).split(" | ")[0]
+    kind = field.metadata["kind"] or ("list" if annotation.startswith("tuple") else annotation)
+    return Setting(
+        name=field.name,
+        kind=kind,
+        default=field.default,
+        help=field.metadata["help"],
+        choices=field.metadata["choices"],
+        secret=field.metadata["secret"],
+    )
+
+
+def make_args(cls: type, values: Mapping[str, Any]) -> Any:
+    """The dataclass ``cls`` out of those of ``values`` that belong to it."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{name: value for name, value in values.items() if name in names})
+
+
+# --- from texts to values ---
+
+_PREFIXES = "kmgt"
+_TRUE = ("true", "yes", "on", "1")
+_FALSE = ("false", "no", "off", "0")
+
+
+def parse_size(text: str) -> int:
+    """Bytes: ``4096``, ``512MB`` (decimal), ``2GiB`` or ``2Gi`` (binary), or as :func:`parse_count` has it.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    if match is None or (match[3] and not match[2]):
+        raise ValueError(f"{text!r} is no size such as 2GiB, 512MB or 1073741824")
+    if match[2] and not match[3] and not text.strip().lower().endswith("b"):
+        return parse_count(text)
+    return _multiplied(match[1], 1024 if match[3] else 1000, match[2])
+
+
+def parse_count(text: str) -> int:
+    """A whole number: ``4096``, ``4k`` (4,000) or ``4K`` (4,096), and so with m, g and t; as vLLM reads them.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtKMGT]?)", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no number such as 4096, 4k or 4K")
+    return _multiplied(match[1], 1024 if match[2].isupper() else 1000, match[2].lower())
+
+
+def _multiplied(number: str, base: int, prefix: str) -> int:
+    factor = base ** (1 + _PREFIXES.index(prefix)) if prefix else 1
+    return int(number) * factor if number.isdigit() else int(float(number) * factor)
+
+
+def parse(setting: Setting, value: Any, source: str) -> Any:
+    """A value out of what was given: a text, or what YAML made of it.
+
+    Raises:
+        ConfigError: it is not of the setting's kind; the message begins with ``source``.
+    """
+    try:
+        parsed = _PARSERS[setting.kind](value)
+    except (ValueError, TypeError, OverflowError):
+        wanted = {
+            "int": "a whole number",
+            "float": "a number",
+            "bool": "true or false",
+            "count": "a whole number such as 4096, 4k (4,000) or 4K (4,096)",
+            "size": "a size such as 2GiB, 512MB or 1073741824",
+            "str": "a text",
+            "list": "a text or a list of texts",
+        }[setting.kind]
+        raise ConfigError(f"{source} must be {wanted}{_got(setting, value)}") from None
+    if setting.choices and parsed not in setting.choices:
+        raise ConfigError(f"{source} must be one of {', '.join(setting.choices)}{_got(setting, value)}")
+    return parsed
+
+
+def _got(setting: Setting, value: Any) -> str:
+    return "" if setting.secret else f", got {value!r}"
+
+
+def _parse_str(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise TypeError
+    return str(value)  # YAML reads an unquoted 1.0 as a number
+
+
+def _parse_int(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TypeError
+    return int(value)
+
+
+def _parse_float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise TypeError
+    return float(value)
+
+
+def _parse_bool(value: Any) -> bool:
+    text = str(value).lower()
+    if text not in _TRUE + _FALSE:
+        raise ValueError
+    return text in _TRUE
+
+
+def _parse_count(value: Any) -> int:
+    return parse_count(value) if isinstance(value, str) else _parse_int(value)
+
+
+def _parse_size(value: Any) -> int:
+    return parse_size(value) if isinstance(value, str) else _parse_int(value)
+
+
+def _parse_list(value: Any) -> tuple[str, ...]:
+    return tuple(map(_parse_str, value)) if isinstance(value, list | tuple) else (_parse_str(value),)
+
+
+_PARSERS = {
+    "str": _parse_str,
+    "int": _parse_int,
+    "float": _parse_float,
+    "bool": _parse_bool,
+    "count": _parse_count,
+    "size": _parse_size,
+    "list": _parse_list,
+}
+
+# --- from all sources to one set of values ---
+
+
+def resolve(
+    settings: Iterable[Setting],
+    command_line: Mapping[str, Any],
+    environ: Mapping[str, str],
+    config_file: Path | None = None,
+    *,
+    known: Iterable[Setting] = (),
+) -> dict[str, Any]:
+    """Values of those ``settings`` that were given anywhere, by name.
+
+    Args:
+        command_line: field name -> what was given there; ``None`` means not given.
+        known: settings of other commands, which the file and the environment may hold as well.
+
+    Raises:
+        ConfigError: an unknown key or variable, or a value of the wrong kind; the message says where.
+    """
+    settings = list(settings)
+    everything = {s.name: s for s in (*known, *settings)}
+    file_values = {} if config_file is None else read_config_file(config_file, everything)
+    _check_variables(environ, everything)
+    values: dict[str, Any] = {}
+    for one in settings:
+        if command_line.get(one.name) is not None:
+            values[one.name] = parse(one, command_line[one.name], one.flag)
+        elif one.variable in environ and (environ[one.variable] or one.secret):
+            text = environ[one.variable]
+            given = [part.strip() for part in text.split(",")] if one.kind == "list" else text
+            values[one.name] = parse(one, given, f"the environment variable {one.variable}")
+        elif one.name in file_values:
+            values[one.name] = parse(one, file_values[one.name], f"{config_file}: {one.flag.lstrip('-')}")
+    return values
+
+
+def _top_level_keys(node: Any) -> list[str]:
+    pairs = node.value if node is not None and node.id == "mapping" else []
+    return [str(key.value).replace("-", "_") for key, _ in pairs]
+
+
+def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
+    """A YAML file's settings by field name; keys may be written with hyphens or underscores.
+
+    Raises:
+        ConfigError: it cannot be read, is no mapping, or has a key that is no setting.
+    """
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        keys = _top_level_keys(yaml.compose(text, Loader=yaml.SafeLoader))
+    except OSError as error:
+        raise ConfigError(f"cannot read --config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {path} is not valid YAML: {reason}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} must hold `flag: value` lines, not a {type(content).__name__}")
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            similar = _similar(name, known)
+            raise ConfigError(f"{path}: unknown setting {str(key)!r}{similar.replace('_', '-')}")
+        if keys.count(name) > 1:  # written with hyphens or underscores; YAML itself keeps the last
+            raise ConfigError(f"{path}: {key!r} is given twice")
+        if value is not None:
+            values[name] = value
+    return values
+
+
+def _check_variables(environ: Mapping[str, str], known: Mapping[str, Setting]) -> None:
+    variables = {one.variable for one in known.values()} | OTHER_VARIABLES.keys()
+    for name in environ:
+        if name.startswith(ENV_PREFIX) and name not in variables:
+            raise ConfigError(f"unknown environment variable {name}{_similar(name, variables)}")
+
+
+def _similar(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

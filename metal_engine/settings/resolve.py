@@ -1,0 +1,170 @@
+"""From what the user asked for to what the engine runs with: every "auto" settled.
+
+That needs facts about the loaded model and the device, both given here as plain data, so this module imports neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from metal_engine.errors import ConfigError
+from metal_engine.settings.args import GIB, EngineArgs
+from metal_engine.settings.config import (
+    MARGIN_BYTES,
+    CacheConfig,
+    DeviceInfo,
+    EngineConfig,
+    ModelInfo,
+    SchedulerConfig,
+)
+
+# A step on a CPU should take about a second at most; two laptop-class cores reach about this rate.
+_CPU_FLOPS = 1.5e11
+_CPU_STEP_SECONDS = 1.0
+# On a CPU the pool is made of ordinary memory that other programs want too.
+_CPU_POOL_BYTES = 2 * GIB
+# Attention's part of a step, at most, and the rates that turn it into pairs of a query row and a key: seconds
+# for one pair in one head of one layer on such a CPU, and FLOP/s that even a small GPU reaches.
+_ATTENTION_SECONDS = 1.0
+_CPU_SECONDS_PER_SCORE = 10e-9
+_GPU_ATTENTION_FLOPS = 2e12
+# Tokens of context for a model that does not say what it was trained for, if the user does not either.
+_UNKNOWN_CONTEXT = 4096
+
+
+def resolve_config(
+    args: EngineArgs,
+    model: ModelInfo,
+    device: DeviceInfo,
+    attention_backend: str,
+    measure_step: Callable[[int, int], int] = lambda num_tokens, num_seqs: 0,
+) -> EngineConfig:
+    """Settle every "auto", now that model and device are known.
+
+    Args:
+        measure_step: runs a step of so many tokens of so many requests and returns the bytes it took besides
+            weights and KV cache.
+
+    Raises:
+        ConfigError: the settings cannot work together; the message names the flag to change.
+    """
+    budget = args.max_num_batched_tokens or max(args.max_num_seqs or 0, _step_budget(model, device))
+    max_num_seqs = args.max_num_seqs or min(budget, 64 if device.kind == "cpu" else 256)
+    if budget < max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget} is less than --max-num-seqs {max_num_seqs}: decodes could take every "
+            f"token of every step, and prompts would wait for them to end"
+        )
+    if args.page_aligned_scheduling and budget < max_num_seqs + args.block_size:
+        raise ConfigError(
+            f"--page-aligned-scheduling needs --max-num-batched-tokens of at least --max-num-seqs + --block-size "
+            f"({max_num_seqs} + {args.block_size}), got {budget}: decodes could leave less than a block for ever, "
+            f"and prompts would starve"
+        )
+    step_bytes = measure_step(budget, max_num_seqs)
+    num_blocks = _num_blocks(args, model, device, step_bytes)
+    _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token, device)
+    cache = CacheConfig(
+        block_size=args.block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=args.enable_prefix_caching,
+        model_fingerprint=_fingerprint(args, model),
+    )
+    max_model_len = _max_model_len(args, model, cache)
+    return EngineConfig(
+        model=model,
+        device=device,
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_partial_prefills=args.max_num_partial_prefills,
+            max_long_partial_prefills=args.max_long_partial_prefills,
+            long_prefill_token_threshold=args.long_prefill_token_threshold or _long_threshold(args, budget),
+            page_aligned_scheduling=args.page_aligned_scheduling,
+            scheduling_policy=args.scheduling_policy,
+            max_attention_work=args.max_attention_work or _attention_work(model, device),
+            async_scheduling=args.async_scheduling,
+        ),
+        cache=cache,
+        attention_backend=attention_backend,
+        seed=args.seed,
+        step_bytes=step_bytes,
+    )
+
+
+def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
+    """Tokens per step: 2,048 on a GPU; on a CPU the power of two whose matrix products take about a second."""
+    if device.kind != "cpu":
+        return 2048
+    tokens = _CPU_FLOPS * _CPU_STEP_SECONDS / (2 * model.num_params)
+    return min(2048, max(64, 1 << int(tokens).bit_length() - 1))
+
+
+def _long_threshold(args: EngineArgs, budget: int) -> int:
+    """Long is what takes more than a step; with one slot nothing is, and prompts go strictly in order."""
+    return budget if args.max_num_partial_prefills > 1 else 1 << 62
+
+
+def _attention_work(model: ModelInfo, device: DeviceInfo) -> int:
+    """Pairs of a query row and a visible key that a step may have, so that attention takes about a second."""
+    if device.kind == "cpu":
+        seconds_per_pair = _CPU_SECONDS_PER_SCORE * model.num_layers * model.num_heads
+    else:
+        seconds_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim / _GPU_ATTENTION_FLOPS
+    return int(_ATTENTION_SECONDS / seconds_per_pair)
+
+
+def _fingerprint(args: EngineArgs, model: ModelInfo) -> str:
+    """What K and V depend on besides the tokens, as far as it is known by name."""
+    return repr((args.model, args.revision, model.model_type, model.dtype, model.num_params, args.block_size))
+
+
+def _num_blocks(args: EngineArgs, model: ModelInfo, device: DeviceInfo, step_bytes: int) -> int:
+    if args.num_gpu_blocks_override is not None:
+        return args.num_gpu_blocks_override
+    block_bytes = args.block_size * model.kv_bytes_per_token
+    if args.kv_cache_memory_bytes is not None:
+        pool_bytes, named = args.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+    elif device.kind == "cpu":
+        # The weights are loaded already, so what is left of the memory is what is available.
+        pool_bytes, named = min(_CPU_POOL_BYTES, device.memory_bytes // 4), "--kv-cache-memory-bytes"
+    else:
+        budget = int(device.memory_bytes * args.gpu_memory_utilization)
+        pool_bytes = budget - model.weight_bytes - step_bytes - MARGIN_BYTES
+        named = "--gpu-memory-utilization, or lower --max-num-batched-tokens"
+    if pool_bytes < block_bytes:
+        raise ConfigError(
+            f"no memory for the KV cache: one block of {args.block_size} tokens takes {block_bytes} bytes and "
+            f"{max(pool_bytes, 0)} are left beside the weights ({model.weight_bytes} bytes) and a step "
+            f"({step_bytes} bytes); raise {named}"
+        )
+    return pool_bytes // block_bytes
+
+
+def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> None:
+    if pool_bytes > device.memory_bytes:
+        override = args.num_gpu_blocks_override is not None
+        raise ConfigError(
+            f"a KV cache of {pool_bytes} bytes is more than the {device.memory_bytes} bytes of memory there are; lower "
+            f"{'--num-gpu-blocks-override' if override else '--kv-cache-memory-bytes'}"
+        )
+
+
+def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:
+    """As asked, or the checkpoint's context length; never more than the pool holds."""
+    limit = model.max_position_embeddings
+    wanted = args.max_model_len if args.max_model_len is not None else limit or _UNKNOWN_CONTEXT
+    if limit is not None and wanted > limit:
+        raise ConfigError(
+            f"--max-model-len {wanted} exceeds the {limit} tokens that {model.name} was trained for"
+        )
+    if wanted <= cache.num_tokens:
+        return wanted
+    if args.max_model_len is not None:
+        override = args.num_gpu_blocks_override is not None
+        raise ConfigError(
+            f"--max-model-len {wanted} does not fit into the KV cache of {cache.num_tokens} tokens; lower it or "
+            f"raise {'--num-gpu-blocks-override' if override else '--kv-cache-memory-bytes'}"
+        )
+    return cache.num_tokens

@@ -1,0 +1,144 @@
+"""gpt-oss's format, as its published description has it: cut anywhere, and over HTTP."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from metal_engine.answers.harmony import TOKENS, HarmonySplitter, harmony_parsers
+from metal_engine.answers.pieces import CallArguments, CallStart
+from metal_engine.cli.main import make_parsers
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.settings.args import ServerArgs
+from tests.answers.test_pieces import cuts, deltas, run
+from tests.support.fakes import TOOL_TEMPLATE, fake_config, tiny_tokenizer
+from tests.support.serving import MODEL, serve
+from tests.support.tool_formats import TOOLS, TRAINS, WEATHER, Call
+
+ANALYSIS = "<|channel|>analysis<|message|>2 < 3, so.\n\nSay so.<|end|>"
+NEXT = "<|start|>assistant"
+FINAL = "<|channel|>final<|message|>It is: 2 <| 3. "
+ARGUMENTS = json.dumps(WEATHER[1], ensure_ascii=False)
+THOUGHT = "2 < 3, so.\n\nSay so."
+
+# An answer without the token that ended it, content, reasoning, calls.
+RECORDED: list[tuple[str, str, str, list[Call]]] = [
+    (ANALYSIS + NEXT + FINAL, "It is: 2 <| 3. ", THOUGHT, []),
+    (FINAL, "It is: 2 <| 3. ", "", []),
+    ("<|channel|>final to=assistant<|message|>Yes.", "Yes.", "", []),
+    (FINAL + "<|return|>", "It is: 2 <| 3. ", "", []),
+    (f"{ANALYSIS}{NEXT}<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}",
+     "", THOUGHT, [WEATHER]),
+    (f"{ANALYSIS}{NEXT}<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}"
+     "<|call|>", "", THOUGHT, [WEATHER]),
+    (f"{ANALYSIS}{NEXT} to=functions.find_trains<|channel|>commentary json<|message|>{{\"city\": \"Rome\"}}",
+     "", THOUGHT, [TRAINS]),
+    (" to=functions.find_trains<|channel|>commentary<|message|>{\"city\": \"Rome\"}", "", "", [TRAINS]),
+    # A preamble, which is for the user to see, then calls.
+    (f"<|channel|>commentary<|message|>Let me look.<|end|>{NEXT}<|channel|>commentary to=functions.get_weather"
+     f"<|message|>{ARGUMENTS}<|call|>{NEXT} to=functions.find_trains<|channel|>commentary<|message|>"
+     '{"city": "Rome"}', "Let me look.", "", [WEATHER, TRAINS]),
+    (f"<|channel|>commentary<|message|>One.<|end|>{NEXT}{FINAL}", "One.\n\nIt is: 2 <| 3. ", "", []),
+    # What a grammar forces, or a prefill goes on with, has no header.
+    (' {"a": "to=x"} ', ' {"a": "to=x"} ', "", []),
+    ("to Rome<|end|>", "to Rome", "", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize(("text", "content", "reasoning", "calls"), RECORDED)
+def test_recorded(text: str, content: str, reasoning: str, calls: list[Call], incremental: bool) -> None:
+    for parts in cuts(text):
+        splitter = HarmonySplitter(harmony_parsers(), TOOLS, incremental=incremental)
+        assert run(splitter, parts)[:3] == (content, reasoning, calls), parts
+        assert splitter.num_calls == len(calls)
+
+
+def test_no_markup_of_an_answer_that_is_cut_off() -> None:
+    text, content, reasoning, _ = RECORDED[0]
+    for end in range(len(text)):
+        for parts in ([text[:end]], list(text[:end])):
+            shown = run(HarmonySplitter(harmony_parsers(), TOOLS), parts, truncated=True)
+            assert content.startswith(shown[0].removesuffix("<").removesuffix("<|"))
+            assert reasoning.startswith(shown[1].partition("<|")[0].removesuffix("<"))
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    splitter = HarmonySplitter(harmony_parsers(), TOOLS, incremental=True)
+    head = "<|channel|>commentary to=functions.find_trains <|constrain|>json<|message|>{"
+    assert [type(piece) for ch in head for piece in splitter.add(ch)] == [CallStart, CallArguments]
+    for ch in '"city": "Rome"':
+        assert splitter.add(ch) == [CallArguments(0, ch)]
+    assert splitter.add("}") == []
+    assert splitter.finish(truncated=False) == [CallArguments(0, "}")]
+
+
+MALFORMED = [
+    "<|channel|>commentary to=functions.no_such_tool<|message|>{}<|call|>",
+    "<|channel|>commentary to=functions.get_weather<|message|>[1]<|call|>",
+    "<|channel|>commentary to=browser.search<|message|>{}<|call|>",
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_malformed_calls_are_text(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    for incremental in (False, True):
+        splitter = HarmonySplitter(harmony_parsers(), TOOLS, incremental=incremental)
+        (piece,) = deltas(splitter, text)
+        assert piece.text == text and splitter.num_calls == 0  # type: ignore[union-attr]
+    assert len(caplog.records) == 2
+
+
+def test_over_http() -> None:
+    """Its marks are special tokens, and two of them end the generation, as in the model's own configuration."""
+    hf: Any = tiny_tokenizer(TOOL_TEMPLATE).hf_tokenizer
+    hf.add_tokens([AddedToken(token, special=True) for token in TOKENS], special_tokens=True)
+    tokenizer = Tokenizer(hf, hf.convert_tokens_to_ids(["<|call|>", "<|return|>"]))
+    known = make_parsers(hf, ServerArgs())
+    assert known.harmony and known.special
+    assert not make_parsers(hf, ServerArgs(reasoning_parser="none")).harmony
+    assert make_parsers(tiny_tokenizer().hf_tokenizer, ServerArgs(reasoning_parser="openai_gptoss")).harmony
+
+    answer = (
+        f"{ANALYSIS}{NEXT}<|channel|>commentary to=functions.get_weather json<|message|>{ARGUMENTS}<|call|>"
+    )
+    tokens = tokenizer.encode(answer)
+    messages: Any = [{"role": "user", "content": "hi"}]
+    config = fake_config(max_model_len=4096, num_blocks=2048, vocab_size=len(hf))
+    with serve(
+        lambda so_far, n: tokens[len(so_far) - n], config=config, tokenizer=tokenizer, parsers=known
+    ) as s:
+        client = s.client()
+        request: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": TOOLS}
+        whole = client.chat.completions.create(**request)
+        with client.chat.completions.stream(**request, stream_options={"include_usage": True}) as stream:
+            for _ in stream:
+                pass
+            streamed = stream.get_final_completion()
+        for completion in (whole, streamed):
+            (choice,) = completion.choices
+            assert choice.finish_reason == "tool_calls" and not choice.message.content
+            assert choice.message.tool_calls is not None
+            (call,) = choice.message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == WEATHER
+            assert choice.message.reasoning == THOUGHT  # type: ignore[union-attr]
+            assert completion.usage is not None and completion.usage.completion_tokens_details is not None
+            # All of the first message but the word before its mark.
+            count = len(tokenizer.encode(ANALYSIS)) - len(tokenizer.encode("<|channel|>analysis"))
+            assert completion.usage.completion_tokens_details.reasoning_tokens == count
+        tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        response = client.responses.create(model=MODEL, input="hi", tools=tools)
+        assert [item.type for item in response.output] == ["reasoning", "function_call"]
+
+
+def test_what_is_no_header_is_not_lost() -> None:
+    for parts in cuts(FINAL + "<|end|>and more"):
+        assert run(HarmonySplitter(harmony_parsers()), parts)[0] == "It is: 2 <| 3. and more"
+    garbage = "<|channel|>" + "to=" * 2000
+    for parts in ([garbage], list(garbage)):
+        assert run(HarmonySplitter(harmony_parsers()), parts)[0] == garbage

@@ -1,0 +1,219 @@
+"""`metal-engine bench serve` against a live server: what it counts, what it notices, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from metal_engine.bench.args import BenchServeArgs
+from metal_engine.bench.serve import bench_serve
+from metal_engine.errors import ConfigError
+from tests.support.fakes import tiny_tokenizer
+from tests.support.serving import MODEL, Served
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer()._hf.save_pretrained(folder)
+    return str(folder)
+
+
+def args(url: str, tokenizer: str, **settings: object) -> BenchServeArgs:
+    defaults = {"num_prompts": 12, "input_len": 20, "output_len": 6, "progress": False}
+    return BenchServeArgs(base_url=url, tokenizer=tokenizer, **{**defaults, **settings})
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_counts_are_the_servers(
+    served: Served, tokenizer_folder: str, endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, picture = tmp_path / "deep" / "result.json", tmp_path / "run.png"
+    seen = len(served.runner.seen_params)
+    one = args(
+        served.url,
+        tokenizer_folder,
+        endpoint=endpoint,
+        save_result=str(saved),
+        plot=str(picture),
+        api_key="sesame",
+    )
+    summary = bench_serve(one)
+    assert (summary.num_ok, summary.num_failed, summary.output_tokens) == (12, 0, 72)
+    result = json.loads(saved.read_text())
+    lengths = [request["prompt_len"] for request in result["requests"]]
+    assert summary.input_tokens == sum(lengths)
+    if endpoint == "completions":
+        assert set(lengths) == {20}
+    assert all(request["output_len"] == 6 and request["ttft"] > 0 for request in result["requests"])
+    assert result["model"] == MODEL and "sesame" not in saved.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    for label in ("Successful requests:", "Mean TTFT (ms):", "Median TPOT (ms):", "P99 ITL (ms):"):
+        assert label in printed
+    params = served.runner.seen_params[seen:]
+    assert len(params) == 13  # with the warm-up
+    assert all(p.ignore_eos and p.temperature == 0 for p in params)
+
+
+def test_concurrency_is_limited(served: Served, tokenizer_folder: str) -> None:
+    summary = bench_serve(args(served.url, tokenizer_folder, max_concurrency=3))
+    assert summary.peak_concurrency == 3
+    assert summary.num_ok == 12
+
+
+def test_a_rate_spreads_requests(served: Served, tokenizer_folder: str) -> None:
+    summary = bench_serve(
+        args(served.url, tokenizer_folder, request_rate=200.0, seed=5, goodput=("e2el:60000",))
+    )
+    from metal_engine.bench.arrivals import arrival_times
+
+    assert summary.duration >= arrival_times(12, 200.0, 1.0, 5)[-1]
+    assert summary.goodput == pytest.approx(summary.request_throughput)
+
+
+def test_refused_requests_are_failures(served: Served, tokenizer_folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"failed a warm-up request: status 400.*top_p"):
+        bench_serve(args(served.url, tokenizer_folder, extra_body='{"top_p": 7}'))
+    summary = bench_serve(args(served.url, tokenizer_folder, extra_body='{"top_p": 7}', num_warmups=0))
+    assert (summary.num_ok, summary.num_failed) == (0, 12)
+
+
+def test_an_answer_that_ends_early_is_noticed(echoing: Served, tokenizer_folder: str) -> None:
+    """The server stops at an end-of-sequence token although it was asked not to."""
+    settings = {"input_len": 4, "output_len": 30, "extra_body": '{"ignore_eos": false}'}
+    failed = bench_serve(args(echoing.url, tokenizer_folder, num_warmups=0, **settings))
+    assert failed.num_failed == 12
+    fine = bench_serve(args(echoing.url, tokenizer_folder, num_warmups=0, ignore_eos=False, **settings))
+    assert fine.num_failed == 0 and fine.output_tokens < 12 * 30
+
+
+def chunk(text: str, finish: str | None = None) -> str:
+    return json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": finish}]})
+
+
+USAGE = json.dumps(
+    {"choices": [], "usage": {"prompt_tokens": 20, "completion_tokens": 2, "total_tokens": 22}}
+)
+
+
+@contextmanager
+def answering(events: list[str]) -> Iterator[str]:
+    """A server that streams the same events to everybody."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send("application/json", b'{"data": [{"id": "m"}]}')
+
+        def do_POST(self) -> None:
+            self._send("text/event-stream", "".join(f"data: {e}\n\n" for e in events).encode())
+
+        def _send(self, kind: str, body: bytes) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(200)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        ([chunk("a"), chunk("b", "length"), USAGE, "[DONE]"], ""),
+        ([chunk("a"), chunk("b", "length"), USAGE], "without [DONE]"),
+        ([chunk("a"), chunk("b", "length"), "[DONE]"], "no usage"),
+        ([chunk("a"), chunk("b"), USAGE, "[DONE]"], "no finish_reason"),
+        ([chunk("", "length"), USAGE, "[DONE]"], "no text"),
+        ([chunk("a"), '{"error": {"message": "boom"}}'], "boom"),
+        (
+            [chunk("a", "length"), USAGE.replace('s": 2,', 's": 3,'), "[DONE]"],
+            "3 tokens, but 2 were asked for",
+        ),
+        ([chunk("a", "length"), USAGE.replace("20", "11"), "[DONE]"], "11 prompt tokens were read"),
+        (["{"], "JSON"),
+    ],
+)
+def test_every_answer_is_checked(
+    events: list[str], error: str, tokenizer_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(events) as url:
+        settings = {"num_prompts": 2, "output_len": 2, "num_warmups": 0}
+        summary = bench_serve(args(url, tokenizer_folder, **settings))
+    assert summary.num_failed == (2 if error else 0)
+    assert error in capsys.readouterr().out
+
+
+def test_no_server(tokenizer_folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"no server at http://127\.0\.0\.1:9 "):
+        bench_serve(args("http://127.0.0.1:9", tokenizer_folder))
+    with pytest.raises(ConfigError, match="--extra-body must be a JSON object"):
+        bench_serve(args("http://127.0.0.1:9", tokenizer_folder, extra_body="[]"))
+
+
+def test_files_are_tried_before_anything_is_sent(tokenizer_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for settings, message in (
+        ({"save_result": str(tmp_path)}, "--save-result must name a file"),
+        ({"save_result": str(tmp_path / "file" / "run.json")}, r"cannot write to .*file \(--save-result\)"),
+        ({"plot": str(tmp_path / "run.nothing")}, "--plot must name a file of a kind"),
+        ({"plot": str(tmp_path / "file" / "run.png")}, r"cannot write to .*file \(--plot\)"),
+        ({"save_result": str(tmp_path / "new" / "run.json")}, "no server"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            bench_serve(args("http://127.0.0.1:9", tokenizer_folder, **settings))
+    assert (tmp_path / "new").is_dir() and not list((tmp_path / "new").iterdir())
+
+
+def test_the_command_loads_no_mlx(served: Served, tokenizer_folder: str) -> None:
+    code = (
+        "import sys\nfrom metal_engine.cli.main import app\n"
+        f"app(['bench', 'serve', '--base-url', {served.url!r}, '--tokenizer', {tokenizer_folder!r}, '--num-prompts',"
+        " '3', '--input-len', '8', '--output-len', '4'], standalone_mode=False)\n"
+        "assert not [m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_lm')]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Successful requests:" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells another process's peak memory")
+def test_the_servers_peak_memory(served: Served, tokenizer_folder: str) -> None:
+    import resource
+
+    summary = bench_serve(args(served.url, tokenizer_folder))
+    # The server is this process.
+    assert summary.server_peak_bytes is not None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert 0.9 * peak <= summary.server_peak_bytes <= 1.5 * peak

@@ -1,0 +1,117 @@
+"""The demo model against llama.cpp: the same tokens and the same logits.
+
+The fixture is made by ``tools/fixtures/llama_cpp.py``; ``make test-full`` makes it anew and compares.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_engine.checkpoints.demo import GGUF_SHA256
+from metal_engine.checkpoints.gguf.model import load_gguf_model
+from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
+
+ROOT = Path(__file__).parents[3]
+FIXTURE: dict[str, Any] = json.loads((ROOT / "tests/fixtures/llama_cpp_smollm2.json").read_text())
+# Both compute in float32 throughout, from the same dequantized weights, so only the order of sums differs. A
+# float32 sum of 1,536 terms is off by some 1e-6 of its size, 30 layers add to it, and logits reach 40: 5e-4
+# leaves that a factor of ten (5e-5 was measured), and 8-bit activations would be a hundred times off.
+LOGITS_TOLERANCE = 5e-4
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_path: Path) -> Any:
+    return load_gguf_tokenizer(demo_path)
+
+
+@pytest.fixture(scope="module")
+def model(demo_path: Path) -> Any:
+    return load_gguf_model(demo_path, mx.float32, dequantize=True)[0]
+
+
+def last_logits(model: Any, token_ids: list[int]) -> np.ndarray:
+    return np.array(model(mx.array([token_ids]))[0, -1])
+
+
+def test_fixture_is_of_the_demo_model() -> None:
+    assert FIXTURE["model_sha256"] == GGUF_SHA256
+    assert len(FIXTURE["texts"]) >= 30
+    assert len(FIXTURE["prompts"]) >= 8
+
+
+@pytest.mark.parametrize(
+    "case", FIXTURE["texts"] + FIXTURE["prompts"], ids=lambda case: ascii(case["text"][:30])
+)
+def test_token_ids(tokenizer: Any, case: dict[str, Any]) -> None:
+    token_ids = tokenizer.encode(case["text"], add_special_tokens=False)
+    assert token_ids == case["token_ids"]
+    # The file asks for no BOS.
+    assert tokenizer.encode(case["text"]) == case["token_ids"]
+    assert tokenizer.decode(token_ids) == case["text"]
+
+
+@pytest.mark.parametrize("case", FIXTURE["prompts"], ids=lambda case: ascii(case["text"][:30]))
+def test_first_token_logits(model: Any, case: dict[str, Any]) -> None:
+    logits = last_logits(model, case["token_ids"])
+    assert np.abs(logits[case["top_ids"]] - case["top_logits"]).max() < LOGITS_TOLERANCE
+    # Nothing else comes out higher than the last of the top.
+    others = np.delete(logits, case["top_ids"])
+    assert others.max() < case["top_logits"][-1] + LOGITS_TOLERANCE
+    # The smallest margin in the fixture is 0.01: the first token is the same.
+    assert case["top_logits"][0] - case["top_logits"][1] > 2 * LOGITS_TOLERANCE
+    assert logits.argmax() == case["top_ids"][0]
+
+
+def _tool() -> ModuleType:
+    path = ROOT / "tools/fixtures/llama_cpp.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.full
+def test_fixture_is_what_llama_cpp_says(demo_path: Path) -> None:
+    """Fails, not skips, without ``llama-cpp-python``."""
+    made = _tool().make_fixture(demo_path)
+    assert made["texts"] == FIXTURE["texts"]
+    for new, old in zip(made["prompts"], FIXTURE["prompts"], strict=True):
+        assert new["token_ids"] == old["token_ids"]
+        # Other versions and processors sum in another order; near ties may change places.
+        for token_id, logit in zip(new["top_ids"], new["top_logits"], strict=True):
+            if token_id in old["top_ids"]:
+                assert abs(logit - old["top_logits"][old["top_ids"].index(token_id)]) < LOGITS_TOLERANCE
+        assert len(set(new["top_ids"]) & set(old["top_ids"])) >= len(old["top_ids"]) - 1
+
+
+@pytest.mark.full
+def test_random_texts_and_prompts_live(demo_path: Path, tokenizer: Any, model: Any) -> None:
+    """Random mixtures of pieces of the texts: 500 tokenized, the first 10 through both models."""
+    tool = _tool()
+    llama = tool.LlamaCpp(demo_path)
+    generator = random.Random(0)
+    alphabet = "".join(tool.TEXTS)
+    for number in range(500):
+        pieces = [
+            "".join(generator.choices(alphabet, k=generator.randint(1, 12)))
+            if generator.random() < 0.5
+            else generator.choice(tool.TEXTS)[generator.randint(0, 10) :][: generator.randint(1, 30)]
+            for _ in range(generator.randint(1, 8))
+        ]
+        text = "".join(pieces)
+        token_ids = llama.tokenize(text)
+        assert tokenizer.encode(text) == token_ids, text
+        if number < 10:
+            difference = np.abs(last_logits(model, token_ids) - llama.logits(token_ids))
+            assert difference.max() < LOGITS_TOLERANCE, text

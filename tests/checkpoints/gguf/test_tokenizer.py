@@ -1,0 +1,227 @@
+"""Tokenizers of GGUF files against independent ones: transformers' own classes, SentencePiece and llama.cpp."""
+
+from __future__ import annotations
+
+import io
+import json
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from gguf import GGUFWriter, TokenType
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import GPT2Tokenizer, Qwen2Tokenizer
+from transformers.convert_slow_tokenizer import TikTokenConverter
+
+from metal_engine.checkpoints.gguf.model import gguf_eos_token_ids, read_gguf_header
+from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
+from metal_engine.errors import ModelLoadError, UnsupportedModelError
+
+FIXTURE = Path(__file__).parents[2] / "fixtures/llama_cpp_smollm2.json"
+TEXTS: list[str] = [case["text"] for case in json.loads(FIXTURE.read_text())["texts"]]
+# Written by tools/fixtures/gguf_tokenizer.py.
+LLAMA_CPP: dict[str, Any] = json.loads((FIXTURE.parent / "llama_cpp_tokenizers.json").read_text())
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def train_byte_level(split: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges of a small byte-level BPE; special tokens come last."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = split
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([text for text in TEXTS if "<|" not in text] * 3, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    vocab = dict(model["vocab"])
+    for token in SPECIAL:
+        vocab[token] = len(vocab)
+    return vocab, [tuple(merge) for merge in model["merges"]]
+
+
+def write_byte_level(
+    path: Path, pre: str | None, vocab: dict[str, int], merges: list[tuple[str, str]], **special: Any
+) -> Path:
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    tokens = sorted(vocab, key=lambda token: vocab[token])
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL if t in SPECIAL else TokenType.NORMAL for t in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_eos_token_id(special.get("eos", vocab["<|im_end|>"]))
+    writer.add_bos_token_id(vocab["<|im_start|>"])
+    for key in ("add_bos_token", "add_eos_token"):
+        if key in special:
+            writer.add_bool(f"tokenizer.ggml.{key}", special[key])
+    if "chat_template" in special:
+        writer.add_chat_template(special["chat_template"])
+    return finish(writer, path)
+
+
+def finish(writer: GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gpt2_oracle(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
+    return GPT2Tokenizer(vocab=vocab, merges=merges, unk_token=None)
+
+
+def qwen2_oracle(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
+    return Qwen2Tokenizer(vocab=vocab, merges=merges)
+
+
+def llama3_oracle(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
+    """The pattern that ``transformers`` converts Llama 3's tiktoken files with."""
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(TikTokenConverter().pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("pre", "oracle"), [("gpt-2", gpt2_oracle), ("qwen2", qwen2_oracle), ("llama-bpe", llama3_oracle)]
+)
+def test_pre_tokenizers(tmp_path: Path, pre: str, oracle: Callable[..., Any]) -> None:
+    # Trained without a split but for words, so that merges across the rules' borders are there to be avoided.
+    vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    path = write_byte_level(tmp_path / "t.gguf", pre, vocab, merges, add_bos_token=False)
+    ours, theirs = load_gguf_tokenizer(path), oracle(vocab, merges)
+    theirs.add_special_tokens(
+        SPECIAL if isinstance(theirs, Tokenizer) else {"additional_special_tokens": SPECIAL}
+    )
+    for text in TEXTS:
+        expected = theirs.encode(text)
+        assert ours.encode(text) == (expected.ids if isinstance(theirs, Tokenizer) else expected), text
+        if pre != "qwen2":  # which normalizes
+            assert ours.decode(ours.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "says", "added"), [("gpt-2", {}, False), ("llama-bpe", {}, True)]
+    + [(pre, {"add_bos_token": value}, value) for pre in ("gpt-2", "llama-bpe") for value in (True, False)],
+)  # fmt: skip
+def test_bos(tmp_path: Path, pre: str, says: dict[str, bool], added: bool) -> None:
+    vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer = load_gguf_tokenizer(write_byte_level(tmp_path / "t.gguf", pre, vocab, merges, **says))
+    bare = tokenizer.encode("Hello world", add_special_tokens=False)
+    bos = [vocab["<|im_start|>"]] if added else []
+    assert tokenizer.encode("Hello world") == bos + bare
+    assert tokenizer.bos_token == "<|im_start|>"
+
+
+def test_eos_is_appended_when_the_file_says_so(tmp_path: Path) -> None:
+    vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    path = write_byte_level(tmp_path / "t.gguf", "gpt-2", vocab, merges, add_eos_token=True)
+    assert load_gguf_tokenizer(path).encode("Hi")[-1] == vocab["<|im_end|>"]
+
+
+def test_special_tokens_and_chat_template(tmp_path: Path) -> None:
+    vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    path = write_byte_level(tmp_path / "t.gguf", "smollm", vocab, merges, chat_template=template)
+    tokenizer = load_gguf_tokenizer(path)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert text == "<|im_start|>user\nHi<|im_end|>\n"
+    ids = tokenizer.encode(text)
+    assert ids[0] == vocab["<|im_start|>"]
+    assert vocab["<|im_end|>"] in ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "user\nHi\n"
+    assert len(tokenizer) == len(vocab)
+
+
+@pytest.mark.parametrize("eos", ["<|endoftext|>", "<|im_end|>"])
+def test_eos_token_ids(tmp_path: Path, eos: str) -> None:
+    """A file that names only one of them still ends at the other."""
+    vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    path = write_byte_level(tmp_path / "t.gguf", "smollm", vocab, merges, eos=vocab[eos])
+    expected = sorted([vocab["<|endoftext|>"], vocab["<|im_end|>"]])
+    assert gguf_eos_token_ids(read_gguf_header(path)) == expected
+    assert load_gguf_tokenizer(path).eos_token == eos
+
+
+@pytest.mark.parametrize(("pre", "word"), [("some-new-bpe", "'some-new-bpe'"), (None, "no pre-tokenizer")])
+def test_unknown_pre_tokenizer_is_an_error(tmp_path: Path, pre: str | None, word: str) -> None:
+    vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_gguf_tokenizer(write_byte_level(tmp_path / "t.gguf", pre, vocab, merges))
+    assert word in str(caught.value)
+    assert "--tokenizer" in str(caught.value)
+
+
+@pytest.mark.parametrize(("model", "error"), [("bert", UnsupportedModelError), (None, ModelLoadError)])
+def test_unknown_kind_is_an_error(tmp_path: Path, model: str | None, error: type[ModelLoadError]) -> None:
+    writer = GGUFWriter(tmp_path / "t.gguf", "llama")
+    if model is not None:
+        writer.add_tokenizer_model(model)
+    with pytest.raises(error, match=model or "tokenizer.ggml.model"):
+        load_gguf_tokenizer(finish(writer, tmp_path / "t.gguf"))
+
+
+@pytest.mark.parametrize("pre", LLAMA_CPP["ids"])
+def test_token_ids_are_llama_cpps(tmp_path: Path, pre: str) -> None:
+    """Every name of a pre-tokenizer, over tokens that run across words, digits and line breaks."""
+    vocab = {token: i for i, token in enumerate(LLAMA_CPP["tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in LLAMA_CPP["merges"]]
+    ours = load_gguf_tokenizer(write_byte_level(tmp_path / "t.gguf", pre, vocab, merges, add_bos_token=False))
+    normalizes = ours.backend_tokenizer.normalizer is not None
+    for text, expected in zip(LLAMA_CPP["texts"], LLAMA_CPP["ids"][pre], strict=True):
+        # Qwen's own tokenizer composes characters first (NFC) and llama.cpp does not: there we follow Qwen.
+        if not normalizes or unicodedata.is_normalized("NFC", text):
+            assert ours.encode(text, add_special_tokens=False) == expected, text
+
+
+@pytest.mark.parametrize("add_prefix", [True, False])
+def test_sentencepiece(tmp_path: Path, add_prefix: bool) -> None:
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(line for text in TEXTS * 3 for line in text.splitlines() if line.strip()),
+        model_writer=trained,
+        model_type="bpe",
+        vocab_size=700,
+        byte_fallback=True,
+        character_coverage=0.98,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=add_prefix,
+        minloglevel=2,
+    )
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    ids = range(theirs.vocab_size())
+    kinds = [
+        TokenType.UNKNOWN
+        if theirs.is_unknown(i)
+        else TokenType.CONTROL
+        if theirs.is_control(i)
+        else TokenType.BYTE
+        if theirs.is_byte(i)
+        else TokenType.NORMAL
+        for i in ids
+    ]
+    writer = GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([theirs.id_to_piece(i) for i in ids])
+    writer.add_token_scores([theirs.get_score(i) for i in ids])
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(theirs.bos_id())
+    writer.add_eos_token_id(theirs.eos_id())
+    writer.add_unk_token_id(theirs.unk_id())
+    writer.add_add_space_prefix(add_prefix)
+    ours = load_gguf_tokenizer(finish(writer, tmp_path / "t.gguf"))
+    for text in TEXTS:
+        expected = theirs.encode(text)
+        assert ours.encode(text, add_special_tokens=False) == expected, text
+        assert ours.encode(text) == [theirs.bos_id(), *expected]
+        assert ours.decode(expected) == text

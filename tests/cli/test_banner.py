@@ -1,0 +1,57 @@
+"""The start-up block: every fact, in plain lines where nobody watches."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+from rich.console import Console
+
+from metal_engine.cli.banner import print_banner, startup_facts
+from tests.support.fakes import fake_config
+
+URL = "http://127.0.0.1:8000"
+
+
+def facts() -> dict[str, str]:
+    config = fake_config(num_blocks=1000, block_size=16, max_model_len=4000, max_num_batched_tokens=512)
+    model = dataclasses.replace(
+        config.model,
+        name="demo",
+        model_type="llama",
+        num_layers=30,
+        num_params=134_515_008,
+        weight_bytes=3 << 30,
+        kv_bytes_per_token=1 << 16,
+    )
+    return startup_facts(
+        dataclasses.replace(config, model=model, step_bytes=24 << 20), URL, ("demo", "alias")
+    )
+
+
+def test_facts() -> None:
+    assert facts() == {
+        "model": "demo, served as demo, alias",
+        "architecture": "llama, 30 layers, 135 M parameters",
+        "dtype": "float32",
+        "device": "fake: Python",
+        "attention": "fake",
+        "memory": "weights 3.00 GiB, KV cache 1000 MiB, largest step 24 MiB; MLX holds 4.00 GiB at most",
+        "KV cache": "16,000 tokens in 1,000 blocks of 16; 4.0 requests of the maximum length at once",
+        "limits": "4,000 tokens a request, 64 requests at once, 512 tokens a step",
+        "URL": URL,
+    }
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    print_banner(facts(), Console(file=out, force_terminal=False, width=40))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == len(facts())
+    assert lines[-1].split(": ", 1) == ["URL", f"         {URL}"]
+
+
+def test_a_panel_on_a_terminal() -> None:
+    out = io.StringIO()
+    print_banner(facts(), Console(file=out, force_terminal=True, width=120, color_system=None))
+    assert URL in out.getvalue() and "metal-engine" in out.getvalue().splitlines()[0]

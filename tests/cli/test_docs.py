@@ -1,0 +1,186 @@
+"""docs/cli.md is true: its commands run and print what it says, its tables and messages are the program's."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
+from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
+from metal_engine.settings.fields import settings_of
+from tools.docs.cli import PAGE, with_tables
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = PAGE.read_text(encoding="utf-8")
+ANYTHING = "…"
+
+
+def test_the_tables_are_up_to_date() -> None:
+    assert with_tables(TEXT) == TEXT, "run `python -m tools.docs.cli`"
+
+
+def messages_in(folder: Path) -> list[str]:
+    """Every text in the sources of a folder, with `…` for what is filled in."""
+    found = []
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(p.value) if isinstance(p, ast.Constant) else ANYTHING for p in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value.replace("%s", ANYTHING))
+    return found
+
+
+def test_the_messages_are_the_programs() -> None:
+    messages = messages_in(ROOT / "metal_engine")
+    rows = re.findall(r"^\| `([^`]+)` \| ", TEXT[TEXT.index("## When something goes wrong") :], re.MULTILINE)
+    assert len(rows) >= 10
+    for row in rows:
+        # A flag may be a placeholder in the source: `{flag(name)} {value} exceeds ...`.
+        wanted = as_pattern(row.strip(ANYTHING).strip())
+        assert any(wanted.search(message) for message in messages), row
+
+
+def as_pattern(text: str) -> re.Pattern[str]:
+    return re.compile(".*?".join(map(re.escape, text.split(ANYTHING))), re.DOTALL)
+
+
+class Terminal:
+    """Runs the page's commands in a folder of their own; a server goes on until the next one, or the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.server: subprocess.Popen[str] | None = None
+        self.port = 0
+        command = folder / "bin" / "metal-engine"
+        command.parent.mkdir()
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m metal_engine "$@"\n')
+        command.chmod(0o755)
+        path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
+        self.env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+
+    def local(self, text: str) -> str:
+        """A text of the page with the port that the server really has."""
+        return text.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
+
+    def run(self, command: str, expected: str) -> None:
+        if " serve " in command and "URL:" in expected:
+            printed = self.serve(command)
+        else:
+            done = subprocess.run(
+                ["bash", "-c", self.local(command)],
+                cwd=self.folder,
+                env=self.env,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            printed = done.stdout + done.stderr
+            assert (done.returncode != 0) == expected.startswith("error:"), printed
+        lines = self.local(expected).splitlines()
+        pattern = "\n".join(".*" if line == ANYTHING else as_pattern(line).pattern for line in lines)
+        assert re.search(pattern, printed, re.DOTALL), (
+            f"$ {command}\n{printed}\nexpected:\n{self.local(expected)}"
+        )
+
+    def serve(self, command: str) -> str:
+        self.stop()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        log = self.folder / "server.log"
+        with log.open("w") as stderr:
+            self.server = subprocess.Popen(
+                [
+                    "bash",
+                    "-c",
+                    f"{command.replace('metal-engine serve', 'exec metal-engine serve')} --port {self.port}",
+                ],
+                cwd=self.folder,
+                env=self.env,
+                stderr=stderr,
+                text=True,
+            )
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                httpx.get(f"http://127.0.0.1:{self.port}/health").raise_for_status()
+                return log.read_text()
+            except httpx.HTTPError:
+                assert self.server.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.2)
+
+    def stop(self) -> None:
+        if self.server is None:
+            return
+        self.server.send_signal(signal.SIGTERM)
+        status = self.server.wait(60)
+        self.server = None
+        log = (self.folder / "server.log").read_text()
+        assert status == 0 and "Traceback" not in log, log
+
+
+def commands(block: str) -> list[tuple[str, str]]:
+    """(command, what it should print) for each `$` line; a command goes on while its quotes are open."""
+    result = []
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        lines = part.rstrip("\n").split("\n")
+        length = 1
+        while "\n".join(lines[:length]).count("'") % 2:
+            length += 1
+        result.append(("\n".join(lines[:length]), "\n".join(lines[length:])))
+    return result
+
+
+def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    assert {kind for kind, _ in blocks} == {"console", "yaml"}
+    terminal = Terminal(tmp_path)
+    num_commands = 0
+    try:
+        for kind, block in blocks:
+            if kind == "yaml":
+                name = block.splitlines()[0].removeprefix("# ")
+                (tmp_path / name).write_text(block)
+                continue
+            for command, expected in commands(block):
+                terminal.run(command, expected)
+                num_commands += 1
+        terminal.stop()
+    finally:
+        if terminal.server is not None:
+            terminal.server.kill()
+            terminal.server.wait()
+    assert num_commands >= 10
+
+
+@pytest.mark.parametrize(
+    ("name", "classes"),
+    [
+        ("serve", (ServerArgs, EngineArgs)),
+        ("chat", (ChatArgs, EngineArgs)),
+        ("doctor", ()),
+        ("bench serve", (BenchServeArgs,)),
+        ("bench throughput", (BenchThroughputArgs, EngineArgs)),
+        ("bench latency", (BenchLatencyArgs, EngineArgs)),
+    ],
+)
+def test_help(name: str, classes: tuple[type, ...]) -> None:
+    """Every flag is there; nothing heavy is loaded for it."""
+    command = [sys.executable, "-X", "importtime", "-m", "metal_engine", *name.split(), "--help"]
+    env = {**os.environ, "COLUMNS": "250"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 0
+    assert [one.flag for one in settings_of(*classes) if one.flag not in done.stdout] == []
+    assert not re.search(r"\| +(mlx|transformers|fastapi)(\.|$)", done.stderr, re.MULTILINE)

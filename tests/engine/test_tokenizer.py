@@ -1,0 +1,24 @@
+"""The tokenizer's own limits; its ids are checked where tokenizers are loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from metal_engine.engine.tokenizer import TextTooLongError
+from tests.support.fakes import tiny_tokenizer
+
+
+def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer()
+    limited = tokenizer.limited(100)
+    longest = max(tokenizer.hf_tokenizer.get_vocab(), key=len)
+    assert len(limited.encode(longest * 101)) >= 100  # it may just fit: the engine counts its tokens
+    monkeypatch.setattr(type(tokenizer.hf_tokenizer), "encode", None)  # must not be called
+    with pytest.raises(TextTooLongError, match="maximum context length"):
+        limited.encode(longest * 401)
+
+
+def test_the_tokenizer_itself_takes_anything() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.limited(1)
+    assert len(tokenizer.encode("a" * 10_000)) > 1000

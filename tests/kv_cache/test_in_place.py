@@ -1,0 +1,218 @@
+"""The KV cache is written in place: a step must not copy the pool, which would cost its size in time and memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.attention.portable.groups import CPU_LIMITS, Limits
+from metal_engine.models import paged_model
+from metal_engine.models.layer_cache import LayerCache
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.request import Request
+from metal_engine.runner.model_runner import ModelRunner, PendingStep
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from metal_engine.step import SchedulerOutput
+from tests.support.tiny_models import tiny_model
+
+NUM_STEPS = 200
+
+
+# One array for latents and positions, 2 * 16 numbers of a token as in K or V of the others.
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 1,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "q_lora_rank": 16,
+}
+
+
+MODELS = {"1 layer": {"num_hidden_layers": 1}, "30 layers": {"num_hidden_layers": 30}, "latent": LATENT}
+
+
+class Loop:
+    """Steps a runner, the next one built while ``num_ahead`` of them are under way."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, num_ahead: int) -> None:
+        self.runner, self.scheduler, self.num_ahead = runner, scheduler, num_ahead
+        self._under_way: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+
+    def run(self) -> int:
+        """Until nothing is left; returns the steps taken."""
+        num_steps = 0
+        while self.scheduler.has_requests:
+            plan = self.scheduler.schedule()
+            if plan.num_scheduled_tokens:
+                num_steps += 1
+                self._under_way.append((plan, self.runner.execute(plan)))
+            if len(self._under_way) > self.num_ahead or not plan.num_scheduled_tokens:
+                done, handle = self._under_way.popleft()
+                self.scheduler.update(done, handle.result())
+        while self._under_way:
+            self._under_way.popleft()[1].result()
+        return num_steps
+
+
+def measure_in_place(paged: PagedModel, num_ahead: int, limits: Limits | None = None) -> None:
+    # K or V of one layer is 4 MB: large against everything else in a step of these models.
+    cache = CacheConfig(block_size=16, num_blocks=2048)
+    array_bytes = cache.num_tokens * 2 * 16 * 4
+    config = SchedulerConfig(
+        max_num_batched_tokens=24, max_num_seqs=4, max_model_len=512, async_scheduling=num_ahead > 0
+    )
+    runner = ModelRunner(paged, MlxOpsBackend(limits), config, cache)
+    scheduler = Scheduler(config, cache)
+    _add(scheduler, [20, 27, 80], NUM_STEPS)
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()  # before the first step: what that one leaves behind counts as well
+    assert Loop(runner, scheduler, num_ahead).run() > NUM_STEPS
+    assert mx.get_active_memory() - before < array_bytes / 4
+    assert mx.get_peak_memory() - before < array_bytes / 2, "a step held a second copy of a cache array"
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_writes_stay_in_place_over_200_steps(config: dict[str, Any], num_ahead: int) -> None:
+    """Chunks that sample nothing, mixed steps, decodes."""
+    measure_in_place(PagedModel(tiny_model(**config)), num_ahead)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_writes_stay_in_place_with_two_streams(config: dict[str, Any], num_ahead: int) -> None:
+    """What the second stream has read is let go of before the next step writes."""
+    measure_in_place(PagedModel(tiny_model(**config)), num_ahead, replace(CPU_LIMITS, lane_elements=0))
+
+
+@pytest.mark.metal
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_writes_stay_in_place_on_metal(config: dict[str, Any], num_ahead: int) -> None:
+    """The same on the GPU, where arrays are let go of when a command buffer has completed."""
+    assert mx.default_device() == mx.Device(mx.gpu)
+    measure_in_place(PagedModel(tiny_model(**config)), num_ahead)
+
+
+class KeepsTheOldArray(LayerCache):
+    """A mutant: something goes on holding the array that the next write wants to reuse."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._old = self.keys.reshape(-1)
+        return super().update_and_fetch(keys, values)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+def test_the_measurement_sees_an_array_that_is_kept(num_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_model, "LayerCache", KeepsTheOldArray)
+    with pytest.raises(AssertionError):
+        measure_in_place(PagedModel(tiny_model(num_hidden_layers=1)), num_ahead)
+
+
+def test_a_step_is_dispatched_when_the_one_before_has_ended() -> None:
+    """Dispatched while that one still reads the cache, it would write to a copy."""
+    _, runner, scheduler = _aligned_runner(num_blocks=64, ahead=True)
+    _add(scheduler, [5, 100], 3)
+    plans = [scheduler.schedule() for _ in range(3)]
+    first, second, third = [runner.execute(plan) for plan in plans]
+    assert first.root and first.before is None
+    assert not second.root and not third.root
+    with pytest.raises(RuntimeError, match="in the order"):
+        second.result()
+    scheduler.update(plans[0], first.result())
+    assert second.root and second.before is None
+    assert not third.root
+    scheduler.update(plans[1], second.result())
+    assert third.root and third.before is None
+    scheduler.update(plans[2], third.result())
+    with pytest.raises(RuntimeError, match="and once"):
+        third.result()
+
+    _, runner, scheduler = _aligned_runner(num_blocks=64)
+    _add(scheduler, [5, 100], 3)
+    runner.execute(scheduler.schedule())
+    with pytest.raises(RuntimeError, match="without async scheduling"):
+        runner.execute(scheduler.schedule())
+
+
+def test_the_measurement_sees_a_copy() -> None:
+    """The same measure on a write that cannot be in place, since the old array is still wanted."""
+    cache = mx.zeros((32768, 2, 16))
+    mx.eval(cache)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    kept = cache
+    cache = mx.array(cache)
+    cache[mx.array([5])] = 1.0
+    mx.eval(cache)
+    assert mx.get_peak_memory() - before >= kept.nbytes / 2
+
+
+def _aligned_runner(
+    num_blocks: int, *, ahead: bool = False, **model_config: Any
+) -> tuple[PagedModel, ModelRunner, Scheduler]:
+    paged = PagedModel(tiny_model(**{"num_hidden_layers": 2, **model_config}))
+    cache = CacheConfig(block_size=16, num_blocks=num_blocks)
+    config = SchedulerConfig(
+        max_num_batched_tokens=90,
+        max_num_seqs=8,
+        max_model_len=512,
+        max_num_partial_prefills=3,
+        page_aligned_scheduling=True,
+        async_scheduling=ahead,
+    )
+    return paged, ModelRunner(paged, MlxOpsBackend(), config, cache), Scheduler(config, cache)
+
+
+def _add(scheduler: Scheduler, lengths: list[int], max_tokens: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    for i, length in enumerate(lengths):
+        prompt = np.random.default_rng(i).integers(0, 256, length).tolist()
+        scheduler.add_request(Request(str(i), prompt, params, max_tokens=max_tokens))
+
+
+@pytest.mark.parametrize("config", [{}, LATENT], ids=["plain", "latent"])
+def test_every_way_of_writing_leaves_the_same_cache(config: dict[str, Any]) -> None:
+    caches: dict[str, list[np.ndarray]] = {}
+    num_faster = dict.fromkeys(("slot", "block", "run"), 0)
+    for way in num_faster:
+        mx.random.seed(0)  # the same weights
+        paged, runner, scheduler = _aligned_runner(num_blocks=64, **config)
+        runner._writes_blocks, runner._writes_runs = way == "block", way == "run"
+        _add(scheduler, [5, 100, 64, 33], 4)
+        while scheduler.has_requests:
+            plan = scheduler.schedule()
+            num_faster[way] += way != "slot" and any(n >= 16 for n in plan.num_scheduled_tokens.values())
+            scheduler.update(plan, runner.execute(plan).result())
+        caches[way] = [np.array(a) for c in paged.layer_caches for a in c.block_arrays().values()]
+    assert num_faster["run"] >= 3 and num_faster["block"] >= 3
+    for way, arrays in caches.items():
+        for slot, other in zip(caches["slot"], arrays, strict=True):
+            assert np.abs(slot).max() > 0
+            np.testing.assert_array_equal(slot, other, err_msg=way)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+@pytest.mark.parametrize("by_run", [False, True], ids=["by block", "by run"])
+def test_faster_writes_stay_in_place(by_run: bool, num_ahead: int) -> None:
+    _, runner, scheduler = _aligned_runner(num_blocks=16_384, ahead=num_ahead > 0)
+    runner._writes_blocks, runner._writes_runs = not by_run, by_run
+    array_bytes = 16_384 * 16 * 2 * 16 * 4
+    _add(scheduler, [500, 400, 480], 2)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    Loop(runner, scheduler, num_ahead).run()
+    assert mx.get_peak_memory() - before < array_bytes / 2, "a step held a second copy of a cache array"

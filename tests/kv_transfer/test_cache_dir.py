@@ -1,0 +1,56 @@
+"""``--kv-cache-dir`` from end to end: checkpoints on disk, engines that come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from metal_engine.build import build_engine
+from metal_engine.errors import ConfigError
+from metal_engine.llm import LLM
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.args import EngineArgs
+from tests.support.checkpoint_files import write_checkpoint
+
+PROMPTS = [[*range(100)], [*range(50), *range(10)], [7, 8, 9]]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def generate(model: Path, **settings: object) -> tuple[list[list[int]], dict[str, int]]:
+    """Tokens of each prompt, and the counts of KV transfer, of an engine of its own."""
+    with LLM(str(model), **settings) as llm:
+        results = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        stats = llm._core.kv_transfer_stats
+    # The engine has been closed: what was to be saved is.
+    return [result.token_ids for result in results], stats.as_dict() if stats is not None else {}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_prompts_seen_before_a_restart_are_not_computed_after_it(tmp_path: Path, ahead: bool) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    plain, _ = generate(model)
+    kv = str(tmp_path / "kv")
+    first, counts = generate(model, kv_cache_dir=kv, async_scheduling=ahead)
+    assert first == plain and counts["blocks_saved"] > 0
+    # Where the checkpoint lies does not matter; what is in it does.
+    moved = model.rename(tmp_path / "elsewhere")
+    second, counts = generate(moved, kv_cache_dir=kv, async_scheduling=ahead)
+    assert second == plain
+    # The second prompt's first 48 tokens are the first one's; nothing of a block or less is stored.
+    assert counts["prompt_tokens_store"] + counts["prompt_tokens_local"] == 96 + 48
+    assert counts["prompt_tokens_computed"] == 4 + 12 + 3
+    other = write_checkpoint(tmp_path / "other", config={"rope_theta": 5000.0})
+    _, counts = generate(other, kv_cache_dir=kv)
+    assert counts["prompt_tokens_store"] == counts["blocks_loaded"] == 0
+
+
+def test_settings_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not JSON"):  # before the model is even looked for
+        build_engine(EngineArgs(model="no/such-model", kv_transfer_config="{"))
+    model = str(write_checkpoint(tmp_path / "model"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot use"):
+        LLM(model, kv_cache_dir=str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="max_size"):
+        LLM(model, kv_cache_dir=str(tmp_path / "kv"), kv_cache_dir_size=1000)

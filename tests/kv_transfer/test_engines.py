@@ -1,0 +1,617 @@
+"""KV from a store never changes what is generated: every mix of what is there and what is not, and every fault."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.kv_transfer import runner_side
+from metal_engine.kv_transfer.fingerprint import kv_fingerprint
+from metal_engine.kv_transfer.layout import KVPart
+from metal_engine.kv_transfer.stores import disk
+from metal_engine.kv_transfer.stores.base import StoreError
+from metal_engine.kv_transfer.stores.disk import DiskStore
+from metal_engine.kv_transfer.stores.valkey import ValkeyStore
+from metal_engine.request import RequestOptions
+from metal_engine.runner.model_runner import PendingStep
+from metal_engine.sampling_params import SamplingParams
+from tests.support.fakes import tiny_tokenizer
+from tests.support.kv_engines import KVEngine, kv_engine
+from tests.support.tiny_models import tiny_model
+from tests.support.valkey_server import ValkeyServer
+from tools.compare.equal_outputs import compare_outputs
+
+BLOCK_SIZE = 8
+LENGTHS = (50, 65, 41, 17, 8, 7, 90, 33)
+
+
+def make_prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+# The last two begin like the first two.
+PROMPTS = [make_prompt(i, n) for i, n in enumerate(LENGTHS)]
+PROMPTS += [PROMPTS[0][:40] + make_prompt(100, 20), PROMPTS[1] + make_prompt(101, 30)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def plain(tokenizer: Tokenizer) -> list[list[int]]:
+    return kv_engine(tokenizer, None).run(PROMPTS)
+
+
+MakeEngine = Callable[..., KVEngine]
+
+
+@pytest.fixture
+def make(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[MakeEngine]:
+    """Engines over one directory."""
+    engines: list[KVEngine] = []
+
+    def make(store: Any = None, **settings: Any) -> KVEngine:
+        engines.append(kv_engine(tokenizer, store or tmp_path / "kv", **settings))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.core.close()
+
+
+@pytest.fixture
+def check(reference: Any, plain: list[list[int]]) -> Callable[[list[list[int]]], None]:
+    def check(outputs: list[list[int]]) -> None:
+        for prompt, a, b in zip(PROMPTS, plain, outputs, strict=True):
+            assert compare_outputs(reference, prompt, a, b).equal
+
+    return check
+
+
+Check = Callable[[list[list[int]]], None]
+
+
+def files(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.safetensors"))
+
+
+# --- equal outputs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_cold_then_after_a_restart(make: MakeEngine, check: Check, ahead: bool) -> None:
+    first = make(ahead=ahead)
+    check(first.run(PROMPTS))
+    assert first.stats.blocks_loaded == 0 and first.stats.blocks_saved > 0
+    second = make(ahead=ahead)
+    check(second.run(PROMPTS))
+    stats = second.stats
+    num_tokens = sum(map(len, PROMPTS))
+    # What two prompts share is loaded for both, or found in the cache by the second.
+    computed = sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
+    assert stats.prompt_tokens_computed == computed
+    assert stats.prompt_tokens_local + stats.prompt_tokens_store == num_tokens - computed
+    assert stats.blocks_loaded * BLOCK_SIZE == stats.prompt_tokens_store > 0
+
+
+def test_another_process_finds_it(make: MakeEngine, check: Check, tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from tests.engine import test_kv_transfer as t; "
+        "from tests.support.kv_engines import kv_engine; "
+        "engine = kv_engine(t.tiny_tokenizer(), pathlib.Path(sys.argv[1]), budget=48); "
+        "engine.run(t.PROMPTS); engine.core.close()"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    subprocess.run([sys.executable, "-c", code, tmp_path / "kv"], check=True, env=environment)
+    engine = make()
+    check(engine.run(PROMPTS))
+    assert engine.stats.prompt_tokens_computed == sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
+    assert engine.stats.blocks_saved == 0, "what is generated was stored by the other, too"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_store_with_holes(make: MakeEngine, check: Check, tmp_path: Path, seed: int) -> None:
+    make().run(PROMPTS)
+    rng = random.Random(seed)
+    for path in files(tmp_path):
+        if rng.random() < (0.05, 0.15, 0.3, 0.5)[seed]:
+            path.unlink()
+    engine = make(budget=(16, 33, 64, 200)[seed])
+    check(engine.run(PROMPTS))
+    assert engine.stats.blocks_loaded > 0 and engine.stats.blocks_saved > 0
+    again = make()
+    check(again.run(PROMPTS))
+    assert again.stats.blocks_saved == 0, "the holes were filled"
+
+
+@pytest.mark.parametrize("budgets", [(16, 200), (200, 16), (24, 40)])
+def test_different_chunks_on_each_side(make: MakeEngine, check: Check, budgets: tuple[int, int]) -> None:
+    """The consumer's requests come while the producer is still computing, a chunk at a time."""
+    producer = make(budget=budgets[0], kv_role="kv_producer")
+    consumer = make(budget=budgets[1], kv_role="kv_consumer")
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    outputs: list[list[int]] = [[] for _ in PROMPTS]
+    for i, prompt in enumerate(PROMPTS):
+        producer.core.add_request(
+            str(i),
+            prompt,
+            SamplingParams(temperature=0.0, max_tokens=1),
+            RequestOptions(do_remote_decode=True),
+        )
+        consumer.core.add_request(str(i), prompt, params, RequestOptions(do_remote_prefill=True))
+    saw_loading_beside_running = False
+    while consumer.core.has_requests:
+        if producer.core.has_requests:
+            producer.core.step()
+        for output in consumer.core.step():
+            outputs[int(output.request_id)] += output.token_ids
+        stats = consumer.core.stats
+        saw_loading_beside_running |= stats.num_loading > 0 and stats.num_running > 0
+        consumer.core.scheduler.check_integrity()
+    check(outputs)
+    assert saw_loading_beside_running
+    computed = sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
+    assert consumer.stats.prompt_tokens_computed == computed, "only what no block holds"
+    assert consumer.stats.blocks_saved == 0 and producer.stats.loads_started == 0
+
+
+def test_blocks_that_the_producer_dropped_are_not_waited_for_long(make: MakeEngine, check: Check) -> None:
+    """Its queue of saves has room for two blocks at a time; the consumer waits for the third in vain."""
+    producer = make(kv_role="kv_producer", budget=200)
+    consumer = make(kv_role="kv_consumer", handover_timeout=0.2)
+    assert producer.transfer is not None
+    producer.transfer.config = replace(producer.transfer.config, max_save_bytes=2 * producer.layout.nbytes)
+    for prompt in PROMPTS:
+        producer.run([prompt], 1, options=RequestOptions(do_remote_decode=True))
+    assert producer.stats.blocks_dropped > 0
+    check(consumer.run(PROMPTS, options=RequestOptions(do_remote_prefill=True)))
+    assert consumer.stats.loads_timed_out > 0 and consumer.stats.blocks_loaded > 0
+
+
+def test_a_second_turn_loads_the_first_answer_too(make: MakeEngine, tokenizer: Tokenizer) -> None:
+    (answer,) = make().run([PROMPTS[0]], 30)
+    turn = PROMPTS[0] + answer + make_prompt(7, 9)
+    engine = make()
+    (second,) = engine.run([turn])
+    assert engine.stats.prompt_tokens_store >= (len(PROMPTS[0]) + len(answer) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert [second] == kv_engine(tokenizer, None).run([turn])
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
+def test_half_precision_comes_back_bit_by_bit(
+    make: MakeEngine, tokenizer: Tokenizer, dtype: mx.Dtype
+) -> None:
+    outputs = make(dtype=dtype).run([PROMPTS[0]])
+    engine = make(dtype=dtype)
+    assert engine.run([PROMPTS[0]]) == outputs and engine.stats.blocks_loaded == 6
+    # The KV itself, not only the tokens: what was loaded is what the first engine wrote.
+    assert engine.layout.parts[0].dtype == str(dtype).removeprefix("mlx.core.")
+
+
+LATENT = {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "q_lora_rank": 16,
+}
+
+
+def test_latent_attention(make: MakeEngine, tokenizer: Tokenizer) -> None:
+    expected = kv_engine(tokenizer, None, model=tiny_model(**LATENT)).run(PROMPTS)
+    make(model=tiny_model(**LATENT)).run(PROMPTS)
+    engine = make(model=tiny_model(**LATENT))
+    for prompt, a, b in zip(PROMPTS, expected, engine.run(PROMPTS), strict=True):
+        assert compare_outputs(tiny_model(**LATENT), prompt, a, b).equal
+    assert engine.stats.blocks_loaded > 0
+    assert {part.name.split(".")[-1] for part in engine.layout.parts} == {"keys"}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine, check: Check, ahead: bool) -> None:
+    make(ahead=ahead).run(PROMPTS)
+    engine = make(num_blocks=24, ahead=ahead)
+    check(engine.run(PROMPTS))
+    assert engine.stats.blocks_loaded > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_loading_and_saving_leave_the_cache_in_place(make: MakeEngine, ahead: bool) -> None:
+    """A copy of a layer's array would be 2 MB; everything else in these steps is far less."""
+    settings = {"num_blocks": 2048, "model": tiny_model(num_hidden_layers=1), "ahead": ahead}
+    make(**settings).run(PROMPTS)
+    engine = make(**settings)
+    array_bytes = 2048 * BLOCK_SIZE * 2 * 16 * 4
+    assert engine.paged.layer_caches[0].keys.nbytes == array_bytes
+    engine.run([make_prompt(77, 30)])
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    engine.run([*PROMPTS, make_prompt(50, 60)])
+    assert engine.stats.blocks_loaded > 20 and engine.stats.blocks_saved > 5
+    assert mx.get_peak_memory() - before < array_bytes
+
+
+def test_a_queue_of_loaded_requests_keeps_to_its_host_memory(make: MakeEngine, tokenizer: Tokenizer) -> None:
+    """The pool has room for two of them at a time; the others' KV waits in host memory, or in the store."""
+    prompts = [make_prompt(1000 + i, 200) for i in range(12)]
+    expected = make(num_blocks=60).run(prompts)
+    engine = make(num_blocks=60, max_load_bytes=60 * make().layout.nbytes)
+    connector, largest = engine.core.scheduler.connector, 0
+    assert connector is not None
+    step = engine.core.step
+
+    def counting_step() -> Any:
+        nonlocal largest
+        outputs = step()
+        largest = max(largest, sum(len(arrived.blocks) for arrived in connector._arrived.values()))
+        return outputs
+
+    engine.core.step = counting_step  # type: ignore[method-assign]
+    assert engine.run(prompts) == expected
+    assert 0 < largest <= 60 and engine.stats.loads_deferred > 0
+    assert engine.stats.prompt_tokens_store == 12 * 192, "those who had to wait for memory have loaded, too"
+
+
+# --- faults -------------------------------------------------------------------------------------------------
+
+
+def _truncate(root: Path) -> None:
+    for path in files(root)[::3]:
+        os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip_a_byte(root: Path) -> None:
+    for i, path in enumerate(files(root)[::3]):
+        data = bytearray(path.read_bytes())
+        data[(i * 997) % len(data)] ^= 0x10
+        path.write_bytes(data)
+
+
+def _empty(root: Path) -> None:
+    for path in files(root)[::2]:
+        path.write_bytes(b"")
+
+
+def _swap_blocks(root: Path) -> None:
+    a, b, *_ = files(root)
+    a_bytes, b_bytes = a.read_bytes(), b.read_bytes()
+    a.write_bytes(b_bytes)
+    b.write_bytes(a_bytes)
+
+
+def _replace_by_directories(root: Path) -> None:
+    for path in files(root)[::4]:
+        path.unlink()
+        path.mkdir()
+
+
+@pytest.mark.parametrize("spoil", [_truncate, _flip_a_byte, _empty, _swap_blocks, _replace_by_directories])
+def test_spoilt_files(make: MakeEngine, check: Check, tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    make().run(PROMPTS)
+    spoil(tmp_path)
+    engine = make()
+    check(engine.run(PROMPTS))
+    assert engine.stats.blocks_corrupt + engine.stats.store_errors > 0
+    if engine.stats.blocks_corrupt:
+        # Blocks behind a bad one were computed, and every bad one that was met has been replaced.
+        mended = make()
+        for _ in range(3):
+            check(mended.run(PROMPTS))
+        assert mended.stats.loads_failed == mended.stats.blocks_corrupt
+
+
+def test_kv_of_another_model_is_not_found(make: MakeEngine, tokenizer: Tokenizer) -> None:
+    make().run(PROMPTS)
+    other = make(model=tiny_model(seed=1))
+    outputs = other.run(PROMPTS)
+    assert other.stats.blocks_loaded == other.stats.blocks_corrupt == 0
+    assert outputs == kv_engine(tokenizer, None, model=tiny_model(seed=1)).run(PROMPTS)
+
+
+def test_kv_of_another_model_in_the_wrong_place_is_refused(
+    make: MakeEngine, check: Check, tmp_path: Path
+) -> None:
+    make(model=tiny_model(seed=1)).run(PROMPTS)
+    engine = make()
+    (wrong,) = {path.parent.parent for path in files(tmp_path)}
+    # Block hashes begin with the fingerprint, so even in the right folder they would not be asked for.
+    (right,) = set((tmp_path / "kv").iterdir()) - {wrong, tmp_path / "kv" / ".evicting"}
+    shutil.copytree(wrong, right, dirs_exist_ok=True)
+    check(engine.run(PROMPTS))
+    assert engine.stats.blocks_loaded == 0
+
+
+class Disturbed:
+    """A store around another that does something before each operation of some kind."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.before: dict[str, Callable[[], None]] = {}
+
+    def _do(self, name: str) -> None:
+        self.before.get(name, lambda: None)()
+
+    def contains(self, hashes: Sequence[bytes]) -> list[bool]:
+        self._do("contains")
+        return self.inner.contains(hashes)
+
+    def get(self, hashes: Sequence[bytes]) -> list[bytes]:
+        self._do("get")
+        return self.inner.get(hashes[:2])
+
+    def put(self, blocks: Sequence[tuple[bytes, bytes]]) -> None:
+        self._do("put")
+        self.inner.put(blocks)
+
+    def discard(self, block_hash: bytes) -> None:
+        self.inner.discard(block_hash)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def disturbed(make: MakeEngine, tmp_path: Path) -> Disturbed:
+    """A store that is warm, and can be disturbed; the engine's fingerprint is that of every engine here."""
+    engine = make()
+    engine.run(PROMPTS)
+    return Disturbed(DiskStore(tmp_path / "kv", engine.layout.fingerprint))
+
+
+def test_the_directory_vanishes_while_running(
+    make: MakeEngine, check: Check, disturbed: Disturbed, tmp_path: Path
+) -> None:
+    calls = iter(range(1 << 30))
+    disturbed.before["get"] = lambda: (
+        (tmp_path / "kv").rename(tmp_path / "gone") if next(calls) == 4 else None
+    )
+    engine = make(disturbed, io_threads=1)
+    check(engine.run(PROMPTS))
+    assert engine.stats.store_errors == 0 and engine.stats.blocks_saved > 0
+    check(make().run(PROMPTS))
+
+
+def test_the_disk_is_full(
+    make: MakeEngine, check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+
+    def refuse(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk.os, "replace", refuse)
+    check(engine.run(PROMPTS))
+    assert engine.stats.blocks_saved == 0 and engine.stats.store_errors > 0
+    assert not [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and path.name != ".evicting"]
+
+
+@pytest.mark.parametrize("operation", ["get", "contains", "put"])
+def test_no_permission(make: MakeEngine, check: Check, disturbed: Disturbed, operation: str) -> None:
+    def refuse() -> None:
+        raise StoreError("cannot read x: Permission denied")
+
+    disturbed.before[operation] = refuse
+    if operation == "put":
+        shutil.rmtree(disturbed.inner.root)
+    engine = make(disturbed)
+    check(engine.run([*PROMPTS]))
+    engine.run([make_prompt(500, 40)])  # something to save, whatever was loaded
+    assert engine.stats.store_errors > 0
+
+
+def test_the_store_fails_in_the_middle_of_loads(make: MakeEngine, check: Check, disturbed: Disturbed) -> None:
+    calls = iter(range(1 << 30))
+
+    def fail() -> None:
+        if next(calls) >= 6:
+            raise StoreError("connection lost")
+
+    disturbed.before["get"] = fail
+    # Two blocks a call, so that loads are in their middle.
+    engine = make(disturbed)
+    engine.transfer._blocks_per_batch = 2  # type: ignore[union-attr]
+    check(engine.run(PROMPTS))
+    assert engine.stats.loads_failed > 0
+
+
+def test_loads_slower_than_the_deadline(make: MakeEngine, check: Check, disturbed: Disturbed) -> None:
+    """The store hangs after a few blocks: what has arrived is used, the rest computed, and all the others run."""
+    is_over = threading.Event()
+    calls = iter(range(1 << 30))
+    disturbed.before["get"] = lambda: None if next(calls) < 6 else (is_over.wait(60), None)[1]
+    engine = make(disturbed, load_timeout=0.2)
+    engine.transfer._blocks_per_batch = 2  # type: ignore[union-attr]
+    try:
+        check(engine.run(PROMPTS))
+        assert engine.stats.loads_timed_out > 0
+    finally:
+        is_over.set()
+
+
+def test_a_store_that_hangs_does_not_slow_saving(
+    make: MakeEngine, check: Check, disturbed: Disturbed
+) -> None:
+    is_over = threading.Event()
+    disturbed.before["contains"] = lambda: (is_over.wait(60), None)[1]
+    shutil.rmtree(disturbed.inner.root)
+    engine = make(disturbed, max_save_bytes=20_000)
+    try:
+        check(engine.run(PROMPTS, flush=False))
+        assert engine.stats.blocks_dropped > 0
+    finally:
+        is_over.set()
+
+
+def test_no_memory_for_saving_costs_no_token(
+    make: MakeEngine, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(runner_side, "np", SimpleNamespace(**vars(np) | {"empty": refuse}))
+    engine = make()
+    check(engine.run(PROMPTS))
+    assert engine.stats.blocks_saved == 0 and engine.stats.blocks_failed > 20
+
+
+def test_abort_while_loading(make: MakeEngine, check: Check, disturbed: Disturbed) -> None:
+    go_on = threading.Event()
+    disturbed.before["get"] = lambda: (go_on.wait(60), None)[1]
+    engine = make(disturbed)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for i, prompt in enumerate(PROMPTS):
+        engine.core.add_request(f"aborted {i}", prompt, params)
+    engine.core.step()
+    assert engine.core.stats.num_loading > 0
+    for i in range(len(PROMPTS)):
+        engine.core.abort_request(f"aborted {i}")
+        engine.core.scheduler.check_integrity()
+    assert engine.core.stats.num_loading == 0 and not engine.core.has_requests
+    go_on.set()
+    check(engine.run(PROMPTS))
+
+
+def test_two_engines_write_the_same_blocks(make: MakeEngine, check: Check) -> None:
+    engines = [make(), make()]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    outputs: list[list[list[int]]] = [[[] for _ in PROMPTS] for _ in engines]
+    for engine in engines:
+        for i, prompt in enumerate(PROMPTS):
+            engine.core.add_request(str(i), prompt, params)
+    while any(engine.core.has_requests for engine in engines):
+        for engine, mine in zip(engines, outputs, strict=True):
+            for output in engine.core.step():
+                mine[int(output.request_id)] += output.token_ids
+    for mine in outputs:
+        check(mine)
+    last = make()
+    check(last.run(PROMPTS))
+    assert last.stats.blocks_corrupt == 0 and last.stats.blocks_loaded > 0
+
+
+def test_through_a_server_that_is_killed_while_loading(make: MakeEngine, check: Check) -> None:
+    server = ValkeyServer()
+    try:
+        fingerprint = make().layout.fingerprint
+        first = make(ValkeyStore(server.url, fingerprint))
+        check(first.run(PROMPTS))
+        second = make(Disturbed(ValkeyStore(server.url, fingerprint)))
+        check(second.run(PROMPTS))
+        assert second.stats.blocks_loaded > 0
+        calls = iter(range(1 << 30))
+        third = make(Disturbed(ValkeyStore(server.url, fingerprint)), io_threads=1)
+        third.transfer._blocks_per_batch = 2  # type: ignore[union-attr]
+        third.transfer.store.before["get"] = lambda: server.kill() if next(calls) == 5 else None  # type: ignore[union-attr]
+        check(third.run(PROMPTS))
+        assert third.stats.store_errors > 0 and third.stats.blocks_loaded > 0
+    finally:
+        server.kill()
+
+
+def test_the_policy_fail_ends_requests_whose_load_failed(
+    make: MakeEngine, plain: list[list[int]], disturbed: Disturbed
+) -> None:
+    def refuse() -> None:
+        raise StoreError("connection lost")
+
+    disturbed.before["get"] = refuse
+    engine = make(disturbed, kv_load_failure_policy="fail")
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    engine.core.add_request("fails", PROMPTS[0], params)
+    engine.core.add_request("short", PROMPTS[5], params)  # has no block that could be stored
+    outputs = []
+    while engine.core.has_requests:
+        outputs += engine.core.step()
+    (failed,) = [output for output in outputs if output.request_id == "fails"]
+    assert failed.finish_reason == "error" and "connection lost" in (failed.error or "")
+    assert [t for o in outputs if o.request_id == "short" for t in o.token_ids] == plain[5]
+    engine.core.scheduler.check_integrity()
+    assert engine.core.stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("failing", range(1, 8, 2))
+def test_a_failed_step_saves_nothing(
+    make: MakeEngine, check: Check, monkeypatch: pytest.MonkeyPatch, failing: int, ahead: bool
+) -> None:
+    """Nor do steps that were built on top of it. What goes on, and what is found later, is right."""
+    engine = make(ahead=ahead, budget=40)
+    calls = iter(range(1 << 30))
+    wait = PendingStep.wait
+
+    def fail(self: PendingStep) -> None:
+        wait(self)
+        if next(calls) == failing:
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(PendingStep, "wait", fail)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for i, prompt in enumerate(PROMPTS):
+        engine.core.add_request(f"r{i}", prompt, params)
+    outputs = []
+    while engine.core.has_requests:
+        outputs += engine.core.step()
+        engine.core.scheduler.check_integrity()
+    assert {output.finish_reason for output in outputs} >= {"error", "length"}
+    monkeypatch.undo()
+    assert engine.transfer is not None and engine.transfer.flush(60.0)
+    check(engine.run(PROMPTS))
+    check(make().run(PROMPTS))
+
+
+# --- the fingerprint ----------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_sees_every_change() -> None:
+    weights = {
+        "a": mx.random.normal((300, 40), key=mx.random.key(1)),
+        "b": mx.arange(7).astype(mx.bfloat16),
+        "c": mx.zeros((0,)),
+    }
+    parts = [KVPart("k", "float32", (16, 2, 8), 1024)]
+    base = ({"rope_theta": 1.0, "_name_or_path": "here"}, 16, parts)
+
+    def of(weights: dict[str, mx.array], *rest: Any) -> str:
+        return kv_fingerprint(weights.items(), *(rest or base))
+
+    changed = mx.array(weights["a"])
+    changed[299, 39] += 1e-3
+    different = [
+        of(weights),
+        of(weights | {"a": changed}),
+        of(weights | {"a": weights["a"][::-1]}),
+        of(weights | {"a": weights["a"].reshape(40, 300)}),
+        of(weights | {"b": weights["b"].astype(mx.float16)}),
+        of({k: weights[k] for k in "ab"}),
+        of(weights, {"rope_theta": 2.0}, 16, parts),
+        of(weights, base[0], 8, parts),
+        of(weights, base[0], 16, [KVPart("k", "float16", (16, 2, 8), 512)]),
+    ]
+    assert len(set(different)) == len(different)
+    assert of(weights) == of(
+        dict(reversed(weights.items())), {"rope_theta": 1.0, "_name_or_path": "x"}, 16, parts
+    )

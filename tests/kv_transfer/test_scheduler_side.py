@@ -1,0 +1,382 @@
+"""KV from a store, as the scheduler deals with it: partial receipt, deadlines, failures, aborts, preemption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
+from metal_engine.kv_transfer.settings import KVTransferConfig
+from metal_engine.request import Request, RequestOptions, RequestStatus
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from metal_engine.step import KVConnectorMetadata, SchedulerOutput
+from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.fake_kv_transfer import FakeTransfer
+
+BLOCK_SIZE = 4
+
+
+def make_harness(
+    transfer: FakeTransfer | None = None,
+    *,
+    num_blocks: int = 64,
+    budget: int = 64,
+    partial: int = 8,
+    depth: int = 1,
+) -> SchedulerHarness:
+    return SchedulerHarness(
+        SchedulerConfig(
+            max_num_batched_tokens=budget,
+            max_num_seqs=8,
+            max_model_len=200,
+            max_num_partial_prefills=partial,
+        ),
+        CacheConfig(
+            block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=True, model_fingerprint="m"
+        ),
+        depth=depth,
+        transfer=transfer,
+    )
+
+
+def warm_store(*prompts: list[int], config: KVTransferConfig | None = None) -> FakeTransfer:
+    """A transfer whose store has the KV of these prompts, as another engine saved it."""
+    producer = FakeTransfer()
+    harness = make_harness(producer)
+    for i, prompt in enumerate(prompts):
+        harness.submit(f"p{i}", prompt, 1)
+    harness.drain()
+    transfer = FakeTransfer(config)
+    transfer.store = producer.store
+    return transfer
+
+
+def test_one_step_packs_what_arrived_whole_in_part_and_not_at_all() -> None:
+    prompts = [make_prompt(seed, 41) for seed in range(4)]  # ten blocks and one token
+    transfer = warm_store(*prompts)
+    harness = make_harness(transfer, budget=128)
+    for i, prompt in enumerate(prompts):
+        harness.submit(f"r{i}", prompt, 5)
+    harness.submit("short", make_prompt(9, 3), 3)  # has no full block that could be anywhere
+    assert [r.status for r in harness.scheduler.loading.values()] == [
+        RequestStatus.WAITING_FOR_REMOTE_KVS
+    ] * 4
+
+    plan = harness.step()
+    assert plan.num_scheduled_tokens == {"short": 3}, "nobody waits for a neighbour's transfer"
+
+    whole, part, nothing, failing = transfer.open_tickets
+    transfer.deliver(whole)
+    transfer.deliver(part, 6)
+    part.is_done = True
+    nothing.is_done = True
+    transfer.deliver(failing, 3)
+    transfer.fail(failing)
+    plan = harness.step()
+    assert plan.num_scheduled_tokens == {"short": 1, "r0": 1, "r1": 17, "r2": 41, "r3": 29}
+    assert len(plan.sampled_req_ids) == 5, "all of them have their next token from this one step"
+    assert plan.kv_connector_metadata is not None and len(plan.kv_connector_metadata.loads) == 10 + 6 + 3
+    harness.drain()
+    stats = transfer.stats
+    assert (stats.prompt_tokens_store, stats.prompt_tokens_computed) == (76, 3 + 1 + 17 + 41 + 29 + 1)
+
+
+def test_holes_end_the_run_unless_the_cache_fills_them() -> None:
+    prompt = make_prompt(0, 41)
+    transfer = warm_store(prompt)
+    hashes = list(transfer.store)
+    harness = make_harness(transfer)
+    # The first five blocks get into the cache here, then the store loses two blocks: one that is cached, one that
+    # is not.
+    harness.submit("first", prompt[:21], 1)
+    transfer.deliver(transfer.open_tickets[0])
+    harness.run()
+    del transfer.store[hashes[2]], transfer.store[hashes[8]]
+    harness.submit("second", prompt, 1)
+    transfer.deliver(transfer.open_tickets[0])
+    plan = harness.step()
+    assert plan.new_requests[0].num_computed_tokens == 32
+    request = harness.tracked["second"].request
+    assert (request.num_cached_tokens, request.num_external_tokens) == (32, 12)
+    harness.drain()
+
+
+def test_blocks_cached_beyond_a_hole_are_shared() -> None:
+    """The pool lost the middle of a prompt; the store has just that."""
+    prompt = make_prompt(0, 33)
+    transfer = warm_store(prompt)
+    hashes = list(transfer.store)
+    harness = make_harness(transfer)
+    harness.submit("first", prompt, 1)
+    transfer.deliver(transfer.open_tickets[0])
+    harness.run()
+    blocks = harness.scheduler.blocks
+    for block_hash in hashes[3:5]:
+        blocks._forget(blocks._cached[block_hash])
+    transfer.store = {h: transfer.store[h] for h in hashes[3:5]}
+    harness.submit("second", prompt, 4)
+    (ticket,) = transfer.open_tickets
+    assert ticket.hashes == hashes[3:5]
+    transfer.deliver(ticket)
+    plan = harness.step()
+    assert plan.num_scheduled_tokens == {"second": 1}
+    assert plan.kv_connector_metadata is not None
+    assert list(plan.kv_connector_metadata.loads) == plan.new_requests[0].block_ids[3:5]
+    harness.drain()
+
+
+def test_the_deadline_uses_what_has_arrived() -> None:
+    prompt = make_prompt(0, 41)
+    transfer = warm_store(
+        prompt, config=KVTransferConfig(kv_connector="fake", load_timeout=10, handover_timeout=30)
+    )
+    harness = make_harness(transfer)
+    harness.submit("r", prompt, 3)
+    transfer.deliver(transfer.open_tickets[0], 4)
+    transfer.now = 9.9
+    assert not harness.step().num_scheduled_tokens
+    transfer.now = 10.1
+    assert harness.step().num_scheduled_tokens == {"r": 25}
+    assert transfer.stats.loads_timed_out == 1 and not transfer.tickets
+    harness.drain()
+
+
+def test_a_handover_goes_on_as_long_as_blocks_keep_coming() -> None:
+    prompt = make_prompt(0, 41)
+    store = warm_store(prompt).store
+    transfer = FakeTransfer(KVTransferConfig(kv_connector="fake", load_timeout=1, handover_timeout=30))
+    harness = make_harness(transfer)
+    harness.submit("r", prompt, 3, options=RequestOptions(do_remote_prefill=True))
+    for block_hash, data in store.items():
+        transfer.now += 20.0
+        assert not harness.step().num_scheduled_tokens
+        transfer.store[block_hash] = data
+        transfer.deliver(transfer.tickets[0])
+    assert harness.step().num_scheduled_tokens == {"r": 1}
+    harness.drain()
+
+
+def test_a_producer_that_died_is_given_up() -> None:
+    prompt = make_prompt(0, 41)
+    transfer = FakeTransfer(KVTransferConfig(kv_connector="fake", load_timeout=1, handover_timeout=30))
+    transfer.store = dict(list(warm_store(prompt).store.items())[:4])
+    harness = make_harness(transfer)
+    harness.submit("r", prompt, 3, options=RequestOptions(do_remote_prefill=True))
+    transfer.deliver(transfer.tickets[0])
+    assert not harness.step().num_scheduled_tokens
+    transfer.now = 30.1
+    assert harness.step().num_scheduled_tokens == {"r": 25}
+    harness.drain()
+
+
+@pytest.mark.parametrize("after", ["nothing", "some blocks", "all blocks"])
+def test_abort_while_loading(after: str) -> None:
+    prompt = make_prompt(0, 41)
+    transfer = warm_store(prompt)
+    harness = make_harness(transfer)
+    harness.submit("r", prompt, 3)
+    if after != "nothing":
+        transfer.deliver(transfer.tickets[0], 3 if after == "some blocks" else 100)
+    harness.abort("r")
+    assert not transfer.tickets and not harness.scheduler.loading
+    harness.drain()
+
+
+def test_abort_between_arrival_and_admission() -> None:
+    transfer = warm_store(make_prompt(0, 41))
+    harness = make_harness(transfer, num_blocks=12)
+    harness.submit("big", make_prompt(5, 30), 10)
+    transfer.tickets[0].is_done = True
+    harness.step()
+    harness.submit("r", make_prompt(0, 41), 3)
+    transfer.deliver(transfer.tickets[0])
+    harness.step()
+    assert harness.tracked["r"].request.status is RequestStatus.WAITING, "there is no room for it yet"
+    harness.abort("r")
+    assert transfer.stats.blocks_unused == 10
+    harness.drain()
+
+
+def test_host_memory_is_taken_until_a_request_is_admitted() -> None:
+    """Those who wait for a place in the pool hold what they loaded: a queue of them must not outgrow the limit."""
+    transfer = warm_store(make_prompt(0, 41), make_prompt(1, 41))
+    harness = make_harness(transfer, num_blocks=12)
+    harness.submit("first", make_prompt(0, 41), 4)
+    harness.submit("second", make_prompt(1, 41), 4)
+    for ticket in transfer.open_tickets:
+        transfer.deliver(ticket)
+    harness.step()
+    assert [ticket.request_id for ticket in transfer.held] == ["second"]
+    harness.run(until=lambda: len(harness.live) == 1)
+    harness.step()
+    assert not transfer.held and "second" in harness.scheduler.running
+    harness.drain()
+
+
+def test_preemption_after_loading() -> None:
+    prompts = [make_prompt(seed, 21) for seed in range(3)]
+    transfer = warm_store(*prompts)
+    harness = make_harness(transfer, num_blocks=19)
+    for i, prompt in enumerate(prompts):
+        harness.submit(f"r{i}", prompt, 20)
+    for ticket in transfer.open_tickets:
+        transfer.deliver(ticket)
+    harness.drain()
+    assert harness.scheduler.num_preemptions > 0
+
+
+def test_no_producer_is_waited_for_after_preemption() -> None:
+    """It computed the prompt. What the request has generated since, nobody else is about to compute."""
+    prompt = make_prompt(0, 21)
+    transfer = warm_store(prompt, config=KVTransferConfig(kv_connector="fake", kv_role="kv_consumer"))
+    harness = make_harness(transfer)
+    harness.submit("r", prompt, 20, options=RequestOptions(do_remote_prefill=True))
+    assert transfer.open_tickets[0].follow
+    transfer.deliver(transfer.open_tickets[0])
+    harness.run(until=lambda: harness.tracked["r"].request.num_tokens == 33)
+    harness.scheduler.preempt_all()
+    (ticket,) = transfer.open_tickets
+    assert len(ticket.hashes) == 8 and not ticket.follow
+    transfer.deliver(ticket)
+    harness.drain()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_producer_saves_chunk_by_chunk(depth: int) -> None:
+    transfer = FakeTransfer(KVTransferConfig(kv_connector="fake", kv_role="kv_producer"))
+    harness = make_harness(transfer, budget=8, depth=depth)
+    harness.submit("r", make_prompt(0, 41), 9)
+    num_stored = []
+    while harness.live:
+        harness.step()
+        num_stored.append(len(transfer.store))
+    assert num_stored[:6] == [2, 4, 6, 8, 10, 10]
+    assert num_stored[-1] == (41 + 9 - 1) // BLOCK_SIZE, "and what it generates, block by block"
+    assert not transfer.tickets, "a producer does not load"
+    harness.drain()
+
+
+def test_a_consumer_does_not_save() -> None:
+    transfer = FakeTransfer(KVTransferConfig(kv_connector="fake", kv_role="kv_consumer"))
+    harness = make_harness(transfer)
+    harness.submit("r", make_prompt(0, 41), 9)
+    transfer.tickets[0].is_done = True
+    harness.drain()
+    assert not transfer.store
+
+
+def test_a_producer_hands_over_what_it_had_cached() -> None:
+    transfer = FakeTransfer(KVTransferConfig(kv_connector="fake", kv_role="kv_producer"))
+    harness = make_harness(transfer)
+    prompt = make_prompt(0, 41)
+    harness.submit("before", prompt, 1)
+    harness.run()
+    transfer.store.clear()
+    harness.submit("plain", prompt, 1)
+    harness.run()
+    assert not transfer.store
+    harness.submit("handed over", prompt, 1, options=RequestOptions(do_remote_decode=True))
+    harness.run()
+    assert len(transfer.store) == 10
+    harness.drain()
+
+
+def test_a_full_queue_drops_saves_and_counts_them() -> None:
+    transfer = FakeTransfer()
+    transfer.room = 3
+    harness = make_harness(transfer)
+    harness.submit("r", make_prompt(0, 41), 1)
+    transfer.answer_at_once()
+    harness.drain()
+    assert (len(transfer.store), transfer.stats.blocks_dropped) == (3, 7)
+
+
+def test_requests_that_need_every_prompt_row_do_not_load() -> None:
+    transfer = warm_store(make_prompt(0, 41))
+    harness = make_harness(transfer)
+    harness.submit("r", make_prompt(0, 41), 2, needs_prompt_rows=True)
+    assert not transfer.tickets
+    assert harness.step().num_scheduled_tokens == {"r": 41}
+    harness.drain()
+
+
+def test_blocks_that_are_freed_are_not_saved_any_more() -> None:
+    connector = FakeTransfer().connector()
+    going, staying = (Request(r, [1] * 9, SamplingParams(), max_tokens=1) for r in ("going", "staying"))
+    connector.blocks_filled(going, [b"a", b"b"], [0, 1])
+    connector.blocks_filled(staying, [b"c"], [2])
+    connector.request_finished(going)
+    meta = connector.build_connector_meta(SchedulerOutput(step_id=0))
+    assert meta is not None and meta.saves == [(b"c", 2)]
+
+
+# --- the fake runner must notice ----------------------------------------------------------------------------
+
+
+def _load_into_a_wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = KVConnectorScheduler.build_connector_meta
+
+    def wrong(self: Any, plan: SchedulerOutput) -> KVConnectorMetadata | None:
+        meta = build(self, plan)
+        if meta is not None and len(meta.loads) > 1:
+            meta.loads = dict(zip(meta.loads, reversed(list(meta.loads.values())), strict=True))
+        return meta
+
+    monkeypatch.setattr(KVConnectorScheduler, "build_connector_meta", wrong)
+
+
+def _load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = KVConnectorScheduler.build_connector_meta
+
+    def wrong(self: Any, plan: SchedulerOutput) -> KVConnectorMetadata | None:
+        meta = build(self, plan)
+        if meta is not None:
+            meta.loads = {}
+        return meta
+
+    monkeypatch.setattr(KVConnectorScheduler, "build_connector_meta", wrong)
+
+
+def _save_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled = KVConnectorScheduler.blocks_filled
+
+    def wrong(self: Any, request: Request, hashes: list[bytes], block_ids: list[int]) -> None:
+        filled(self, request, hashes, [max(0, block_id - 1) for block_id in block_ids])
+
+    monkeypatch.setattr(KVConnectorScheduler, "blocks_filled", wrong)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        None,
+        _load_into_a_wrong_block,
+        _load_nothing,
+        _save_the_block_before,
+    ],
+)
+def test_harness_notices(
+    mistake: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        store: dict[bytes, np.ndarray] = {}
+        for _ in range(2):
+            transfer = FakeTransfer()
+            transfer.store = store
+            transfer.answer_at_once()
+            harness = make_harness(transfer, num_blocks=14, depth=2)
+            for i in range(8):
+                harness.submit(f"r{i}", make_prompt(i % 6, 12 + 5 * (i % 3)), 9)
+            harness.drain()
+            assert harness.scheduler.num_preemptions > 0
+
+    if mistake is None:
+        run()
+        return
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError):
+        run()

@@ -1,0 +1,161 @@
+"""Every architecture in the table: packed, chunked and interleaved, against mlx-lm's own forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from metal_engine.attention.backend import AttentionMetadata
+from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.errors import UnsupportedModelError
+from metal_engine.models.check import check_paged_model
+from metal_engine.models.layer_cache import AttentionMask, LayerCache
+from metal_engine.models.paged_model import PagedModel
+from tests.support.architectures import SUPPORTED, UNSUPPORTED, VOCAB_SIZE, configuration
+from tests.support.tiny_models import random_model
+from tools.docs.models import DOC, models_doc
+
+BLOCK_SIZE = 4
+TOLERANCE = 1e-4  # of logits, relative to the largest of a row
+# (request, tokens) of each step's shares, in packing order: fresh prefills, later chunks and decodes mixed.
+STEPS = [
+    [(0, 7), (1, 3)],
+    [(1, 4), (2, 1), (0, 9)],
+    [(2, 11), (0, 1), (1, 1)],
+    [(0, 1), (2, 5), (1, 13)],
+    [(1, 1), (2, 1), (0, 1)],
+]
+LENGTHS = [sum(n for step in STEPS for r, n in step if r == request) for request in range(3)]
+
+
+@dataclass
+class PackedRun:
+    """Requests of random tokens in blocks of a shuffled pool, and how far each has come."""
+
+    paged: PagedModel
+    tokens: list[np.ndarray]
+    block_table: np.ndarray = field(init=False)  # [B, max_blocks]
+    computed: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        max_blocks = -(-max(map(len, self.tokens)) // BLOCK_SIZE)
+        blocks = np.random.default_rng(1).permutation(len(self.tokens) * max_blocks)
+        self.block_table = blocks.reshape(len(self.tokens), max_blocks).astype(np.int32)
+        self.computed = [0] * len(self.tokens)
+        self.paged.allocate(blocks.size, BLOCK_SIZE)
+
+    def step(self, shares: list[tuple[int, int]]) -> np.ndarray:
+        """Run one step; logits of each share's last row, [len(shares), vocab_size]."""
+        requests = np.concatenate([np.full(n, r) for r, n in shares])
+        positions = np.concatenate([np.arange(self.computed[r], self.computed[r] + n) for r, n in shares])
+        for r, n in shares:
+            self.computed[r] += n
+        order = [r for r, _ in shares]
+        cu_seqlens_q = np.cumsum([0] + [n for _, n in shares]).astype(np.int32)
+        slots = self.block_table[requests, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        metadata = AttentionMetadata(
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=np.array([self.computed[r] for r in order], np.int32),
+            block_table=self.block_table[order],
+            slot_mapping=mx.array(slots.astype(np.int32)),
+            block_size=BLOCK_SIZE,
+        )
+        ids = np.array([self.tokens[r][p] for r, p in zip(requests, positions, strict=True)], np.int32)
+        logits = self.paged(
+            mx.array(ids),
+            mx.array(positions.astype(np.int32)),
+            metadata,
+            MlxOpsBackend().plan(metadata),
+            mx.array(cu_seqlens_q[1:] - 1),
+        )
+        return np.array(logits)
+
+
+def largest_error(model: nn.Module, paged: PagedModel) -> float:
+    """Largest relative difference of logits between the packed run and mlx-lm's own forward."""
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, VOCAB_SIZE, n) for n in LENGTHS]
+    expected = [np.array(model(mx.array(t)[None], cache=make_prompt_cache(model))[0]) for t in tokens]
+    run = PackedRun(paged, tokens)
+    errors = []
+    for shares in STEPS:
+        for (request, _), logits in zip(shares, run.step(shares), strict=True):
+            own = expected[request][run.computed[request] - 1]
+            errors.append(np.abs(logits - own).max() / np.abs(own).max())
+    return float(np.max(errors))  # NaN if any is
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED)
+def test_packed_equals_mlx_lm(model_type: str) -> None:
+    model = random_model(configuration(model_type))
+    paged = PagedModel(model)
+    assert largest_error(model, paged) < TOLERANCE
+    for layer in paged.layer_caches:
+        assert layer.num_writes == len(STEPS)
+        # More reads where other layers share its K and V.
+        assert layer.num_reads in (len(STEPS), 2 * len(STEPS))
+    check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("model_type", UNSUPPORTED)
+def test_what_cannot_run_is_refused_with_the_reason(model_type: str) -> None:
+    reason = UNSUPPORTED[model_type][1]
+    model = random_model(configuration(model_type))
+    with pytest.raises(UnsupportedModelError) as refusal:
+        check_paged_model(PagedModel(model), MlxOpsBackend(), VOCAB_SIZE)
+    assert reason in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma3_text", "gemma2", "gemma4", "olmo3", "youtu_llm", "dbrx"]
+)
+def test_half_precision_passes_the_check_at_load(model_type: str, dtype: mx.Dtype) -> None:
+    for seed in range(3):
+        paged = PagedModel(random_model(configuration(model_type), seed, dtype))
+        check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
+
+
+def test_what_the_device_cannot_do_is_a_refusal_too() -> None:
+    """MLX has no products of experts in half precision on a CPU."""
+    if mx.metal.is_available():
+        pytest.skip("there it has")
+    paged = PagedModel(random_model(configuration("mixtral"), dtype=mx.bfloat16))
+    with pytest.raises(UnsupportedModelError, match="float32"):
+        check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_the_check_notices_mistakes_in_any_precision(
+    dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paged = PagedModel(random_model(configuration("gemma3_text"), dtype=dtype))
+    attend = LayerCache.attend
+    monkeypatch.setattr(
+        LayerCache, "attend", lambda *args, mask, **kw: attend(*args, mask=AttentionMask(None), **kw)
+    )
+    with pytest.raises(UnsupportedModelError, match="logits through the paged cache are off"):
+        check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
+
+
+def test_the_table_covers_what_differs() -> None:
+    """The comparison means something only if windows are crossed, and sinks and latents are among them."""
+    assert len(SUPPORTED) >= 30
+    assert len(UNSUPPORTED) >= 6
+    opened = {
+        t: PagedModel(random_model(configuration(t))) for t in ("gpt_oss", "gemma3_text", "deepseek_v3")
+    }
+    assert opened["gpt_oss"].windows == opened["gemma3_text"].windows == {6}
+    assert max(LENGTHS) > 3 * 6
+    assert "sinks" in dict(opened["gpt_oss"].model.layers[0].self_attn.parameters())
+    assert opened["deepseek_v3"].kv_specs[0].latent_dim == 16
+
+
+def test_docs_are_up_to_date() -> None:
+    assert DOC.read_text() == models_doc(), "run python -m tools.docs.models"

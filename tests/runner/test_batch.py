@@ -1,0 +1,371 @@
+"""Packing a step, against a naive reimplementation that goes token by token; what validation rejects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal_engine.attention.backend import consecutive_runs
+from metal_engine.runner.batch import PackedBatch, RequestTable
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.step import NewRequestData, SchedulerOutput
+
+MAX_ROWS = 4
+MAX_MODEL_LEN = 40
+NUM_BLOCKS = 200
+
+
+@dataclass
+class NaiveRequest:
+    """What the table should know of a request, in plain lists."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+
+
+def naive_pack(plan: SchedulerOutput, held: dict[str, NaiveRequest], block_size: int) -> dict[str, list]:
+    """The arrays of a step, token by token; advances ``held``."""
+    out: dict[str, list] = {name: [] for name in ("input_ids", "positions", "slot_mapping")}
+    out |= {"cu_seqlens_q": [0], "seq_lens": [], "tables": [], "logits_indices": []}
+    for request_id, share in plan.num_scheduled_tokens.items():
+        request = held[request_id]
+        for _ in range(share):
+            position = request.num_computed_tokens
+            out["input_ids"].append(request.token_ids[position])
+            out["positions"].append(position)
+            block_id = request.block_ids[position // block_size]
+            out["slot_mapping"].append(block_id * block_size + position % block_size)
+            request.num_computed_tokens += 1
+        out["cu_seqlens_q"].append(len(out["input_ids"]))
+        out["seq_lens"].append(request.num_computed_tokens)
+        out["tables"].append(request.block_ids[: -(-request.num_computed_tokens // block_size)])
+        if request_id in plan.sampled_req_ids:
+            out["logits_indices"].append(len(out["input_ids"]) - 1)
+    return out
+
+
+class Traffic:
+    """Draws plans as a scheduler could make them, with no policy in them."""
+
+    def __init__(self, data: st.DataObject, block_size: int) -> None:
+        self.data = data
+        self.block_size = block_size
+        self.held: dict[str, NaiveRequest] = {}
+        self.free_blocks: list[int] = data.draw(st.permutations(range(NUM_BLOCKS)), label="free blocks")
+        self.num_requests = 0
+
+    def blocks_up_to(self, block_ids: list[int], num_tokens: int) -> list[int]:
+        missing = -(-num_tokens // self.block_size) - len(block_ids)
+        taken, self.free_blocks = self.free_blocks[: max(0, missing)], self.free_blocks[max(0, missing) :]
+        return taken
+
+    def draw_plan(self, step_id: int) -> SchedulerOutput:
+        draw = self.data.draw
+        plan = SchedulerOutput(step_id)
+        for request_id in list(self.held):
+            full = len(self.held[request_id].token_ids) == MAX_MODEL_LEN
+            if full or draw(st.integers(0, 5)) == 0:
+                self.free_blocks += self.held.pop(request_id).block_ids
+                plan.dropped_req_ids.append(request_id)
+        if draw(st.booleans()):
+            plan.dropped_req_ids.append("never held")  # of a step that failed before it was packed
+        for request_id, request in self.held.items():
+            if draw(st.integers(0, 4)):
+                remaining = len(request.token_ids) - request.num_computed_tokens
+                share = draw(st.integers(1, remaining))
+                new_ids = self.blocks_up_to(request.block_ids, request.num_computed_tokens + share)
+                if new_ids:
+                    plan.new_block_ids[request_id] = new_ids
+                    request.block_ids += new_ids
+                plan.num_scheduled_tokens[request_id] = share
+        while len(self.held) < MAX_ROWS and (draw(st.booleans()) or not plan.num_scheduled_tokens):
+            request_id = f"r{self.num_requests}"
+            self.num_requests += 1
+            token_ids = draw(st.lists(st.integers(0, 999), min_size=1, max_size=MAX_MODEL_LEN - 1))
+            computed = draw(st.integers(0, len(token_ids) - 1))
+            num_prompt = draw(st.integers(1, len(token_ids)))
+            block_ids = self.blocks_up_to([], len(token_ids))
+            self.held[request_id] = NaiveRequest(token_ids, num_prompt, computed, block_ids)
+            plan.new_requests.append(
+                NewRequestData(
+                    request_id, list(token_ids), num_prompt, computed, list(block_ids), SamplingParams()
+                )
+            )
+            plan.num_scheduled_tokens[request_id] = draw(st.integers(1, len(token_ids) - computed))
+        for request_id, share in plan.num_scheduled_tokens.items():
+            request = self.held[request_id]
+            if request.num_computed_tokens + share == len(request.token_ids):
+                plan.sampled_req_ids.append(request_id)
+        return plan
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), block_size=st.sampled_from([1, 3, 4, 16]), ahead=st.booleans())
+def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int, ahead: bool) -> None:
+    """Also a step ahead: a step's tokens arrive when the next one has been packed."""
+    table = RequestTable(MAX_ROWS, MAX_MODEL_LEN, block_size)
+    traffic = Traffic(data, block_size)
+    last_samples: list[int] = []
+    under_way: list[tuple[list[str], np.ndarray]] = []
+    for step_id in range(data.draw(st.integers(1, 8), label="steps")):
+        plan = traffic.draw_plan(step_id)
+        if not plan.num_scheduled_tokens:
+            for request_id in plan.dropped_req_ids:
+                table.remove(request_id)
+            continue
+        batch = table.pack(plan)
+        expected = naive_pack(plan, traffic.held, block_size)
+        batch.validate(NUM_BLOCKS * block_size, block_size)
+        if not ahead:
+            assert not len(batch.pending_rows)
+        assert not batch.input_ids[batch.pending_rows].any()
+        batch.input_ids[batch.pending_rows] = [
+            last_samples[i] for i in batch.pending_samples
+        ]  # as on the device
+        for name in ("input_ids", "positions", "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices"):
+            array = getattr(batch, name)
+            assert array.dtype == np.int32
+            assert array.tolist() == expected[name], name
+        assert batch.block_table.shape[1] == max(map(len, expected["tables"])), "no wider than the step needs"
+        for row, block_ids in zip(batch.block_table.tolist(), expected["tables"], strict=True):
+            assert row[: len(block_ids)] == block_ids
+        assert len(table) == len(traffic.held)
+
+        # What the step sampled, and what the sampler counts positions by.
+        sampled = [traffic.held[request_id] for request_id in plan.sampled_req_ids]
+        num_outputs = [len(request.token_ids) - request.num_prompt_tokens for request in sampled]
+        assert table.num_output_tokens(batch.sampled_rows).tolist() == num_outputs
+        tokens = data.draw(st.lists(st.integers(0, 999), min_size=len(sampled), max_size=len(sampled)))
+        last_samples = tokens
+        under_way.append(([*plan.sampled_req_ids, "gone"], np.array([*tokens, 7], np.int32)))
+        while len(under_way) > ahead:
+            table.append_tokens(*under_way.pop(0))
+        for request, token_id in zip(sampled, tokens, strict=True):
+            request.token_ids.append(token_id)
+
+
+# --- bad plans ----------------------------------------------------------------------------------------------
+
+
+def new_request(request_id: str, num_tokens: int, block_ids: list[int]) -> NewRequestData:
+    return NewRequestData(request_id, list(range(num_tokens)), num_tokens, 0, block_ids, SamplingParams())
+
+
+def test_plans_that_contradict_the_table_are_refused() -> None:
+    table = RequestTable(2, 32, 4)
+    table.pack(SchedulerOutput(0, {"a": 4}, [new_request("a", 6, [0, 1])]))
+    with pytest.raises(ValueError, match="held already"):
+        table.pack(SchedulerOutput(1, {"a": 4}, [new_request("a", 6, [2, 3])]))
+    with pytest.raises(KeyError):
+        table.pack(SchedulerOutput(2, {"unknown": 1}))
+    with pytest.raises(ValueError, match="fewer blocks than tokens"):
+        table.pack(SchedulerOutput(3, {"a": 5}))
+    with pytest.raises(ValueError, match="one request more"):
+        table.pack(SchedulerOutput(4, {"b": 1, "c": 1}, [new_request(r, 1, [5]) for r in "bc"]))
+
+
+@pytest.mark.parametrize("sampled", [["b", "a"], ["a", "gone"], ["a", "a"]])
+def test_sampled_requests_must_be_in_packing_order(sampled: list[str]) -> None:
+    table = RequestTable(2, 32, 4)
+    new = [new_request("a", 2, [0]), new_request("b", 2, [1])]
+    with pytest.raises(ValueError, match="packing order"):
+        table.pack(SchedulerOutput(0, {"a": 2, "b": 2}, new, sampled_req_ids=sampled))
+
+
+def test_an_empty_plan_makes_a_batch_that_is_refused() -> None:
+    batch = RequestTable(2, 32, 4).pack(SchedulerOutput(0))
+    with pytest.raises(ValueError, match="no tokens"):
+        batch.validate(32, 4)
+
+
+def test_tokens_of_a_dropped_request_are_not_written_to_its_successor() -> None:
+    table = RequestTable(1, 32, 4)
+    table.pack(SchedulerOutput(0, {"a": 2}, [new_request("a", 2, [0])], sampled_req_ids=["a"]))
+    new = NewRequestData("b", [7, 8, 9], 3, 0, [1], SamplingParams())
+    table.pack(SchedulerOutput(1, {"b": 2}, [new], dropped_req_ids=["a"]))
+    table.append_tokens(["a"], np.array([5], np.int32))
+    batch = table.pack(SchedulerOutput(2, {"b": 1}, sampled_req_ids=["b"]))
+    assert batch.input_ids.tolist() == [9]
+    assert table.num_output_tokens(batch.sampled_rows).tolist() == [0]
+
+
+def decode(step_id: int, request_id: str) -> SchedulerOutput:
+    return SchedulerOutput(step_id, {request_id: 1}, sampled_req_ids=[request_id])
+
+
+def test_a_token_that_nobody_knows_is_an_error() -> None:
+    """Rows are reused, so what stands where the token will be is what another request left there."""
+    table = RequestTable(1, 32, 4)
+    table.pack(SchedulerOutput(0, {"old": 8}, [new_request("old", 8, [0, 1])]))
+    new = [new_request("a", 2, [2, 3])]
+    first = SchedulerOutput(1, {"a": 2}, new, sampled_req_ids=["a"], dropped_req_ids=["old"])
+    table.pack(first)
+    table.forget_samples()  # the step failed
+    with pytest.raises(ValueError, match="neither known nor being sampled"):
+        table.pack(decode(2, "a"))
+
+    table = RequestTable(1, 32, 4)
+    table.pack(SchedulerOutput(0, {"a": 2}, [new_request("a", 2, [2, 3])]))  # which samples nothing
+    with pytest.raises(ValueError, match="neither known nor being sampled"):
+        table.pack(decode(1, "a"))
+
+    for share in (2, 3):  # more than the one that is being sampled
+        table = RequestTable(1, 32, 4)
+        table.pack(first)
+        with pytest.raises(ValueError, match="neither known nor being sampled"):
+            table.pack(SchedulerOutput(2, {"a": share}, sampled_req_ids=["a"]))
+
+
+def test_a_sample_is_taken_from_the_step_before_only() -> None:
+    table = RequestTable(2, 32, 4)
+    new = [new_request("a", 2, [2]), new_request("b", 8, [4, 5])]
+    table.pack(SchedulerOutput(0, {"a": 2, "b": 2}, new, sampled_req_ids=["a"]))
+    batch = table.pack(SchedulerOutput(1, {"b": 2, "a": 1}, sampled_req_ids=["a"]))
+    assert (batch.pending_rows.tolist(), batch.pending_samples.tolist()) == ([2], [0])
+    assert batch.input_ids.tolist() == [2, 3, 0]
+    table.append_tokens(["a"], np.array([9], np.int32))
+    table.pack(SchedulerOutput(2, {"b": 2}))
+    with pytest.raises(ValueError, match="neither known nor being sampled"):
+        table.pack(decode(3, "a"))  # of step 1, and step 2 came between
+
+
+# --- bad batches --------------------------------------------------------------------------------------------
+
+BLOCK_SIZE = 4
+NUM_SLOTS = 40
+
+
+TWICE = np.array([2, 2], np.int32)
+
+
+def good_batch() -> PackedBatch:
+    """Query lengths 4, 1 and 3 over contexts 2, 5 and 0; the first and the second sample.
+
+    The token of the second is the third sample of the step before."""
+    arrays = {
+        "input_ids": [1, 2, 3, 4, 5, 6, 7, 8],
+        "positions": [2, 3, 4, 5, 5, 0, 1, 2],
+        "cu_seqlens_q": [0, 4, 5, 8],
+        "seq_lens": [6, 6, 3],
+        "block_table": [[3, 5], [9, 0], [2, 99]],  # 99 is padding
+        "slot_mapping": [14, 15, 20, 21, 1, 8, 9, 10],
+        "logits_indices": [3, 4],
+        "sampled_rows": [7, 0],
+        "pending_rows": [4],
+        "pending_samples": [2],
+    }
+    return PackedBatch(**{name: np.array(values, np.int32) for name, values in arrays.items()})
+
+
+def changed(name: str, values: object, dtype: type = np.int32) -> PackedBatch:
+    return replace(good_batch(), **{name: np.array(values, dtype)})
+
+
+def test_a_good_batch_passes_and_its_padding_is_not_looked_at() -> None:
+    good_batch().validate(NUM_SLOTS, BLOCK_SIZE)
+    changed("block_table", [[3, 5], [9, 0], [2, -7]]).validate(NUM_SLOTS, BLOCK_SIZE)
+    none = np.array([], np.int32)
+    nothing_pending = replace(good_batch(), pending_rows=none, pending_samples=none)
+    nothing_pending.validate(NUM_SLOTS, BLOCK_SIZE)
+    replace(nothing_pending, logits_indices=none, sampled_rows=none).validate(NUM_SLOTS, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("name", vars(good_batch()))
+def test_validate_rejects_other_dtypes(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is int64"):
+        changed(name, getattr(good_batch(), name), np.int64).validate(NUM_SLOTS, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("name", vars(good_batch()))
+def test_validate_rejects_other_ranks(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} has shape"):
+        changed(name, getattr(good_batch(), name)[None]).validate(NUM_SLOTS, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("name", vars(good_batch()))
+def test_validate_rejects_a_missing_element(name: str) -> None:
+    with pytest.raises(ValueError, match="bad batch"):
+        changed(name, getattr(good_batch(), name)[:-1]).validate(NUM_SLOTS, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        set(vars(good_batch()))
+        - {"input_ids", "sampled_rows", "block_table", "pending_rows", "pending_samples"}
+    ),
+)
+@pytest.mark.parametrize("by", [-1, 1])
+def test_validate_rejects_any_element_off_by_one(name: str, by: int) -> None:
+    """Each of these arrays is determined by the others, so any other element is a contradiction."""
+    good = getattr(good_batch(), name)
+    for index in np.ndindex(good.shape):
+        bad = good.copy()
+        bad[index] += by
+        with pytest.raises(ValueError, match="bad batch"):
+            changed(name, bad).validate(NUM_SLOTS, BLOCK_SIZE)
+
+
+def with_table(block_table: list[list[int]]) -> PackedBatch:
+    """The good batch with other blocks, slots to match."""
+    batch = changed("block_table", block_table)
+    blocks = batch.block_table[np.repeat([0, 1, 2], [4, 1, 3]), batch.positions // BLOCK_SIZE]
+    slots = blocks * BLOCK_SIZE + batch.positions % BLOCK_SIZE
+    return replace(batch, slot_mapping=slots.astype(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: changed("cu_seqlens_q", [1, 4, 5, 8]), "cu_seqlens_q"),
+        (lambda: changed("cu_seqlens_q", [0, 4, 5, 7]), "cu_seqlens_q"),
+        (lambda: changed("cu_seqlens_q", [0, 4, 4, 8]), "cu_seqlens_q"),
+        (lambda: changed("cu_seqlens_q", [0, 5, 4, 8]), "cu_seqlens_q"),
+        (lambda: changed("cu_seqlens_q", [0, 4, 5, 6, 8]), "cu_seqlens_q"),
+        (lambda: changed("seq_lens", [3, 6, 3]), "shorter than its query"),
+        (lambda: changed("positions", [2, 3, 3, 5, 5, 0, 1, 2]), "positions"),
+        (lambda: changed("positions", [3, 2, 4, 5, 5, 0, 1, 2]), "positions"),
+        (lambda: changed("block_table", [[3], [9], [2]]), "too small"),
+        (lambda: changed("block_table", [[3, 5], [9, 0]]), "too small"),
+        (lambda: with_table([[3, 5], [9, 10], [2, 99]]), "leaves the KV cache"),
+        (lambda: with_table([[3, 5], [9, -1], [2, 99]]), "leaves the KV cache"),
+        # Block 9 of the second request is read, not written: only the table shows it.
+        (lambda: changed("block_table", [[3, 5], [10, 0], [2, 99]]), "leaves the KV cache"),
+        (lambda: changed("block_table", [[3, 5], [9, 1], [2, 99]]), "disagrees with block_table"),
+        (lambda: changed("slot_mapping", [14, 15, 20, 21, 1, 8, 10, 9]), "disagrees with block_table"),
+        (lambda: with_table([[3, 5], [9, 5], [2, 99]]), "share a slot"),
+        (lambda: changed("logits_indices", [4, 3]), "logits_indices"),
+        (lambda: changed("logits_indices", [3, 3]), "logits_indices"),
+        (lambda: changed("logits_indices", [3, 6]), "logits_indices"),
+        (lambda: changed("logits_indices", [3, 8]), "logits_indices"),
+        (lambda: changed("sampled_rows", [7, 7]), "sampled_rows"),
+        (lambda: changed("sampled_rows", [7, -1]), "sampled_rows"),
+        (lambda: changed("pending_rows", [5]), "pending_rows"),
+        (lambda: changed("pending_rows", [-1]), "pending_rows"),
+        (lambda: changed("pending_samples", [-1]), "pending_rows"),
+        (lambda: replace(changed("pending_rows", [3, 4]), pending_samples=TWICE), "pending_rows"),
+    ],
+)
+def test_validate_names_the_contradiction(make: Callable[[], PackedBatch], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make().validate(NUM_SLOTS, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("slots", "runs"),
+    [
+        ([7], []),
+        ([4, 5, 6], [[0, 3, 4]]),
+        ([9, 4, 5, 6, 8, 7, 20, 21, 22, 23], [[1, 3, 4], [6, 4, 20]]),
+        ([0, 1, 2, 2, 3, 4, 3], [[0, 3, 0], [3, 3, 2]]),
+    ],
+)
+def test_consecutive_runs(slots: list[int], runs: list[list[int]]) -> None:
+    assert consecutive_runs(np.array(slots, np.int32), min_length=3).tolist() == runs

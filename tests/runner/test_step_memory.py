@@ -1,0 +1,115 @@
+"""What a step takes is measured before the KV cache is sized, and real steps keep to it."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.attention.portable.groups import CPU_LIMITS
+from metal_engine.build import build_engine
+from metal_engine.errors import ConfigError
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.request import Request
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.step_memory import measure_step_bytes
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, SchedulerConfig
+from tests.support.tiny_models import tiny_model
+
+NUM_TOKENS, NUM_SEQS = 512, 8
+
+
+def test_real_steps_take_no_more() -> None:
+    paged = PagedModel(tiny_model(vocab_size=4096))
+    measured = measure_step_bytes(paged, MlxOpsBackend(), 16, None, NUM_TOKENS, NUM_SEQS)
+    assert not paged.layer_caches
+    cache = CacheConfig(block_size=16, num_blocks=400)
+    config = SchedulerConfig(
+        max_num_batched_tokens=NUM_TOKENS,
+        max_num_seqs=NUM_SEQS,
+        max_model_len=1024,
+        max_num_partial_prefills=4,
+    )
+    runner, scheduler = ModelRunner(paged, MlxOpsBackend(), config, cache), Scheduler(config, cache)
+    rng = np.random.default_rng(0)
+    for i, length in enumerate([900, 512, 100, 30, 3, 600, 17, 64]):
+        params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=6, seed=i)
+        scheduler.add_request(Request(str(i), rng.integers(0, 4096, length).tolist(), params, max_tokens=6))
+    mx.synchronize()
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    while scheduler.has_requests:
+        plan = scheduler.schedule()
+        scheduler.update(plan, runner.execute(plan).result())
+    taken = mx.get_peak_memory() - held
+    # Contexts longer than what was tried: a few pieces of scores, and a span of K and of V.
+    longer = 4 * (4 * CPU_LIMITS.scores + 2 * CPU_LIMITS.span)
+    assert longer < MARGIN_BYTES / 8
+    assert 0.2 * measured < taken < measured + longer, (taken, measured)
+
+
+def test_it_grows_with_the_step() -> None:
+    paged = PagedModel(tiny_model(vocab_size=4096))
+    sizes = [(16, 1), (256, 1), (256, 32), (1024, 64)]
+    taken = [measure_step_bytes(paged, MlxOpsBackend(), 16, None, *size) for size in sizes]
+    assert 0 < taken[0] < taken[1] < taken[2] < taken[3]
+
+
+@pytest.mark.parametrize(
+    ("max_positions", "num_tokens", "num_seqs", "lengths"),
+    [
+        (None, 20, 4, [17, 1, 1, 1]),
+        (8, 20, 4, [8, 8, 3, 1]),
+        (8, 8, 8, [1] * 8),
+        (3, 100, 2, [3, 3]),
+    ],
+)
+def test_no_request_is_longer_than_it_may_be(
+    max_positions: int | None,
+    num_tokens: int,
+    num_seqs: int,
+    lengths: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+    call = PagedModel.__call__
+
+    def note(self: PagedModel, input_ids, positions, metadata, *rest):  # type: ignore[no-untyped-def]
+        requests = np.repeat(np.arange(num_seqs), metadata.seq_lens)
+        at = np.array(positions)
+        slots = metadata.block_table[requests, at // 4] * 4 + at % 4
+        assert np.array_equal(slots, np.array(metadata.slot_mapping)) and len(set(slots.tolist())) == len(at)
+        seen.append((metadata.seq_lens.tolist(), at.tolist()))
+        return call(self, input_ids, positions, metadata, *rest)
+
+    monkeypatch.setattr(PagedModel, "__call__", note)
+    paged = PagedModel(tiny_model())
+    measure_step_bytes(paged, MlxOpsBackend(), 4, max_positions, num_tokens, num_seqs)
+    assert seen == [(lengths, [p for length in lengths for p in range(length)])]
+
+
+def test_a_step_that_does_not_fit_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = PagedModel(tiny_model())
+
+    def fail(*_: object) -> mx.array:
+        raise RuntimeError("[malloc] Unable to allocate 5 bytes.\nmore")
+
+    monkeypatch.setattr(PagedModel, "__call__", fail)
+    with pytest.raises(
+        ConfigError, match=r"lower --max-num-batched-tokens \(\[malloc\] Unable to allocate 5 bytes"
+    ):
+        measure_step_bytes(paged, MlxOpsBackend(), 4, None, 16, 2)
+    assert not paged.layer_caches
+
+
+def test_an_engine_knows_what_it_takes() -> None:
+    core = build_engine(EngineArgs(model="demo", kv_cache_memory_bytes=1 << 26, max_num_batched_tokens=64))
+    config = core.config
+    assert config.step_bytes > 1 << 20
+    assert config.peak_bytes == config.model.weight_bytes + config.kv_bytes + config.step_bytes
+    assert (1 << 26) - (1 << 20) < config.kv_bytes <= 1 << 26
+    core.close()

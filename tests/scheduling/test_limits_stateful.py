@@ -1,0 +1,130 @@
+"""The state machine of ``test_scheduler_stateful.py`` with every knob of scheduling drawn at random.
+
+The harness asserts after each step that the budget is exact, that the limits on partial, long and aligned chunks
+and on attention work hold, that nothing shared is written, and that every request gets the tokens it gets alone;
+and, at the end, that all are done within a bounded number of steps.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from metal_engine.request import RequestOptions
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from tests.scheduling.test_scheduler_stateful import _QUICK, SchedulerMachine
+from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+
+
+class KnobsMachine(SchedulerMachine):
+    """Any combination of settings, shared prefixes, salts, priorities, pools too small for the traffic."""
+
+    depths = st.integers(1, 3)
+    pool_sizes = st.integers(2, 40)
+    token_budgets = st.one_of(st.integers(1, 64), st.just(512))
+    model_lens = st.just(400)
+    work_caps = st.one_of(st.just(1 << 62), st.integers(1, 5000))
+
+    @initialize(data=st.data())
+    def start_engine(self, data: st.DataObject) -> None:  # type: ignore[override]
+        def draw(strategy, label):  # type: ignore[no-untyped-def]
+            return data.draw(strategy, label=label)
+
+        block_size = draw(st.sampled_from([1, 2, 4, 16]), "block_size")
+        aligned = draw(st.booleans(), "aligned")
+        max_num_seqs = draw(st.integers(1, 8), "max_num_seqs")
+        budget = draw(self.token_budgets, "budget")
+        if aligned:
+            budget = max(budget, max_num_seqs + block_size)
+        partial = draw(st.sampled_from([1, 2, 4, 16]), "partial")
+        self.harness = SchedulerHarness(
+            SchedulerConfig(
+                max_num_batched_tokens=budget,
+                max_num_seqs=max_num_seqs,
+                max_model_len=draw(self.model_lens, "max_model_len"),
+                max_num_partial_prefills=partial,
+                max_long_partial_prefills=draw(st.integers(1, partial), "long"),
+                long_prefill_token_threshold=draw(st.sampled_from([1, 7, budget, 2 * budget]), "threshold"),
+                page_aligned_scheduling=aligned,
+                scheduling_policy=draw(st.sampled_from(["fcfs", "priority"]), "policy"),
+                max_attention_work=draw(self.work_caps, "work"),
+            ),
+            CacheConfig(
+                block_size=block_size,
+                num_blocks=draw(self.pool_sizes, "num_blocks"),
+                enable_prefix_caching=draw(st.sampled_from([True, True, False]), "caching"),
+                model_fingerprint="fake",
+            ),
+            depth=draw(self.depths, "depth"),
+        )
+        config, cache = self.harness.config, self.harness.cache_config
+        self.capacity = min(config.max_model_len, cache.num_tokens + 1)
+        self.num_requests = 0
+
+    def submit(self, prompt: list[int], max_tokens: int, **kwargs: object) -> None:  # type: ignore[override]
+        # Drawn from what the request is, so that the machine's rules need not know of it.
+        digest = len(prompt) * 31 + max_tokens * 7 + self.num_requests
+        options = RequestOptions(priority=digest % 3 - 1, cache_salt="other" if digest % 5 == 0 else "")
+        request_id = f"r{self.num_requests}"
+        self.num_requests += 1
+        needs_rows = digest % 11 == 0
+        kwargs["needs_token_on_host"] = digest % 4 == 0
+        if len(prompt) + max_tokens <= self.capacity:
+            self.harness.submit(
+                request_id, prompt, max_tokens, options=options, needs_prompt_rows=needs_rows, **kwargs
+            )
+        else:
+            with pytest.raises(ValueError):
+                self.harness.submit(request_id, prompt, max_tokens)
+        self.harness.scheduler.check_integrity()
+
+    @rule(seed=st.integers(0, 2), other=st.integers(3, 5), data=st.data(), max_tokens=st.integers(1, 12))
+    def arrive_with_a_shared_beginning(
+        self, seed: int, other: int, data: st.DataObject, max_tokens: int
+    ) -> None:
+        common = data.draw(st.integers(1, max(1, self.capacity - 1)), label="common")
+        tail = data.draw(st.integers(0, max(0, min(40, self.capacity - common - 1))), label="tail")
+        self.submit(make_prompt(seed, common) + make_prompt(other, tail), max_tokens)
+
+    @precondition(lambda self: self.harness.tracked)
+    @rule(data=st.data(), added=st.integers(1, 9))
+    def second_turn(self, data: st.DataObject, added: int) -> None:
+        """A prompt that goes on from what another request has said so far."""
+        tracked = self.harness.tracked[data.draw(st.sampled_from(sorted(self.harness.tracked)), label="turn")]
+        prompt = tracked.request.token_ids + make_prompt(9, added)
+        self.submit(prompt[: max(1, self.capacity - 1)], 1 + added % 4)
+
+
+class LargeKnobsMachine(KnobsMachine):
+    """Prompts of up to 10,000 tokens."""
+
+    pool_sizes = st.integers(300, 2000)
+    token_budgets = st.sampled_from([61, 512, 2048])
+    model_lens = st.just(10_000)
+    work_caps = st.one_of(st.just(1 << 62), st.integers(100_000, 2_000_000))
+
+
+_KNOBS_QUICK = settings(_QUICK, max_examples=100, stateful_step_count=30)
+_LARGE_QUICK = settings(_QUICK, max_examples=40, stateful_step_count=12)
+
+
+class TestKnobs(KnobsMachine.TestCase):
+    settings = _KNOBS_QUICK
+
+
+class TestLargeKnobs(LargeKnobsMachine.TestCase):
+    settings = _LARGE_QUICK
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+class TestKnobsFull(KnobsMachine.TestCase):
+    settings = settings(_KNOBS_QUICK, max_examples=2000, stateful_step_count=60)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+class TestLargeKnobsFull(LargeKnobsMachine.TestCase):
+    settings = settings(_LARGE_QUICK, max_examples=100, stateful_step_count=20)

@@ -1,0 +1,310 @@
+"""Shared prefixes: what counts as a hit, when, and that a wrong one shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from metal_engine.request import Request, RequestOptions
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling import prefix_cache
+from metal_engine.scheduling.block_manager import BlockManager
+from metal_engine.scheduling.prefix_cache import PrefixCache, extend_block_hashes
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+
+
+def make_harness(
+    budget: int = 64, *, num_blocks: int = 64, depth: int = 1, partial: int = 1
+) -> SchedulerHarness:
+    return SchedulerHarness(
+        SchedulerConfig(
+            max_num_batched_tokens=budget, max_num_seqs=8, max_model_len=400, max_num_partial_prefills=partial
+        ),
+        CacheConfig(block_size=4, num_blocks=num_blocks, enable_prefix_caching=True, model_fingerprint="m"),
+        depth=depth,
+    )
+
+
+def cached_tokens(harness: SchedulerHarness, *request_ids: str) -> list[int]:
+    return [harness.tracked[r].request.num_cached_tokens for r in request_ids]
+
+
+def hashes(prompt: list[int], *, salt: str = "", model: str = "m") -> list[bytes]:
+    request = Request("r", prompt, SamplingParams(), max_tokens=1, options=RequestOptions(cache_salt=salt))
+    return extend_block_hashes(request, 4, model)
+
+
+# --- hashes -------------------------------------------------------------------------------------------------
+
+
+def test_hashes_cover_full_blocks_and_everything_before_them() -> None:
+    prompt = make_prompt(0, 11)
+    assert len(hashes(prompt)) == 2
+    assert hashes(prompt) == hashes(prompt[:8])
+    first_differs = [prompt[0] + 1, *prompt[1:]]
+    assert not set(hashes(first_differs)) & set(hashes(prompt)), "a block's hash depends on those before it"
+    assert hashes([*prompt[:7], 1])[:1] == hashes(prompt)[:1]
+
+
+def test_hashes_depend_on_salt_and_model() -> None:
+    prompt = make_prompt(0, 8)
+    variants = [hashes(prompt), hashes(prompt, salt="a"), hashes(prompt, salt="b"), hashes(prompt, model="n")]
+    assert len({h for chain in variants for h in chain}) == 8
+    assert hashes(prompt, salt="\ud800"), "JSON may hold lone surrogates"
+
+
+def test_hashes_grow_with_the_request() -> None:
+    request = Request("r", make_prompt(0, 6), SamplingParams(), max_tokens=9)
+    assert len(extend_block_hashes(request, 4, "m")) == 1
+    request.token_ids += make_prompt(1, 6)
+    assert extend_block_hashes(request, 4, "m") == hashes(make_prompt(0, 6) + make_prompt(1, 6))
+
+
+# --- hits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_second_request_computes_only_what_is_new(depth: int) -> None:
+    harness = make_harness(depth=depth)
+    harness.submit("a", make_prompt(0, 20), 2)
+    harness.run()
+    harness.submit("b", make_prompt(0, 20) + make_prompt(1, 6), 2)
+    assert harness.step().num_scheduled_tokens == {"b": 6}
+    assert cached_tokens(harness, "a", "b") == [0, 20]
+    harness.drain()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_answers_are_cached_too(depth: int) -> None:
+    harness = make_harness(depth=depth)
+    a = harness.submit("a", make_prompt(0, 10), 10)
+    harness.run()
+    # The last token's KV was never computed, so the block that it fills is not there.
+    assert len(a.token_ids) == 20
+    harness.submit("b", [*a.token_ids, 1, 2, 3], 1)
+    harness.run()
+    assert cached_tokens(harness, "b") == [16]
+
+
+def test_at_least_one_token_is_computed() -> None:
+    harness = make_harness()
+    for name in "ab":
+        harness.submit(name, make_prompt(0, 16), 2)
+        harness.run()
+    assert cached_tokens(harness, "b") == [12]
+
+
+def test_the_output_says_what_was_cached() -> None:
+    harness = make_harness()
+    for name, expected in (("a", 0), ("b", 8)):
+        harness.submit(name, make_prompt(0, 11), 2)
+        harness.schedule()
+        assert [output.num_cached_tokens for output in harness.update()] == [expected]
+        harness.run()
+
+
+def test_salts_keep_requests_apart() -> None:
+    harness = make_harness()
+    for name, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x")):
+        harness.submit(name, make_prompt(0, 20), 1, options=RequestOptions(cache_salt=salt))
+        harness.run()
+    assert cached_tokens(harness, *"abcd") == [0, 0, 0, 16]
+
+
+def test_a_request_that_needs_every_prompt_row_bypasses_the_cache() -> None:
+    harness = make_harness()
+    harness.submit("a", make_prompt(0, 20), 1)
+    harness.run()
+    harness.submit("b", make_prompt(0, 20), 1, needs_prompt_rows=True)
+    assert harness.step().num_scheduled_tokens == {"b": 20}
+    harness.submit("c", make_prompt(0, 20), 1)
+    harness.run()
+    assert cached_tokens(harness, *"bc") == [0, 16]
+
+
+def test_requests_in_flight_share() -> None:
+    harness = make_harness(budget=12)
+    harness.submit("a", make_prompt(0, 20), 30)
+    harness.step()
+    harness.step()
+    harness.submit("b", make_prompt(0, 24), 1)
+    assert harness.step().num_scheduled_tokens == {"a": 1, "b": 4}
+    blocks = harness.scheduler.blocks
+    assert blocks.block_ids("a")[:5] == blocks.block_ids("b")[:5] or not blocks.block_ids("b")
+    harness.drain()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_burst_computes_its_prefix_once(depth: int) -> None:
+    """Partial prefills run side by side, but those with the same prefix wait for the first of them."""
+    harness = make_harness(budget=16, depth=depth, partial=4)
+    for i in range(6):
+        harness.submit(f"r{i}", make_prompt(0, 40) + make_prompt(i + 1, 3), 1)
+    harness.run()
+    computed = sum(sum(plan.num_scheduled_tokens.values()) for plan in harness.plans)
+    assert computed == 40 + 6 * 3
+    assert cached_tokens(harness, *(f"r{i}" for i in range(6))) == [0] + [40] * 5
+
+
+def test_nobody_waits_for_a_prefix_that_saves_little() -> None:
+    harness = make_harness(budget=64, partial=4)
+    harness.submit("a", make_prompt(0, 4) + make_prompt(1, 20), 1)
+    harness.submit("b", make_prompt(0, 4) + make_prompt(2, 20), 1)
+    assert harness.step().num_scheduled_tokens == {"a": 24, "b": 24}
+    harness.drain()
+
+
+@pytest.mark.parametrize("how", ["abort", "finish"])
+def test_who_waits_for_a_prefix_goes_on_when_its_owner_ends(how: str) -> None:
+    harness = make_harness(budget=8, partial=2)
+    harness.submit("a", make_prompt(0, 32), 1)
+    harness.submit("b", make_prompt(0, 40), 1)
+    assert list(harness.step().num_scheduled_tokens) == ["a"]
+    if how == "abort":
+        harness.abort("a")
+        assert harness.step().num_scheduled_tokens == {"b": 8}
+        assert cached_tokens(harness, "b") == [8]
+    harness.drain()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_waits_for_a_prefix_goes_on_when_its_last_token_goes_as_a_decode(depth: int) -> None:
+    """The owner's first chunk leaves one token of its prompt, which is no prefill any more."""
+    harness = make_harness(budget=31, partial=4, depth=depth)
+    harness.submit("owner", make_prompt(0, 32), 50)
+    b = harness.submit("b", make_prompt(0, 42), 1)
+    for _ in range(3 + depth):
+        harness.step()
+    assert cached_tokens(harness, "b") == [32] and b.is_finished
+    harness.drain()
+
+
+def test_a_preempted_request_comes_back_through_the_cache() -> None:
+    harness = make_harness(num_blocks=14)
+    harness.submit("a", make_prompt(0, 20), 20)
+    b = harness.submit("b", make_prompt(1, 24), 12)
+    harness.run(until=lambda: b.num_preemptions > 0)
+    harness.run(until=lambda: b.num_computed_tokens > 0)
+    resumed = [new for plan in harness.plans for new in plan.new_requests if new.request_id == "b"][-1]
+    assert resumed.num_computed_tokens > 0
+    assert b.num_cached_tokens == 0, "what it had computed itself does not count"
+    harness.drain()
+
+
+# --- the pool -----------------------------------------------------------------------------------------------
+
+
+def fill(blocks: BlockManager, request_id: str, chain: list[bytes]) -> None:
+    cached = blocks.find_cached(chain, len(chain))
+    assert blocks.allocate(request_id, len(chain) * blocks.block_size, cached=cached) is not None
+    blocks.register(request_id, chain, len(cached), len(chain))
+    blocks.check_integrity()
+
+
+def test_least_recently_used_goes_first_tails_before_heads() -> None:
+    blocks = BlockManager(6, 4)
+    a, b = [b"a0", b"a1", b"a2"], [b"b0", b"b1"]
+    fill(blocks, "a", a)
+    fill(blocks, "b", b)
+    blocks.free("a")
+    blocks.free("b")
+    fill(blocks, "again", a)  # used again: b is the oldest now
+    blocks.free("again")
+    assert blocks.allocate("new", 8) is not None  # the block never used, and b's tail
+    assert len(blocks.find_cached(a, 3)) == 3
+    assert len(blocks.find_cached(b, 2)) == 1
+    blocks.check_integrity()
+
+
+def test_blocks_without_a_cached_prefix_are_reused_first() -> None:
+    blocks = BlockManager(4, 4)
+    fill(blocks, "a", [b"a0", b"a1"])
+    blocks.allocate("b", 8)
+    blocks.free("a")
+    blocks.free("b")
+    assert blocks.allocate("c", 8) is not None
+    assert len(blocks.find_cached([b"a0", b"a1"], 2)) == 2
+
+
+def test_cached_blocks_count_as_free_but_not_twice() -> None:
+    blocks = BlockManager(4, 4)
+    fill(blocks, "a", [b"a0", b"a1", b"a2"])
+    blocks.free("a")
+    assert blocks.num_free_blocks == 4
+    cached = blocks.find_cached([b"a0", b"a1", b"a2"], 3)
+    assert blocks.allocate("b", 20, cached=cached) is None
+    assert blocks.allocate("b", 16, cached=cached, reserve=1) is None
+    assert len(blocks.allocate("b", 16, cached=cached) or ()) == 4
+    blocks.check_integrity()
+
+
+def test_forget() -> None:
+    harness = make_harness()
+    harness.submit("a", make_prompt(0, 20), 5)
+    harness.step()
+    harness.scheduler.prefix_cache.forget()
+    harness.submit("b", make_prompt(0, 20), 1)
+    harness.step()
+    assert cached_tokens(harness, "b") == [0]
+    harness.drain()
+
+
+# --- mistakes must show -------------------------------------------------------------------------------------
+
+
+def _chain_without_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    def extend(request: Request, block_size: int, fingerprint: str) -> list[bytes]:
+        ends = range(block_size, request.num_tokens + 1, block_size)
+        request.block_hashes[:] = [repr(request.token_ids[e - block_size : e]).encode() for e in ends]
+        return request.block_hashes
+
+    monkeypatch.setattr(prefix_cache, "extend_block_hashes", extend)
+
+
+def _hit_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = BlockManager.find_cached
+    monkeypatch.setattr(BlockManager, "find_cached", lambda self, h, n, *also: find(self, h, n + 1, *also))
+
+
+def _keep_hashes_of_reused_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockManager, "_forget", lambda self, block: None)
+    monkeypatch.setattr(BlockManager, "check_integrity", lambda self: None)
+
+
+def _publish_what_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def publish(self: PrefixCache, request: Request) -> None:
+        chain = extend_block_hashes(request, 4, "m")
+        n = min(len(chain), len(self._blocks.block_ids(request.request_id)))
+        self._blocks.register(request.request_id, chain, 0, n)
+
+    monkeypatch.setattr(PrefixCache, "publish", publish)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        None,
+        _chain_without_parents,
+        _hit_one_block_too_many,
+        _keep_hashes_of_reused_blocks,
+        _publish_what_is_not_computed,
+    ],
+)
+def test_harness_notices(
+    mistake: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        for seeds in ([0, 1] * 6, [0, 0, 1, 1] * 3):
+            harness = make_harness(budget=12, num_blocks=16, partial=2)
+            for i, seed in enumerate(seeds):
+                harness.submit(f"r{i}", make_prompt(seed, 8 + 4 * (i // 4)) + make_prompt(7, 8), 6)
+            harness.drain()
+
+    if mistake is None:
+        run()
+        return
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError):
+        run()

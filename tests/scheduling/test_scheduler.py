@@ -1,0 +1,604 @@
+"""Directed tests of the scheduler, one promise each; the harness checks all invariants and tokens as well."""
+
+from __future__ import annotations
+
+import pytest
+
+from metal_engine.request import Request, RequestStatus
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from metal_engine.step import ModelOutput
+from tests.support.fake_kv_runner import SchedulerHarness, expected_tokens, make_prompt
+
+
+def make_harness(
+    budget: int = 64,
+    seqs: int = 8,
+    model_len: int = 256,
+    block_size: int = 4,
+    num_blocks: int = 64,
+    depth: int = 1,
+) -> SchedulerHarness:
+    return SchedulerHarness(
+        SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=seqs, max_model_len=model_len),
+        CacheConfig(block_size=block_size, num_blocks=num_blocks),
+        depth=depth,
+    )
+
+
+def shares(harness: SchedulerHarness) -> dict[str, int]:
+    return dict(harness.step().num_scheduled_tokens)
+
+
+# --- sharing a step -----------------------------------------------------------------------------------------
+
+
+def test_prefill_is_chunked_and_only_the_last_chunk_samples() -> None:
+    harness = make_harness(budget=10)
+    harness.submit("a", make_prompt(0, 25), 3)
+    plans = [harness.step() for _ in range(5)]
+    assert [plan.num_scheduled_tokens for plan in plans] == [
+        {"a": 10},
+        {"a": 10},
+        {"a": 5},
+        {"a": 1},
+        {"a": 1},
+    ]
+    assert [plan.sampled_req_ids for plan in plans] == [[], [], ["a"], ["a"], ["a"]]
+    assert [len(plan.new_requests) for plan in plans] == [1, 0, 0, 0, 0]
+    harness.drain()
+
+
+def test_a_prompt_that_ends_with_its_chunk_samples_there() -> None:
+    harness = make_harness(budget=10)
+    harness.submit("a", make_prompt(0, 20), 1)
+    assert [harness.step().sampled_req_ids for _ in range(2)] == [[], ["a"]]
+    harness.drain()
+
+
+def test_decodes_and_chunks_share_a_step() -> None:
+    harness = make_harness(budget=16)
+    harness.submit("a", make_prompt(0, 3), 20)
+    harness.submit("b", make_prompt(1, 4), 20)
+    assert shares(harness) == {"a": 3, "b": 4}
+    harness.submit("c", make_prompt(2, 20), 2)
+    harness.submit("d", make_prompt(3, 5), 2)
+    harness.submit("e", make_prompt(4, 7), 2)
+    assert shares(harness) == {"a": 1, "b": 1, "c": 14}
+    plan = harness.step()
+    assert plan.num_scheduled_tokens == {"a": 1, "b": 1, "c": 6, "d": 5, "e": 3}
+    assert plan.sampled_req_ids == ["a", "b", "c", "d"]
+    assert shares(harness) == {"a": 1, "b": 1, "c": 1, "d": 1, "e": 4}
+    harness.drain()
+
+
+def test_decodes_go_first_and_leave_the_rest_of_the_budget_to_chunks() -> None:
+    harness = make_harness(budget=4)
+    for i in range(3):
+        harness.submit(f"d{i}", [i + 1], 30)
+    assert shares(harness) == {"d0": 1, "d1": 1, "d2": 1}
+    harness.submit("long", make_prompt(0, 9), 1)
+    for _ in range(9):
+        assert shares(harness) == {"d0": 1, "d1": 1, "d2": 1, "long": 1}
+    harness.drain()
+
+
+def test_first_come_first_served() -> None:
+    harness = make_harness(budget=8)
+    harness.submit("a", make_prompt(0, 20), 1)
+    harness.submit("b", make_prompt(1, 2), 1)
+    assert shares(harness) == {"a": 8}
+    assert shares(harness) == {"a": 8}
+    assert shares(harness) == {"a": 4, "b": 2}
+    harness.drain()
+
+
+def test_a_small_request_does_not_overtake_one_that_waits_for_blocks() -> None:
+    harness = make_harness(block_size=4, num_blocks=10)
+    harness.submit("a", make_prompt(0, 24), 4)
+    harness.step()
+    harness.submit("big", make_prompt(1, 30), 4)
+    harness.submit("small", make_prompt(2, 2), 2)
+    while harness.tracked["a"].is_live:
+        assert list(harness.step().num_scheduled_tokens) == ["a"]
+    assert list(shares(harness)) == ["big", "small"]
+    harness.drain()
+
+
+def test_max_num_seqs() -> None:
+    harness = make_harness(seqs=2)
+    for i in range(5):
+        harness.submit(f"r{i}", make_prompt(i, 3), 2)
+    assert shares(harness) == {"r0": 3, "r1": 3}
+    assert shares(harness) == {"r0": 1, "r1": 1}
+    assert shares(harness) == {"r2": 3, "r3": 3}
+    assert shares(harness) == {"r2": 1, "r3": 1}
+    assert shares(harness) == {"r4": 3}
+    harness.drain()
+
+
+def test_budget_of_one_token() -> None:
+    harness = make_harness(budget=1)
+    harness.submit("a", make_prompt(0, 3), 3)
+    harness.submit("b", make_prompt(1, 2), 2)
+    assert [shares(harness) for _ in range(8)] == [{"a": 1}] * 5 + [{"b": 1}] * 3
+    harness.drain()
+
+
+def test_blocks_are_told_once_as_they_come() -> None:
+    harness = make_harness(block_size=4)
+    harness.submit("a", make_prompt(0, 3), 8)
+    first = harness.step()
+    assert len(first.new_requests[0].block_ids) == 1
+    assert not first.new_block_ids
+    added = [harness.step().new_block_ids for _ in range(7)]
+    assert [len(new.get("a", [])) for new in added] == [0, 1, 0, 0, 0, 1, 0]
+    harness.drain()
+
+
+def test_step_ids_count_up() -> None:
+    harness = make_harness()
+    harness.submit("a", [1], 4)
+    assert [harness.step().step_id for _ in range(4)] == [0, 1, 2, 3]
+
+
+# --- the pool runs out --------------------------------------------------------------------------------------
+
+
+def test_the_latest_arrival_is_preempted_and_resumes_in_order() -> None:
+    harness = make_harness(block_size=4, num_blocks=6, seqs=3)
+    for i in range(3):
+        harness.submit(f"r{i}", make_prompt(i, 8), 8)
+    harness.submit("late", make_prompt(3, 4), 2)
+    assert list(shares(harness)) == ["r0", "r1", "r2"]
+    plan = harness.step()  # r0 needs a third block: r2 gives both of its own, r1 takes the other
+    assert list(plan.num_scheduled_tokens) == ["r0", "r1"]
+    assert plan.dropped_req_ids == ["r2"]
+    r2 = harness.tracked["r2"].request
+    assert (r2.status, r2.num_computed_tokens, r2.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
+    assert harness.scheduler.num_preemptions == harness.scheduler.stats.num_preemptions == 1
+    assert [r.request_id for r in harness.scheduler.waiting] == ["r2", "late"]
+    harness.run(until=lambda: r2.status is RequestStatus.RUNNING)
+    new = harness.plans[-1].new_requests[0]
+    assert new.request_id == "r2"
+    assert new.num_prompt_tokens == 8
+    assert new.token_ids == make_prompt(2, 8) + harness.tracked["r2"].expected[:1]
+    assert harness.plans[-1].num_scheduled_tokens["r2"] == 9, (
+        "its prompt and output are recomputed as one chunk"
+    )
+    harness.drain()
+
+
+def test_several_preempted_in_one_step_keep_their_order() -> None:
+    harness = make_harness(block_size=1, num_blocks=9)
+    harness.submit("r0", make_prompt(0, 3), 7)
+    for i in (1, 2, 3):
+        harness.submit(f"r{i}", make_prompt(i, 2), 4)
+    assert list(shares(harness)) == ["r0", "r1", "r2", "r3"]
+    assert list(shares(harness)) == ["r0", "r1"]
+    assert [r.request_id for r in harness.scheduler.waiting] == ["r2", "r3"]
+    harness.drain()
+
+
+def test_a_request_that_alone_exactly_fills_the_pool_finishes() -> None:
+    for prompt_len in (1, 7, 12, 16):
+        harness = make_harness(block_size=4, num_blocks=4)
+        max_tokens = 4 * 4 + 1 - prompt_len  # the KV of the last token is never written
+        harness.submit("a", make_prompt(0, prompt_len), max_tokens)
+        harness.submit("b", make_prompt(1, prompt_len), max_tokens)
+        harness.drain()
+        assert len(harness.tracked["a"].token_ids) == max_tokens
+
+
+def test_two_requests_that_each_fill_the_pool_take_turns_without_livelock() -> None:
+    harness = make_harness(block_size=4, num_blocks=8)
+    for i in range(4):
+        harness.submit(f"r{i}", make_prompt(i, 5), 28)
+    harness.drain()
+    # A request is preempted at most once for each one before it: no thrashing.
+    assert harness.scheduler.num_preemptions <= 6
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    harness = make_harness(block_size=2, num_blocks=10, budget=5)
+    for i in range(6):
+        harness.submit(f"r{i}", make_prompt(i, 3 + i), 12)
+    while harness.live:
+        oldest = harness.live[0].request
+        num_preemptions = oldest.num_preemptions
+        assert oldest.request_id in harness.step().num_scheduled_tokens
+        assert oldest.num_preemptions == num_preemptions
+    assert harness.scheduler.num_preemptions > 0
+    harness.drain()
+
+
+def test_admission_leaves_a_reserve_beside_running_requests_but_not_for_the_first() -> None:
+    harness = make_harness(block_size=1, num_blocks=200, budget=400)
+    harness.submit("a", make_prompt(0, 100), 5)
+    harness.submit("b", make_prompt(1, 99), 5)
+    assert list(shares(harness)) == ["a"], "1% of the pool would not stay free"
+    harness.drain()
+    harness = make_harness(block_size=1, num_blocks=200, budget=400)
+    harness.submit("a", make_prompt(0, 200), 1)
+    assert list(shares(harness)) == ["a"]
+
+
+# --- arrival ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "message"),
+    [
+        (0, 4, "no tokens"),
+        (30, 11, "maximum context length is 40"),
+        (41, 1, "maximum context length is 40"),
+        (30, 4, "needs 9 KV cache blocks .* has only 8"),
+    ],
+)
+def test_refused_on_arrival(prompt_len: int, max_tokens: int, message: str) -> None:
+    harness = make_harness(model_len=40, block_size=4, num_blocks=8)
+    with pytest.raises(ValueError, match=message):
+        harness.submit("a", make_prompt(0, prompt_len), max_tokens)
+    assert not harness.scheduler.has_requests
+    assert not harness.schedule().num_scheduled_tokens
+
+
+def test_the_largest_that_fits_is_accepted() -> None:
+    harness = make_harness(model_len=40, block_size=4, num_blocks=10)
+    harness.submit("a", make_prompt(0, 30), 10)
+    harness.submit("b", make_prompt(1, 39), 1)
+    harness.drain()
+
+
+def test_an_id_in_use_is_refused_and_may_be_used_again_later() -> None:
+    harness = make_harness()
+    harness.submit("a", make_prompt(0, 5), 2)
+    with pytest.raises(ValueError, match="in use"):
+        harness.submit("a", make_prompt(1, 5), 2)
+    harness.run()
+    harness.submit("a", make_prompt(1, 6), 3)  # in the plan that also drops the old one
+    plan = harness.step()
+    assert plan.dropped_req_ids == ["a"]
+    assert [new.request_id for new in plan.new_requests] == ["a"]
+    harness.drain()
+
+
+# --- the end ------------------------------------------------------------------------------------------------
+
+
+def finish(
+    params: SamplingParams, eos: frozenset[int], tokens: list[int]
+) -> tuple[Request, list[int], object]:
+    """Feed ``tokens`` to one request until it finishes: the request, what it took, the last output."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=2, max_model_len=64),
+        CacheConfig(block_size=4, num_blocks=16),
+    )
+    assert params.max_tokens is not None
+    request = Request("a", [1, 2], params, max_tokens=params.max_tokens, eos_token_ids=eos)
+    scheduler.add_request(request)
+    taken = []
+    for token_id in tokens:
+        plan = scheduler.schedule()
+        (output,) = scheduler.update(plan, ModelOutput([token_id]))
+        taken += output.token_ids
+        if output.finish_reason is not None:
+            assert not scheduler.has_requests
+            assert scheduler.blocks.num_used_blocks == 0
+            scheduler.check_integrity()
+            return request, taken, output
+    raise AssertionError("did not finish")
+
+
+def test_finish_by_max_tokens() -> None:
+    request, taken, output = finish(SamplingParams(max_tokens=3), frozenset({9}), [5, 6, 7, 8])
+    assert taken == [5, 6, 7]
+    assert (output.finish_reason, output.stop_reason) == ("length", None)
+    assert request.status is RequestStatus.FINISHED_LENGTH
+
+
+def test_finish_by_eos() -> None:
+    request, taken, output = finish(SamplingParams(max_tokens=9), frozenset({8, 9}), [5, 9, 7])
+    assert taken == [5, 9]
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+    assert request.status is RequestStatus.FINISHED_STOPPED
+
+
+def test_finish_by_stop_token_names_it() -> None:
+    params = SamplingParams(max_tokens=9, stop_token_ids=(7,))
+    _, taken, output = finish(params, frozenset({9}), [5, 6, 7])
+    assert taken == [5, 6, 7]
+    assert (output.finish_reason, output.stop_reason) == ("stop", 7)
+
+
+def test_eos_on_the_last_token_allowed_is_a_stop() -> None:
+    _, _, output = finish(SamplingParams(max_tokens=2), frozenset({9}), [5, 9])
+    assert output.finish_reason == "stop"
+
+
+def test_ignore_eos_ignores_eos_but_not_stop_tokens() -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    assert finish(params, frozenset({9}), [9, 9, 9, 9])[2].finish_reason == "length"
+    params = SamplingParams(max_tokens=4, ignore_eos=True, stop_token_ids=(9,))
+    _, taken, output = finish(params, frozenset({9}), [8, 9, 8])
+    assert taken == [8, 9]
+    assert (output.finish_reason, output.stop_reason) == ("stop", 9)
+
+
+def test_a_runner_that_returns_too_few_tokens_is_an_error() -> None:
+    harness = make_harness()
+    harness.submit("a", [1, 2], 4)
+    plan = harness.scheduler.schedule()
+    with pytest.raises(ValueError, match="shorter"):
+        harness.scheduler.update(plan, ModelOutput([]))
+
+
+# --- aborts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted", "under way", "finished"])
+def test_abort_in_every_state_frees_blocks(state: str, depth: int) -> None:
+    harness = make_harness(budget=12, block_size=4, num_blocks=7, depth=depth)
+    harness.submit("other", make_prompt(1, 6), 14)
+    request = harness.submit("a", make_prompt(0, 12), 9)
+    reached = {
+        "waiting": lambda: True,
+        "prefilling": lambda: (
+            0 < request.num_computed_tokens < 12 and request.status is RequestStatus.RUNNING
+        ),
+        "decoding": lambda: request.num_output_tokens > 0 and request.status is RequestStatus.RUNNING,
+        "preempted": lambda: request.status is RequestStatus.PREEMPTED,
+        "under way": lambda: request.num_output_tokens > 0 and request.status is RequestStatus.RUNNING,
+        "finished": lambda: request.is_finished,
+    }[state]
+    harness.run(until=reached)
+    assert reached()
+    if state == "under way":
+        while harness.in_flight:
+            harness.update()
+        assert "a" in harness.schedule().num_scheduled_tokens
+    harness.abort("a")
+    harness.abort("a")  # once more changes nothing
+    assert harness.scheduler.requests.keys() <= {"other"}
+    assert harness.scheduler.blocks.num_used_blocks == len(harness.scheduler.blocks.block_ids("other"))
+    if state != "finished":
+        assert request.status is RequestStatus.FINISHED_ABORTED
+    if len(harness.in_flight) == depth:
+        harness.update()
+    harness.drain()
+
+
+def test_abort_of_an_unknown_id_is_ignored() -> None:
+    scheduler = make_harness().scheduler
+    scheduler.finish_request("nobody", RequestStatus.FINISHED_ABORTED)
+    assert not scheduler.has_requests
+
+
+def test_a_request_that_never_ran_is_not_dropped() -> None:
+    harness = make_harness()
+    harness.submit("a", [1], 2)
+    harness.abort("a")
+    harness.submit("b", [2], 2)
+    assert harness.step().dropped_req_ids == []
+
+
+def test_drops_are_told_exactly_once() -> None:
+    harness = make_harness()
+    harness.submit("a", [1], 1)
+    harness.submit("b", [2], 9)
+    harness.submit("c", [3], 9)
+    harness.step()
+    harness.abort("b")
+    dropped = [harness.step().dropped_req_ids for _ in range(3)]
+    assert [sorted(ids) for ids in dropped] == [["a", "b"], [], []]
+    harness.drain()
+
+
+def test_an_empty_plan_does_not_carry_drops_off() -> None:
+    """Nobody executes a plan without tokens, so what it says would be lost."""
+    harness = make_harness()
+    harness.submit("a", [1], 1)
+    harness.step()
+    empty = harness.schedule()
+    assert (empty.num_scheduled_tokens, empty.dropped_req_ids) == ({}, [])
+    harness.submit("b", [2], 1)
+    assert harness.step().dropped_req_ids == ["a"]
+
+
+# --- two steps under way ------------------------------------------------------------------------------------
+
+
+def test_pipelined_decodes_run_on_placeholders() -> None:
+    harness = make_harness(depth=2)
+    request = harness.submit("a", make_prompt(0, 5), 4)
+    first, second = harness.schedule(), harness.schedule()
+    assert (first.num_scheduled_tokens, second.num_scheduled_tokens) == ({"a": 5}, {"a": 1})
+    assert first.sampled_req_ids == second.sampled_req_ids == ["a"]
+    assert (request.num_tokens, request.num_output_placeholders, request.num_computed_tokens) == (5, 2, 6)
+    harness.update()
+    assert (request.num_tokens, request.num_output_placeholders) == (6, 1)
+    harness.run()
+    sampled = [request_id for plan in harness.plans for request_id in plan.sampled_req_ids]
+    assert len(sampled) == 4, "as many samples as tokens: none twice, none lost"
+    harness.drain()
+
+
+def test_pipelined_steps_do_not_plan_past_max_tokens() -> None:
+    harness = make_harness(depth=3)
+    harness.submit("a", make_prompt(0, 5), 2)
+    assert [harness.schedule().num_scheduled_tokens for _ in range(3)] == [{"a": 5}, {"a": 1}, {}]
+    harness.drain()
+
+
+def test_a_request_that_only_waits_for_its_last_token_does_not_hold_up_later_ones() -> None:
+    harness = make_harness(depth=2)
+    harness.submit("a", make_prompt(0, 5), 1)
+    harness.submit("b", make_prompt(1, 5), 3)
+    assert [harness.schedule().num_scheduled_tokens for _ in range(2)] == [{"a": 5, "b": 5}, {"b": 1}]
+    harness.update()
+    harness.drain()
+
+
+def test_pipelined_intermediate_chunks() -> None:
+    harness = make_harness(budget=4, depth=2)
+    harness.submit("a", make_prompt(0, 10), 2)
+    plans = [harness.step() for _ in range(4)]
+    assert [p.num_scheduled_tokens for p in plans] == [{"a": 4}, {"a": 4}, {"a": 2}, {"a": 1}]
+    assert [p.sampled_req_ids for p in plans] == [[], [], ["a"], ["a"]]
+    harness.drain()
+
+
+def test_a_stop_while_the_next_step_is_under_way_discards_its_token() -> None:
+    harness = make_harness(depth=2)
+    harness.submit("a", make_prompt(0, 5), 9, stop_after=1)
+    harness.submit("b", make_prompt(1, 5), 9)
+    harness.schedule()
+    assert "a" in harness.schedule().sampled_req_ids
+    assert [o.finish_reason for o in harness.update()] == ["stop", None]
+    assert not harness.scheduler.blocks.block_ids("a")
+    assert [o.request_id for o in harness.update()] == ["b"]
+    assert harness.tracked["a"].token_ids == expected_tokens(make_prompt(0, 5), 1)
+    harness.drain()
+
+
+def test_a_token_under_way_lands_on_a_preempted_request() -> None:
+    harness = make_harness(block_size=2, num_blocks=6, depth=2)
+    harness.submit("a", make_prompt(0, 6), 6)
+    request = harness.submit("b", make_prompt(1, 5), 4)
+    assert harness.schedule().sampled_req_ids == ["a", "b"]
+    plan = harness.schedule()  # a needs a fourth block
+    assert list(plan.num_scheduled_tokens) == ["a"]
+    assert plan.dropped_req_ids == ["b"]
+    assert (request.status, request.num_output_placeholders) == (RequestStatus.PREEMPTED, 1)
+    assert [o.request_id for o in harness.update()] == ["a", "b"]
+    assert (request.num_output_tokens, request.num_output_placeholders) == (1, 0)
+    harness.drain()
+    assert request.num_preemptions == 1
+
+
+def test_a_preempted_request_does_not_resume_before_its_token_lands() -> None:
+    harness = make_harness(block_size=2, num_blocks=6, depth=3)
+    harness.submit("a", make_prompt(0, 6), 6)
+    request = harness.submit("b", make_prompt(1, 5), 4)
+    harness.schedule()
+    harness.schedule()
+    assert request.status is RequestStatus.PREEMPTED
+    harness.abort("a")  # there is room for b now, but not its last token
+    assert harness.schedule().num_scheduled_tokens == {}
+    harness.update()
+    plan = harness.schedule()
+    assert plan.num_scheduled_tokens == {"b": 6}
+    harness.update()
+    harness.drain()
+
+
+def test_a_preempted_request_may_finish_by_the_token_that_lands() -> None:
+    harness = make_harness(block_size=2, num_blocks=6, depth=2)
+    harness.submit("a", make_prompt(0, 6), 6)
+    request = harness.submit("b", make_prompt(1, 5), 1)
+    harness.schedule()
+    harness.schedule()
+    assert request.status is RequestStatus.PREEMPTED
+    assert [o.finish_reason for o in harness.update()] == [None, "length"]
+    assert list(harness.scheduler.requests) == ["a"]
+    harness.drain()
+
+
+def test_blocks_freed_under_a_step_are_reused_safely() -> None:
+    """Steps run in the order they were planned: the next owner writes after the last reader has read."""
+    harness = make_harness(block_size=2, num_blocks=4, depth=2)
+    harness.submit("a", make_prompt(0, 7), 2)
+    harness.schedule()
+    harness.abort("a")
+    harness.submit("b", make_prompt(1, 7), 2)
+    assert harness.schedule().num_scheduled_tokens == {"b": 7}
+    assert harness.update() == []
+    harness.drain()
+
+
+# --- debugging aids -----------------------------------------------------------------------------------------
+
+
+def test_stats() -> None:
+    harness = make_harness(seqs=2, block_size=4, num_blocks=64)
+    for i in range(3):
+        harness.submit(f"r{i}", make_prompt(i, 5), 4)
+    harness.step()
+    stats = harness.scheduler.stats
+    assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (2, 1, 0)
+    assert (stats.num_used_blocks, stats.num_blocks) == (4, 64)
+
+
+def _lose_a_running(scheduler: Scheduler) -> None:
+    scheduler.running.popitem()
+
+
+def _wait_and_run(scheduler: Scheduler) -> None:
+    for request in scheduler.running.values():
+        scheduler.waiting.push(request, is_long=False)
+
+
+def _lose_a_waiting(scheduler: Scheduler) -> None:
+    scheduler.waiting.remove(next(iter(scheduler.waiting)).request_id)
+
+
+def _swap_running(scheduler: Scheduler) -> None:
+    scheduler.running = dict(reversed(scheduler.running.items()))
+
+
+def _compute_too_far(scheduler: Scheduler) -> None:
+    next(iter(scheduler.running.values())).num_computed_tokens += 100
+
+
+def _free_under_a_running(scheduler: Scheduler) -> None:
+    scheduler.blocks.free(next(iter(scheduler.running)))
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [_lose_a_running, _wait_and_run, _lose_a_waiting, _swap_running, _compute_too_far, _free_under_a_running],
+)
+def test_check_integrity_notices(corrupt) -> None:  # type: ignore[no-untyped-def]
+    harness = make_harness(seqs=2)
+    for i in range(4):
+        harness.submit(f"r{i}", make_prompt(i, 5), 4)
+    harness.step()
+    harness.scheduler.check_integrity()
+    corrupt(harness.scheduler)
+    with pytest.raises(AssertionError):
+        harness.scheduler.check_integrity()
+
+
+def test_a_request_whose_token_is_needed_on_the_host_waits_for_it_and_holds_nobody_up() -> None:
+    harness = SchedulerHarness(
+        SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_model_len=100),
+        CacheConfig(block_size=4, num_blocks=50),
+        depth=2,
+    )
+    harness.submit("ahead", make_prompt(0, 5), 6)
+    harness.submit("held back", make_prompt(1, 5), 3, needs_token_on_host=True)
+    harness.drain()
+    steps = [list(plan.num_scheduled_tokens) for plan in harness.plans if plan.num_scheduled_tokens]
+    both = ["ahead", "held back"]
+    assert steps[:6] == [both, ["ahead"], both, ["ahead"], both, ["ahead"]]
+
+
+def test_cancelled_plans_are_computed_again_and_those_of_others_stay() -> None:
+    """A step fails while the next one is planned: its requests end, the next one's start over."""
+    harness = SchedulerHarness(
+        SchedulerConfig(max_num_batched_tokens=4, max_num_seqs=4, max_model_len=100),
+        CacheConfig(block_size=4, num_blocks=50),
+        depth=2,
+    )
+    harness.submit("first", make_prompt(0, 4), 1)
+    harness.submit("second", make_prompt(1, 4), 5)
+    harness.schedule()
+    plan = harness.schedule()
+    assert list(plan.num_scheduled_tokens) == plan.sampled_req_ids == ["second"]
+    harness.fail_oldest()
+    assert harness.tracked["first"].finish_reason == "error"
+    request = harness.scheduler.requests["second"]
+    assert (request.num_computed_tokens, request.num_output_placeholders) == (0, 0)
+    harness.drain()

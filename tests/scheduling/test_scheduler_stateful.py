@@ -1,0 +1,314 @@
+"""The scheduler under arbitrary traffic: all invariants at every step, and each request's tokens as if alone.
+
+The harness checks (``tests/support/fake_kv_runner.py``); this file makes the traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from metal_engine.step import SchedulerOutput
+from tests.support.fake_kv_runner import VOCAB_SIZE, FakeKVRunner, FakeStep, SchedulerHarness, make_prompt
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """One step under way at a time. Arrivals and aborts come between steps and in the middle of one."""
+
+    depths = st.just(1)
+
+    @initialize(
+        data=st.data(),
+        block_size=st.sampled_from([1, 2, 3, 4, 8, 16]),
+        num_blocks=st.integers(1, 40),
+        max_num_batched_tokens=st.one_of(st.integers(1, 8), st.integers(1, 64), st.just(512)),
+        max_num_seqs=st.integers(1, 8),
+        max_model_len=st.one_of(st.integers(2, 400), st.just(400)),
+    )
+    def start_engine(
+        self,
+        data: st.DataObject,
+        block_size: int,
+        num_blocks: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        self.harness = SchedulerHarness(
+            SchedulerConfig(
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+            ),
+            CacheConfig(block_size=block_size, num_blocks=num_blocks),
+            depth=data.draw(self.depths, label="depth"),
+        )
+        # The KV of the last token generated is never written.
+        self.capacity = min(max_model_len, block_size * num_blocks + 1)
+        self.num_requests = 0
+
+    @rule(
+        data=st.data(),
+        seed=st.integers(0, 5),
+        max_tokens=st.one_of(st.integers(1, 4), st.integers(1, 50)),
+        fill=st.booleans(),
+        ignore_eos=st.booleans(),
+    )
+    def arrive(self, data: st.DataObject, seed: int, max_tokens: int, fill: bool, ignore_eos: bool) -> None:
+        lengths = st.one_of(st.integers(1, 8), st.integers(1, self.capacity + 1))
+        prompt = make_prompt(seed, data.draw(lengths, label="prompt length"))
+        if fill and len(prompt) < self.capacity < len(prompt) + max_tokens:
+            max_tokens = self.capacity - len(prompt)  # exactly what fits
+        stop_after = data.draw(st.none() | st.integers(1, max_tokens), label="stop_after")
+        self.submit(prompt, max_tokens, stop_after=stop_after, ignore_eos=ignore_eos)
+
+    @rule(data=st.data(), num_requests=st.integers(2, 6))
+    def arrive_together(self, data: st.DataObject, num_requests: int) -> None:
+        """Requests that fit side by side at first and outgrow the pool together."""
+        most = max(1, self.capacity // num_requests)
+        for seed in range(num_requests):
+            length = data.draw(st.integers(max(1, most // 2), most), label="prompt length")
+            self.submit(make_prompt(seed, length), max(1, min(60, self.capacity - length)))
+
+    def submit(
+        self, prompt: list[int], max_tokens: int, *, stop_after: int | None = None, ignore_eos: bool = False
+    ) -> None:
+        request_id = f"r{self.num_requests}"
+        self.num_requests += 1
+        if len(prompt) + max_tokens <= self.capacity:
+            self.harness.submit(
+                request_id,
+                prompt,
+                max_tokens,
+                stop_after=stop_after,
+                ignore_eos=ignore_eos,
+                needs_token_on_host=self.num_requests % 4 == 0,
+            )
+        else:
+            with pytest.raises(ValueError):
+                self.harness.submit(request_id, prompt, max_tokens)
+            assert request_id not in self.harness.scheduler.requests
+        self.harness.scheduler.check_integrity()
+
+    @precondition(lambda self: self.harness.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        victim = data.draw(st.sampled_from([t.request.request_id for t in self.harness.live]))
+        self.harness.abort(victim)
+
+    @precondition(lambda self: len(self.harness.in_flight) < self.harness.depth)
+    @rule()
+    def schedule(self) -> None:
+        self.harness.schedule()
+
+    @precondition(lambda self: self.harness.in_flight)
+    @rule()
+    def update(self) -> None:
+        self.harness.update()
+
+    @precondition(lambda self: self.harness.in_flight)
+    @rule(cache_is_lost=st.booleans())
+    def fail_a_step(self, cache_is_lost: bool) -> None:
+        self.harness.fail_oldest(cache_is_lost=cache_is_lost)
+
+    @precondition(lambda self: self.harness.in_flight)
+    @rule()
+    def refuse_a_step(self) -> None:
+        self.harness.refuse_newest()
+
+    @precondition(lambda self: self.harness.live)
+    @rule(num_steps=st.integers(1, 12))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            while len(self.harness.in_flight) >= self.harness.depth:
+                self.harness.update()
+            self.harness.step()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "harness"):
+            return
+        while len(self.harness.in_flight) >= self.harness.depth:
+            self.harness.update()
+        self.harness.drain()
+
+
+class PipelinedSchedulerMachine(SchedulerMachine):
+    """Steps are planned before the tokens of those under way are known."""
+
+    depths = st.integers(2, 3)
+
+
+# The health checks measure generation against execution; here execution is the point.
+_QUICK = settings(
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+_FULL = settings(_QUICK, max_examples=1000, stateful_step_count=80)
+
+
+class TestScheduler(SchedulerMachine.TestCase):
+    settings = _QUICK
+
+
+class TestPipelinedScheduler(PipelinedSchedulerMachine.TestCase):
+    settings = _QUICK
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+class TestSchedulerFull(SchedulerMachine.TestCase):
+    settings = _FULL
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+class TestPipelinedSchedulerFull(PipelinedSchedulerMachine.TestCase):
+    settings = _FULL
+
+
+# --- the machine itself must notice -------------------------------------------------------------------------
+
+
+def _run_workload(corrupt: Callable[[SchedulerOutput], bool] | None, depth: int) -> SchedulerHarness:
+    """Chunked prefills, decodes and preemptions in a pool too small for them; ``corrupt`` spoils plans.
+
+    ``corrupt`` says whether it changed the plan; it is called until it has.
+    """
+    harness = SchedulerHarness(
+        SchedulerConfig(max_num_batched_tokens=12, max_num_seqs=3, max_model_len=100),
+        CacheConfig(block_size=4, num_blocks=14),
+        depth=depth,
+    )
+
+    class Corrupting(FakeKVRunner):
+        done = False
+
+        def execute(self, plan: SchedulerOutput) -> FakeStep:
+            if corrupt is not None and not self.done:
+                self.done = corrupt(plan)
+            return super().execute(plan)
+
+    harness.runner = Corrupting(harness.cache_config, harness.config.max_num_seqs)
+    for i, (length, max_tokens) in enumerate([(13, 20), (9, 24), (17, 12), (5, 30), (26, 8)]):
+        harness.submit(f"r{i}", make_prompt(i, length), max_tokens)
+    harness.drain()
+    assert harness.scheduler.num_preemptions > 0
+    assert corrupt is None or harness.runner.done, "nothing was corrupted"
+    return harness
+
+
+def _wrong_block(plan: SchedulerOutput) -> bool:
+    for new in plan.new_requests:
+        if plan.num_scheduled_tokens[new.request_id] < len(new.token_ids):
+            continue
+        if len(new.block_ids) > 1:
+            # Consistent within this step; wrong for whoever gets the block that is not in the table any more.
+            new.block_ids[0] = (new.block_ids[0] + 1) % 14
+            return True
+    return False
+
+
+def _share_a_block(plan: SchedulerOutput) -> bool:
+    if len(plan.new_requests) < 2:
+        return False
+    plan.new_requests[1].block_ids[0] = plan.new_requests[0].block_ids[-1]
+    return True
+
+
+def _lose_a_drop(plan: SchedulerOutput) -> bool:
+    return bool(plan.dropped_req_ids) and plan.dropped_req_ids.pop() is not None
+
+
+def _repeat_a_drop(plan: SchedulerOutput) -> bool:
+    plan.dropped_req_ids += plan.dropped_req_ids[:1]
+    return bool(plan.dropped_req_ids)
+
+
+def _lose_new_blocks(plan: SchedulerOutput) -> bool:
+    return bool(plan.new_block_ids) and plan.new_block_ids.popitem() is not None
+
+
+def _wrong_new_block(plan: SchedulerOutput) -> bool:
+    for block_ids in plan.new_block_ids.values():
+        block_ids[-1] = (block_ids[-1] + 1) % 14
+        return True
+    return False
+
+
+def _stale_token_on_resumption(plan: SchedulerOutput) -> bool:
+    for new in plan.new_requests:
+        if len(new.token_ids) > new.num_prompt_tokens:
+            new.token_ids[-1] = (new.token_ids[-1] + 1) % VOCAB_SIZE
+            return True
+    return False
+
+
+def _lost_token_on_resumption(plan: SchedulerOutput) -> bool:
+    for new in plan.new_requests:
+        if len(new.token_ids) > new.num_prompt_tokens:
+            new.token_ids.pop()
+            return True
+    return False
+
+
+def _false_prefix_hit(plan: SchedulerOutput) -> bool:
+    for new in plan.new_requests:
+        if plan.num_scheduled_tokens[new.request_id] > 5:
+            new.num_computed_tokens = 4
+            plan.num_scheduled_tokens[new.request_id] -= 4
+            return True
+    return False
+
+
+def _skip_a_token(plan: SchedulerOutput) -> bool:
+    for request_id, share in plan.num_scheduled_tokens.items():
+        if share > 1:
+            plan.num_scheduled_tokens[request_id] = share - 1
+            return True
+    return False
+
+
+def _reorder_samples(plan: SchedulerOutput) -> bool:
+    plan.sampled_req_ids.reverse()
+    return len(plan.sampled_req_ids) > 1
+
+
+def _sample_a_chunk(plan: SchedulerOutput) -> bool:
+    for request_id in plan.num_scheduled_tokens:
+        if request_id not in plan.sampled_req_ids:
+            plan.sampled_req_ids.append(request_id)
+            return True
+    return False
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_workload_is_right_uncorrupted(depth: int) -> None:
+    _run_workload(None, depth)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        _wrong_block,
+        _share_a_block,
+        _lose_a_drop,
+        _repeat_a_drop,
+        _lose_new_blocks,
+        _wrong_new_block,
+        _stale_token_on_resumption,
+        _lost_token_on_resumption,
+        _false_prefix_hit,
+        _skip_a_token,
+        _reorder_samples,
+        _sample_a_chunk,
+    ],
+)
+def test_harness_notices(corrupt: Callable[[SchedulerOutput], bool], depth: int) -> None:
+    with pytest.raises(AssertionError) as caught:
+        _run_workload(corrupt, depth)
+    assert "nothing was corrupted" not in str(caught.value)

@@ -1,0 +1,202 @@
+"""Anthropic's /v1/messages, driven by the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from metal_engine.settings.args import ServerArgs
+from tests.answers.test_pieces import parsers
+from tests.support.fakes import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
+from tests.support.serving import MODEL, Served, serve
+from tests.support.tool_formats import RECORDED, TOOLS
+
+CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+CLAUDE_TOOLS: list[Any] = [
+    {
+        "name": tool["function"]["name"],
+        "description": tool["function"]["description"],
+        "input_schema": tool["function"]["parameters"],
+    }
+    for tool in TOOLS
+]
+RECORD = RECORDED[0]
+ANSWER = f"<think>\nhm\n</think>\n\n{RECORD.text}"
+
+
+def client(served: Served, key: str = "none") -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def _calling() -> Iterator[Served]:
+    tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
+    with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, parsers=parsers("json_tools")) as served:
+        yield served
+
+
+@pytest.fixture
+def calling(_calling: Served) -> Iterator[Served]:
+    yield _calling
+    _calling.settle()
+
+
+def expected_text(served: Served, messages: list[dict[str, str]], num_tokens: int) -> str:
+    return "".join(map(chr, generated(served.tokenizer.apply_chat_template(messages), num_tokens)))
+
+
+def test_message(served: Served) -> None:
+    message = client(served).messages.create(model=MODEL, max_tokens=20, system="Be brief.", messages=USER)
+    chat = [{"role": "system", "content": "Be brief."}, *USER]
+    (block,) = message.content
+    assert block.type == "text" and block.text == expected_text(served, chat, 20)
+    assert (message.role, message.stop_reason, message.model) == ("assistant", "max_tokens", MODEL)
+    usage = message.usage
+    cached = usage.cache_read_input_tokens or 0
+    assert usage.input_tokens + cached == len(served.tokenizer.apply_chat_template(chat))
+    assert usage.output_tokens == 20
+
+
+def test_stream(served: Served) -> None:
+    with client(served).messages.stream(model=MODEL, max_tokens=30, messages=USER) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_message()
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    (block,) = message.content
+    assert block.type == "text" and block.text == expected_text(served, USER, 30)
+    assert message.stop_reason == "max_tokens" and message.usage.output_tokens == 30
+
+
+def test_blocks(calling: Served) -> None:
+    message = client(calling).messages.create(model=MODEL, max_tokens=1000, messages=USER, tools=CLAUDE_TOOLS)
+    with client(calling).messages.stream(
+        model=MODEL, max_tokens=1000, messages=USER, tools=CLAUDE_TOOLS
+    ) as stream:
+        in_stream = stream.get_final_message()
+    for one in (message, in_stream):
+        assert one.stop_reason == "tool_use"
+        thinking, text, *calls = one.content
+        assert thinking.type == "thinking" and thinking.thinking == "hm"
+        assert text.type == "text" and text.text == RECORD.content
+        assert [(call.name, call.input) for call in calls if call.type == "tool_use"] == RECORD.calls
+    raw = httpx.post(
+        calling.url + "/v1/messages",
+        json={"model": MODEL, "max_tokens": 1000, "messages": USER, "tools": CLAUDE_TOOLS, "stream": True},
+    ).text
+    for event in raw.strip().split("\n\n"):
+        name, data = event.split("\n")
+        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+
+
+def test_a_conversation_with_tools_and_the_count_of_its_tokens(calling: Served) -> None:
+    first = client(calling).messages.create(model=MODEL, max_tokens=1000, messages=USER, tools=CLAUDE_TOOLS)
+    calls = [block for block in first.content if block.type == "tool_use"]
+    results: list[Any] = [
+        {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
+        for call in calls
+    ]
+    messages: list[Any] = [
+        *USER,
+        {"role": "assistant", "content": [block.model_dump() for block in first.content]},
+        {"role": "user", "content": [*results, {"type": "text", "text": "and?"}]},
+    ]
+    count = client(calling).messages.count_tokens(model=MODEL, messages=messages, tools=CLAUDE_TOOLS)
+    chat = [
+        *USER,
+        {"role": "assistant", "content": RECORD.content},
+        {"role": "tool", "content": "sunny"},
+        {"role": "tool", "content": "sunny"},
+        {"role": "user", "content": "and?"},
+    ]
+    assert count.input_tokens == len(calling.tokenizer.apply_chat_template(chat, tools=TOOLS))
+    second = client(calling).messages.create(model=MODEL, max_tokens=5, messages=messages, tools=CLAUDE_TOOLS)
+    usage = second.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == count.input_tokens
+
+
+def test_a_prefill_is_continued(served: Served) -> None:
+    messages: list[Any] = [*USER, {"role": "assistant", "content": "Well,"}]
+    message = client(served).messages.create(model=MODEL, max_tokens=10, messages=messages)
+    ids = served.tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell,")
+    assert message.content[0].text == "".join(map(chr, generated(ids, 10)))  # type: ignore[union-attr]
+
+
+def test_stop_sequences() -> None:
+    with serve(script("one two three")) as served:
+        for stop, text, reason in (
+            (["two"], "one ", "stop_sequence"),
+            (["four"], "one two three", "end_turn"),
+        ):
+            more = {"temperature": 0.5, "top_k": 3, "top_p": 0.9}
+            message = client(served).messages.create(
+                model=MODEL, max_tokens=50, messages=USER, stop_sequences=stop, extra_body=more
+            )
+            assert message.content[0].text == text and message.stop_reason == reason  # type: ignore[union-attr]
+            assert message.stop_sequence == (stop[0] if reason == "stop_sequence" else None)
+        params = served.runner.seen_params[-1]
+        assert (params.temperature, params.top_k, params.top_p) == (0.5, 3, 0.9)
+        served.settle()
+
+
+OK: dict[str, Any] = {"model": MODEL, "max_tokens": 5, "messages": USER}
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "model"),
+    ({"model": MODEL, "messages": USER}, "max_tokens"),
+    ({**OK, "max_tokens": 0}, "max_tokens"),
+    ({**OK, "messages": []}, "messages"),
+    ({**OK, "messages": [{"role": "system", "content": "x"}]}, "messages"),
+    ({**OK, "messages": [{"role": "user", "content": [{}]}]}, "messages"),
+    ({**OK, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+    ({**OK, "messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages"),
+    ({**OK, "system": [{"type": "image"}]}, "system"),
+    ({**OK, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
+    ({**OK, "tool_choice": {"type": "tool"}}, "tool_choice"),
+    ({**OK, "stop_sequences": [""]}, "stop_sequences"),
+    ({**OK, "temperature": -1}, "temperature"),
+]
+
+
+@pytest.mark.parametrize(("body", "named"), BAD)
+def test_bad_requests(served: Served, body: dict[str, Any], named: str) -> None:
+    response = served.post("/v1/messages", body)
+    assert response.status_code == 400
+    answer = response.json()
+    assert answer.keys() == {"type", "error"} and answer["type"] == "error"
+    assert answer["error"]["type"] == "invalid_request_error" and named in answer["error"]["message"]
+
+
+def test_errors_are_anthropics(served: Served) -> None:
+    with pytest.raises(anthropic.NotFoundError) as info:
+        client(served).messages.create(model="other", max_tokens=5, messages=USER)
+    assert info.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    with serve(args=ServerArgs(api_key="sesame")) as guarded:
+        assert client(guarded, "sesame").messages.create(model=MODEL, max_tokens=5, messages=USER).content
+        with pytest.raises(anthropic.AuthenticationError):
+            client(guarded, "other").messages.create(model=MODEL, max_tokens=5, messages=USER)
+
+
+def test_an_error_within_a_stream() -> None:
+    with serve(step_time=0.002) as served:
+        served.runner.raise_next = RuntimeError("no more")
+        with (
+            pytest.raises(anthropic.APIStatusError, match="no more"),
+            client(served).messages.stream(model=MODEL, max_tokens=400, messages=USER) as stream,
+        ):
+            list(stream)
+        served.settle()
+
+
+def test_unicode_survives() -> None:
+    with serve(script("é 日本語 😀\u2028 done")) as served:
+        with client(served).messages.stream(
+            model=MODEL, max_tokens=100, messages=[{"role": "user", "content": "日本"}]
+        ) as stream:
+            text = "".join(stream.text_stream)
+        assert text == "é 日本語 😀\u2028 done" and len(byte_ids(text)) > len(text)
+        served.settle()

@@ -1,0 +1,39 @@
+"""Sampling parameters of requests that do not say: the checkpoint's, where it recommends any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from metal_engine.sampling_params import SamplingParams
+from tests.support.fakes import fake_config
+from tests.support.serving import MODEL, Served, serve
+
+RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05}
+
+
+def ask(served: Served, path: str, **given: float) -> SamplingParams:
+    """The sampling parameters with which the engine ran a request."""
+    message = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+    response = served.post(path, {"model": MODEL, "max_tokens": 2, **message, **given})
+    assert response.status_code == 200, response.text
+    return served.runner.seen_params[-1]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_silence_means_what_the_checkpoint_recommends(path: str) -> None:
+    config = fake_config()
+    config = replace(config, model=replace(config.model, default_sampling=RECOMMENDED))
+    with serve(config=config) as served:
+        silent = ask(served, path)
+        assert {name: getattr(silent, name) for name in RECOMMENDED} == RECOMMENDED
+        # Values that are the neutral ones count as said.
+        given = ask(served, path, temperature=1.0, top_k=0)
+        assert (given.temperature, given.top_k, given.top_p, given.min_p) == (1.0, 0, 0.95, 0.05)
+
+
+def test_without_a_recommendation_the_defaults_are_openais() -> None:
+    with serve() as served:
+        params = ask(served, "/v1/completions")
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)

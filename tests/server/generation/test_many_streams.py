@@ -1,0 +1,125 @@
+"""500 streams at once: no token lost or doubled, memory bounded, all cancelled cleanly; beyond that, 503 at once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import statistics
+import time
+import tracemalloc
+
+from metal_engine.settings.args import ServerArgs
+from tests.support.fakes import byte_ids, fake_config
+from tests.support.serving import Served, serve, wait_until
+
+NUM_STREAMS = 500
+NUM_TOKENS = 40
+NUM_RUNNING = 128
+ENDLESS = 7_000
+
+
+def next_letter(tokens: list[int], num_prompt_tokens: int) -> int:
+    """Letters in turn, from one that the prompt says: a lost or doubled one is seen at once."""
+    return ord("a") + (sum(tokens[:num_prompt_tokens]) + len(tokens) - num_prompt_tokens) % 26
+
+
+def prompt_of(i: int) -> str:
+    return f"stream {i}"
+
+
+def expected(i: int, num_tokens: int) -> str:
+    start = sum(byte_ids(prompt_of(i)))
+    return "".join(chr(ord("a") + (start + k) % 26) for k in range(num_tokens))
+
+
+class Client:
+    """One stream on a socket of its own; httpx would take longer than the server."""
+
+    def __init__(self, served: Served, i: int, num_tokens: int) -> None:
+        host, port = served.url.removeprefix("http://").split(":")
+        self._address = host, int(port)
+        body = {"prompt": byte_ids(prompt_of(i)), "max_tokens": num_tokens, "stream": True}
+        content = json.dumps(body).encode()
+        self._request = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(content)}\r\n\r\n".encode()
+            + content
+        )
+        self.status = 0
+        self.text = ""
+        self.done = False
+
+    async def run(self) -> None:
+        reader, writer = await asyncio.open_connection(*self._address)
+        try:
+            writer.write(self._request)
+            self.status = int((await reader.readline()).split()[1])
+            if self.status != 200:
+                return
+            async for line in reader:
+                if line.startswith(b"data: {"):
+                    self.text += json.loads(line[6:])["choices"][0]["text"]
+                self.done |= line.startswith(b"data: [DONE]")
+        finally:
+            writer.close()
+
+
+def test_500_streams() -> None:
+    # Room for all that run to reach their limit, which none of them does.
+    config = fake_config(
+        num_blocks=16_384,
+        block_size=64,
+        max_num_seqs=NUM_RUNNING,
+        max_num_batched_tokens=1024,
+        max_model_len=ENDLESS + 100,
+    )
+    args = ServerArgs(max_num_queued_reqs=NUM_STREAMS)
+    with serve(next_letter, config=config, args=args) as served:
+        asyncio.run(_all_finish(served))
+        served.settle()
+        asyncio.run(_all_leave(served))
+        served.settle()
+
+
+async def _all_finish(served: Served) -> None:
+    clients = [Client(served, i, NUM_TOKENS) for i in range(NUM_STREAMS)]
+    await asyncio.gather(*(client.run() for client in clients))
+    for i, client in enumerate(clients):
+        assert client.status == 200 and client.done
+        assert client.text == expected(i, NUM_TOKENS)
+
+
+async def _all_leave(served: Served) -> None:
+    """Endless streams, more clients than the queue takes, then the end of all of them."""
+    gc.collect()
+    tracemalloc.start()
+    clients = [Client(served, i, ENDLESS) for i in range(NUM_STREAMS + NUM_RUNNING)]
+    tasks = [asyncio.create_task(client.run()) for client in clients[:NUM_RUNNING]]
+    await asyncio.to_thread(
+        wait_until, lambda: served.engine.stats.num_running == NUM_RUNNING, "a full batch"
+    )
+    tasks += [asyncio.create_task(client.run()) for client in clients[NUM_RUNNING:]]
+    await asyncio.to_thread(wait_until, lambda: served.engine.num_waiting >= NUM_STREAMS, "a full queue")
+    refusals = []
+    for i in range(20):
+        client = Client(served, i, 1)
+        started = time.monotonic()
+        await client.run()
+        refusals.append(time.monotonic() - started)
+        assert client.status == 503
+    print(f"503 after {1000 * statistics.median(refusals):.1f} ms, the median of {len(refusals)}")
+    before = tracemalloc.get_traced_memory()[0]
+    lengths = [len(client.text) for client in clients]
+    await asyncio.sleep(1)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    new_tokens = sum(len(client.text) for client in clients) - sum(lengths)
+    assert new_tokens > 0
+    # What a token leaves behind: itself, in the request and in the client's text. Not an event, nor an output.
+    assert grown < 1_000_000 + 500 * new_tokens, (grown, new_tokens)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for i, client in enumerate(clients):
+        assert client.text == expected(i, len(client.text)) and not client.done

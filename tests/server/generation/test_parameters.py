@@ -1,0 +1,315 @@
+"""Every parameter over HTTP, driven by the official client, on a tiny model with real logits."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metal_engine.engine.async_engine import AsyncEngine
+from tests.support.fakes import EOS, byte_ids
+from tests.support.serving import MODEL, Served, serve
+from tests.support.tiny_engine import log_softmax, reference_logits, tiny_engine, tiny_reference
+
+PROMPT = "the thing in the string"
+USER: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def _tiny() -> Iterator[Served]:
+    engine = AsyncEngine(lambda: tiny_engine(num_blocks=512))
+    engine.start()
+    with serve(engine=engine) as served:
+        yield served
+
+
+@pytest.fixture
+def tiny(_tiny: Served) -> Iterator[Served]:
+    yield _tiny
+    _tiny.settle()
+
+
+def complete(served: Served, prompt: Any = PROMPT, **params: Any) -> Any:
+    """A completion; parameters that OpenAI's client does not know travel as its ``extra_body``."""
+    known = {"n", "echo", "logprobs", "stop", "seed", "temperature", "top_p", "max_tokens", "stream", "logit_bias",
+             "presence_penalty", "frequency_penalty", "stream_options"}  # fmt: skip
+    extra = {name: params.pop(name) for name in list(params) if name not in known}
+    params = {"temperature": 0, "max_tokens": 10, **params}
+    return served.client().completions.create(model=MODEL, prompt=prompt, extra_body=extra, **params)
+
+
+def text_of(served: Served, **params: Any) -> str:
+    return complete(served, **params).choices[0].text
+
+
+# --- n, echo, log probabilities -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n(tiny: Served, stream: bool) -> None:
+    params: dict[str, Any] = {"n": 3, "seed": 11, "temperature": 1.5, "ignore_eos": True}
+    prompts = ["one", "another"]
+    texts = [""] * 6
+    if stream:
+        for chunk in complete(tiny, prompts, stream=True, **params):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+    else:
+        answer = complete(tiny, prompts, **params)
+        assert [choice.index for choice in answer.choices] == list(range(6))
+        texts = [choice.text for choice in answer.choices]
+        num_prompt = sum(len(tiny.tokenizer.encode(prompt)) for prompt in prompts)
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (num_prompt, 60)
+    assert len(set(texts)) == 6
+    for i in range(6):
+        alone = complete(tiny, prompts[i // 3], **{**params, "n": 1, "seed": 11 + i % 3})
+        assert texts[i] == alone.choices[0].text
+
+
+def test_n_of_chats(tiny: Served) -> None:
+    answer = tiny.client().chat.completions.create(
+        model=MODEL, messages=USER, n=2, seed=1, max_tokens=8, temperature=1.5
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].message.content != answer.choices[1].message.content
+
+
+def check_values(served: Served, prompt: list[int], output: list[int], values: list[float]) -> np.ndarray:
+    rows = log_softmax(reference_logits(tiny_reference(), prompt + output[:-1])[len(prompt) - 1 :])
+    assert values == pytest.approx([row[token] for row, token in zip(rows, output, strict=True)], abs=1e-4)
+    return rows
+
+
+def ids_of(served: Served, tokens: list[str]) -> list[int]:
+    """The ids of tokens as log probabilities spell them."""
+    spelled: dict[str, int] = {}
+    for token_id in range(EOS + 1):
+        data = served.tokenizer.token_bytes(token_id)
+        try:
+            spelled[data.decode()] = token_id
+        except UnicodeDecodeError:
+            spelled["bytes:" + "".join(f"\\x{byte:02x}" for byte in data)] = token_id
+    return [spelled[token] for token in tokens]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_logprobs_of_completions(tiny: Served, stream: bool, echo: bool) -> None:
+    params: dict[str, Any] = {"logprobs": 3, "echo": echo, "max_tokens": 20}
+    params["allowed_token_ids"] = list(range(32, 127))
+    text, tokens, values, tops, offsets = "", [], [], [], []
+    answers = complete(tiny, stream=True, **params) if stream else [complete(tiny, **params)]
+    for answer in answers:
+        (choice,) = answer.choices
+        text += choice.text
+        if choice.logprobs is not None:
+            tokens += choice.logprobs.tokens
+            values += choice.logprobs.token_logprobs
+            tops += choice.logprobs.top_logprobs
+            offsets += choice.logprobs.text_offset
+    prompt = tiny.tokenizer.encode(PROMPT)
+    ids = ids_of(tiny, tokens)
+    if echo:
+        assert text.startswith(PROMPT) and ids[: len(prompt)] == prompt
+        assert values[0] is None and tops[0] is None
+        check_values(tiny, prompt[:1], ids[1:], values[1:])
+        values, tops, ids = values[len(prompt) :], tops[len(prompt) :], ids[len(prompt) :]
+    rows = check_values(tiny, prompt, ids, values)
+    assert len(ids) == 20 == len(tops)
+    for row, top, token, value in zip(rows, tops, tokens[-20:], values, strict=True):
+        assert 3 <= len(top) <= 4 and top[token] == value
+        assert sorted(top.values())[-3:] == pytest.approx(np.sort(row)[-3:].tolist(), abs=1e-4)
+    assert [text[start : start + len(token)] for start, token in zip(offsets, tokens, strict=True)] == tokens
+
+
+def test_echo(tiny: Served) -> None:
+    plain = text_of(tiny)
+    assert text_of(tiny, echo=True) == PROMPT + plain
+    assert text_of(tiny, prompt=byte_ids(PROMPT), echo=True).startswith(PROMPT)
+    only = complete(tiny, echo=True, max_tokens=0, logprobs=1)
+    assert only.choices[0].text == PROMPT
+    assert only.usage.completion_tokens == 0 and only.choices[0].finish_reason == "length"
+    assert len(only.choices[0].logprobs.tokens) == len(tiny.tokenizer.encode(PROMPT))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_chats(tiny: Served, stream: bool) -> None:
+    params: dict[str, Any] = {"max_tokens": 20, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    params["extra_body"] = {"ignore_eos": True}
+    create = tiny.client().chat.completions.create
+    if stream:
+        chunks = list(create(model=MODEL, messages=USER, stream=True, **params))
+        content = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content or ()]
+    else:
+        (choice,) = create(model=MODEL, messages=USER, **params).choices
+        assert choice.logprobs is not None
+        content = choice.logprobs.content or []
+    prompt = tiny.tokenizer.apply_chat_template(USER)
+    data = [bytes(entry.bytes or ()) for entry in content]
+    by_bytes = {tiny.tokenizer.token_bytes(i): i for i in range(EOS + 1)}
+    ids = [by_bytes[each] for each in data]
+    rows = check_values(tiny, prompt, ids, [entry.logprob for entry in content])
+    assert len(content) == 20
+    for entry, row in zip(content, rows, strict=True):
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(
+            np.sort(row)[::-1][:2].tolist(), abs=1e-4
+        )
+        assert entry.token == entry.top_logprobs[0].token
+
+
+def test_prompt_logprobs(tiny: Served) -> None:
+    (choice,) = complete(tiny, prompt_logprobs=1).choices
+    found = choice.prompt_logprobs
+    prompt = tiny.tokenizer.encode(PROMPT)
+    rows = log_softmax(reference_logits(tiny_reference(), prompt[:-1]))
+    assert len(found) == len(prompt) and found[0] is None
+    for entry, token, row in zip(found[1:], prompt[1:], rows, strict=True):
+        assert entry[str(token)]["logprob"] == pytest.approx(row[token], abs=1e-4)
+        best = min(entry.values(), key=lambda each: each["rank"])
+        assert best["rank"] == 1 and best["logprob"] == pytest.approx(row.max(), abs=1e-4)
+    body = {"messages": USER, "max_tokens": 2, "prompt_logprobs": 0}
+    answer = tiny.post("/v1/chat/completions", body).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    refused = tiny.post("/v1/completions", {"prompt": "a", "prompt_logprobs": 1, "stream": True})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
+
+
+# --- what may be generated ----------------------------------------------------------------------------------
+
+A = {"97": 100}
+
+
+def test_logit_bias_and_allowed_tokens(tiny: Served) -> None:
+    assert text_of(tiny, logit_bias=A) == "a" * 10
+    text = text_of(tiny, allowed_token_ids=byte_ids("xyz"))
+    assert re.fullmatch("[xyz]{10}", text)
+
+
+def test_penalties(tiny: Served) -> None:
+    bias = {"97": 100.0, "98": 80.0}  # too far apart for the model to choose, but not for penalties to
+    plain = text_of(tiny, logit_bias=bias)
+    assert plain == "a" * 10
+    assert text_of(tiny, logit_bias=bias, presence_penalty=-2) == plain
+    assert "b" in text_of(tiny, logit_bias=bias, frequency_penalty=2, max_tokens=40)
+    assert text_of(tiny, logit_bias=bias, repetition_penalty=10).startswith("ab")
+
+
+def test_bad_words(tiny: Served) -> None:
+    assert text_of(tiny, logit_bias={"97": 100, "98": 99}, bad_words=["a"]) == "b" * 10
+
+
+def test_min_tokens_and_stops(tiny: Served) -> None:
+    bias = {str(EOS): 100}
+    assert complete(tiny, logit_bias=bias).usage.completion_tokens == 1
+    answer = complete(tiny, logit_bias=bias, min_tokens=5)
+    assert answer.usage.completion_tokens == 6 and answer.choices[0].finish_reason == "stop"
+    assert text_of(tiny, logit_bias=A, stop="aa", include_stop_str_in_output=True) == "aa"
+    assert text_of(tiny, logit_bias=A, stop="aa") == ""
+    assert text_of(tiny, logit_bias=A, stop_token_ids=[97]) == ""
+    assert text_of(tiny, logit_bias=A, stop_token_ids=[97], include_stop_str_in_output=True) == "a"
+    assert text_of(tiny, logit_bias=bias, ignore_eos=True, skip_special_tokens=False) == "<|im_end|>" * 10
+    assert text_of(tiny, logit_bias=bias, ignore_eos=True) == ""
+
+
+def test_truncated_prompt(tiny: Served) -> None:
+    answer = complete(tiny, prompt=byte_ids("0123456789"), truncate_prompt_tokens=4, echo=True)
+    assert answer.choices[0].text.startswith("6789") and answer.usage.prompt_tokens == 4
+    long = complete(tiny, prompt=byte_ids("x" * 1000), truncate_prompt_tokens=-1)
+    assert long.usage.total_tokens == 512
+
+
+def test_priority_and_salt(tiny: Served) -> None:
+    prompt = byte_ids("a prompt of more than two blocks of eight tokens")
+    first = complete(tiny, prompt=prompt, cache_salt="x", priority=3)
+    again = complete(tiny, prompt=prompt, cache_salt="x", priority=-3)
+    other = complete(tiny, prompt=prompt, cache_salt="y")
+    cached = [each.usage.prompt_tokens_details.cached_tokens for each in (first, again, other)]
+    assert cached[0] == 0 == cached[2] and cached[1] > 0
+
+
+def test_continuous_usage(tiny: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(complete(tiny, stream=True, stream_options=options, ignore_eos=True))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 10 and chunks[-1].choices == []
+
+
+# --- structured output --------------------------------------------------------------------------------------
+
+
+def test_structured_outputs(tiny: Served) -> None:
+    for seed in range(3):
+        params: dict[str, Any] = {"temperature": 1, "seed": seed, "max_tokens": 100}
+        assert re.fullmatch("[0-9]{4}", text_of(tiny, structured_outputs={"regex": "[0-9]{4}"}, **params))
+        assert text_of(tiny, structured_outputs={"choice": ["yes", "no"]}, **params) in ("yes", "no")
+        grammar = 'start: "(" start ")" | "x"'
+        assert re.fullmatch(r"\(*x\)*", text_of(tiny, structured_outputs={"grammar": grammar}, **params))
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+                  "additionalProperties": False}  # fmt: skip
+        value = json.loads(text_of(tiny, structured_outputs={"json": schema}, **params))
+        assert value in ({"a": True}, {"a": False})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_response_format(tiny: Served, stream: bool) -> None:
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 3, "maxItems": 3}
+    formats: list[Any] = [
+        {"type": "json_schema", "json_schema": {"name": "three", "schema": schema, "strict": True}},
+        {"type": "text"},
+    ]
+    create = tiny.client().chat.completions.create
+    texts = []
+    for response_format in formats:
+        answer: Any = create(
+            model=MODEL, messages=USER, seed=1, max_tokens=150, response_format=response_format, stream=stream
+        )
+        if stream:
+            texts.append("".join(chunk.choices[0].delta.content or "" for chunk in answer))
+        else:
+            texts.append(answer.choices[0].message.content)
+    assert len(json.loads(texts[0])) == 3
+    body = {"messages": USER, "response_format": {"type": "json_object"}, "seed": 5, "max_tokens": 200}
+    choice = tiny.post("/v1/chat/completions", body).json()["choices"][0]
+    assert choice["message"]["content"].startswith("{")
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+# --- templates ----------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    "{% if shout %}!{{ shout }}{% endif %}{% if reasoning_effort %}[{{ reasoning_effort }}]{% endif %}"
+)
+
+
+def test_template_parameters() -> None:
+    from tests.support.fakes import echo, tiny_tokenizer
+
+    with serve(echo, tokenizer=tiny_tokenizer(TEMPLATE)) as served:
+        create = served.client().chat.completions.create
+        plain = create(model=MODEL, messages=USER, max_tokens=50)
+        assert plain.choices[0].message.content == "hi"
+        told = create(
+            model=MODEL, messages=USER, max_tokens=50, reasoning_effort="low",
+            extra_body={"chat_template_kwargs": {"shout": "hey"}},
+        )  # fmt: skip
+        assert told.choices[0].message.content == "hi!hey[low]"
+    with serve(
+        echo,
+        tokenizer=tiny_tokenizer("{{ messages[0]['content'] }}{% if enable_thinking is false %}-{% endif %}"),
+    ) as served:
+        for effort, text in (("none", "hi-"), ("high", "hi")):
+            body = {"messages": USER, "max_tokens": 50, "reasoning_effort": effort}
+            choice = served.post("/v1/chat/completions", body).json()["choices"][0]
+            assert choice["message"]["content"] == text
+
+
+def test_logprobs_are_numbers_of_json(tiny: Served) -> None:
+    body = {"prompt": "a", "logprobs": 5, "logit_bias": A, "max_tokens": 3}
+    choice = tiny.post("/v1/completions", body).json()["choices"][0]
+    assert all(math.isfinite(value) and value <= 0 for value in choice["logprobs"]["token_logprobs"])

@@ -1,0 +1,83 @@
+"""Prefix caching and priorities as a client sees them."""
+
+from __future__ import annotations
+
+import pytest
+
+from metal_engine.request import RequestOptions
+from tests.support.fakes import fake_config
+from tests.support.serving import MODEL, Served, serve
+
+# 40 tokens: not covered by merges, one a byte. Blocks of the fake engine hold 8.
+PROMPT = "0123456789" * 4
+
+
+def cached_tokens(served: Served, **body: object) -> int:
+    completion = served.client().completions.create(model=MODEL, prompt=PROMPT, max_tokens=3, extra_body=body)
+    assert completion.usage is not None and completion.usage.prompt_tokens == 40
+    return completion.usage.prompt_tokens_details.cached_tokens  # type: ignore[union-attr]
+
+
+def test_usage_says_what_was_cached() -> None:
+    with serve() as served:
+        assert cached_tokens(served) == 0
+        assert cached_tokens(served) == 32, "all full blocks but the last: one token is always computed"
+        stream = served.client().completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=3, stream=True, stream_options={"include_usage": True}
+        )
+        usage = [chunk.usage for chunk in stream if chunk.usage is not None][-1]
+        assert usage.prompt_tokens_details.cached_tokens == 32  # type: ignore[union-attr]
+        served.settle()
+
+
+def test_cache_salt_keeps_tenants_apart() -> None:
+    with serve() as served:
+        assert [cached_tokens(served, cache_salt=salt) for salt in ("a", "b", "a")] == [0, 0, 32]
+
+
+def test_a_second_turn_is_cached_up_to_what_is_new() -> None:
+    with serve() as served:
+        messages: list[dict[str, str]] = [{"role": "user", "content": PROMPT}]
+        cached = []
+        for _ in range(3):
+            answer = served.client().chat.completions.create(model=MODEL, messages=messages, max_tokens=20)  # type: ignore[arg-type]
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr]
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
+            messages.append({"role": "user", "content": "and?"})
+        assert cached[0] == 0 and 40 < cached[1] < cached[2]
+
+
+@pytest.mark.parametrize("field", ["priority", "cache_salt"])
+def test_wrong_types_are_refused(served: Served, field: str) -> None:
+    response = served.post("/v1/completions", {"prompt": "a", field: [1]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+
+
+def test_priority_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(config=fake_config(scheduling_policy="priority")) as served:
+        scheduler = served.engine.core.scheduler
+        seen: list[RequestOptions] = []
+        add = scheduler.add_request
+        monkeypatch.setattr(scheduler, "add_request", lambda r: (add(r), seen.append(r.options)))
+        served.client().completions.create(
+            model=MODEL, prompt="a", extra_body={"priority": -7, "cache_salt": "s"}
+        )
+        assert seen == [RequestOptions(priority=-7, cache_salt="s")]
+
+
+def test_kv_transfer_params_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve() as served:
+        scheduler = served.engine.core.scheduler
+        seen: list[RequestOptions] = []
+        add = scheduler.add_request
+        monkeypatch.setattr(scheduler, "add_request", lambda r: (add(r), seen.append(r.options)))
+        for params in ({"do_remote_prefill": True}, {"do_remote_decode": True}, None):
+            served.client().completions.create(
+                model=MODEL, prompt="a", extra_body={"kv_transfer_params": params}
+            )
+        assert seen == [
+            RequestOptions(do_remote_prefill=True),
+            RequestOptions(do_remote_decode=True),
+            RequestOptions(),
+        ]

@@ -1,0 +1,182 @@
+"""What is refused before a route sees it: callers without the key, bodies that are too large."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from metal_engine.settings.args import ServerArgs
+from tests.server.test_errors import check_error
+from tests.support.serving import DEADLINE, MODEL, Served, serve
+
+KEY = "sk-sesame"
+OTHER_KEY = "sk-open"
+MAX_BODY = 10_000
+
+
+@pytest.fixture(scope="module")
+def _guarded_server() -> Iterator[Served]:
+    args = ServerArgs(api_key=(KEY, OTHER_KEY), max_body_size=MAX_BODY, strict_params=True)
+    with serve(args=args, names=(MODEL, "alias")) as served:
+        yield served
+
+
+@pytest.fixture
+def guarded(_guarded_server: Served) -> Iterator[Served]:
+    yield _guarded_server
+    _guarded_server.settle()
+
+
+def auth(key: str = KEY) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+WRONG = [
+    {},
+    {"authorization": KEY},
+    {"authorization": f"Basic {KEY}"},
+    {"authorization": "Bearer"},
+    {"authorization": f"Bearer {KEY}x"},
+    {"authorization": f"Bearer {KEY[:-1]}"},
+    {"authorization": f"Bearer {KEY.upper()}"},
+    {"authorization": "Bearer \xff"},
+    {"x-api-key": f"Bearer {KEY}"},
+    {"x-api-key": OTHER_KEY[:-1]},
+    {"authorization": f"Bearer {KEY},{OTHER_KEY}"},
+]
+
+
+@pytest.mark.parametrize("headers", WRONG)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("GET", "/v1/models"),
+        ("GET", "/nowhere"),
+    ],
+)
+def test_without_the_key(guarded: Served, headers: dict[str, str], method: str, path: str) -> None:
+    raw = {name: value.encode("latin-1") for name, value in headers.items()}
+    response = httpx.request(method, guarded.url + path, headers=raw)
+    error = check_error(response, 401, None, "invalid_api_key")
+    assert KEY not in error["message"] and response.headers["www-authenticate"] == "Bearer"
+
+
+def test_with_the_key(guarded: Served) -> None:
+    client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEY, max_retries=0)
+    assert client.completions.create(model=MODEL, prompt="a").model == MODEL
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="other", max_retries=0).models.list()
+
+
+def test_every_key_opens_in_either_header(guarded: Served) -> None:
+    for key in (KEY, OTHER_KEY):
+        for headers in ({"authorization": f"bearer {key}"}, {"x-api-key": key}):
+            assert httpx.get(guarded.url + "/v1/models", headers=headers).status_code == 200
+
+
+def test_health_is_open(guarded: Served) -> None:
+    assert httpx.get(guarded.url + "/health").status_code == 200
+
+
+def test_all_names_serve(guarded: Served) -> None:
+    client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEY, max_retries=0)
+    assert [model.id for model in client.models.list()] == [MODEL, "alias"]
+    assert client.models.retrieve("alias").id == "alias"
+    assert client.completions.create(model="alias", prompt="a").model == MODEL
+
+
+def test_unknown_parameters_are_refused_when_strict(guarded: Served) -> None:
+    def post(**body: object) -> httpx.Response:
+        return httpx.post(guarded.url + "/v1/completions", json={"prompt": "a", **body}, headers=auth())
+
+    error = check_error(post(temprature=1.0), 400, "temprature", "unknown_parameter")
+    assert "temprature" in error["message"]
+    check_error(
+        post(stream=True, stream_options={"usage": 1}), 400, "stream_options.usage", "unknown_parameter"
+    )
+    assert post(user="me", store=True, metadata={"a": "b"}, service_tier="auto", n=1).status_code == 200
+    assert post(temprature=None).status_code == 200
+    assert httpx.get(guarded.url + "/health").json()["unknown_parameters"] == {}
+
+
+def test_unknown_fields_of_messages_are_refused_when_strict(guarded: Served) -> None:
+    def post(**fields: object) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "a", **fields}], "max_tokens": 1}
+        return httpx.post(guarded.url + "/v1/chat/completions", json=body, headers=auth())
+
+    check_error(post(cotnent="b"), 400, "messages.cotnent", "unknown_parameter")
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    check_error(post(content=[part]), 400, "messages.content.cache_control", "unknown_parameter")
+    # What an answer brings, and a client sends back.
+    assert post(refusal=None, annotations=[], audio=None, function_call=None).status_code == 200
+
+
+def body_of(num_bytes: int) -> bytes:
+    start, end = b'{"prompt": "a", "max_tokens": 1, "user": "', b'"}'
+    return start + b"x" * (num_bytes - len(start) - len(end)) + end
+
+
+def test_the_largest_body(guarded: Served) -> None:
+    for num_bytes, status in ((MAX_BODY, 200), (MAX_BODY + 1, 413)):
+        for content in (body_of(num_bytes), iter([body_of(num_bytes)[:5000], body_of(num_bytes)[5000:]])):
+            headers = {"content-type": "application/json", **auth()}
+            response = httpx.post(guarded.url + "/v1/completions", content=content, headers=headers)
+            assert response.status_code == status, response.text
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_100_megabytes(guarded: Served, chunked: bool) -> None:
+    def parts() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * 1_000_000
+
+    headers = {"content-type": "application/json", **auth()}
+    if not chunked:
+        headers["content-length"] = str(100_000_000)
+    response = httpx.post(guarded.url + "/v1/completions", content=parts(), headers=headers, timeout=DEADLINE)
+    assert f"larger than {MAX_BODY} bytes" in check_error(response, 413)["message"]
+
+
+def test_a_client_that_asks_first_sends_nothing(guarded: Served) -> None:
+    host, port = guarded.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        client.sendall(f"{head}Content-Length: 99999999999\r\nExpect: 100-continue\r\n\r\n".encode())
+        answer = b""
+        while part := client.recv(4096):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 413")
+
+
+def test_unknown_parameters_are_counted(served: Served) -> None:
+    before = httpx.get(served.url + "/health").json()["unknown_parameters"].get("temprature", 0)
+    for _ in range(3):
+        assert served.post("/v1/completions", {"prompt": "a", "temprature": 1.0}).status_code == 200
+    assert httpx.get(served.url + "/health").json()["unknown_parameters"]["temprature"] == before + 3
+
+
+def test_unknown_fields_of_messages_are_counted_once_a_request(served: Served) -> None:
+    messages = [{"role": "user", "content": "a", "mood": "good"}] * 3
+    for _ in range(2):
+        response = served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+        assert response.status_code == 200
+    assert httpx.get(served.url + "/health").json()["unknown_parameters"]["messages.mood"] == 2
+
+
+def test_made_up_names_take_no_memory() -> None:
+    with serve() as served:
+        for i in range(3):
+            names = {f"{'x' * 300}{i}_{j}": 1 for j in range(100)} | {f"name {i} {j}": 1 for j in range(100)}
+            assert (
+                served.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **names}).status_code == 200
+            )
+        counts = httpx.get(served.url + "/health").json()["unknown_parameters"]
+        assert len(counts) <= 101 and all(len(name) <= 100 for name in counts)
+        assert sum(counts.values()) == 600
+        served.settle()

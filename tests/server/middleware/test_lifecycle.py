@@ -1,0 +1,217 @@
+"""How a server ends: by signals, by the death of its engine, by an address it cannot have."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.test_errors import check_error, sse_events
+from tests.support.fake_process import DEADLY, ENDLESS
+from tests.support.serving import DEADLINE
+
+ROOT = Path(__file__).resolve().parents[3]
+STREAM = {"prompt": "a", "max_tokens": 90_000, "stream": True}
+
+
+class Process:
+    def __init__(self, popen: subprocess.Popen[str], url: str) -> None:
+        self.popen = popen
+        self.url = url
+
+    def post(self, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=DEADLINE)
+
+    def stream(self, **changes: Any) -> Any:
+        return httpx.stream(
+            "POST", f"{self.url}/v1/completions", json={**STREAM, **changes}, timeout=DEADLINE
+        )
+
+    def health(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/health", timeout=DEADLINE).json()
+
+    def wait_for_status(self, status: str) -> None:
+        deadline = time.monotonic() + DEADLINE
+        while (health := self.health())["status"] != status:
+            assert time.monotonic() < deadline, health
+            time.sleep(0.01)
+
+    def wait_for_running(self, number: int) -> None:
+        deadline = time.monotonic() + DEADLINE
+        while (health := self.health())["running"] != number:
+            assert time.monotonic() < deadline, health
+            time.sleep(0.01)
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end; its status and its log."""
+        _, log = self.popen.communicate(timeout=DEADLINE)
+        return self.popen.returncode, log
+
+
+@contextmanager
+def process(step_time: float = 0.005, **settings: Any) -> Iterator[Process]:
+    command = [sys.executable, "-m", "tests.support.fake_process", json.dumps({"port": 0, **settings})]
+    popen = subprocess.Popen(
+        [*command, str(step_time)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert popen.stdout is not None
+        url = popen.stdout.readline().strip()
+        assert url, popen.communicate()[1]
+        yield Process(popen, url)
+    finally:
+        popen.kill()
+        popen.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_requests_under_way_finish(number: int) -> None:
+    with process() as server, ThreadPoolExecutor() as pool, server.stream(max_tokens=200) as response:
+        events = response.iter_lines()
+        next(events)
+        whole = pool.submit(server.post, prompt="b", max_tokens=200)
+        server.wait_for_running(2)
+        server.popen.send_signal(number)
+        server.wait_for_status("draining")
+        refused = server.post(prompt="late")
+        error = check_error(refused, 503, None, "shutting_down")
+        assert "shutting down" in error["message"] and refused.headers["retry-after"]
+        assert [line for line in events if line][-1] == "data: [DONE]"
+        assert whole.result().json()["usage"]["completion_tokens"] == 200
+        status, log = server.end()
+        assert status == 0 and "Traceback" not in log
+
+
+def test_requests_that_take_too_long_are_cut_with_an_error() -> None:
+    with process(shutdown_timeout=0.2) as server, ThreadPoolExecutor() as pool, server.stream() as response:
+        events = response.iter_lines()
+        next(events)
+        whole = pool.submit(server.post, prompt="b", max_tokens=90_000)
+        server.wait_for_running(2)
+        server.popen.terminate()
+        last = json.loads([line for line in events if line][-1].removeprefix("data: "))
+        assert last["error"]["code"] == "shutting_down" and last["error"]["type"] == "server_error"
+        check_error(whole.result(), 503, None, "shutting_down")
+        status, log = server.end()
+        assert status == 0 and "Traceback" not in log
+        assert "cut 2 requests" in log
+
+
+def test_a_client_that_does_not_read_is_left_behind() -> None:
+    """Its connection is full, so that not even the last event can be written."""
+    with process(step_time=0.0, shutdown_timeout=0.2) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            body = json.dumps({**STREAM, "prompt": [[65 + i % 26] for i in range(40)]})
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            server.wait_for_running(40)
+            time.sleep(1.0)  # for the buffers to fill; the test holds either way
+            server.popen.terminate()
+            status, log = server.end()
+        assert status == 0 and "Traceback" not in log, log
+
+
+def test_a_second_signal_stops_at_once(number: int = signal.SIGINT) -> None:
+    with process(shutdown_timeout=1000) as server, server.stream() as response:
+        events = response.iter_lines()
+        next(events)
+        server.popen.send_signal(number)
+        server.wait_for_status("draining")
+        server.popen.send_signal(number)
+        last = json.loads([line for line in events if line][-1].removeprefix("data: "))
+        assert last["error"]["code"] == "shutting_down"
+        status, log = server.end()
+        assert status == 128 + number and "Traceback" not in log
+
+
+def test_a_second_signal_does_not_wait_for_a_step_that_does_not_end() -> None:
+    with process(shutdown_timeout=1000) as server, ThreadPoolExecutor() as pool:
+        stuck = pool.submit(server.post, prompt=[ENDLESS])
+        server.wait_for_running(1)
+        server.popen.terminate()
+        server.wait_for_status("draining")
+        server.popen.terminate()
+        check_error(stuck.result(), 503, None, "shutting_down")
+        status, log = server.end()
+        assert status == 128 + signal.SIGTERM and "Traceback" not in log
+
+
+def test_the_death_of_the_engine_ends_the_process() -> None:
+    with process() as server, server.stream() as response:
+        events = response.iter_lines()
+        next(events)
+        check_error(server.post(prompt=[DEADLY]), 503, None, "engine_dead")
+        assert sse_events("\n\n".join(line for line in events if line))[-1]["error"]["code"] == "engine_dead"
+        health = httpx.get(f"{server.url}/health")
+        assert health.status_code == 503
+        assert health.json()["status"] == "error" and "killed by a token" in health.json()["error"]
+        status, log = server.end()
+        assert status == 1
+        assert log.count("the engine thread has died") == 1
+
+
+def test_a_signal_while_the_model_loads(demo_path: Path) -> None:
+    command = [sys.executable, "-m", "metal_engine", "serve", "demo", "--port", "0", "--log-level", "debug"]
+    loading = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert loading.stderr is not None
+    assert "BLAS" in loading.stderr.readline() or sys.platform == "darwin"  # said just before MLX is imported
+    loading.send_signal(signal.SIGINT)
+    _, log = loading.communicate(timeout=DEADLINE)
+    assert loading.returncode == 128 + signal.SIGINT and "Traceback" not in log, log
+
+
+def test_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "metal_engine", "serve", "demo", "--port", str(port)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and f"--port {port} is in use" in done.stderr
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Paths of sockets may have some hundred bytes; pytest's own folders have more on macOS."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_unix_domain_socket(short_folder: Path) -> None:
+    path = short_folder / "engine.sock"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))  # as by a server that was killed
+    with process(uds=str(path)) as server:
+        assert server.url == f"unix:{path}"
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://engine", timeout=DEADLINE) as client:
+            answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).json()
+            assert answer["usage"]["completion_tokens"] == 3
+            second = subprocess.run(
+                [*map(str, server.popen.args)],  # type: ignore[union-attr]
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE,
+            )
+            assert second.returncode == 1 and "--uds" in second.stderr and "in use" in second.stderr
+            assert client.get("/health").status_code == 200
+        server.popen.terminate()
+        assert server.end()[0] == 0
+    assert not path.exists()

@@ -1,0 +1,232 @@
+"""`tool_choice` required, or naming a function, with a real grammar: what comes back are calls that validate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from jsonschema import Draft202012Validator
+
+from metal_engine.answers.forced_calls import forced_schema
+from metal_engine.engine.async_engine import AsyncEngine
+from tests.server.openai.test_tools import USER, streamed
+from tests.server.test_errors import check_error
+from tests.support.json_schemas import SCHEMAS
+from tests.support.serving import MODEL, Served, serve
+from tests.support.tiny_engine import tiny_engine
+
+CHAT = "/v1/chat/completions"
+
+
+def tool(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    function = {"name": name} if parameters is None else {"name": name, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def of_type(kind: dict[str, Any]) -> dict[str, Any]:
+    """An object with one property, by a definition that others give the same name."""
+    return {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/T"}},
+        "required": ["x"],
+        "additionalProperties": False,
+        "$defs": {"T": kind},
+    }
+
+
+LIST = {
+    "type": "object",
+    "properties": {"value": {"enum": [1, 2]}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["value", "next"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    tool("is_bool", of_type({"type": "boolean"})),
+    tool("is_ab", of_type({"enum": ["a", "b"]})),
+    tool("is_list", LIST),
+    tool("says \"what\" 'it' is\\", {"properties": {"$ref": {"const": {"$ref": "#"}}}, "required": ["$ref"],
+                                     "additionalProperties": False}),
+    tool("takes_nothing", {"type": "object", "additionalProperties": False}),
+]  # fmt: skip
+NAMES = [t["function"]["name"] for t in TOOLS]
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Served]:
+    """A model of random weights: whatever the grammar lets through will come. Its template takes no tools."""
+    core = tiny_engine(max_model_len=8192, num_blocks=8192, max_num_batched_tokens=2048, max_num_seqs=32)
+    engine = AsyncEngine(lambda: core)
+    engine.start()
+    with serve(engine=engine) as served:
+        yield served
+        served.settle()
+
+
+def check_calls(calls: list[tuple[str, str]], tools: list[dict[str, Any]]) -> None:
+    schemas = {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}
+    for name, arguments in calls:
+        value = json.loads(arguments)
+        assert isinstance(value, dict)
+        Draft202012Validator(schemas[name]).validate(value)
+
+
+def test_required(tiny: Served) -> None:
+    body = {
+        "messages": USER,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "max_tokens": 300,
+        "n": 24,
+        "seed": 1,
+        "temperature": 1.5,
+    }
+    called = set()
+    num_complete = 0
+    for choice in tiny.post(CHAT, body).json()["choices"]:
+        calls = [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"]["tool_calls"]]
+        assert choice["message"]["content"] is None and calls
+        complete = choice["finish_reason"] == "tool_calls"
+        assert complete or choice["finish_reason"] == "length"
+        num_complete += complete
+        check_calls(calls if complete else calls[:-1], TOOLS)
+        called |= {name for name, _ in calls}
+    assert num_complete >= 6
+    assert {"is_bool", "is_ab", "is_list"} <= called
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_named(tiny: Served, name: str) -> None:
+    body = {
+        "messages": USER,
+        "tools": TOOLS,
+        "tool_choice": named(name),
+        "max_tokens": 200,
+        "n": 6,
+        "seed": 1,
+    }
+    num_complete = 0
+    for choice in tiny.post(CHAT, body).json()["choices"]:
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == name
+        if choice["finish_reason"] == "stop":
+            num_complete += 1
+            check_calls([(name, call["function"]["arguments"])], TOOLS)
+    assert num_complete >= 3
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_streams_are_the_same(tiny: Served, parallel: bool) -> None:
+    for seed in range(2):
+        body: dict[str, Any] = {
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "max_tokens": 150,
+            "seed": seed,
+            "parallel_tool_calls": parallel,
+        }
+        (choice,) = tiny.post(CHAT, {"messages": USER, **body}).json()["choices"]
+        calls = [[c["function"]["name"], c["function"]["arguments"]] for c in choice["message"]["tool_calls"]]
+        assert parallel or len(calls) == 1
+        message, reason = streamed(tiny, **body)
+        assert (message["calls"], message["content"], reason) == (calls, "", choice["finish_reason"])
+
+
+OBJECTS = [schema for schema in SCHEMAS if schema.get("type") == "object"]
+
+
+@pytest.mark.parametrize("step", [15, pytest.param(1, marks=pytest.mark.full)])
+def test_schemas_of_many_kinds(tiny: Served, step: int) -> None:
+    schemas = OBJECTS[::step]
+    num_complete = 0
+    for i, schema in enumerate(schemas):
+        tools = [tool("first", schema), tool("second", schemas[i - 1])]
+        body = {"messages": USER, "tools": tools, "max_tokens": 300, "n": 3, "seed": i}
+        for choice in ("required", named("first")):
+            for answer in tiny.post(
+                CHAT, {**body, "tool_choice": choice, "parallel_tool_calls": False}
+            ).json()["choices"]:
+                if answer["finish_reason"] == "length":
+                    continue
+                (call,) = answer["message"]["tool_calls"]
+                check_calls([(call["function"]["name"], call["function"]["arguments"])], tools)
+                num_complete += 1
+    assert num_complete >= 3 * len(schemas)
+
+
+def test_what_cannot_be_forced(tiny: Served) -> None:
+    for tools, more, param in [
+        ([tool("f", {"type": "string"})], {}, "tools"),
+        ([tool("f", {"type": "object", "properties": {"x": {"type": "foo"}}})], {}, "tools"),
+        ([tool("f", {"$ref": "#/nowhere"})], {}, "tools"),
+        (TOOLS, {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ]:
+        for choice in ("required", named(tools[0]["function"]["name"])):
+            body = {"messages": USER, "tools": tools, "tool_choice": choice, **more}
+            check_error(tiny.post(CHAT, body), 400, param)
+    message = check_error(tiny.post(CHAT, {"messages": USER, "tools": TOOLS}), 400, "tools")["message"]
+    assert "tool_choice" in message
+
+
+def test_the_answers_own_format_does_not_matter(tiny: Served) -> None:
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": named("is_bool"), "max_tokens": 60, "seed": 0}
+    shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}
+    plain, formatted = (
+        tiny.post(CHAT, {**body, **more}).json()["choices"][0]["message"]["tool_calls"][0]["function"]
+        for more in ({}, {"response_format": shape})
+    )
+    assert plain == formatted
+
+
+def test_a_template_without_tools_is_told_of_them(tiny: Served) -> None:
+    """In the system's message, which goes on from the client's."""
+    for messages in (USER, [{"role": "system", "content": "Be brief."}, *USER]):
+        body = {"messages": messages, "tools": TOOLS, "tool_choice": "required"}
+        prompt = tiny.tokenizer.decode(tiny.post("/tokenize", body).json()["tokens"])
+        assert prompt.count("<|im_start|>system") == 1
+        assert all(json.dumps(name) in prompt for name in NAMES)
+        assert ("Be brief." in prompt) == (messages is not USER)
+        assert prompt.endswith("hi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_messages_that_are_cut_off_within_a_call(tiny: Served) -> None:
+    """The whole answer has as much of the input as the official client makes of the stream's."""
+    client = anthropic.Anthropic(base_url=tiny.url, api_key="none", max_retries=0)
+    tools: Any = [{"name": "f", "input_schema": OBJECTS[0]}]
+    for max_tokens in (1, 2, 3, 9, 30):
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "max_tokens": max_tokens,
+            "messages": USER,
+            "tools": tools,
+            "tool_choice": {"type": "tool", "name": "f"},
+            "extra_body": {"temperature": 0},
+        }
+        whole = client.messages.create(**body)
+        with client.messages.stream(**body) as stream:
+            in_stream = stream.get_final_message()
+        assert whole.stop_reason == in_stream.stop_reason == "max_tokens"
+        (block,), (other,) = whole.content, in_stream.content
+        assert block.type == other.type == "tool_use"
+        assert isinstance(block.input, dict) and block.input == other.input
+
+
+def test_references_move_with_their_schema() -> None:
+    schema = forced_schema(TOOLS, None, parallel=True)
+    assert schema["$defs"]["0"]["properties"]["x"] == {"$ref": "#/$defs/0/$defs/T"}
+    assert schema["$defs"]["2"]["properties"]["next"]["anyOf"][0] == {"$ref": "#/$defs/2"}
+    # What only looks like a reference: the name of a property, and data.
+    assert schema["$defs"]["3"]["properties"]["$ref"] == {"const": {"$ref": "#"}}
+
+
+@pytest.mark.parametrize("name", ["default", "enum", "const", "examples", "$ref", "properties"])
+def test_a_property_may_be_called_like_a_keyword(name: str) -> None:
+    own = {"properties": {name: {"$ref": "#/$defs/T"}}, "$defs": {"T": {"type": "integer"}}}
+    schema = forced_schema([tool("f", own)], None, parallel=True)
+    assert schema["$defs"]["0"]["properties"][name] == {"$ref": "#/$defs/0/$defs/T"}

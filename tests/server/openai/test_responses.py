@@ -1,0 +1,235 @@
+"""/v1/responses, driven by the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from metal_engine.answers.formats import Parsers
+from metal_engine.server.openai.responses import ResponseStore, StoredResponse
+from metal_engine.settings.args import ServerArgs
+from tests.answers.test_pieces import parsers
+from tests.server.test_errors import check_error
+from tests.support.fakes import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
+from tests.support.serving import MODEL, Served, serve
+from tests.support.tool_formats import RECORDED, TOOLS
+
+CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
+FLAT_TOOLS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+RECORD = RECORDED[0]
+ANSWER = f"<think>\nhm\n</think>\n\n{RECORD.text}"
+
+
+@pytest.fixture(scope="module")
+def _calling() -> Iterator[Served]:
+    tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
+    with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, parsers=parsers("json_tools")) as served:
+        yield served
+
+
+@pytest.fixture
+def calling(_calling: Served) -> Iterator[Served]:
+    yield _calling
+    _calling.settle()
+
+
+def prompt_tokens(served: Served, messages: list[dict[str, Any]], **more: Any) -> int:
+    return len(served.tokenizer.apply_chat_template(messages, **more))
+
+
+def test_text(served: Served) -> None:
+    response = served.client().responses.create(
+        model=MODEL, input="hi", instructions="Be brief.", max_output_tokens=20, metadata={"a": "b"}
+    )
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    chat = served.client().chat.completions.create(model=MODEL, messages=messages, max_tokens=20)  # type: ignore[arg-type]
+    assert response.output_text == chat.choices[0].message.content
+    assert response.id.startswith("resp") and response.object == "response"
+    assert response.status == "incomplete" and response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage is not None
+    assert response.usage.input_tokens == prompt_tokens(served, messages)
+    assert (response.usage.output_tokens, response.metadata) == (20, {"a": "b"})
+    assert response.instructions == "Be brief." and response.tools == []
+
+
+def test_items(calling: Served) -> None:
+    response = calling.client().responses.create(model=MODEL, input="hi", tools=FLAT_TOOLS)
+    assert response.status == "completed"
+    reasoning, message, *calls = response.output
+    assert (
+        reasoning.type == "reasoning" and reasoning.content is not None and reasoning.content[0].text == "hm"
+    )
+    assert message.type == "message" and response.output_text == RECORD.content
+    assert [(c.name, json.loads(c.arguments)) for c in calls if c.type == "function_call"] == RECORD.calls
+    assert len({item.id for item in response.output}) == 4
+
+
+def test_stream(calling: Served) -> None:
+    """The events add up to the response at their end, and the client's own accumulator agrees."""
+    client = calling.client()
+    events = list(client.responses.create(model=MODEL, input="hi", tools=FLAT_TOOLS, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 4
+    final = events[-1].response  # type: ignore[union-attr]
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert text == final.output_text == RECORD.content
+    assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "hm"
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == final.output
+    arguments = ["", "", "", ""]
+    for event in events:
+        if event.type == "response.function_call_arguments.delta":
+            arguments[event.output_index] += event.delta
+    calls = [item for item in final.output if item.type == "function_call"]
+    assert arguments[2:] == [call.arguments for call in calls]
+    with client.responses.stream(model=MODEL, input="hi", tools=FLAT_TOOLS) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text == RECORD.content
+
+
+def test_a_conversation_goes_on(served: Served) -> None:
+    client = served.client()
+    first = client.responses.create(model=MODEL, input="hi", instructions="Be brief.", max_output_tokens=5)
+    second = client.responses.create(
+        model=MODEL, input="more", previous_response_id=first.id, max_output_tokens=5
+    )
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "more"},
+    ]
+    assert second.usage is not None and second.usage.input_tokens == prompt_tokens(served, messages)
+    assert second.previous_response_id == first.id
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    client.responses.delete(first.id)
+    for call in (
+        lambda: client.responses.retrieve(first.id),
+        lambda: client.responses.delete(first.id),
+        lambda: client.responses.create(model=MODEL, input="x", previous_response_id=first.id),
+    ):
+        with pytest.raises(openai.NotFoundError) as info:
+            call()
+        assert info.value.code == "response_not_found"
+    third = client.responses.create(
+        model=MODEL, input="x", previous_response_id=second.id, max_output_tokens=1, store=False
+    )
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(third.id)
+
+
+def test_what_comes_back_is_what_was_said(calling: Served) -> None:
+    """The output items of a response, sent back as input with the calls' results, are the conversation."""
+    client = calling.client()
+    response = client.responses.create(model=MODEL, input="hi", tools=FLAT_TOOLS)
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "sunny"}
+        for item in response.output
+        if item.type == "function_call"
+    ]
+    items: list[Any] = [
+        {"role": "user", "content": "hi"},
+        *[i.model_dump() for i in response.output],
+        *results,
+    ]
+    by_items = client.responses.create(model=MODEL, input=items, tools=FLAT_TOOLS)
+    by_id: Any = client.responses.create(
+        model=MODEL, input=results, previous_response_id=response.id, tools=FLAT_TOOLS
+    )
+    assert by_items.usage is not None and by_items.usage.input_tokens == by_id.usage.input_tokens
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": RECORD.content},
+        {"role": "tool", "content": "sunny"},
+        {"role": "tool", "content": "sunny"},
+    ]
+    assert by_id.usage.input_tokens == prompt_tokens(calling, messages, tools=TOOLS)
+
+
+def test_parts_are_joined(served: Served) -> None:
+    given: list[Any] = [
+        {"role": "developer", "content": "Brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}] * 2},
+    ]
+    response = served.client().responses.create(model=MODEL, input=given, max_output_tokens=1)
+    messages = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "a\na"}]
+    assert response.usage is not None and response.usage.input_tokens == prompt_tokens(served, messages)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "input"),
+    ({"input": 5}, "input"),
+    ({"input": []}, "input"),
+    ({"input": [5]}, "input"),
+    ({"input": [{}]}, "input"),
+    ({"input": [{"role": "user", "content": 5}]}, "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+    ({"input": [{"role": "wizard", "content": "a"}]}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input"),
+    ({"input": "a" * 600}, "input"),
+    ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+    ({"input": "a", "max_output_tokens": 10_000}, "max_output_tokens"),
+    ({"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
+    ({"input": "a", "tools": [{"type": "function"}]}, "tools"),
+    ({"input": "a", "tool_choice": {"type": "file_search"}}, "tool_choice"),
+    ({"input": "a", "background": True}, "background"),
+    ({"input": "a", "truncation": "auto"}, "truncation"),
+    ({"input": "a", "temperature": -1}, "temperature"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD)
+def test_bad_requests(served: Served, body: dict[str, Any], param: str) -> None:
+    code = (
+        "context_length_exceeded" if len(str(body)) > 500 or body.get("max_output_tokens") == 10_000 else None
+    )
+    error = check_error(served.post("/v1/responses", body), 400, param, code)
+    assert error["message"]
+
+
+def test_an_error_within_a_stream() -> None:
+    with serve(step_time=0.002) as served:
+        stream = served.client().responses.create(model=MODEL, input="a", stream=True)
+        kinds = [next(stream).type]
+        served.runner.raise_next = RuntimeError("no more")
+        last = None
+        for event in stream:
+            kinds.append(event.type)
+            if event.type == "error":
+                assert "no more" in event.message
+            last = event
+        assert kinds[-2:] == ["error", "response.failed"] and "no more" in last.response.error.message  # type: ignore[union-attr]
+        assert "response.completed" not in kinds
+        served.settle()
+
+
+def test_the_store_is_bounded() -> None:
+    store = ResponseStore(3, max_characters=1000)
+    for i in range(5):
+        store.put(StoredResponse({"id": str(i)}, []))
+    assert len(store) == 3
+    store.get("2")  # so 3 is the oldest now
+    store.put(StoredResponse({"id": "5"}, []))
+    store.get("2")
+    store.put(StoredResponse({"id": "6"}, [{"content": "x" * 960}]))
+    assert len(store) == 1
+    store.put(StoredResponse({"id": "7"}, [{"content": "x" * 2000}]))
+    assert len(store) == 0
+    nothing = ResponseStore(0)
+    nothing.put(StoredResponse({"id": "1"}, []))
+    assert len(nothing) == 0
+
+
+def test_nothing_is_stored_if_told_so() -> None:
+    with serve(args=ServerArgs(max_stored_responses=0), parsers=Parsers()) as served:
+        response = served.client().responses.create(model=MODEL, input="hi", max_output_tokens=1)
+        with pytest.raises(openai.NotFoundError):
+            served.client().responses.retrieve(response.id)

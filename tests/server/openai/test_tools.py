@@ -1,0 +1,336 @@
+"""Tools and reasoning over HTTP, with the official client: what the model is shown, what its answer becomes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import pytest
+from tokenizers import AddedToken
+
+from metal_engine.answers.formats import Parsers
+from metal_engine.cli.main import make_parsers
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.server.openai.protocol import ChatCompletionBody
+from metal_engine.server.openai.tools import plan_tools
+from metal_engine.settings.args import ServerArgs
+from tests.answers.test_pieces import THINK, parsers
+from tests.server.test_errors import check_error
+from tests.support.fakes import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
+from tests.support.serving import MODEL, Served, serve
+from tests.support.tool_formats import MALFORMED, RECORDED, TOOLS, Recorded
+
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
+
+
+@contextmanager
+def answering(text: str, known: Parsers) -> Iterator[Served]:
+    with serve(script(text), config=CONFIG, tokenizer=tiny_tokenizer(TOOL_TEMPLATE), parsers=known) as served:
+        yield served
+        served.settle()
+
+
+def streamed(served: Served, **body: Any) -> tuple[dict[str, Any], str | None]:
+    """A message out of a stream's deltas, as clients add them up, and the finish reason."""
+    message: dict[str, Any] = {"content": "", "reasoning": "", "reasoning_content": "", "calls": []}
+    reason = None
+    for chunk in served.client().chat.completions.create(model=MODEL, messages=USER, stream=True, **body):
+        (choice,) = chunk.choices
+        delta = choice.delta
+        assert reason is None, "a chunk after the last"
+        message["content"] += delta.content or ""
+        message["reasoning"] += getattr(delta, "reasoning", None) or ""
+        message["reasoning_content"] += getattr(delta, "reasoning_content", None) or ""
+        for call in delta.tool_calls or []:
+            assert call.function is not None
+            if call.id is not None:
+                assert call.index == len(message["calls"]) and call.type == "function"
+                message["calls"].append([call.function.name, ""])
+            message["calls"][call.index][1] += call.function.arguments or ""
+        reason = choice.finish_reason
+    return message, reason
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: r.parser)
+def test_every_format(recorded: Recorded) -> None:
+    text = f"<think>\nhm\n</think>\n{recorded.text}"
+    with answering(text, parsers(recorded.parser)) as served:
+        completion = served.client().chat.completions.create(model=MODEL, messages=USER, tools=TOOLS)  # type: ignore[arg-type]
+        (choice,) = completion.choices
+        message = choice.message
+        assert message.content == (recorded.content or None)
+        assert message.reasoning == message.reasoning_content == "hm"  # type: ignore[attr-defined]
+        assert choice.finish_reason == "tool_calls" and message.tool_calls is not None
+        calls = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls]  # type: ignore[union-attr]
+        assert calls == recorded.calls
+        in_stream, reason = streamed(served, tools=TOOLS)
+        assert reason == "tool_calls"
+        assert in_stream["content"] == recorded.content
+        assert in_stream["reasoning"] == in_stream["reasoning_content"] == "hm"
+        assert [(name, json.loads(arguments)) for name, arguments in in_stream["calls"]] == recorded.calls
+
+
+@pytest.mark.parametrize("name", ["json_tools", "mistral"])
+def test_a_malformed_call_is_text(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "metal_engine")
+    with answering(MALFORMED[name], parsers(name)) as served:
+        completion = served.client().chat.completions.create(model=MODEL, messages=USER, tools=TOOLS)  # type: ignore[arg-type]
+        (choice,) = completion.choices
+        assert (choice.message.content, choice.finish_reason) == (MALFORMED[name], "stop")
+        assert choice.message.tool_calls is None
+        message, reason = streamed(served, tools=TOOLS)
+        assert (message["content"], reason) == (MALFORMED[name], "stop")
+        # One that was begun before it proved to be none stays incomplete.
+        assert message["calls"] == ([["get_weather", '{"city": ']] if name == "mistral" else [])
+    assert len([r for r in caplog.records if "malformed" in r.getMessage()]) == 2
+
+
+def test_the_template_is_shown_the_tools() -> None:
+    with answering("x", parsers("json_tools")) as served:
+        for body, shown in [
+            ({"tools": TOOLS}, TOOLS),
+            ({"tools": TOOLS, "tool_choice": "auto"}, TOOLS),
+            ({"tools": TOOLS, "tool_choice": "none"}, None),
+            ({"tools": []}, None),
+        ]:
+            answer = served.post("/tokenize", {"messages": USER, **body}).json()
+            assert answer["tokens"] == served.tokenizer.apply_chat_template(USER, tools=shown)
+
+
+def test_no_choice_leaves_calls_as_text() -> None:
+    recorded = RECORDED[0]
+    with answering(recorded.text, parsers("json_tools")) as served:
+        body: dict[str, Any] = {"messages": USER, "tools": TOOLS, "tool_choice": "none"}
+        (choice,) = served.post("/v1/chat/completions", body).json()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (recorded.text, "stop")
+        assert "tool_calls" not in choice["message"]
+
+
+def test_a_begun_call_that_is_none_in_other_endpoints() -> None:
+    """It stays incomplete, and says so where the endpoint has a word for it."""
+    with answering(MALFORMED["mistral"], parsers("mistral")) as served:
+        tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        with served.client().responses.stream(model=MODEL, input="hi", tools=tools) as stream:
+            for _ in stream:
+                pass
+            response = stream.get_final_response()
+        said, call, text = response.output
+        assert response.status == "completed" and said.type == text.type == "message"
+        assert call.type == "function_call"
+        assert (call.status, call.arguments) == ("incomplete", '{"city": ')
+        claude = anthropic.Anthropic(base_url=served.url, api_key="none")
+        inputs: Any = [
+            {"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS
+        ]
+        whole = claude.messages.create(model=MODEL, max_tokens=200, messages=USER, tools=inputs)
+        assert [block.type for block in whole.content] == ["text"] and whole.stop_reason == "end_turn"
+        with claude.messages.stream(model=MODEL, max_tokens=200, messages=USER, tools=inputs) as events:
+            message = events.get_final_message()
+        assert [block.type for block in message.content] == ["text", "tool_use", "text"]
+        assert message.stop_reason == "end_turn"
+
+
+def test_parallel_tool_calls() -> None:
+    with answering(RECORDED[0].text, parsers("json_tools")) as served:
+        message, _ = streamed(served, tools=TOOLS, parallel_tool_calls=False)
+        assert [name for name, _ in message["calls"]] == ["get_weather"]
+
+
+def test_cut_off_within_a_call() -> None:
+    with answering(RECORDED[0].text, parsers("json_tools")) as served:
+        message, reason = streamed(served, tools=TOOLS, max_tokens=60)
+        assert reason == "length" and not message["calls"]
+        assert message["content"] == RECORDED[0].text[:60]
+
+
+def test_a_conversation_with_calls_goes_back_into_the_template() -> None:
+    template = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | length }}"
+    with serve(tokenizer=tiny_tokenizer(template), parsers=parsers("json_tools"), config=CONFIG) as served:
+        call = {
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": '{"city": "x"}'},
+        }
+        messages = [
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+            {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        ]
+        ids = served.post("/tokenize", {"messages": messages, "tools": TOOLS}).json()["tokens"]
+        text = served.tokenizer.decode(ids)
+        first = json.loads(
+            text[: text.index('{"role": "tool"')] if '{"role": "tool"' in text else text.split("}{")[0]
+        )
+        assert first["tool_calls"][0]["function"]["arguments"] == {"city": "x"}
+        assert first["reasoning_content"] == first["reasoning"] == "hm"
+        assert '"tool_call_id": "c1"' in text and text.endswith("2")
+
+
+NAMED = {"type": "function", "function": {"name": "find_trains"}}
+
+
+def test_refused_choices() -> None:
+    with answering("x", parsers("json_tools")) as served:
+        for body, param in [
+            (
+                {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+                "tool_choice",
+            ),
+            ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+            ({"tool_choice": NAMED}, "tool_choice"),
+            ({"tools": [{"type": "retrieval"}]}, "tools"),
+            ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+        ]:
+            check_error(served.post("/v1/chat/completions", {"messages": USER, **body}), 400, param)
+    for known, param in [(Parsers(), "tools"), (Parsers(auto_tool_choice=False), "tool_choice")]:
+        with answering("x", known) as served:
+            body = {"messages": USER, "tools": TOOLS}
+            error = check_error(served.post("/v1/chat/completions", body), 400, param)
+            assert "--" in error["message"]
+
+
+def test_what_a_forced_choice_asks_for() -> None:
+    tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
+
+    class Body(ChatCompletionBody):
+        structured_outputs: Any = None
+
+    def schema(choice: Any, **more: Any) -> dict[str, Any]:
+        body = Body(messages=USER, tools=TOOLS, tool_choice=choice, **more)  # type: ignore[arg-type]
+        return plan_tools(body, Parsers(), tokenizer).schema
+
+    assert schema(NAMED) == TOOLS[1]["function"]["parameters"]
+    required = schema("required")
+    assert required["type"] == "array" and required["minItems"] == 1 and "maxItems" not in required
+    names = [item["properties"]["name"] for item in required["items"]["anyOf"]]
+    assert names == [{"const": "get_weather"}, {"const": "find_trains"}]
+    assert schema("required", parallel_tool_calls=False)["maxItems"] == 1
+
+
+# --- reasoning ---
+
+
+def test_a_prompt_that_begins_the_reasoning() -> None:
+    tokenizer = tiny_tokenizer("{{ messages[0].content }}<think>\n")
+    with serve(
+        script("hm\n</think>\n\nYes."), tokenizer=tokenizer, parsers=Parsers(reasoning=THINK)
+    ) as served:
+        message, reason = streamed(served)
+        assert (message["reasoning"], message["content"], reason) == ("hm", "Yes.", "stop")
+        message, reason = streamed(served, max_tokens=2)
+        assert (message["reasoning"], message["content"], reason) == ("hm", "", "length")
+
+
+# Answer, whether the template begins the reasoning, tokens of reasoning: a byte each, with the marks.
+COUNTED = [
+    ("hm\n</think>\n\nYes.", True, len("hm\n</think>")),
+    ("<think>hm</think>Yes.<think>é", False, len(">hm</think>") + len(">") + 2),
+    ("No </think>.", False, 0),
+]
+
+
+@pytest.mark.parametrize(("text", "begun", "count"), COUNTED)
+def test_tokens_of_reasoning_are_counted(text: str, begun: bool, count: int) -> None:
+    """With a parser for tools too, and tools in the answer: neither changes the count."""
+    template = "{{ tools }}{{ messages[0].content }}" + ("<think>\n" if begun else "")
+    with serve(
+        script(text), tokenizer=tiny_tokenizer(template), parsers=parsers("json_tools"), config=CONFIG
+    ) as served:
+        client = served.client()
+        for tools in ([], TOOLS):
+            whole = client.chat.completions.create(model=MODEL, messages=USER, n=2, tools=tools)
+            *_, last = client.chat.completions.create(
+                model=MODEL,
+                messages=USER,
+                n=2,
+                tools=tools,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            for usage in (whole.usage, last.usage):
+                assert usage is not None and usage.completion_tokens_details is not None
+                assert usage.completion_tokens_details.reasoning_tokens == 2 * count
+        response = client.responses.create(model=MODEL, input="hi")
+        assert response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens == count
+        claude = anthropic.Anthropic(base_url=served.url, api_key="none")
+        message = claude.messages.create(model=MODEL, max_tokens=100, messages=USER)
+        assert message.usage.output_tokens_details is not None
+        assert message.usage.output_tokens_details.thinking_tokens == count
+        plain = client.completions.create(model=MODEL, prompt="a", max_tokens=100).usage
+        assert plain is not None and plain.completion_tokens_details is not None
+        assert plain.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_plain_answers_are_as_they_were(served: Served) -> None:
+    message = served.post("/v1/chat/completions", {"messages": USER, "max_tokens": 5}).json()["choices"][0][
+        "message"
+    ]
+    assert message.keys() == {"role", "content", "refusal"}
+
+
+# --- what the tokenizer says ---
+
+
+def tokenizer_with(*tokens: str, special: bool = False, template: str = "") -> Any:
+    hf = tiny_tokenizer(template or None).hf_tokenizer
+    hf.add_tokens([AddedToken(token, special=special) for token in tokens], special_tokens=special)
+    return hf
+
+
+def test_parsers_are_chosen_from_the_tokenizer() -> None:
+    hermes = "{% if tools %}<tool_call>{{ tool_call.name }}{% endif %}"
+    for hf, tool, marks, special in [
+        (tokenizer_with(), None, None, False),
+        (tokenizer_with(template=hermes), "json_tools", None, False),
+        (tokenizer_with("<think>", "</think>"), None, ("<think>", "</think>"), False),
+        (tokenizer_with("[THINK]", "[/THINK]", special=True), None, ("[THINK]", "[/THINK]"), True),
+        (
+            tokenizer_with("[TOOL_CALLS]", template="{{ tools }}[TOOL_CALLS]", special=True),
+            "mistral",
+            None,
+            True,
+        ),
+        (tokenizer_with("<|tool_call_start|>", "<|tool_call_end|>"), "pythonic", None, False),
+    ]:
+        chosen = make_parsers(hf, ServerArgs())
+        assert (chosen.tool.__name__.split(".")[-1] if chosen.tool else None) == tool  # type: ignore[union-attr]
+        assert (chosen.reasoning and (chosen.reasoning.start, chosen.reasoning.end)) == marks
+        assert chosen.special == special
+    named = make_parsers(tokenizer_with(), ServerArgs(tool_call_parser="hermes", reasoning_parser="qwen3"))
+    assert named.tool.__name__.endswith("json_tools") and named.reasoning == THINK  # type: ignore[union-attr]
+    off = make_parsers(
+        tokenizer_with("<think>", "</think>", template=hermes),
+        ServerArgs(tool_call_parser="none", reasoning_parser="none", enable_auto_tool_choice=False),
+    )
+    assert off == Parsers(auto_tool_choice=False)
+
+
+def test_marks_that_are_special_tokens_are_seen() -> None:
+    """A text without special tokens would not have them; a plain completion still has none."""
+    hf_tokens = tokenizer_with("[THINK]", "[/THINK]", special=True)
+    tokenizer = Tokenizer(hf_tokens)
+    begin, end = tokenizer.encode("[THINK]"), tokenizer.encode("[/THINK]")
+    assert len(begin) == len(end) == 1
+    answer = [*begin, *byte_ids("hm"), *end, *byte_ids("Yes")]
+    eos = min(tokenizer.eos_token_ids)
+
+    def next_token(tokens: list[int], num_prompt_tokens: int) -> int:
+        at = len(tokens) - num_prompt_tokens
+        return answer[at] if at < len(answer) else eos
+
+    hf_tokens.chat_template = TOOL_TEMPLATE
+    known = make_parsers(hf_tokens, ServerArgs())
+    assert generated([1], 2, next_token) == answer[:2]
+    config = fake_config()
+    config = replace(config, model=replace(config.model, vocab_size=len(hf_tokens)))
+    with serve(next_token, tokenizer=tokenizer, parsers=known, config=config) as served:
+        message, _ = streamed(served)
+        assert (message["reasoning"], message["content"]) == ("hm", "Yes")
+        text = served.post("/v1/completions", {"prompt": "a"}).json()["choices"][0]["text"]
+        assert text == "hmYes"

@@ -1,0 +1,64 @@
+"""What a client and a dashboard see of KV that came from a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pytest
+
+from metal_engine.engine.core import EngineCore
+from tests.support import fakes
+from tests.support.fake_kv_transfer import FakeTransfer
+from tests.support.serving import MODEL, Served, serve
+
+# 40 tokens, one a byte; blocks of the fake engine hold 8.
+PROMPT = "0123456789" * 4
+
+
+class Everything(dict[bytes, np.ndarray]):
+    """A store that has every block; the fake runner does not look into them."""
+
+    def __contains__(self, block_hash: object) -> bool:
+        return True
+
+    def __missing__(self, block_hash: bytes) -> np.ndarray:
+        return np.zeros(8, np.uint8)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    transfer = FakeTransfer()
+    transfer.store = Everything()
+    transfer.answer_at_once()
+    monkeypatch.setattr(
+        fakes,
+        "EngineCore",
+        lambda config, runner, tokenizer: EngineCore(config, runner, tokenizer, transfer.connector()),
+    )
+    with serve() as served:
+        yield served
+
+
+def test_where_the_prompt_came_from(served: Served) -> None:
+    def usage() -> tuple[int, int, int]:
+        answer = served.client().completions.create(model=MODEL, prompt=PROMPT, max_tokens=3)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        details = answer.usage.prompt_tokens_details
+        return answer.usage.prompt_tokens, details.cached_tokens or 0, details.kv_store_tokens  # type: ignore[attr-defined]
+
+    assert usage() == (40, 32, 32), "the last token is always computed, and with it its block"
+    assert usage() == (40, 32, 0), "now it is in the KV cache"
+    served.settle()
+    counts = httpx.get(f"{served.url}/health").json()["kv_transfer"]
+    assert (counts["prompt_tokens_store"], counts["prompt_tokens_local"]) == (32, 32)
+    assert counts["prompt_tokens_computed"] == 16
+    metrics = httpx.get(f"{served.url}/metrics").text
+    assert f'metal_engine:kv_transfer_prompt_tokens_store_total{{model_name="{MODEL}"}} 32.0' in metrics
+
+
+def test_an_engine_without_a_store_says_nothing_of_it() -> None:
+    with serve() as served:
+        assert "kv_transfer" not in httpx.get(f"{served.url}/health").json()
+        assert "kv_transfer" not in httpx.get(f"{served.url}/metrics").text

@@ -1,0 +1,102 @@
+"""/v1/models, /health, /version, and the schema."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from metal_engine import __version__
+from tests.support.serving import MODEL, Served, serve, wait_until
+
+
+def test_models(served: Served) -> None:
+    (model,) = served.client().models.list()
+    assert model.id == MODEL and model.object == "model" and model.created > 1_700_000_000
+    assert model.max_model_len == 512  # type: ignore[attr-defined]
+    assert served.client().models.retrieve(MODEL) == model
+    assert httpx.get(f"{served.url}/v1/models/{MODEL}").json()["id"] == MODEL
+    with pytest.raises(openai.NotFoundError) as info:
+        served.client().models.retrieve("other")
+    assert info.value.code == "model_not_found"
+
+
+def test_health(served: Served) -> None:
+    response = httpx.get(served.url + "/health")
+    assert response.status_code == 200
+    assert response.json() == {
+        "status": "ok",
+        "running": 0,
+        "waiting": 0,
+        "kv_cache_usage": 0.0,
+        "preemptions": served.engine.stats.num_preemptions,
+        "failed_steps": 0,
+        "unknown_parameters": response.json()["unknown_parameters"],
+    }
+
+
+def test_health_while_the_engine_is_busy() -> None:
+    """A step under way does not keep the event loop from answering."""
+    with serve() as served:
+        served.runner.running.clear()
+        with served.client().completions.create(model=MODEL, prompt="a" * 20, stream=True):
+            wait_until(lambda: served.engine.stats.num_running == 1, "the request to run")
+            health = httpx.get(served.url + "/health").json()
+            assert (health["running"], health["kv_cache_usage"]) == (1, 3 / 256)
+        served.runner.running.set()
+        served.settle()
+
+
+def test_version(served: Served) -> None:
+    assert httpx.get(served.url + "/version").json() == {"version": __version__}
+
+
+def test_openapi_schema(served: Served) -> None:
+    paths = httpx.get(served.url + "/openapi.json").json()["paths"]
+    assert {"/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/version"} <= paths.keys()
+
+
+def test_ready(served: Served) -> None:
+    response = httpx.get(served.url + "/ready")
+    assert (response.status_code, response.json()) == (200, {"ready": True})
+
+
+def test_not_ready_while_draining() -> None:
+    with serve() as served:
+        served.server._lifecycle.draining = True
+        response = httpx.get(served.url + "/ready")
+        assert (response.status_code, response.json()) == (503, {"ready": False})
+
+
+def test_tokenize_and_back(served: Served) -> None:
+    for text in ("the thing", "日本語 😀", ""):
+        answer = served.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+        ids = served.tokenizer.encode(text)
+        assert answer["tokens"] == ids and answer["count"] == len(ids) == len(answer["token_strs"])
+        assert answer["max_model_len"] == 512
+        assert served.post("/detokenize", {"tokens": ids}).json() == {"prompt": text}
+
+
+def test_tokenize_a_chat(served: Served) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    for flags in ({}, {"add_generation_prompt": False}):
+        answer = served.post("/tokenize", {"messages": messages, "model": MODEL, **flags}).json()
+        assert answer["tokens"] == served.tokenizer.apply_chat_template(messages, **flags)
+
+
+def test_bad_tokenizations(served: Served) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    for path, body, param in [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": 1}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "x", "content": "a"}]}, "messages"),
+        ("/tokenize", {"messages": messages, "add_generation_prompt": 3}, "add_generation_prompt"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ]:  # fmt: skip
+        response = served.post(path, body)
+        assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+    assert served.post("/tokenize", {"model": "other", "prompt": "a"}).status_code == 404

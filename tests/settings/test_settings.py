@@ -1,0 +1,204 @@
+"""Settings from the command line, the environment and a YAML file: precedence, kinds, errors that say where."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metal_engine.errors import ConfigError
+from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
+from metal_engine.settings.fields import make_args, parse_count, parse_size, resolve, settings_of
+
+SETTINGS = settings_of(ServerArgs, EngineArgs)
+BY_NAME = {one.name: one for one in SETTINGS}
+
+
+def settle(
+    command_line: dict[str, Any] | None = None,
+    environ: dict[str, str] | None = None,
+    yaml: str | None = None,
+    tmp_path: Path | None = None,
+) -> dict[str, Any]:
+    file = None
+    if yaml is not None:
+        assert tmp_path is not None
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml)
+    return resolve(SETTINGS, command_line or {}, environ or {}, file, known=settings_of(ChatArgs))
+
+
+def test_precedence(tmp_path: Path) -> None:
+    environ = {"METAL_ENGINE_PORT": "2", "METAL_ENGINE_HOST": "env", "HOME": "/"}
+    yaml = "port: 1\nhost: file\nmax-num-seqs: 5\n"
+    values = settle({"port": "3"}, environ, yaml, tmp_path)
+    assert values == {"port": 3, "host": "env", "max_num_seqs": 5}
+    args = make_args(ServerArgs, values)
+    assert (args.port, args.host, args.api_key) == (3, "env", ())
+    assert make_args(EngineArgs, {"model": "m", **values}).max_num_seqs == 5
+
+
+@pytest.mark.parametrize("one", SETTINGS, ids=lambda one: one.name)
+def test_every_setting_from_everywhere(one: Any, tmp_path: Path) -> None:
+    given = {"int": "7", "count": "7", "float": "0.5", "size": "7", "bool": "true", "str": "x", "list": "x"}[
+        one.kind
+    ]
+    wanted = {"int": 7, "count": 7, "float": 0.5, "size": 7, "bool": True, "str": "x", "list": ("x",)}[
+        one.kind
+    ]
+    if one.choices:
+        given = wanted = one.choices[-1]
+    key = one.flag.removeprefix("--")
+    assert settle({one.name: given}) == {one.name: wanted}
+    assert settle(None, {one.variable: given}) == {one.name: wanted}
+    assert settle(None, None, f"{key}: {given}", tmp_path) == {one.name: wanted}
+    assert settle(None, None, f"{one.name}: {given}", tmp_path) == {one.name: wanted}
+    assert one.help.endswith(".")
+
+
+def test_every_field_is_a_setting() -> None:
+    for cls in (ServerArgs, EngineArgs, ChatArgs):
+        names = {field.name for field in dataclasses.fields(cls)} - {"model"}
+        assert names == {one.name for one in settings_of(cls)}
+
+
+def test_lists(tmp_path: Path) -> None:
+    assert settle({"served_model_name": ["a", "b,c"]}) == {"served_model_name": ("a", "b,c")}
+    assert settle(None, {"METAL_ENGINE_SERVED_MODEL_NAME": "a, b"}) == {"served_model_name": ("a", "b")}
+    assert settle(None, None, "served_model_name: [a, b]", tmp_path) == {"served_model_name": ("a", "b")}
+
+
+def test_another_commands_settings_are_no_error(tmp_path: Path) -> None:
+    assert settle(None, {"METAL_ENGINE_SYSTEM": "x"}, "temperature: 0.5", tmp_path) == {}
+
+
+def test_nothing_given(tmp_path: Path) -> None:
+    assert settle(None, {"METAL_ENGINE_PORT": ""}, "# nothing\n", tmp_path) == {}
+    assert settle(None, None, "port:\n", tmp_path) == {}
+
+
+BAD_FILES = [
+    ("prot: 1", "config.yaml: unknown setting 'prot'; did you mean port?"),
+    ("max_modellen: 1", "did you mean max-model-len?"),
+    ("3: 4", "unknown setting '3'"),
+    ("port: [1]", "config.yaml: port must be a whole number, got [1]"),
+    ("port: yes", "port must be a whole number, got True"),
+    ("port: 1.5", "port must be a whole number"),
+    ("host: {a: b}", "host must be a text"),
+    ("dtype: int3", "dtype must be one of auto, float32, float16, bfloat16, got 'int3'"),
+    ("strict-params: maybe", "strict-params must be true or false"),
+    ("kv-cache-memory-bytes: lots", "kv-cache-memory-bytes must be a size such as 2GiB"),
+    ("port: 1\nport_: 2", "unknown setting 'port_'"),
+    ("max-num-seqs: 1\nmax_num_seqs: 2", "given twice"),
+    ("port: 1\nhost: a\nport: 2", "given twice"),
+    ("- port", "must hold `flag: value` lines, not a list"),
+    ("port: 'a", "is not valid YAML"),
+    ("a: &a [*a]", "unknown setting"),
+    ("!!python/object/apply:os.system ['true']", "is not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("yaml", "message"), BAD_FILES)
+def test_bad_files(yaml: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as info:
+        settle(None, None, yaml, tmp_path)
+    assert message in str(info.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot read --config"):
+            resolve(SETTINGS, {}, {}, path)
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        resolve(SETTINGS, {}, {}, binary)
+
+
+def test_bad_variables_and_flags() -> None:
+    with pytest.raises(ConfigError, match="METAL_ENGINE_PROT; did you mean METAL_ENGINE_PORT"):
+        settle(None, {"METAL_ENGINE_PROT": "1"})
+    with pytest.raises(ConfigError, match="environment variable METAL_ENGINE_PORT must be a whole number"):
+        settle(None, {"METAL_ENGINE_PORT": "tcp://10.0.0.1:80"})
+    with pytest.raises(ConfigError, match="--port must be a whole number, got 'x'"):
+        settle({"port": "x"})
+    assert settle(None, {"METAL_ENGINE_CACHE": "x", "METAL_ENGINE_BLAS": "none", "OTHER": ""}) == {}
+
+
+def test_secrets_stay_secret() -> None:
+    key = BY_NAME["api_key"]
+    with pytest.raises(ConfigError, match="--api-key") as info:
+        resolve([key], {"api_key": [{"hidden": 1}]}, {})
+    assert "hidden" not in str(info.value)
+    # Set but empty is a mistake, which must not leave the server open.
+    with pytest.raises(ConfigError, match="--api-key"):
+        make_args(ServerArgs, settle(None, {"METAL_ENGINE_API_KEY": ""}))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("1073741824", 1 << 30),
+        ("2GiB", 2 << 30),
+        ("2gib", 2 << 30),
+        ("2 Gi", 2 << 30),
+        ("1.5GiB", 3 << 29),
+        ("512MB", 512_000_000),
+        ("512M", 512 << 20),
+        ("512m", 512_000_000),
+        ("16KiB", 16384),
+        ("1TiB", 1 << 40),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1e9", "2 Gigs", "1,000", "0x10", "1i", "1ib", "nan", "1..5G"]
+)
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="no size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("7", 7), ("4k", 4000), ("4K", 4096), ("1.5K", 1536), ("2m", 2_000_000), ("1M", 1 << 20)],
+)
+def test_counts(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "k", "4kb", "4KiB", "-4k", "4.5.6k", "1e3"])
+def test_no_counts(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_count(text)
+
+
+BAD_SERVERS: list[tuple[dict[str, Any], str]] = [
+    ({"port": -1}, "--port"),
+    ({"port": 65536}, "--port"),
+    ({"max_body_size": 0}, "--max-body-size"),
+    ({"shutdown_timeout": -1.0}, "--shutdown-timeout"),
+    ({"shutdown_timeout": float("nan")}, "--shutdown-timeout"),
+    ({"api_key": " "}, "--api-key"),
+    ({"api_key": "schlüssel"}, "--api-key"),
+    ({"served_model_name": ("a", "")}, "--served-model-name"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "flag"), BAD_SERVERS)
+def test_bad_server_settings_name_the_flag(arguments: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        ServerArgs(**arguments)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_seed_out_of_range(seed: int) -> None:
+    with pytest.raises(ConfigError, match="--seed"):
+        EngineArgs(model="m", seed=seed)

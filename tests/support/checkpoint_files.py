@@ -1,0 +1,99 @@
+"""Small checkpoints on disk, as they are published: a llama of a few kilobytes and a byte-level tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import quantize_model
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from tests.support.tiny_models import tiny_model
+
+CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+EOS = "<|end|>"
+# 256 bytes and one special token.
+VOCAB_SIZE = 257
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": VOCAB_SIZE - 1,
+}
+
+
+def write_checkpoint(
+    folder: Path,
+    *,
+    config: dict[str, Any] | None = None,
+    num_shards: int = 1,
+    bits: int | None = None,
+    mixed_bits: bool = False,
+    dtype: mx.Dtype = mx.float32,
+) -> Path:
+    """Write a complete checkpoint into ``folder`` and return it.
+
+    Args:
+        config: entries that differ from ``CONFIG``.
+        num_shards: number of weight files.
+        bits: quantize the weights as mlx-lm does.
+        mixed_bits: quantize every other layer with 8 bits, and leave the embedding as it is.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    full = {**CONFIG, **(config or {})}
+    model = tiny_model(dtype=dtype, **full)
+    if bits is not None:
+
+        def choose(path: str, module: Any) -> bool | dict[str, int]:
+            if not hasattr(module, "to_quantized"):
+                return False
+            if mixed_bits and "embed_tokens" in path:
+                return False
+            return {"group_size": 32, "bits": 8} if mixed_bits and "layers.1" in path else True
+
+        model, full = quantize_model(model, full, group_size=32, bits=bits, quant_predicate=choose)
+    weights = dict(tree_flatten(model.parameters()))
+    write_weights(folder, weights, num_shards)
+    (folder / "config.json").write_text(json.dumps(full))
+    write_tokenizer(folder)
+    return folder
+
+
+def write_weights(folder: Path, weights: dict[str, mx.array], num_shards: int) -> None:
+    if num_shards == 1:
+        mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+        return
+    names = sorted(weights)
+    weight_map = {}
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
+        part = {name: weights[name] for name in names[shard::num_shards]}
+        mx.save_safetensors(str(folder / file), part, metadata={"format": "mlx"})
+        weight_map.update(dict.fromkeys(part, file))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_tokenizer(folder: Path, **config: Any) -> None:
+    """A tokenizer whose tokens are bytes; ``config`` goes into tokenizer_config.json."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(EOS, special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    full = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(full))

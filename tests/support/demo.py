@@ -1,0 +1,105 @@
+"""The demo model for tests: one plain copy that answers what mlx-lm answers, one behind the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.checkpoints.gguf.model import gguf_eos_token_ids, load_gguf_model, read_gguf_header
+from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
+from metal_engine.engine.core import EngineCore
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.settings.config import CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
+
+MakeEngine = Callable[..., EngineCore]
+
+
+@pytest.fixture(scope="session")
+def demo_tokenizer(demo_path: Path) -> Tokenizer:
+    header = read_gguf_header(demo_path)
+    return Tokenizer(load_gguf_tokenizer(demo_path), gguf_eos_token_ids(header))
+
+
+@pytest.fixture(scope="session")
+def reference_model(demo_path: Path) -> Any:
+    """A copy of the demo model that the engine never touches."""
+    return load_gguf_model(demo_path, dtype=mx.float32, dequantize=True)[0]
+
+
+@pytest.fixture(scope="session")
+def paged_demo(demo_path: Path) -> PagedModel:
+    return PagedModel(load_gguf_model(demo_path, dtype=mx.float32, dequantize=True)[0])
+
+
+@pytest.fixture
+def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine:
+    """An engine on the demo model; each call takes the KV cache of the one before."""
+
+    def make(
+        *,
+        budget: int = 512,
+        block_size: int = 16,
+        num_blocks: int = 512,
+        max_num_seqs: int = 64,
+        ahead: bool = False,
+    ) -> EngineCore:
+        return engine_for(
+            paged_demo,
+            demo_tokenizer,
+            vocab_size=49152,
+            budget=budget,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            ahead=ahead,
+        )
+
+    return make
+
+
+def engine_for(
+    paged: PagedModel,
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    budget: int,
+    block_size: int,
+    num_blocks: int,
+    max_num_seqs: int,
+    ahead: bool = False,
+    caching: bool = False,
+) -> EngineCore:
+    """``ahead``: steps are planned and built while the one before them runs. ``caching``: of prefixes."""
+    cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=caching)
+    config = EngineConfig(
+        model=ModelInfo(
+            name="test",
+            model_type="test",
+            dtype="float32",
+            vocab_size=vocab_size,
+            num_layers=len(paged.kv_specs),
+            num_params=1,
+            weight_bytes=0,
+            kv_bytes_per_token=paged.kv_bytes_per_token,
+            max_position_embeddings=8192,
+        ),
+        device=DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30),
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            max_model_len=min(8192, cache.num_tokens),
+            async_scheduling=ahead,
+        ),
+        cache=cache,
+        attention_backend="mlx",
+        seed=0,
+    )
+    runner = ModelRunner(paged, MlxOpsBackend(), config.scheduler, config.cache)
+    return EngineCore(config, runner, tokenizer)

@@ -1,0 +1,463 @@
+"""A runner without a model, whose tokens depend on everything that a wrong plan can get wrong.
+
+Each slot of its KV cache holds a number that depends on the token written there, on its position, and on the
+*contents* of all slots before it, read through the block table as the plan gave it. A sampled token is a
+digest of all slots of its sequence. So a wrong block, slot, position, order, count or token anywhere makes
+the request's next tokens differ from those it gets alone, which have a closed form: :func:`expected_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from metal_engine.request import Request, RequestOptions, RequestStatus
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from metal_engine.step import KVConnectorMetadata, ModelOutput, SchedulerOutput, TokenOutput
+from tests.support.fake_kv_transfer import FakeTransfer
+from tests.support.scheduling_checks import (
+    check_fcfs,
+    check_plan,
+    demand_of,
+    is_plain,
+    max_steps,
+    was_passed_over,
+)
+
+# Large, so that a wrong token is not the right one by chance.
+VOCAB_SIZE = 1 << 30
+
+_MASK64 = (1 << 64) - 1
+_MAX_LEN = 1 << 15
+# What a slot holds until it is written, and while a step that writes it is under way.
+_POISON = 0xDEAD_BEEF_DEAD_BEEF
+
+
+def _mix(z: int) -> int:
+    """SplitMix64's output function: 64 bits in, 64 well-mixed bits out."""
+    z &= _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+# A digest is the sum of weight[position] * value over positions, modulo 2**64: one NumPy expression over a
+# gathered context, and easily extended by a token. Weights are odd, so that no bit of a value is lost.
+_WEIGHTS = [_mix(position + 1) | 1 for position in range(_MAX_LEN)]
+_WEIGHTS_ARRAY = np.array(_WEIGHTS, np.uint64)
+
+
+def _kv(token_id: int, position: int, context_digest: int) -> int:
+    return _mix(token_id * 0x9E3779B97F4A7C15 + position + _mix(context_digest))
+
+
+def _sampled(digest: int) -> int:
+    return _mix(digest) % VOCAB_SIZE
+
+
+def make_prompt(seed: int, length: int) -> list[int]:
+    """A prompt; two of the same seed share a prefix as long as the shorter one."""
+    return [_mix(seed * 1_000_003 + position) % VOCAB_SIZE for position in range(length)]
+
+
+def expected_tokens(prompt: Iterable[int], num_tokens: int) -> list[int]:
+    """What a request generates when it runs alone: the closed form."""
+    digest = position = 0
+    for token_id in prompt:
+        digest = (digest + _WEIGHTS[position] * _kv(token_id, position, digest)) & _MASK64
+        position += 1
+    outputs = []
+    for _ in range(num_tokens):
+        token_id = _sampled(digest)
+        outputs.append(token_id)
+        digest = (digest + _WEIGHTS[position] * _kv(token_id, position, digest)) & _MASK64
+        position += 1
+    return outputs
+
+
+@dataclass
+class _Held:
+    """What the runner knows of a request."""
+
+    token_ids: list[int]
+    block_ids: list[int]
+    num_computed_tokens: int
+    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [blocks * block_size]
+
+
+@dataclass
+class FakeStep:
+    """A step under way. The work is done already: order of execution is order of dispatch, as on a device."""
+
+    output: ModelOutput
+
+    def result(self) -> ModelOutput:
+        return self.output
+
+
+class FakeKVRunner:
+    """Executes plans and asserts that they keep what ``step.py`` promises.
+
+    A sampled token joins the runner's own copy of the sequence at once, so that the next plan may count on it
+    before the scheduler has been told (a placeholder).
+    """
+
+    def __init__(
+        self,
+        cache_config: CacheConfig,
+        max_num_seqs: int,
+        save: Callable[[bytes, np.ndarray], None] | None = None,
+    ) -> None:
+        self.save = save  # takes blocks that a plan says to save
+        self.block_size = cache_config.block_size
+        self.num_blocks = cache_config.num_blocks
+        self.max_num_seqs = max_num_seqs
+        self.kv = np.full(cache_config.num_tokens, _POISON, np.uint64)  # [slots]
+        self.held: dict[str, _Held] = {}
+        self.num_holders: Counter[int] = Counter()  # block id -> requests held that have it in their table
+        self.num_steps = 0
+        self.last_step_id = -1
+
+    def close(self) -> None:
+        """Nothing here belongs to a thread."""
+
+    def execute(self, plan: SchedulerOutput) -> FakeStep:
+        self._take_in(plan)
+        meta = plan.kv_connector_metadata or KVConnectorMetadata()
+        for block_id, data in meta.loads.items():
+            assert self.num_holders[block_id] == 1, f"block {block_id} is loaded into, and shared or free"
+            self.kv[self._slots_of(block_id)] = data.view(np.uint64)
+        ranges = {}
+        for request_id, share in plan.num_scheduled_tokens.items():
+            held = self.held[request_id]
+            start, stop = held.num_computed_tokens, held.num_computed_tokens + share
+            assert share >= 1, f"{request_id}: share {share}"
+            assert stop <= len(held.token_ids), f"{request_id}: tokens up to {stop} of {len(held.token_ids)}"
+            assert stop <= len(held.slots), f"{request_id}: tokens up to {stop}, slots for {len(held.slots)}"
+            ranges[request_id] = start, stop
+            for block_id in held.block_ids[start // self.block_size : -(-stop // self.block_size)]:
+                assert self.num_holders[block_id] == 1, (
+                    f"{request_id} writes to block {block_id}, which is shared"
+                )
+                assert block_id not in meta.loads, f"block {block_id} is loaded and computed"
+        assert plan.sampled_req_ids == [
+            request_id
+            for request_id, (_, stop) in ranges.items()
+            if stop == len(self.held[request_id].token_ids)
+        ], "sampled_req_ids are not the requests whose last token is in the step, in packing order"
+
+        # As in a layer, all of the step's writes come before its reads: slots to be written are poisoned
+        # first, so that a request that reads a slot another one writes sees neither old contents nor new.
+        written = [self.held[r].slots[start:stop] for r, (start, stop) in ranges.items()]
+        all_written = np.concatenate(written) if written else np.zeros(0, np.int64)
+        assert len(np.unique(all_written)) == len(all_written), "two tokens of a step share a slot"
+        self.kv[all_written] = _POISON
+        values = [self._forward(self.held[r], start, stop) for r, (start, stop) in ranges.items()]
+        for slots, value in zip(written, values, strict=True):
+            self.kv[slots] = value
+
+        for block_hash, block_id in meta.saves:
+            assert self.save is not None
+            self.save(block_hash, self.kv[self._slots_of(block_id)].view(np.uint8).copy())
+
+        sampled = []
+        for request_id, (_, stop) in ranges.items():
+            held = self.held[request_id]
+            held.num_computed_tokens = stop
+            if stop == len(held.token_ids):
+                token_id = _sampled(self._digest(held, stop))
+                held.token_ids.append(token_id)
+                sampled.append(token_id)
+        self.num_steps += 1
+        return FakeStep(ModelOutput(sampled))
+
+    def _slots_of(self, block_id: int) -> slice:
+        return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
+
+    def _take_in(self, plan: SchedulerOutput) -> None:
+        assert plan.step_id > self.last_step_id
+        self.last_step_id = plan.step_id
+        for request_id in plan.dropped_req_ids:
+            assert request_id in self.held, f"told to drop {request_id}, which is not held"
+            self.num_holders.subtract(self.held.pop(request_id).block_ids)
+        for new in plan.new_requests:
+            assert new.request_id not in self.held, f"{new.request_id} is new, but was never dropped"
+            assert new.request_id in plan.num_scheduled_tokens, f"{new.request_id} is new, but has no share"
+            assert 0 < new.num_prompt_tokens <= len(new.token_ids)
+            assert 0 <= new.num_computed_tokens < len(new.token_ids), "at least one token must be computed"
+            self.held[new.request_id] = _Held(list(new.token_ids), [], new.num_computed_tokens)
+            self._append_blocks(new.request_id, new.block_ids)
+        for request_id, block_ids in plan.new_block_ids.items():
+            assert block_ids and request_id in plan.num_scheduled_tokens
+            self._append_blocks(request_id, block_ids)
+        assert len(self.held) <= self.max_num_seqs, f"{len(self.held)} requests held"
+
+    def _append_blocks(self, request_id: str, block_ids: list[int]) -> None:
+        held = self.held[request_id]
+        assert all(0 <= block_id < self.num_blocks for block_id in block_ids), f"{request_id}: {block_ids}"
+        held.block_ids += block_ids
+        self.num_holders.update(block_ids)
+        blocks = np.array(held.block_ids, np.int64)
+        held.slots = (blocks[:, None] * self.block_size + np.arange(self.block_size)).ravel()
+
+    def _digest(self, held: _Held, num_tokens: int) -> int:
+        return int((self.kv[held.slots[:num_tokens]] * _WEIGHTS_ARRAY[:num_tokens]).sum(dtype=np.uint64))
+
+    def _forward(self, held: _Held, start: int, stop: int) -> list[int]:
+        digest = self._digest(held, start)
+        values = []
+        for position in range(start, stop):
+            value = _kv(held.token_ids[position], position, digest)
+            digest = (digest + _WEIGHTS[position] * value) & _MASK64
+            values.append(value)
+        return values
+
+
+class HostSampled(SamplingParams):
+    """Parameters of a request whose tokens can be sampled only when the one before is known on the host."""
+
+    needs_token_on_host = True  # type: ignore[assignment]
+
+
+@dataclass
+class Tracked:
+    """A request under test: what it must produce and what it has produced."""
+
+    request: Request
+    expected: list[int]
+    expected_reason: str
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def is_live(self) -> bool:
+        return self.finish_reason is None
+
+
+class SchedulerHarness:
+    """A real scheduler over the fake runner; checks every invariant at every step, and every token.
+
+    Args:
+        depth: steps that may be under way at once; 1 is the plain loop, 2 schedules step k+1 before the
+            update for step k.
+        transfer: where KV comes from and goes to; None for an engine without.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        *,
+        depth: int = 1,
+        transfer: FakeTransfer | None = None,
+    ) -> None:
+        self.config = config
+        self.cache_config = cache_config
+        self.depth = depth
+        self.transfer = transfer
+        self.scheduler = Scheduler(config, cache_config, transfer.connector() if transfer else None)
+        save = transfer.store.__setitem__ if transfer else None
+        self.runner = FakeKVRunner(cache_config, config.max_num_seqs, save)
+        self.tracked: dict[str, Tracked] = {}
+        self._live: dict[str, None] = {}
+        self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
+        self.plans: list[SchedulerOutput] = []
+        self._steps_passed_over = 0  # in a row
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        stop_after: int | None = None,
+        ignore_eos: bool = False,
+        options: RequestOptions | None = None,
+        needs_prompt_rows: bool = False,
+        needs_token_on_host: bool = False,
+    ) -> Request:
+        """Queue a request; ``stop_after=n`` makes the n-th token it will generate an end of sequence."""
+        make_params = HostSampled if needs_token_on_host else SamplingParams
+        expected = expected_tokens(prompt, max_tokens)
+        eos: frozenset[int] = frozenset()
+        reason = "length"
+        if stop_after is not None and stop_after <= max_tokens:
+            eos = frozenset({expected[stop_after - 1]})
+            if not ignore_eos:
+                # Not `stop_after`: the token may occur earlier.
+                expected = expected[: expected.index(expected[stop_after - 1]) + 1]
+                reason = "stop"
+        request = Request(
+            request_id,
+            prompt,
+            make_params(max_tokens=max_tokens, ignore_eos=ignore_eos),
+            max_tokens=max_tokens,
+            eos_token_ids=eos,
+            options=options,
+            needs_prompt_rows=needs_prompt_rows,
+        )
+        self.scheduler.add_request(request)
+        self.tracked[request_id] = Tracked(request, expected, reason)
+        self._live[request_id] = None
+        return request
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ABORTED)
+        tracked = self.tracked[request_id]
+        if tracked.is_live:
+            tracked.finish_reason = "abort"
+            del self._live[request_id]
+        assert not self.scheduler.blocks.block_ids(request_id)
+        self.scheduler.check_integrity()
+
+    def fail_oldest(self, *, cache_is_lost: bool = False) -> None:
+        """The oldest step under way fails, and those after it are not run."""
+        plan, _ = self.in_flight.popleft()
+        self._fail(plan)
+        for void, _ in self.in_flight:
+            self.scheduler.cancel(void)
+        self.in_flight.clear()
+        if cache_is_lost:
+            self.scheduler.preempt_all()
+        self.scheduler.check_integrity()
+
+    def refuse_newest(self) -> None:
+        """The step planned last was refused by the runner; those before it are finished."""
+        plan, _ = self.in_flight.pop()
+        self._fail(plan)
+        self.scheduler.check_integrity()
+        while self.in_flight:
+            self.update()
+
+    def _fail(self, plan: SchedulerOutput) -> None:
+        self.scheduler.prefix_cache.forget()
+        for request_id in plan.num_scheduled_tokens:
+            self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
+            if self._live.pop(request_id, ...) is None:
+                self.tracked[request_id].finish_reason = "error"
+
+    @property
+    def live(self) -> list[Tracked]:
+        """Unfinished requests in order of arrival."""
+        return [self.tracked[request_id] for request_id in self._live]
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan a step and start it, without the update."""
+        assert len(self.in_flight) < self.depth
+        before = {t.request.request_id: demand_of(t.request) for t in self.live}
+        context_lens = {request_id: r.num_computed_tokens for request_id, r in self.scheduler.running.items()}
+        num_preemptions = self.scheduler.num_preemptions
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        self.check_limits(plan)
+        num_preemptions = self.scheduler.num_preemptions - num_preemptions
+        check_plan(self.scheduler, plan, before, context_lens)
+        passed_over = not num_preemptions and was_passed_over(self.scheduler, plan, before, context_lens)
+        self._steps_passed_over = self._steps_passed_over + 1 if passed_over else 0
+        assert self._steps_passed_over <= self.config.max_num_partial_prefills, "a free slot stays free"
+        if is_plain(self.config, self.cache_config):
+            check_fcfs(self.scheduler, plan, before, context_lens, num_preemptions, self.depth)
+        is_idle = not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions
+        if is_idle and not self.scheduler.loading:
+            assert not self.live, "nothing is under way, and nothing is planned"
+        self.plans.append(plan)
+        if plan.num_scheduled_tokens:
+            self.in_flight.append((plan, self.runner.execute(plan)))
+        else:
+            assert not (plan.dropped_req_ids or plan.new_requests or plan.new_block_ids), "lost on the runner"
+        return plan
+
+    def update(self) -> list[TokenOutput]:
+        """Take in the oldest step under way."""
+        plan, handle = self.in_flight.popleft()
+        outputs = self.scheduler.update(plan, handle.result())
+        for output in outputs:
+            self._check_output(output)
+        self.scheduler.check_integrity()
+        return outputs
+
+    def step(self) -> SchedulerOutput:
+        """One turn of the loop: start a step, then take in the oldest if ``depth`` are under way."""
+        plan = self.schedule()
+        if len(self.in_flight) == self.depth or (self.in_flight and not plan.num_scheduled_tokens):
+            self.update()
+        return plan
+
+    def run(self, until: Callable[[], bool] | None = None) -> int:
+        """Step until done, within the bound below; returns the steps taken.
+
+        The first request in order advances in every step that is not spent waiting for a step under way, or for
+        a turn in the rotation. So all are done after as many steps as they would take one after the other.
+        """
+        alone = sum(
+            max_steps(t.request.num_tokens, self.config, self.cache_config.block_size)
+            + len(t.expected)
+            - len(t.token_ids)
+            for t in self.live
+        )
+        bound = alone * self.depth + self.depth + 4
+        steps = num_waits = 0
+        while self.live and not (until is not None and until()):
+            plan = self.step()
+            if not plan.num_scheduled_tokens and self.scheduler.loading:
+                num_waits += 1  # for KV
+                assert num_waits <= 1000
+                continue
+            steps += 1
+            assert steps <= bound, f"{len(self.live)} requests unfinished after {steps} steps"
+        return steps
+
+    def drain(self) -> None:
+        """Run until everything is done, then check that nothing is left anywhere."""
+        if self.transfer is not None:
+            self.transfer.answer_at_once()
+        self.run()
+        while self.in_flight:
+            self.update()
+        assert not self.scheduler.has_requests
+        if self.transfer is not None:
+            assert not self.transfer.tickets, "loads leaked"
+            assert not self.transfer.held, "host memory leaked"
+        assert self.scheduler.blocks.num_used_blocks == 0, "blocks leaked"
+        for tracked in self.tracked.values():
+            if tracked.finish_reason not in ("abort", "error"):
+                assert tracked.token_ids == tracked.expected
+                assert tracked.finish_reason == tracked.expected_reason
+        # The drops of the last step go with the next one.
+        self.submit("sentinel", [1], 1)
+        self.run()
+        assert self.runner.held.keys() == {"sentinel"}, "the runner was not told to drop"
+
+    # --- checks ---------------------------------------------------------------------------------------------
+
+    def _check_output(self, output: TokenOutput) -> None:
+        tracked = self.tracked[output.request_id]
+        assert tracked.is_live, f"{output.request_id} has finished, and got {output}"
+        assert len(output.token_ids) == 1
+        tracked.token_ids += output.token_ids
+        n = len(tracked.token_ids)
+        assert output.token_ids == tracked.expected[n - 1 : n], (
+            f"{output.request_id}: wrong token {n} of {tracked.expected}"
+        )
+        assert output.finish_reason == (tracked.expected_reason if n == len(tracked.expected) else None)
+        tracked.finish_reason = output.finish_reason
+        if not tracked.is_live:
+            del self._live[output.request_id]
+
+    def check_limits(self, plan: SchedulerOutput) -> None:
+        """No limit of a step is exceeded."""
+        assert plan.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
+        assert len(plan.num_scheduled_tokens) <= len(self.scheduler.running) <= self.config.max_num_seqs
+        for request_id in plan.num_scheduled_tokens:
+            request = self.scheduler.requests[request_id]
+            assert request.num_computed_tokens <= self.config.max_model_len
+            assert request.num_output_tokens + request.num_output_placeholders <= request.max_tokens

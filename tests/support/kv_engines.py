@@ -1,0 +1,120 @@
+"""Engines on a small random model that share KV through a store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.kv_transfer.fingerprint import kv_fingerprint
+from metal_engine.kv_transfer.layout import BlockLayout
+from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts
+from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
+from metal_engine.kv_transfer.settings import KVTransferConfig
+from metal_engine.kv_transfer.stats import KVTransferStats
+from metal_engine.kv_transfer.stores.base import KVStore
+from metal_engine.kv_transfer.stores.disk import DiskStore
+from metal_engine.kv_transfer.transfer import KVTransfer
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.request import RequestOptions
+from metal_engine.sampling_params import SamplingParams
+from tests.support.demo import engine_for
+from tests.support.tiny_models import tiny_model
+
+
+@dataclass
+class KVEngine:
+    """An engine, and what moves its KV (None for a plain one)."""
+
+    core: EngineCore
+    paged: PagedModel
+    transfer: KVTransfer | None
+    layout: BlockLayout
+
+    @property
+    def stats(self) -> KVTransferStats:
+        assert self.core.kv_transfer_stats is not None
+        return self.core.kv_transfer_stats
+
+    def run(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int = 6,
+        *,
+        options: RequestOptions | None = None,
+        flush: bool = True,
+    ) -> list[list[int]]:
+        """Greedy tokens of each prompt, all of them in the engine at once; integrity is checked at every step."""
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        outputs: list[list[int]] = [[] for _ in prompts]
+        for i, prompt in enumerate(prompts):
+            self.core.add_request(str(i), prompt, params, options)
+        while self.core.has_requests:
+            for output in self.core.step():
+                assert output.error is None, output.error
+                outputs[int(output.request_id)] += output.token_ids
+            self.core.scheduler.check_integrity()
+        assert self.core.stats.num_used_blocks == 0
+        if self.transfer is not None:
+            assert self.transfer._num_reserved_bytes == 0, "host memory leaked"
+            assert not flush or self.transfer.flush(60.0)
+        return outputs
+
+
+def kv_engine(
+    tokenizer: Tokenizer,
+    store: Path | KVStore | None,
+    *,
+    model: Any = None,
+    budget: int = 64,
+    block_size: int = 8,
+    num_blocks: int = 200,
+    max_size: int = 1 << 30,
+    dtype: mx.Dtype = mx.float32,
+    ahead: bool = False,
+    **config: Any,
+) -> KVEngine:
+    """An engine; each has a model and a pool of its own, as if it were a process of its own.
+
+    Args:
+        store: a directory, a store, or None for an engine without.
+        config: fields of :class:`KVTransferConfig`.
+    """
+    model = tiny_model(dtype=dtype) if model is None else model
+    paged = PagedModel(model)
+    core = engine_for(
+        paged,
+        tokenizer,
+        vocab_size=256,
+        budget=budget,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=16,
+        ahead=ahead,
+    )
+    parts = block_parts(paged.layer_caches)
+    weights = tree_flatten(model.parameters())
+    fingerprint = kv_fingerprint(weights, {"rope_theta": 10000.0}, block_size, parts)  # type: ignore[arg-type]
+    layout = BlockLayout(parts, fingerprint)
+    if store is None:
+        return KVEngine(core, paged, None, layout)
+    transfer_config = KVTransferConfig(kv_connector="disk", **config)
+    if isinstance(store, Path):
+        store = DiskStore(store, fingerprint, max_size=max_size)
+    stats = KVTransferStats()
+    transfer = KVTransfer(store, layout, transfer_config, stats)
+    core._runner.kv_connector = KVConnectorRunner(transfer, layout)  # type: ignore[attr-defined]
+    connector = KVConnectorScheduler(transfer, transfer_config, stats)
+    engine_config = replace(
+        core.config,
+        scheduler=replace(core.config.scheduler, max_num_partial_prefills=4),
+        cache=replace(core.config.cache, enable_prefix_caching=True, model_fingerprint=fingerprint),
+    )
+    core = EngineCore(engine_config, core._runner, core.tokenizer, connector)
+    return KVEngine(core, paged, transfer, layout)

@@ -1,0 +1,37 @@
+"""Run an engine until nothing is left to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.sampling_params import SamplingParams
+
+
+def run(
+    engine: EngineCore,
+    prompts: Sequence[list[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    at_once: int | None = None,
+) -> list[list[int]]:
+    """Token ids generated for each prompt, with at most ``at_once`` requests in the engine (default: all).
+
+    Checks the scheduler's invariants after every step, and that all blocks are free at the end.
+    """
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    waiting = list(range(len(prompts)))[::-1]
+    open_requests = 0
+    while waiting or engine.has_requests:
+        while waiting and (at_once is None or open_requests < at_once):
+            i = waiting.pop()
+            engine.add_request(str(i), prompts[i], each[i])
+            open_requests += 1
+        for output in engine.step():
+            assert output.error is None, output.error
+            outputs[int(output.request_id)] += output.token_ids
+            open_requests -= output.finished
+        engine.scheduler.check_integrity()
+    assert engine.stats.num_used_blocks == 0
+    return outputs

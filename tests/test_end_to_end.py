@@ -1,0 +1,294 @@
+"""The product as its users meet it: the command, the server on the demo model, the offline API, the tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from jsonschema import Draft202012Validator
+
+from metal_engine import LLM, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[1]
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def server(demo_path: Path) -> Iterator[str]:
+    """`metal-engine serve demo` on a free port; ends on SIGINT with status 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "metal_engine", "serve", "demo", "--port", str(port)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            httpx.get(f"{url}/health").raise_for_status()
+            break
+        except httpx.HTTPError:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline, "the server did not come up"
+            time.sleep(0.2)
+    yield url
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 0, log
+    assert "Traceback" not in log, log
+    assert "OpenBLAS" in log or sys.platform == "darwin", log
+
+
+@pytest.fixture(scope="module")
+def llm(demo_path: Path) -> Iterator[LLM]:
+    with LLM("demo", num_gpu_blocks_override=512) as llm:
+        yield llm
+
+
+def test_chat_completion(server: str) -> None:
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["demo"]
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0, max_tokens=20)
+    assert answer.choices[0].message.content == "The capital of France is Paris."
+    assert answer.choices[0].finish_reason == "stop"
+    streamed = client.chat.completions.create(
+        model="demo", messages=QUESTION, temperature=0, max_tokens=20, stream=True
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
+    assert text == "The capital of France is Paris."
+
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"$ref": "#/$defs/unit"}},
+                "required": ["city", "unit"],
+                "additionalProperties": False,
+                "$defs": {"unit": {"enum": units}},
+            },
+        },
+    }
+    for name, description, units in [
+        ("get_weather", "The weather in a city.", ["celsius", "fahrenheit"]),
+        ("get_distance", "How far a city is.", ["km", "miles"]),
+    ]
+]
+ASKED: list[Any] = [{"role": "user", "content": "What is the weather in Rome, in celsius?"}]
+
+
+def check_call(name: str, arguments: Any) -> None:
+    (schema,) = (t["function"]["parameters"] for t in TOOLS if t["function"]["name"] == name)
+    Draft202012Validator(schema).validate(arguments)
+
+
+def test_tools_that_must_be_called(server: str) -> None:
+    """The demo model knows nothing of tools: the grammar alone makes calls of what it writes."""
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        parameters: dict[str, Any] = {
+            "model": "demo",
+            "messages": ASKED,
+            "tools": TOOLS,
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+            "temperature": 0,
+            "max_tokens": 100,
+        }
+        (whole,) = client.chat.completions.create(**parameters).choices
+        with client.chat.completions.stream(**parameters) as stream:
+            deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+            (in_stream,) = stream.get_final_completion().choices
+        for answer in (whole, in_stream):
+            assert not answer.message.content and answer.message.tool_calls is not None
+            assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
+            (call,) = answer.message.tool_calls
+            check_call(call.function.name, json.loads(call.function.arguments))
+        assert len(deltas) > 5
+        first, second = (answer.message.tool_calls[0].function for answer in (whole, in_stream))
+        assert (first.name, first.arguments) == (second.name, second.arguments)
+
+
+def test_tools_that_must_be_called_of_other_endpoints(server: str) -> None:
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
+    tools: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    response = client.responses.create(
+        model="demo", input=ASKED[0]["content"], tools=tools, tool_choice="required",
+        parallel_tool_calls=False, temperature=0, max_output_tokens=100,
+    )  # fmt: skip
+    (item,) = response.output
+    assert response.status == "completed" and item.type == "function_call"
+    check_call(item.name, json.loads(item.arguments))
+    claude = anthropic.Anthropic(base_url=server, api_key="none")
+    inputs: list[Any] = [
+        {"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS
+    ]
+    message = claude.messages.create(
+        model="demo", max_tokens=100, messages=ASKED, tools=inputs,
+        tool_choice={"type": "any", "disable_parallel_tool_use": True}, extra_body={"temperature": 0},
+    )  # fmt: skip
+    (block,) = message.content
+    assert message.stop_reason == "tool_use" and block.type == "tool_use"
+    check_call(block.name, block.input)
+
+
+def test_completion_with_seed_and_stop(server: str) -> None:
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
+
+    def complete(**parameters: object) -> str:
+        return (
+            client.completions.create(model="demo", prompt="One, two, three,", **parameters).choices[0].text
+        )
+
+    sampled = complete(temperature=1.0, top_p=0.9, seed=7, max_tokens=16)
+    assert complete(temperature=1.0, top_p=0.9, seed=7, max_tokens=16) == sampled
+    greedy = complete(temperature=0, max_tokens=16)
+    assert "five" in greedy
+    assert complete(temperature=0, max_tokens=16, stop=["five"]) == greedy[: greedy.index("five")]
+
+
+def test_half_of_100_streams_disconnect(server: str) -> None:
+    """Afterwards all blocks are free and nothing runs."""
+    rng = random.Random(5)
+    plans = [(i, rng.randint(0, 6) if i % 2 else None) for i in range(100)]
+    finished = []
+
+    async def stream(client: openai.AsyncOpenAI, i: int, leave_after: int | None) -> None:
+        chunks = await client.completions.create(
+            model="demo",
+            prompt=f"Chapter {i}. " + "It was a dark night. " * rng.randint(0, 12),
+            max_tokens=8,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        count = 0
+        async for chunk in chunks:
+            if count == leave_after:
+                await chunks.close()
+                return
+            count += 1
+            if chunk.choices[0].finish_reason:
+                finished.append(i)
+
+    async def everybody() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="none", timeout=300) as client:
+            await asyncio.gather(*(stream(client, *plan) for plan in plans))
+
+    asyncio.run(everybody())
+    assert set(finished) >= {i for i, leave_after in plans if leave_after is None}
+    deadline = time.monotonic() + 60
+    while True:
+        health = httpx.get(f"{server}/health").json()
+        if health["running"] == health["waiting"] == 0:
+            break
+        assert time.monotonic() < deadline, health
+        time.sleep(0.1)
+    assert health["kv_cache_usage"] == 0.0
+
+
+def test_generate_keeps_the_prompts_order(llm: LLM) -> None:
+    prompts = ["The capital of France is", llm.tokenizer.encode("1, 2, 3, 4,"), "Once upon a time"]
+    together = llm.generate(prompts, GREEDY, use_tqdm=True)
+    assert [len(r.token_ids) for r in together] == [12, 12, 12]
+    assert together[0].text.startswith(" Paris")
+    assert together[1].text.startswith(" 5, 6")
+    for prompt, result in zip(prompts, together, strict=True):
+        assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].text == result.text
+
+
+def test_chat(llm: LLM) -> None:
+    one = llm.chat(QUESTION, GREEDY)
+    assert one[0].text == "The capital of France is Paris."
+    two = llm.chat([QUESTION, [{"role": "user", "content": "Say hi."}]], GREEDY, use_tqdm=False)
+    assert two[0].text == one[0].text
+    assert len(two) == 2
+
+
+def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="maximum context length"):
+        llm.generate(["fine", [5] * 9000], GREEDY)
+    assert not llm.stats.num_running
+    with pytest.raises(ValueError, match="2 prompts but 1"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_leaving_a_stream_aborts_it(llm: LLM) -> None:
+    stream = llm.stream("Once upon a time", SamplingParams(max_tokens=400, ignore_eos=True))
+    next(stream)
+    stream.close()
+    llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
+    assert llm.stats.num_used_blocks == 0
+
+
+def test_chat_command(demo_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "metal_engine",
+        "chat",
+        "demo",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "20",
+    ]
+    lines = "What is the capital of France?\n/reset\nWhat is the capital of France?\n\n"
+    done = subprocess.run(command, cwd=ROOT, input=lines, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "The capital of France is Paris.\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "demo", "--dtype", "int3"], "--dtype must be one of"),
+        (["serve", "demo", "--max-model-len", "99999"], "--max-model-len 99999 exceeds"),
+        (["serve", "demo", "--kv-cache-memory-bytes", "100"], "raise --kv-cache-memory-bytes"),
+        (["serve", "./no/such/model"], "neither a directory nor a .gguf file"),
+        (["chat", "nothing.gguf"], "no such file"),
+    ],
+)
+def test_command_line_errors_are_one_line(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "metal_engine", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_repro_block_exhaustion() -> None:
+    command = [sys.executable, "tools/repro_block_exhaustion.py"]
+    small = ["--num-prompts", "12", "--max-tokens", "16", "--max-num-seqs", "8"]
+    done = subprocess.run([*command, *small], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "100.0%" in done.stdout
+    # A pool that holds everything proves nothing, and the tool says so.
+    ample = ["--num-prompts", "4", "--max-tokens", "2", "--pool-fraction", "5"]
+    done = subprocess.run([*command, *ample], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "preemption never happened" in done.stdout
+
+
+@pytest.mark.full
+def test_repro_block_exhaustion_at_full_size() -> None:
+    command = [sys.executable, "tools/repro_block_exhaustion.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,50 @@
+"""The control plane never loads MLX: it must import, and be tested, where there is none."""
+
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+PURE = [
+    "server",
+    "engine",
+    "scheduling",
+    "kv_transfer.scheduler_side",
+    "kv_transfer.stores",
+    "step",
+    "request",
+    "sampling_params",
+    "settings",
+    "answers",
+    "errors",
+]
+
+
+def submodules(name: str) -> list[str]:
+    module = import_module(name)
+    found = pkgutil.walk_packages(getattr(module, "__path__", []), name + ".")
+    return [name, *(info.name for info in found)]
+
+
+@pytest.mark.parametrize("layer", PURE)
+def test_layer_loads_no_mlx(layer: str) -> None:
+    modules = submodules(f"metal_engine.{layer}")
+    # Each alone would take minutes; one after another, the first to load MLX is named.
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    loaded = [m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_lm')]\n"
+        "    assert not loaded, (name, loaded)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_package_itself_loads_no_mlx() -> None:
+    code = "import sys, metal_engine; assert not [m for m in sys.modules if m.split('.')[0] == 'mlx']"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

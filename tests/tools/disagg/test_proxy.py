@@ -1,0 +1,187 @@
+"""The proxy before a prefill and a decode server: what each of them is asked, and what the client gets."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from metal_engine.request import Request
+from tests.support.fakes import byte_ids, generated
+from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
+from tools.disagg.demo import free_port
+from tools.disagg.proxy import create_app, prefill_body
+
+PROMPT = "0123456789" * 4
+EXPECTED = bytes(generated(byte_ids(PROMPT), 12)).decode()
+
+
+@contextmanager
+def proxying(prefill: str, decode: str) -> Iterator[str]:
+    config = uvicorn.Config(
+        create_app(prefill, decode), host="127.0.0.1", port=free_port(), log_level="warning"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    try:
+        wait_until(lambda: server.started, "the proxy to start")
+        yield f"http://127.0.0.1:{config.port}"
+    finally:
+        server.should_exit = True
+        thread.join(DEADLINE)
+
+
+def seen_by(
+    served: Served, monkeypatch: pytest.MonkeyPatch, after: list[Request] | None = None
+) -> list[Request]:
+    """The requests that reach a server's scheduler; the first one not before ``after`` has one, too.
+
+    A decode server that waits for no KV may be done before the prefill server has heard of the request.
+    """
+    requests: list[Request] = []
+    scheduler = served.engine.core.scheduler
+    add = scheduler.add_request
+
+    def see(request: Request) -> None:
+        wait_until(lambda: after is None or bool(after), "the other server to be asked")
+        requests.append(request)
+        add(request)
+
+    monkeypatch.setattr(scheduler, "add_request", see)
+    return requests
+
+
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def complete(url: str, **body: Any) -> Any:
+    return client(url).completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0, **body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_server_is_asked_for_its_part(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    with serve() as prefill, serve() as decode, proxying(prefill.url, decode.url) as url:
+        at_prefill = seen_by(prefill, monkeypatch)
+        at_decode = seen_by(decode, monkeypatch, after=at_prefill)
+        if stream:
+            options = {"include_usage": True}
+            chunks = list(complete(url, stream=True, stream_options=options))
+            text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+        else:
+            text = complete(url).choices[0].text
+        assert text == EXPECTED
+        prefill.settle()
+        decode.settle()
+        (a,), (b,) = at_prefill, at_decode
+        assert a.max_tokens == 1 and a.options.do_remote_decode and not a.options.do_remote_prefill
+        assert b.max_tokens == 12 and b.options.do_remote_prefill and not b.options.do_remote_decode
+        assert a.token_ids[: a.num_prompt_tokens] == b.token_ids[: b.num_prompt_tokens] == byte_ids(PROMPT)
+
+
+def test_chats_and_models_go_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve() as prefill, serve() as decode, proxying(prefill.url, decode.url) as url:
+        at_prefill = seen_by(prefill, monkeypatch)
+        seen_by(decode, monkeypatch, after=at_prefill)
+        messages: list[Any] = [{"role": "user", "content": PROMPT}]
+        answer = client(url).chat.completions.create(
+            model=MODEL, messages=messages, max_completion_tokens=5, temperature=0
+        )
+        assert answer.usage is not None and answer.usage.completion_tokens == 5
+        assert [model.id for model in client(url).models.list()] == [MODEL]
+        assert httpx.get(f"{url}/health").json().keys() == {"prefill", "decode"}
+        prefill.settle()
+        assert at_prefill[0].max_tokens == 1
+
+
+def test_a_decode_server_that_waits_for_a_dead_prefill_server_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serve() as decode, proxying(f"http://127.0.0.1:{free_port()}", decode.url) as url:
+        at_decode = seen_by(decode, monkeypatch)
+        scheduler = decode.engine.core.scheduler
+        add = scheduler.add_request
+
+        def lose(request: Request) -> None:
+            """A request that waits for KV stays where it is, until it is aborted."""
+            add(request)
+            if request.options.do_remote_prefill:
+                scheduler.waiting.remove(request.request_id)
+                scheduler.loading[request.request_id] = request
+
+        monkeypatch.setattr(scheduler, "add_request", lose)
+        assert complete(url).choices[0].text == EXPECTED
+        assert [request.options.do_remote_prefill for request in at_decode] in ([True, False], [False])
+        decode.settle()
+
+
+def test_errors_come_from_the_decode_server() -> None:
+    with serve() as prefill, serve() as decode, proxying(prefill.url, decode.url) as url:
+        direct = decode.post("/v1/completions", {"prompt": PROMPT, "max_tokens": -1})
+        through = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": -1})
+        assert (through.status_code, through.json()) == (400, direct.json())
+        for content in ("no JSON", "[]"):
+            answer = httpx.post(f"{url}/v1/completions", content=content)
+            assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    with serve() as prefill, proxying(prefill.url, f"http://127.0.0.1:{free_port()}") as url:
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT}, timeout=DEADLINE)
+        assert answer.status_code == 502 and "decode server" in answer.json()["error"]["message"]
+        prefill.settle()
+
+
+def test_a_client_that_leaves_ends_both() -> None:
+    with (
+        serve(step_time=0.01) as prefill,
+        serve(step_time=0.01) as decode,
+        proxying(prefill.url, decode.url) as url,
+    ):
+        stream = client(url).completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=400, stream=True, temperature=0
+        )
+        next(iter(stream))
+        stream.close()
+        prefill.settle()
+        decode.settle()
+        assert decode.runner.num_steps < 400
+
+
+def test_a_client_that_leaves_before_the_answer_begins_ends_both() -> None:
+    with (
+        serve(step_time=0.01) as prefill,
+        serve(step_time=0.01) as decode,
+        proxying(prefill.url, decode.url) as url,
+    ):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{url}/v1/completions",
+                json={"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True},
+                timeout=0.5,
+            )
+        prefill.settle()
+        decode.settle()
+        assert 0 < decode.runner.num_steps < 400
+
+
+def test_what_is_asked_of_the_prefill_server_can_be_met_with_one_token() -> None:
+    body = {
+        "prompt": PROMPT,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 20,
+        "max_completion_tokens": 30,
+        "min_tokens": 5,
+        "n": 3,
+        "best_of": 3,
+        "temperature": 0.5,
+    }
+    asked = {"prompt": PROMPT, "max_tokens": 1, "max_completion_tokens": 1, "temperature": 0.5}
+    assert prefill_body(body) == asked | {"kv_transfer_params": {"do_remote_decode": True}}
+    assert prefill_body({"prompt": PROMPT})["max_tokens"] == 1

@@ -1,0 +1,75 @@
+"""`tools/fixtures/export_mlx.py`: what it writes is the same model, to mlx-lm and to us."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load
+
+from metal_engine import LLM, SamplingParams
+from metal_engine.engine.tokenizer import Tokenizer
+from tools.compare.equal_outputs import compare_outputs
+from tools.compare.servers import SCENARIOS
+from tools.fixtures.export_mlx import export
+
+PROMPT = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def folder(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo-mlx")
+    export(folder)
+    return folder
+
+
+def test_mlx_lm_and_we_generate_the_same(
+    folder: Path, reference_model: Any, demo_tokenizer: Tokenizer
+) -> None:
+    prompt = demo_tokenizer.encode(PROMPT)
+    expected = [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=12)]
+    model, tokenizer = load(str(folder))
+    assert tokenizer.encode(PROMPT) == prompt
+    chat = [{"role": "user", "content": "Hello"}]
+    assert tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True
+    ) == demo_tokenizer.apply_chat_template(chat)
+    theirs = [int(t) for t, _ in generate_step(mx.array(prompt), model, max_tokens=12)]
+    assert theirs == expected
+    with LLM(str(folder), num_gpu_blocks_override=64) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        (result,) = llm.generate(PROMPT, params, use_tqdm=False)
+    assert compare_outputs(reference_model, prompt, result.token_ids, expected).equal
+
+
+def test_never_stops(folder: Path, demo_path: Path, tmp_path: Path) -> None:
+    export(tmp_path, never_stops=True)
+    usual, endless = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path))
+    usual_ids = usual["eos_token_id"] if isinstance(usual["eos_token_id"], list) else [usual["eos_token_id"]]
+    assert endless["eos_token_id"] not in usual_ids
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert {a.dtype for a in weights.values()} == {mx.float32}
+
+
+def test_every_scenario_can_be_asked(folder: Path) -> None:
+    """Prompts have the lengths of the scenario's title, and rounds differ."""
+    from metal_engine.bench.tokens import load_prompt_tokenizer
+
+    tokenizer = load_prompt_tokenizer(str(folder))
+    for scenario in SCENARIOS.values():
+        first, again, other = ([*scenario.phases(tokenizer, seed)] for seed in (0, 0, 1))
+        assert first == again != other
+        groups = {group.name: group for phase in first for group in phase}
+        for group in groups.values():
+            assert len(group.requests) == len(group.due)
+            assert all(len(tokenizer.encode(r.prompt)) == r.prompt_len for r in group.requests)
+        assert {goal.group for goal in scenario.goals} <= groups.keys()
+    (short,) = SCENARIOS["5"].phases(tokenizer, 0)[0][1].requests
+    assert short.prompt_len == 5
+    cold, warm = (phase[0].requests for phase in SCENARIOS["4"].phases(tokenizer, 0))
+    prefixes = {tuple(tokenizer.encode(r.prompt)[:990]) for r in cold + warm}
+    assert len(prefixes) == 1 and {r.prompt_len for r in cold + warm} == {1050}

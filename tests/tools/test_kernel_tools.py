@@ -1,0 +1,69 @@
+"""The mutants of the kernel, and the committed table of bytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.metal_sim.__main__ import TABLE
+from tools.metal_sim.kernel_mutants import MUTANTS, caught
+from tools.metal_sim.report import SHAPES, Line, table
+
+ROOT = Path(__file__).resolve().parents[2]
+# One of each kind: barrier, causal edge, window, address, softmax, shuffle, merge.
+SAMPLE = [
+    next(i for i, m in enumerate(MUTANTS) if m.new == new)
+    for new in (
+        "simdgroup_barrier(mem_flags::mem_threadgroup);",
+        "key < position",
+        "key >= position - window",
+        "(k_cache + key",
+        "ushort(16)",
+        "sum",
+    )
+]
+PREFILL = [s for s in SHAPES if s.name.startswith("prefill")]
+
+
+def test_there_are_enough_mutants():
+    assert len(set(MUTANTS)) == len(MUTANTS)
+    assert sum(not m.equivalent for m in MUTANTS) >= 40
+
+
+def test_the_kernel_itself_passes():
+    assert caught(None) is None
+
+
+@pytest.mark.parametrize("i", SAMPLE, ids=lambda i: MUTANTS[i].name)
+def test_sample_of_mutants(i: int) -> None:
+    assert caught(MUTANTS[i])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("i", range(len(MUTANTS)), ids=lambda i: MUTANTS[i].name)
+def test_every_mutant(i: int) -> None:
+    assert bool(caught(MUTANTS[i])) != bool(MUTANTS[i].equivalent)
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s not in PREFILL], ids=lambda s: s.name)
+def test_decode_bytes_are_within_bounds_and_as_committed(shape) -> None:
+    line = Line.of(shape)
+    assert line.ratio <= shape.allowed
+    assert "| " + " | ".join(line.cells()) + " |" in TABLE.read_text()
+
+
+@pytest.mark.full
+def test_the_committed_table_is_what_the_report_writes() -> None:
+    text, lines = table()
+    assert all(line.ratio <= line.shape.allowed for line in lines)
+    assert text == TABLE.read_text()
+
+
+def test_benchmark_prints_a_table() -> None:
+    command = [sys.executable, "-m", "tools.benchmarks.attention", "--smoke"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "decode" in done.stdout and "prefill" in done.stdout

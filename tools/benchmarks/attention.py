@@ -1,0 +1,185 @@
+"""Compares the attention kernel with MLX's own, and with what the memory allows.
+
+On a Mac: times the kernel on the GPU; prefill beside ``mx.fast.scaled_dot_product_attention`` over contiguous K and
+V, decode beside the time that reading K and V takes at the bandwidth which a large copy reaches in the same run.
+Anywhere else: the simulator's counts for the same shapes.
+
+    python -m tools.benchmarks.attention [--smoke]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``requests`` requests of ``query`` new tokens each, at the end of ``context`` keys (these included)."""
+
+    requests: int
+    query: int
+    context: int
+    num_heads: int = 16
+    num_kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def name(self) -> str:
+        kind = "decode" if self.query == 1 else "prefill"
+        return f"{kind} {self.requests} x {self.query} on {self.context}"
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V once, in float16."""
+        return self.requests * self.context * 2 * self.num_kv_heads * self.head_dim * 2
+
+
+SHAPES = (
+    Shape(1, 1, 1024),
+    Shape(1, 1, 32_768),
+    Shape(16, 1, 1024),
+    Shape(64, 1, 2048),
+    Shape(1, 512, 512),
+    Shape(1, 2048, 2048),
+    Shape(1, 512, 8192),
+)
+SMOKE = (Shape(2, 1, 64, 4, 2, 64), Shape(1, 32, 48, 4, 2, 64))
+
+
+def make_step(shape: Shape, block_size: int = 16):  # type: ignore[no-untyped-def]
+    """Metadata, q, K cache and V cache of the shape; blocks in random order."""
+    import mlx.core as mx
+
+    from metal_engine.attention.backend import AttentionMetadata
+
+    blocks = -(-shape.context // block_size)
+    order = np.random.default_rng(0).permutation(shape.requests * blocks).astype(np.int32)
+    tokens = shape.requests * shape.query
+    metadata = AttentionMetadata(
+        cu_seqlens_q=np.arange(0, tokens + 1, shape.query, dtype=np.int32),
+        seq_lens=np.full(shape.requests, shape.context, np.int32),
+        block_table=order.reshape(shape.requests, blocks),
+        slot_mapping=mx.zeros((tokens,), mx.int32),
+        block_size=block_size,
+    )
+    mx.random.seed(0)
+    cache = (shape.requests * blocks, block_size, shape.num_kv_heads, shape.head_dim)
+    k, v = (mx.random.normal(cache).astype(mx.float16) for _ in range(2))
+    q = mx.random.normal((tokens, shape.num_heads, shape.head_dim)).astype(mx.float16)
+    mx.eval(q, k, v)
+    return metadata, q, k, v
+
+
+def seconds(call: Callable[[], object], repeat: int) -> float:
+    """Median time of a call that is evaluated to the end."""
+    import mlx.core as mx
+
+    for _ in range(2):
+        mx.eval(call())
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        mx.eval(call())
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read plus written, of a large elementwise operation."""
+    import mlx.core as mx
+
+    a = mx.zeros((256 << 20,), mx.uint8)
+    mx.eval(a)
+    return 2 * a.nbytes / seconds(lambda: a + 1, 10)
+
+
+def on_metal(shapes: tuple[Shape, ...]) -> None:
+    """Times, and ratios of times measured in this run."""
+    import mlx.core as mx
+
+    from metal_engine.attention.metal.backend import MetalBackend
+
+    backend = MetalBackend()
+    bandwidth = copy_bandwidth()
+    print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s\n")
+    print("| shape | kernel, ms | compared with | its ms | kernel / it |\n| --- | ---: | --- | ---: | ---: |")
+    for shape in shapes:
+        metadata, q, k, v = make_step(shape)
+        plan = backend.plan(metadata)
+        scale = shape.head_dim**-0.5
+        # One evaluation holds several layers, as a model's step does; else the launch itself is what is timed.
+        layers = 16 if shape.query == 1 else 4
+        ours = seconds(lambda: [plan.attend(q + i, k, v, scale=scale) for i in range(layers)], 20) / layers  # noqa: B023
+        if shape.query == 1:
+            name, other = "reading K and V", shape.kv_bytes / bandwidth
+        else:
+            heads = (1, shape.requests * shape.query, shape.num_heads, shape.head_dim)
+            queries = q.reshape(heads).swapaxes(1, 2)
+            keys, values = (
+                c.reshape(1, -1, shape.num_kv_heads, shape.head_dim)[:, : shape.context].swapaxes(1, 2)
+                for c in (k, v)
+            )
+            name = "mx.fast.scaled_dot_product_attention"
+
+            def reference(queries=queries, keys=keys, values=values, scale=scale, layers=layers):  # type: ignore[no-untyped-def]
+                attention = mx.fast.scaled_dot_product_attention
+                return [
+                    attention(queries + i, keys, values, scale=scale, mask="causal") for i in range(layers)
+                ]
+
+            other = seconds(reference, 20) / layers
+        print(f"| {shape.name} | {ours * 1e3:.3f} | {name} | {other * 1e3:.3f} | {ours / other:.2f} |")
+
+
+def simulated(shapes: tuple[Shape, ...]) -> None:
+    """The simulator's counts. Every KV head does the same, so one of them is run and multiplied."""
+    from metal_engine.attention.metal.backend import MetalBackend
+    from tools.metal_sim import metal_kernel, record_launches
+
+    print("No Metal here: the simulator's counts, per KV head. Times need a Mac.\n")
+    print("| shape | K+V read | bound | ratio | 8x8 products | threadgroups | launches |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for shape in shapes:
+        single = Shape(
+            shape.requests,
+            shape.query,
+            shape.context,
+            shape.num_heads // shape.num_kv_heads,
+            1,
+            shape.head_dim,
+        )
+        metadata, q, k, v = make_step(single)
+        with record_launches() as launches:
+            MetalBackend(metal_kernel).plan(metadata).attend(q, k, v, scale=shape.head_dim**-0.5)
+        first = launches[0]
+        read = first.buffers["k_cache"].read + first.buffers["v_cache"].read
+        print(
+            f"| {shape.name} | {read:,} | {single.kv_bytes:,} | {read / single.kv_bytes:.3f} | {first.products:,} "
+            f"| {first.threadgroups} | {len(launches)} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes: does it run at all")
+    shapes = SMOKE if parser.parse_args().smoke else SHAPES
+
+    from metal_engine.device.blas.load import load_optimized_blas
+
+    load_optimized_blas()
+    import mlx.core as mx
+
+    if mx.metal.is_available():
+        on_metal(shapes)
+    else:
+        simulated(shapes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""An engine stepped by hand, with a clock beside it: what the benchmarks of scheduling have in common."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from metal_engine.build import build_engine
+from metal_engine.engine.core import EngineCore
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.args import EngineArgs
+
+
+@dataclass
+class Step:
+    """What one step computed and how long it took, in seconds."""
+
+    seconds: float
+    num_decodes: int
+    num_prefill_tokens: int
+    prefill_work: int  # (query row, visible key) pairs of chunks
+    decode_work: int  # of decodes
+
+
+@dataclass
+class Timed:
+    """One request's times, in seconds of the engine's clock."""
+
+    arrival: float
+    token_times: list[float] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+    @property
+    def ttft(self) -> float:
+        return self.token_times[0] - self.arrival
+
+    @property
+    def itls(self) -> list[float]:
+        """Times between a token and the next."""
+        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
+
+
+class TimedEngine:
+    """Steps an engine and keeps the times of all steps and tokens."""
+
+    def __init__(self, model: str = "demo", **engine_args: Any) -> None:
+        self.core: EngineCore = build_engine(EngineArgs(model=model, dtype="float32", **engine_args))
+        self.steps: list[Step] = []
+        self.requests: dict[str, Timed] = {}
+
+    def submit(self, request_id: str, prompt: list[int], max_tokens: int) -> Timed:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self.core.add_request(request_id, prompt, params)
+        timed = self.requests[request_id] = Timed(time.perf_counter())
+        return timed
+
+    def step(self) -> Step:
+        """One step of the engine. Its composition is read off the scheduler's requests."""
+        scheduler = self.core.scheduler
+        before = {r: request.num_computed_tokens for r, request in scheduler.requests.items()}
+        requests = dict(scheduler.requests)
+        start = time.perf_counter()
+        outputs = self.core.step()
+        now = time.perf_counter()
+        step = Step(now - start, 0, 0, 0, 0)
+        for request_id, request in requests.items():
+            context = before[request_id]
+            if request.last_step != self.core.num_steps - 1:
+                continue
+            cached = request.num_cached_tokens if context == 0 else 0
+            rows = request.num_computed_tokens - context - cached
+            context += cached
+            work = rows * context + rows * (rows + 1) // 2
+            if rows == 1:
+                step.num_decodes += 1
+                step.decode_work += work
+            else:
+                step.num_prefill_tokens += rows
+                step.prefill_work += work
+        for output in outputs:
+            timed = self.requests[output.request_id]
+            timed.token_times.append(now)
+            timed.num_cached_tokens = output.num_cached_tokens
+        self.steps.append(step)
+        return step
+
+    def run(self) -> None:
+        while self.core.has_requests:
+            self.step()
+
+    def warm_up(self) -> None:
+        """One short request, so that nothing below pays for what happens once."""
+        self.submit("warm-up", random_prompt(random.Random(1), 40), 3)
+        self.run()
+        self.core.scheduler.prefix_cache.forget()
+        self.steps.clear()
+        self.requests.clear()
+
+    def close(self) -> None:
+        """Let the model and its cache go. (Not `core.close`: it ends this thread's streams, and others follow.)"""
+        del self.core
+        gc.collect()
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    """Token ids drawn at random: what a prompt says makes no difference to the time it takes."""
+    return [rng.randrange(100, 40_000) for _ in range(length)]
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """The smallest value with ``percent`` of all values at or below it."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-int(len(ordered) * percent) // 100) - 1)]
+
+
+def describe(values: list[float]) -> str:
+    """Median, P99 and largest of times, in seconds."""
+    return f"median {statistics.median(values):.2f} s, P99 {percentile(values, 99):.2f} s, max {max(values):.2f} s"

@@ -1,0 +1,198 @@
+"""Where a step's time goes, op by op, on the device's own clock.
+
+    python -m tools.benchmarks.profile_step [--model demo] [--num-requests 16] [--prompt-len 150]
+        [--step prefill|decode]
+
+Each operation is evaluated alone, between two synchronisations, so what MLX would overlap or fuse is counted apart: the
+last line compares the sum with the same step run as usual. Shares are what to read. On a machine that has other work to
+do, ``--cpu-time`` with ``OPENBLAS_NUM_THREADS=1`` (its threads spin while they wait) is steadier than the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from metal_engine.build import build_engine
+from metal_engine.engine.core import EngineCore
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.args import EngineArgs
+
+CLOCK: Callable[[], float] = time.perf_counter
+
+
+class Clock:
+    """Seconds and calls by the name of an operation. Nested operations are charged to the inner one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+        self._inner = [0.0]
+
+    def timed(self, name: str, function: Callable[..., Any], also: Callable[..., Any] = lambda *_: ()) -> Any:
+        """``function``, evaluated alone. ``also`` gives more arrays to wait for (of its first argument)."""
+        import mlx.core as mx
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            mx.eval([a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)])
+            mx.eval(also(*args))
+            self._inner.append(0.0)
+            start = CLOCK()
+            result = function(*args, **kwargs)
+            mx.eval(_arrays(result), also(*args))
+            taken = CLOCK() - start
+            self.seconds[name] += taken - self._inner.pop()
+            self.calls[name] += 1
+            self._inner[-1] += taken
+            return result
+
+        return run
+
+
+def _arrays(result: Any) -> list[Any]:
+    import mlx.core as mx
+
+    return [a for a in (result if isinstance(result, tuple | list) else [result]) if type(a) is mx.array]
+
+
+@contextmanager
+def instrumented(clock: Clock) -> Iterator[None]:
+    """Every operation of a model timed by itself, for as long as this lasts."""
+    import mlx.nn as nn
+    import mlx_lm.models.llama as llama
+
+    from metal_engine.attention.portable.backend import MlxOpsPlan
+    from metal_engine.models.cpu_ops import ProductRMSNorm, TableRoPE
+    from metal_engine.models.layer_cache import LayerCache
+    from metal_engine.models.paged_model import PagedModel
+    from metal_engine.runner import step_sampling
+
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, label: str, **kwargs: Any) -> None:
+        original = getattr(owner, name)
+        replaced.append((owner, name, original))
+        setattr(owner, name, clock.timed(label, original, **kwargs))
+
+    def by_shape(owner: Any, label: str) -> None:
+        original = owner.__call__
+
+        def call(self: Any, x: Any) -> Any:
+            out, inp = self.weight.shape
+            return clock.timed(f"{label} {inp} -> {out}", original)(self, x)
+
+        replaced.append((owner, "__call__", original))
+        owner.__call__ = call
+
+    # Operations are evaluated while the step is built, and what holds the cache's arrays then has them copied.
+    replaced.append((PagedModel, "snapshot", PagedModel.snapshot))
+    PagedModel.snapshot = lambda self: []
+    by_shape(nn.Linear, "GEMM")
+    replace(nn.Embedding, "as_linear", "LM head")
+    replace(nn.Embedding, "__call__", "embedding")
+    replace(nn.RMSNorm, "__call__", "RMSNorm")
+    replace(ProductRMSNorm, "__call__", "RMSNorm")
+    replace(nn.RoPE, "__call__", "RoPE")
+    replace(TableRoPE, "__call__", "RoPE")
+    replace(LayerCache, "update_and_fetch", "KV write", also=lambda cache, *_: (cache.keys, cache.values))
+    replace(MlxOpsPlan, "attend", "attention")
+    replace(llama, "swiglu", "SwiGLU")
+    replace(step_sampling, "sample", "sampling")
+    try:
+        yield
+    finally:
+        for owner, name, original in reversed(replaced):
+            setattr(owner, name, original)
+
+
+def make_engine(args: argparse.Namespace) -> EngineCore:
+    if args.plain:
+        from metal_engine.device.blas.load import load_optimized_blas
+
+        load_optimized_blas()
+        from metal_engine.models import cpu_ops
+
+        cpu_ops.REPLACEMENTS.clear()
+        cpu_ops.use_faster_layers = lambda model: None
+    limit = args.budget or max(2 * args.num_requests * args.prompt_len, 64)
+    return build_engine(
+        EngineArgs(
+            model=args.model,
+            max_num_batched_tokens=limit,
+            max_num_partial_prefills=max(args.num_requests, 1),
+            max_long_partial_prefills=1,
+            max_attention_work=1 << 60,
+            enable_prefix_caching=False,
+        )
+    )
+
+
+def prepare(core: EngineCore, args: argparse.Namespace, seed: int) -> None:
+    """Everything up to the step to be looked at."""
+    rng = random.Random(seed)
+    params = SamplingParams(temperature=0.0, max_tokens=args.repeats + 3, ignore_eos=True)
+    for i in range(args.num_requests):
+        core.add_request(f"{seed}-{i}", [rng.randrange(100, 40_000) for _ in range(args.prompt_len)], params)
+    if args.step == "decode":
+        core.step()
+
+
+def drop(core: EngineCore, args: argparse.Namespace, seed: int) -> None:
+    for i in range(args.num_requests):
+        core.abort_request(f"{seed}-{i}")
+
+
+def timed_step(core: EngineCore) -> float:
+    start = CLOCK()
+    core.step()
+    return CLOCK() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--step", choices=("prefill", "decode"), default="decode")
+    parser.add_argument("--num-requests", type=int, default=16)
+    parser.add_argument("--prompt-len", type=int, default=150)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--budget", type=int, help="tokens per step; default: all prompts in one")
+    parser.add_argument("--plain", action="store_true", help="mlx-lm's own operations, not models/cpu_ops.py")
+    parser.add_argument("--cpu-time", action="store_true", help="of all threads, instead of the wall's")
+    args = parser.parse_args()
+    if args.cpu_time:
+        global CLOCK
+        CLOCK = time.process_time
+    core = make_engine(args)
+    prepare(core, args, 0)  # warm up
+    core.step()
+    drop(core, args, 0)
+    usual, clock = [], Clock()
+    for seed in range(1, 1 + (args.repeats if args.step == "prefill" else 1)):
+        prepare(core, args, seed)
+        repeats = 1 if args.step == "prefill" else args.repeats
+        usual += [timed_step(core) for _ in range(repeats)]
+        drop(core, args, seed)
+        prepare(core, args, 1000 + seed)
+        with instrumented(clock):
+            apart = [timed_step(core) for _ in range(repeats)]
+        drop(core, args, 1000 + seed)
+    steps = args.repeats
+    print(f"{args.step} step of {args.num_requests} requests, {args.prompt_len} tokens each; per step:")
+    total = sum(clock.seconds.values()) / steps
+    for name, seconds in sorted(clock.seconds.items(), key=lambda item: -item[1]):
+        share = seconds / steps / total
+        print(f"  {name:<20}{seconds / steps * 1e3:10.2f} ms{share:8.1%}{clock.calls[name] // steps:6} calls")
+    print(f"  {'sum':<20}{total * 1e3:10.2f} ms")
+    print(
+        f"  run as usual: median {statistics.median(usual) * 1e3:.2f} ms; with each op apart {apart[-1] * 1e3:.2f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""What the server costs: tokens per second streamed over HTTP when the model costs nothing, and CPU time per token.
+
+python -m tools.benchmarks.server_overhead --rate 20000 [--streams 64] [--tokens 500] [--endpoint chat|completions|...]
+python -m tools.benchmarks.server_overhead --overload --rate 5000
+
+A real server, engine thread and scheduler run on a runner that makes up tokens, in a process of its own; the
+client, a plain socket for each stream, counts tokens in another. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from metal_engine.server.listen import listen
+from metal_engine.server.run import run_server
+from metal_engine.settings.args import ServerArgs
+from metal_engine.step import ModelOutput, SchedulerOutput
+from tests.support.fakes import FakeStep, fake_config, fake_engine
+
+MAX_NUM_SEQS = 256
+MAX_NUM_QUEUED = 256
+NUM_REFUSED = 100
+USER = [{"role": "user", "content": "hi"}]
+# Endpoint -> path, body, and what marks a token in its stream.
+ENDPOINTS: dict[str, tuple[str, dict[str, Any], bytes]] = {
+    "chat": ("/v1/chat/completions", {"messages": USER}, b'"delta":{"content":"'),
+    "completions": ("/v1/completions", {"prompt": "hi"}, b'"text":"'),
+    "responses": ("/v1/responses", {"input": "hi", "store": False}, b"event: response.output_text.delta"),
+    "messages": ("/v1/messages", {"model": "fake", "messages": USER}, b'"type":"text_delta"'),
+}
+
+
+class FreeRunner:
+    """A letter for every request that samples.
+
+    Args:
+        rate: tokens per second at most; 0 for no limit.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._next = 0.0
+
+    def execute(self, plan: SchedulerOutput) -> FakeStep:
+        if self._rate:
+            now = time.monotonic()
+            if now < self._next:
+                time.sleep(self._next - now)
+            # Time that was lost is not made up for: two steps at once would be merged into one event.
+            self._next = max(self._next, now) + len(plan.sampled_req_ids) / self._rate
+        return FakeStep(ModelOutput([97 + plan.step_id % 26] * len(plan.sampled_req_ids)))
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def serve(rate: float, profile: str | None) -> None:
+    """The server's process: prints its URL, then for each line it reads the CPU seconds it has taken."""
+    threading.Thread(target=_tell_cpu_seconds, daemon=True).start()
+    config = fake_config(
+        num_blocks=200_000,
+        block_size=16,
+        max_num_batched_tokens=8192,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=32_768,
+    )
+    args = ServerArgs(port=0, log_level="warning", max_num_queued_reqs=MAX_NUM_QUEUED)
+    engine = fake_engine(FreeRunner(rate), config)  # type: ignore[arg-type]
+    with listen(args) as listener:
+        if profile is not None:
+            import cProfile
+
+            profiler = cProfile.Profile()
+            profiler.enable()
+        run_server(engine, args, ("fake",), listener, on_ready=lambda url: print(url, flush=True))
+        if profile is not None:
+            profiler.disable()
+            profiler.dump_stats(profile)
+
+
+def _tell_cpu_seconds() -> None:
+    for _ in sys.stdin:
+        print(time.process_time(), flush=True)
+
+
+async def stream(host: str, port: int, path: str, body: bytes, mark: bytes) -> tuple[int, int]:
+    """Tokens and bytes of one stream."""
+    reader, writer = await asyncio.open_connection(host, port)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+    num_tokens = num_bytes = 0
+    tail = b""
+    while data := await reader.read(1 << 16):
+        num_bytes += len(data)
+        data = tail + data
+        num_tokens += data.count(mark)
+        tail = data[-len(mark) + 1 :]
+    writer.close()
+    return num_tokens, num_bytes
+
+
+async def run_clients(url: str, args: argparse.Namespace, num_tokens: int) -> tuple[int, float]:
+    path, body, mark = ENDPOINTS[args.endpoint]
+    limit = "max_output_tokens" if args.endpoint == "responses" else "max_tokens"
+    content = json.dumps({**body, limit: num_tokens, "stream": True}).encode()
+    host, port = url.removeprefix("http://").split(":")
+    started = time.perf_counter()
+    streams = [stream(host, int(port), path, content, mark) for _ in range(args.streams)]
+    counts = await asyncio.gather(*streams)
+    seconds = time.perf_counter() - started
+    tokens = [tokens for tokens, _ in counts]
+    expected = num_tokens
+    # A reader slower than the engine is given several tokens as one event.
+    assert all(0 < count <= expected for count in tokens), tokens
+    return sum(tokens), seconds
+
+
+async def overload(url: str) -> list[float]:
+    """Seconds to each 503, one after another, while as many streams as may be run and wait."""
+    path, body, mark = ENDPOINTS["chat"]
+    content = json.dumps({**body, "max_tokens": 30_000, "stream": True}).encode()
+    host, port = url.removeprefix("http://").split(":")
+    tasks = []
+    for _ in range(MAX_NUM_SEQS + MAX_NUM_QUEUED):
+        tasks.append(asyncio.create_task(stream(host, int(port), path, content, mark)))
+        await asyncio.sleep(0.005)  # those that run must have begun before the queue fills
+    await asyncio.sleep(2)
+    seconds = []
+    while len(seconds) < NUM_REFUSED:
+        started = time.perf_counter()
+        refused = await stream(host, int(port), path, content, b"HTTP/1.1 503")
+        assert refused[0] == 1, "not refused"
+        seconds.append(time.perf_counter() - started)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return sorted(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--endpoint", choices=ENDPOINTS, default="chat")
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=0.0,
+        help="tokens per second that the runner makes at most; without it, the engine runs ahead of the server, which "
+        "then sends several tokens as one event",
+    )
+    parser.add_argument(
+        "--overload", action="store_true", help="time to a 503 while the queue is full instead"
+    )
+    parser.add_argument("--profile", help="write the server's profile (event loop only) to this file")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.rate, args.profile)
+        return
+    command = [
+        sys.executable,
+        __file__,
+        "--serve",
+        "--rate",
+        str(args.rate),
+        *(["--profile", args.profile] if args.profile else []),
+    ]
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert server.stdout is not None
+    url = server.stdout.readline().strip()
+    try:
+        if args.overload:
+            seconds = asyncio.run(overload(url))
+            median, p90 = (round(1e3 * seconds[int(q * len(seconds))], 1) for q in (0.5, 0.9))
+            print(json.dumps({"overload": len(seconds), "ms_to_503_median": median, "ms_to_503_p90": p90}))
+            return
+        asyncio.run(run_clients(url, args, 20))  # imports, first connections
+        before = _cpu_seconds(server)
+        rounds = [asyncio.run(run_clients(url, args, args.tokens)) for _ in range(args.rounds)]
+        cpu = _cpu_seconds(server) - before
+    finally:
+        if args.profile:
+            server.terminate()  # it writes the profile at its end
+        else:
+            server.kill()
+        server.wait()
+    num_tokens = args.rounds * args.streams * args.tokens
+    print(
+        json.dumps(
+            {
+                "endpoint": args.endpoint,
+                "streams": args.streams,
+                "rate": args.rate,
+                "tokens_per_second": [round(args.streams * args.tokens / seconds) for _, seconds in rounds],
+                "events_per_token": round(sum(events for events, _ in rounds) / num_tokens, 3),
+                "server_cpu_us_per_token": round(1e6 * cpu / num_tokens, 1),
+            }
+        )
+    )
+
+
+def _cpu_seconds(server: subprocess.Popen[str]) -> float:
+    """User and system time of the server so far."""
+    assert server.stdin is not None and server.stdout is not None
+    print(file=server.stdin, flush=True)
+    return float(server.stdout.readline())
+
+
+if __name__ == "__main__":
+    main()

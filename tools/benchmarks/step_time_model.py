@@ -1,0 +1,125 @@
+"""How long a step takes: measured on a real engine, and a linear model fitted to that.
+
+    python -m tools.benchmarks.step_time_model measure tools/benchmarks/steps_demo.json
+        (a minute or two; writes what it measured)
+    python -m tools.benchmarks.step_time_model fit tools/benchmarks/steps_demo.json
+
+A step's time is taken as a constant, plus a cost for each packed row, for each pair of a query row and a key it
+sees in chunks, and for each decode (the contexts measured are too short to show what their length adds). Least
+squares of relative errors, coefficients not negative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+STEPS_FILE = Path(__file__).resolve().parent / "steps_demo.json"
+
+
+@dataclass(frozen=True)
+class StepTimeModel:
+    """Seconds: of a step, of a row, of a (row, key) pair of chunks, and of a decode."""
+
+    per_step: float
+    per_row: float
+    per_prefill_pair: float
+    per_decode: float
+
+    def seconds(self, num_rows: int, prefill_work: int, num_decodes: int) -> float:
+        return (
+            self.per_step
+            + self.per_row * num_rows
+            + self.per_prefill_pair * prefill_work
+            + self.per_decode * num_decodes
+        )
+
+
+def _features(steps: list[dict[str, float]]) -> np.ndarray:
+    return np.array(
+        [
+            [1.0, s["num_decodes"] + s["num_prefill_tokens"], s["prefill_work"], s["num_decodes"]]
+            for s in steps
+        ]
+    )
+
+
+def fit(steps: list[dict[str, float]]) -> tuple[StepTimeModel, np.ndarray]:
+    """The model, and its relative error on each step."""
+    features = _features(steps)
+    seconds = np.array([s["seconds"] for s in steps])
+    used = np.arange(features.shape[1])
+    while True:  # drop what would come out negative: with four columns, as good as a solver for it
+        weighted = features[:, used] / seconds[:, None]
+        scale = np.linalg.norm(weighted, axis=0)
+        coefficients = np.linalg.lstsq(weighted / scale, np.ones(len(seconds)), rcond=None)[0] / scale
+        if (coefficients >= 0).all():
+            break
+        used = np.delete(used, coefficients.argmin())
+    all_coefficients = np.zeros(features.shape[1])
+    all_coefficients[used] = coefficients
+    return StepTimeModel(*all_coefficients.tolist()), features @ all_coefficients / seconds - 1
+
+
+def load(path: Path = STEPS_FILE) -> StepTimeModel:
+    """The model fitted to measured steps; prints the fit."""
+    data = json.loads(path.read_text())
+    model, errors = fit(data["steps"])
+    print(f"step time of {data['model']} ({data['machine']}), fitted to {len(errors)} measured steps:")
+    print(
+        f"  {model.per_step * 1e3:.1f} ms + {model.per_row * 1e3:.3f} ms a row + {model.per_prefill_pair * 1e6:.3f} us "
+        f"a (row, key) pair of chunks + {model.per_decode * 1e3:.2f} ms a decode"
+    )
+    percentiles = np.percentile(np.abs(errors), [50, 90])
+    print(f"  relative error: median {percentiles[0]:.0%}, 90th percentile {percentiles[1]:.0%}")
+    return model
+
+
+def measure(path: Path, machine: str) -> None:
+    """Steps of the demo model: chunks of all sizes at all contexts, decodes in batches, and both together."""
+    from tools.benchmarks.engine_timing import TimedEngine, random_prompt
+
+    engine = TimedEngine(
+        "demo", enable_prefix_caching=False, max_num_batched_tokens=512, max_num_partial_prefills=1
+    )
+    engine.warm_up()
+    scheduler = engine.core.scheduler
+    unlimited = replace(scheduler.config, max_attention_work=1 << 62)
+    rng = random.Random(0)
+    for budget, length in ((32, 128), (128, 512), (512, 1536), (256, 512)):
+        scheduler.config = replace(unlimited, max_num_batched_tokens=budget)
+        engine.submit(f"chunks-{budget}", random_prompt(rng, length), 1)
+        engine.run()
+    scheduler.config = unlimited
+    for batch, context in ((1, 16), (4, 64), (16, 24), (48, 8), (4, 512)):
+        for i in range(batch):
+            engine.submit(f"decode-{batch}-{context}-{i}", random_prompt(rng, context), 6)
+        engine.run()
+    for i in range(8):
+        engine.submit(f"both-{i}", random_prompt(rng, 16), 20)
+    engine.step()
+    scheduler.config = replace(unlimited, max_num_batched_tokens=128)
+    engine.submit("both-long", random_prompt(rng, 640), 1)
+    engine.run()
+    steps = [asdict(step) for step in engine.steps]
+    path.write_text(json.dumps({"model": "demo", "machine": machine, "steps": steps}, indent=0) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("measure", "fit"))
+    parser.add_argument("file", type=Path, nargs="?", default=STEPS_FILE)
+    parser.add_argument("--machine", default="2 cores, Linux")
+    args = parser.parse_args()
+    if args.what == "measure":
+        measure(args.file, args.machine)
+    load(args.file)
+
+
+if __name__ == "__main__":
+    main()

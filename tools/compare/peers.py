@@ -1,0 +1,166 @@
+"""Servers to compare with: each in a virtual environment of its own, started with the same BLAS as ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import venv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from metal_engine.device.blas.openblas_copy import find_packaged, standard_copy
+from metal_engine.device.cache_dir import cache_dir
+
+ROOT = Path(__file__).resolve().parents[2]
+# Importing torch alone can take a minute on a busy machine.
+_START_SECONDS = 240.0
+_STOP_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A server: what to install, and the command that serves ``{model}`` on ``{port}`` (``{bin}``: the venv's)."""
+
+    name: str
+    requirements: tuple[str, ...]
+    command: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        return cache_dir() / "peers" / self.name
+
+    @property
+    def version(self) -> str:
+        """Version of what is installed."""
+        code = f"import importlib.metadata as m; print(m.version({self.name!r}))"
+        return subprocess.run(
+            [str(self.folder / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+
+OURS = "metal-engine"
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            "mlx-lm",
+            ("mlx-lm", "mlx[cpu]; sys_platform == 'linux'"),
+            ("{bin}/mlx_lm.server", "--model", "{model}", "--port", "{port}", "--log-level", "WARNING"),
+        ),
+        Peer(
+            "vllm-mlx",
+            ("vllm-mlx", "mlx[cpu]; sys_platform == 'linux'"),
+            ("{bin}/vllm-mlx", "serve", "{model}", "--port", "{port}", "--continuous-batching"),
+        ),
+        Peer(
+            "rapid-mlx",
+            ("rapid-mlx", "mlx[cpu]; sys_platform == 'linux'"),
+            # Prompts left on disk by one round would be read back in the next.
+            (
+                *("{bin}/rapid-mlx", "serve", "{model}", "--port", "{port}"),
+                *("--yes", "--no-preflight", "--disable-disk-caches"),
+            ),
+        ),
+    )
+}
+
+
+def install(peer: Peer) -> None:
+    """Make the peer's environment, unless it is there; from PyPI, the newest version."""
+    done = peer.folder / ".installed"
+    if done.exists():
+        return
+    print(f"installing {peer.name} into {peer.folder} ...", file=sys.stderr, flush=True)
+    venv.create(peer.folder, with_pip=True)
+    pip = [str(peer.folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *peer.requirements]
+    subprocess.run(pip, check=True)
+    done.touch()
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that is up. ``command`` is how it was started."""
+
+    name: str
+    url: str
+    command: tuple[str, ...]
+    log: Path
+
+
+def command_of(name: str, model: Path, port: int, extra: Sequence[str] = ()) -> tuple[str, ...]:
+    if name == OURS:
+        command = (sys.executable, "-m", "metal_engine", "serve", str(model), "--port", str(port))
+    else:
+        peer = PEERS[name]
+        values = {"bin": peer.folder / "bin", "model": model, "port": port}
+        command = tuple(part.format_map(values) for part in peer.command)
+    return (*command, *extra)
+
+
+@contextmanager
+def running(name: str, model: Path, *, same_blas: bool, extra: Sequence[str] = ()) -> Iterator[Running]:
+    """A server on a free port, stopped at the end with all its processes.
+
+    Args:
+        same_blas: whether a peer gets our OpenBLAS preloaded; else each starts as it was installed.
+        extra: more arguments for its command.
+
+    Raises:
+        RuntimeError: it does not come up; the message has the end of its log.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = command_of(name, model, port, extra)
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+    env["PYTHONPATH"] = str(ROOT) if name == OURS else ""
+    if same_blas and name != OURS and sys.platform == "linux":
+        env["LD_PRELOAD"] = str(standard_copy(find_packaged(), cache_dir() / "blas"))
+    log = Path(tempfile.gettempdir()) / f"compare-{name}-{port}.log"
+    with log.open("wb") as output:
+        # A session of its own, so that whatever it starts can be ended with it.
+        process = subprocess.Popen(
+            command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_up(name, process, url, log)
+        yield Running(name, url, command, log)
+    finally:
+        _stop(process)
+
+
+def _wait_until_up(name: str, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/v1/models", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            if process.poll() is not None or time.monotonic() > deadline:
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+                raise RuntimeError(f"{name} did not come up:\n{tail}") from None
+            time.sleep(0.3)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()

@@ -1,0 +1,151 @@
+"""What servers are compared by: who asks what, when, and which figures count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from metal_engine.bench.arrivals import arrival_times
+from metal_engine.bench.datasets import BenchRequest, random_text, verse_text
+from metal_engine.bench.tokens import PromptTokenizer
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests measured together, each due so many seconds after its phase began, at most so many at once."""
+
+    name: str
+    requests: list[BenchRequest]
+    due: list[float]
+    max_concurrency: int | None = None
+
+
+@dataclass(frozen=True)
+class Goal:
+    """``metric`` of ``group`` should be at least, or at most, ``factor`` times the best peer's."""
+
+    group: str
+    metric: str
+    factor: float
+    at_least: bool
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Phases run one after the other on a server that has just been started; the groups of a phase run together."""
+
+    name: str
+    title: str
+    phases: Callable[[PromptTokenizer, int], list[list[Group]]]
+    goals: list[Goal]
+    peers: tuple[str, ...] = ("mlx-lm", "vllm-mlx", "rapid-mlx")
+    same_blas: bool = True
+    show: tuple[str, ...] = field(default=("output_throughput", "median_ttft_ms", "median_tpot_ms"))
+
+
+def _random(
+    tokenizer: PromptTokenizer, seed: int, count: int, input_len: int, output_len: int, prefix: str = ""
+) -> list[BenchRequest]:
+    rng = np.random.default_rng(seed)
+    total = input_len + (len(tokenizer.encode(prefix)) if prefix else 0)
+    texts = [random_text(tokenizer, rng, total, prefix) for _ in range(count)]
+    return [BenchRequest(text, output_len, len(tokenizer.encode(text))) for text in texts]
+
+
+def _at_once(name: str, requests: list[BenchRequest], at: float = 0.0, most: int | None = None) -> Group:
+    return Group(name, requests, [at] * len(requests), most)
+
+
+def _sixteen(tokenizer: PromptTokenizer, seed: int) -> list[list[Group]]:
+    return [[_at_once("all", _random(tokenizer, seed, 16, 150, 32))]]
+
+
+def _sonnet(tokenizer: PromptTokenizer, seed: int, count: int, rate: float, most: int) -> list[list[Group]]:
+    rng = np.random.default_rng(seed)
+    texts = [verse_text(tokenizer, rng, 1024) for _ in range(count)]
+    requests = [BenchRequest(text, 128, len(tokenizer.encode(text))) for text in texts]
+    return [[Group("all", requests, arrival_times(count, rate, 1.0, seed).tolist(), most)]]
+
+
+def _one_stream(tokenizer: PromptTokenizer, seed: int) -> list[list[Group]]:
+    return [[_at_once("all", _random(tokenizer, seed, 4, 150, 64), most=1)]]
+
+
+def _shared_prefix(tokenizer: PromptTokenizer, seed: int) -> list[list[Group]]:
+    prefix = random_text(tokenizer, np.random.default_rng(1000 + seed), 1000)
+    return [
+        [_at_once("cold", _random(tokenizer, seed, 8, 50, 32, prefix))],
+        [_at_once("warm", _random(tokenizer, 500 + seed, 8, 50, 32, prefix))],
+    ]
+
+
+def _short_behind_long(tokenizer: PromptTokenizer, seed: int) -> list[list[Group]]:
+    long = _at_once("long", _random(tokenizer, seed, 4, 1500, 16))
+    return [[long, _at_once("short", _random(tokenizer, 500 + seed, 1, 5, 16), at=0.5)]]
+
+
+def _long_arrive(tokenizer: PromptTokenizer, seed: int) -> list[list[Group]]:
+    running = _at_once("running", _random(tokenizer, seed, 8, 30, 96))
+    long = Group("long", _random(tokenizer, 500 + seed, 2, 1500, 8), [3.0, 6.0])
+    return [[running, long]]
+
+
+SCENARIOS = {
+    s.name: s
+    for s in (
+        Scenario(
+            "1",
+            "16 at once, 150 in, 32 out",
+            _sixteen,
+            [Goal("all", "output_throughput", 1.5, True), Goal("all", "median_ttft_ms", 0.6, False)],
+        ),
+        Scenario(
+            "2",
+            "sonnet 1,024 in, 128 out, 8 at once",
+            lambda tokenizer, seed: _sonnet(tokenizer, seed, 8, float("inf"), 8),
+            [Goal("all", "output_throughput", 1.5, True)],
+        ),
+        Scenario(
+            "2b",
+            "sonnet 1,024 in, 128 out, 32 at rate 10, 32 at once",
+            lambda tokenizer, seed: _sonnet(tokenizer, seed, 32, 10.0, 32),
+            [],
+            peers=("mlx-lm",),
+        ),
+        Scenario(
+            "3",
+            "one stream, 150 in, 64 out",
+            _one_stream,
+            [Goal("all", "median_ttft_ms", 1.0, False), Goal("all", "median_tpot_ms", 1.0, False)],
+        ),
+        Scenario(
+            "4",
+            "1,000 common tokens, 8 at once, 50 more in, 32 out",
+            _shared_prefix,
+            [Goal("cold", "output_throughput", 3.0, True), Goal("warm", "output_throughput", 1.0, True)],
+        ),
+        Scenario(
+            "5",
+            "5 words behind four prompts of 1,500 tokens",
+            _short_behind_long,
+            [Goal("short", "median_ttft_ms", 0.2, False)],
+        ),
+        Scenario(
+            "6",
+            "8 answers under way while two prompts of 1,500 tokens arrive",
+            _long_arrive,
+            [Goal("running", "p99_itl_ms", 1.2, False), Goal("running", "mean_tpot_ms", 1.2, False)],
+            show=("p99_itl_ms", "mean_tpot_ms", "output_throughput", "median_ttft_ms"),
+        ),
+        Scenario(
+            "7",
+            "as installed: 16 at once, 150 in, 32 out",
+            _sixteen,
+            [Goal("all", "output_throughput", 10.0, True)],
+            peers=("mlx-lm",),
+            same_blas=False,
+        ),
+    )
+}

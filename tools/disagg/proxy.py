@@ -1,0 +1,194 @@
+"""One OpenAI-compatible endpoint over two servers: one prefills, the other decodes, KV goes between them.
+
+    python -m tools.disagg.proxy --prefill http://mac-1:8000 --decode http://mac-2:8000 --port 9000
+
+Both get every request at once. The prefill server runs it with one token to generate and saves the prompt's KV chunk
+by chunk (``do_remote_decode``); the decode server loads the chunks as they appear (``do_remote_prefill``), computes
+what no block holds, and its answer is passed through. If the prefill server fails, the decode server does it all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+logger = logging.getLogger("disagg_proxy")
+
+_HOP_BY_HOP = ("connection", "content-length", "transfer-encoding", "keep-alive")
+_FORWARDED = ("authorization", "content-type")
+# Of no use to a server that generates one token, or in its way.
+_NOT_FOR_PREFILL = ("stream", "stream_options", "min_tokens", "n", "best_of")
+_LIMITS = ("max_tokens", "max_completion_tokens")
+# How often it is looked whether the client is still there, before the answer begins.
+_LOOK_SECONDS = 0.2
+
+
+def create_app(prefill_url: str, decode_url: str) -> FastAPI:
+    """The proxy for two servers, each given as ``http://host:port``."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # A request may take as long as it takes; only connecting has a limit.
+        async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=10.0)) as client:
+            app.state.client = client
+            yield
+
+    app = FastAPI(title="metal-engine: disaggregated prefill", lifespan=lifespan)
+
+    @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
+    async def generate(request: Request) -> Response:
+        client: httpx.AsyncClient = request.app.state.client
+        headers = {key: value for key, value in request.headers.items() if key in _FORWARDED}
+        try:
+            body = await request.json()
+            assert isinstance(body, dict)
+        except (ValueError, AssertionError):
+            return _error(400, "the body must be a JSON object")
+        path = request.url.path
+        exchange = _Exchange(client, prefill_url + path, decode_url + path, headers, body)
+        task = asyncio.create_task(exchange.run())
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
+                if await request.is_disconnected():
+                    return _error(499, "the client has left")
+            return task.result()
+        except httpx.HTTPError as error:
+            return _error(502, f"the decode server does not answer: {type(error).__name__}: {error}")
+        finally:
+            if not task.done():
+                await _cancel(task)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        headers = {key: value for key, value in request.headers.items() if key in _FORWARDED}
+        try:
+            answer = await request.app.state.client.get(decode_url + "/v1/models", headers=headers)
+        except httpx.HTTPError as error:
+            return _error(502, f"the decode server does not answer: {type(error).__name__}: {error}")
+        return Response(answer.content, answer.status_code, media_type="application/json")
+
+    @app.get("/health")
+    async def health(request: Request) -> JSONResponse:
+        """What each server says of itself; 200 if the decode server is well, for it can do everything alone."""
+        status, body = 503, {}
+        for name, url in (("prefill", prefill_url), ("decode", decode_url)):
+            try:
+                answer = await request.app.state.client.get(url + "/health")
+                status, body[name] = answer.status_code, answer.json()
+            except (httpx.HTTPError, ValueError) as error:
+                status, body[name] = 503, {"status": "error", "error": repr(error)}
+        return JSONResponse(body, status)
+
+    return app
+
+
+def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
+    """What the prefill server is asked: the same prompt, and one token."""
+    prefill = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
+    limits = [key for key in _LIMITS if key in prefill] or ["max_tokens"]
+    return prefill | dict.fromkeys(limits, 1) | {"kv_transfer_params": {"do_remote_decode": True}}
+
+
+class _Exchange:
+    """One request at both servers."""
+
+    def __init__(
+        self, client: httpx.AsyncClient, prefill: str, decode: str, headers: dict[str, str], body: dict
+    ) -> None:
+        self._client = client
+        self._prefill_url, self._decode_url = prefill, decode
+        self._headers, self._body = headers, body
+
+    async def run(self) -> Response:
+        prefill = asyncio.create_task(self._prefill())
+        decode = asyncio.create_task(self._decode({"do_remote_prefill": True}))
+        try:
+            await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+            if prefill.done() and not prefill.result() and not decode.done():
+                # Nobody computes the KV that the decode server waits for: ask it again to do so itself.
+                await _cancel(decode)
+                decode = asyncio.create_task(self._decode({}))
+            answer, chunks, first = await decode
+        except BaseException:
+            await _cancel(prefill)
+            await _cancel(decode)
+            raise
+        headers = {key: value for key, value in answer.headers.items() if key.lower() not in _HOP_BY_HOP}
+
+        async def pass_through() -> AsyncIterator[bytes]:
+            try:
+                yield first
+                async for chunk in chunks:
+                    yield chunk
+            finally:
+                await answer.aclose()
+                await _cancel(prefill)
+
+        return StreamingResponse(pass_through(), answer.status_code, headers)
+
+    async def _prefill(self) -> bool:
+        """Whether the prefill server has taken the request and computed it."""
+        try:
+            answer = await self._client.post(
+                self._prefill_url, json=prefill_body(self._body), headers=self._headers
+            )
+        except httpx.HTTPError as error:
+            logger.warning("the prefill server does not answer: %s: %s", type(error).__name__, error)
+            return False
+        if answer.is_error:
+            logger.warning("the prefill server answers %d: %s", answer.status_code, answer.text[:500])
+        return not answer.is_error
+
+    async def _decode(self, transfer: dict[str, bool]) -> tuple[httpx.Response, AsyncIterator[bytes], bytes]:
+        """The decode server's answer, from its first bytes on."""
+        request = self._client.build_request(
+            "POST",
+            self._decode_url,
+            json=self._body | {"kv_transfer_params": transfer},
+            headers=self._headers,
+        )
+        answer = await self._client.send(request, stream=True)
+        try:
+            chunks = answer.aiter_raw()
+            return answer, chunks, await anext(chunks, b"")
+        except BaseException:
+            await answer.aclose()
+            raise
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled() and task.exception() is None and isinstance(task.result(), tuple):
+        await task.result()[0].aclose()
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--prefill", required=True, help="URL of the server that computes prompts' KV")
+    parser.add_argument("--decode", required=True, help="URL of the server that generates")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=9000)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    app = create_app(args.prefill.rstrip("/"), args.decode.rstrip("/"))
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Writes the tables of flags in docs/cli.md from the settings themselves: ``python -m tools.docs.cli``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
+from metal_engine.cli.options import help_text
+from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
+from metal_engine.settings.fields import OTHER_VARIABLES, settings_of
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
+
+
+def table(cls: type) -> str:
+    """A dataclass's settings as Markdown."""
+    rows = ["| flag | |", "| --- | --- |"]
+    for one in settings_of(cls):
+        value = f" {one.metavar}" if one.metavar else ""
+        rows.append(f"| `{one.flag}{value}` | {help_text(one).replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
+def tables() -> dict[str, str]:
+    """Every generated part of the page, by the name in its markers."""
+    others = ["| variable | |", "| --- | --- |"]
+    others += [f"| `{name}` | {text} |" for name, text in OTHER_VARIABLES.items()]
+    return {
+        "server": table(ServerArgs),
+        "engine": table(EngineArgs),
+        "chat": table(ChatArgs),
+        "bench serve": table(BenchServeArgs),
+        "bench throughput": table(BenchThroughputArgs),
+        "bench latency": table(BenchLatencyArgs),
+        "variables": "\n".join(others),
+    }
+
+
+def with_tables(page: str) -> str:
+    """The page with its generated parts as they should be."""
+    for name, text in tables().items():
+        begin = f"<!-- {name}: made by tools/docs/cli.py -->\n"
+        before, found, rest = page.partition(begin)
+        assert found, f"{PAGE} has no place for {name}"
+        _, end, after = rest.partition("<!-- end -->")
+        page = f"{before}{begin}{text}\n{end}{after}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,159 @@
+"""Write docs/models.md: what runs, from the table that the conformance test runs.
+
+python -m tools.docs.models            # writes docs/models.md
+python -m tools.docs.models --check    # fails if it is not up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+DOC = Path(__file__).parents[2] / "docs" / "models.md"
+
+_HEAD = """\
+<!-- Written by tools/docs/models.py from tests/support/architectures.py. Do not edit. -->
+# Models
+
+A model is `demo`, a repository on the Hugging Face hub, a local directory (Hugging Face or MLX safetensors, MLX
+quantized weights included), or a `.gguf` file:
+
+    metal-engine serve demo
+    metal-engine serve Qwen/Qwen3-0.6B
+    metal-engine serve ~/models/my-model
+    metal-engine serve ~/models/my-model.Q4_K_M.gguf
+
+## Files
+
+- **From the hub**: `--revision` takes a branch, tag or commit, `--download-dir` another folder than the hub's cache.
+  `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean to `huggingface_hub`. What is in the
+  cache is served without a network.
+- **Before loading**, the configuration and the headers of the weight files are read: a missing or truncated shard, a
+  broken JSON file, or weights that do not fit into memory are errors of one line, at once.
+- **Weights**: safetensors in one file or several, of Hugging Face or mlx-lm, tied or untied heads; mlx-lm's quantized
+  ones (4, 6, 8 bits, mixed). On a CPU they are dequantized to float32, on Metal they stay as they are (`--dtype`
+  converts). GGUF: llama, qwen2 and qwen3 in F32, F16, BF16 and the quantized types that `gguf` can dequantize; Q4_0,
+  Q4_1 and Q8_0 stay quantized on Metal.
+- **Tokenizer**: the checkpoint's, or `--tokenizer` names a directory or repository. It must be a fast one. The chat
+  template is `chat_template.jinja`, the one in `tokenizer_config.json` (of several named ones `default`), or
+  `chat_template.json`.
+- **`generation_config.json`**: all end-of-sequence ids, and `temperature`, `top_p`, `top_k` and `min_p` for requests
+  that do not say. `--generation-config vllm` leaves these out, a folder's name takes them from there.
+- **Code of a checkpoint** runs only with `--trust-remote-code`.
+
+## Architectures
+
+The architectures are mlx-lm's; which one a checkpoint has is the `model_type` in its `config.json`. No list decides
+what runs: at every load two short requests go through the packed, paged forward, and their logits are compared with
+mlx-lm's own forward of the same weights. What differs is refused with the reason, never served wrong.
+
+"""
+
+_SUPPORTED = """\
+### Verified
+
+Tests run each of these {count} with small random weights: three requests packed, chunked and interleaved over
+shuffled blocks, sliding windows crossed. The relative logit error against mlx-lm's own forward is below 1e-4.
+
+| `model_type` | attention | layers |
+| --- | --- | --- |
+"""
+
+_UNSUPPORTED = """
+### Refused
+
+| `model_type` | reason given |
+| --- | --- |
+"""
+
+_TAIL = """
+Others that mlx-lm has may run too: the check at load decides. A paged cache holds keys and values of every token; a
+model that keeps anything else has nowhere to keep it.
+"""
+
+
+def models_doc() -> str:
+    """The text of docs/models.md."""
+    from tests.support.architectures import SUPPORTED, UNSUPPORTED
+
+    rows = [
+        f"| `{name}` | {_attention(name)} | {_layers(name)} |" for name in sorted(SUPPORTED, key=str.lower)
+    ]
+    refused = [f"| `{name}` | {_refusal(name)} |" for name in sorted(UNSUPPORTED)]
+    supported = _SUPPORTED.format(count=len(SUPPORTED))
+    return _HEAD + supported + "\n".join(rows) + "\n" + _UNSUPPORTED + "\n".join(refused) + "\n" + _TAIL
+
+
+def _attention(model_type: str) -> str:
+    from metal_engine.models.paged_model import PagedModel
+    from tests.support.architectures import configuration
+    from tests.support.tiny_models import random_model
+
+    model = random_model(configuration(model_type))
+    paged = PagedModel(model)
+    names = {name.rsplit(".", 1)[-1] for name, _ in _parameters(model)}
+    found = []
+    if any(spec.latent_dim for spec in paged.kv_specs):
+        found.append("latent (MLA, one vector per token cached)")
+    elif any(spec.head_dim != spec.v_head_dim for spec in paged.kv_specs):
+        found.append("K and V of different sizes")
+    if len(paged.kv_specs) < len(model.layers):
+        found.append("layers that share KV")
+    if any(hasattr(m, "attn_logit_softcapping") and m.attn_logit_softcapping for m in model.modules()):
+        found.append("softcap")
+    if paged.windows:
+        found.append("sliding window")
+    if any("sink" in name for name in names):
+        found.append("sinks")
+    return ", ".join(found) or "full"
+
+
+def _layers(model_type: str) -> str:
+    from mlx_lm.models import switch_layers
+
+    from tests.support.architectures import configuration
+    from tests.support.tiny_models import random_model
+
+    model = random_model(configuration(model_type))
+    experts = (switch_layers.SwitchLinear, switch_layers.QuantizedSwitchLinear)
+    return "mixture of experts" if any(isinstance(m, experts) for m in model.modules()) else "dense"
+
+
+def _parameters(model: object) -> list[tuple[str, object]]:
+    from mlx.utils import tree_flatten
+
+    return tree_flatten(model.parameters())  # type: ignore[attr-defined, return-value]
+
+
+def _refusal(model_type: str) -> str:
+    from metal_engine.attention.portable.backend import MlxOpsBackend
+    from metal_engine.errors import UnsupportedModelError
+    from metal_engine.models.check import check_paged_model
+    from metal_engine.models.paged_model import PagedModel
+    from tests.support.architectures import VOCAB_SIZE, configuration
+    from tests.support.tiny_models import random_model
+
+    try:
+        check_paged_model(PagedModel(random_model(configuration(model_type))), MlxOpsBackend(), VOCAB_SIZE)
+    except UnsupportedModelError as error:
+        return str(error)
+    raise AssertionError(f"{model_type} is not refused")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only compare, and fail if it differs")
+    args = parser.parse_args()
+    from metal_engine.device.blas.load import load_optimized_blas
+
+    load_optimized_blas()
+    text = models_doc()
+    if not args.check:
+        DOC.write_text(text)
+    elif DOC.read_text() != text:
+        sys.exit(f"{DOC} is not up to date: run python -m tools.docs.models")
+
+
+if __name__ == "__main__":
+    main()
