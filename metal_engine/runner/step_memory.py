@@ -51,7 +51,7 @@ def measure_step_bytes(
 
     rows = SamplingRows(num_seqs)
     for row in range(num_seqs):
-        rows.set(row, SamplingParams(temperature=1.0, top_p=0.9, seed=row))
+        rows.set(row, SamplingParams(temperature=1.0, top_p=0.9), seed=row)
     model.allocate(int(ends[-1]), block_size)
     try:
         metadata = AttentionMetadata(

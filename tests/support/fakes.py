@@ -126,6 +126,7 @@ class FakeRunner:
         has_arrived: whether a step has begun, held or not.
         raise_next: raised by the next step, once.
         seen_params: the sampling parameters of every request so far, in order of admission.
+        seen_seeds: the seeds of their draws.
     """
 
     block_size: int
@@ -136,6 +137,7 @@ class FakeRunner:
     raise_next: BaseException | None = None
     num_steps: int = 0
     seen_params: list[SamplingParams] = field(default_factory=list)
+    seen_seeds: list[int] = field(default_factory=list)
     _held: dict[str, _Held] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -155,6 +157,7 @@ class FakeRunner:
         for new in plan.new_requests:
             assert new.request_id not in self._held, f"{new.request_id} is held already"
             self.seen_params.append(new.sampling_params)
+            self.seen_seeds.append(new.seed)
             self._held[new.request_id] = _Held(
                 list(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, list(new.block_ids)
             )

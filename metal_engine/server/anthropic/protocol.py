@@ -103,18 +103,8 @@ class AnthropicError(BaseModel):
     error: AnthropicErrorDetail
 
 
-_RENAMED = {"stop": "stop_sequences", "chat_template_kwargs": "thinking"}
-
-
-def renamed(error: APIError) -> APIError:
-    """An error about a chat as one about the message that it was made for."""
-    new = _RENAMED.get(error.param or "")
-    if new is None or error.param is None:
-        return error
-    message = (
-        error.message.replace(error.param, new, 1) if error.message.startswith(error.param) else error.message
-    )
-    return APIError(error.status, message, param=new, code=error.code, headers=error.headers)
+# A chat's field -> the one that it was made of.
+RENAMED = {"stop": "stop_sequences", "chat_template_kwargs": "thinking"}
 
 
 def to_chat(body: CountTokensBody) -> ChatCompletionBody:
@@ -146,7 +136,7 @@ def to_chat(body: CountTokensBody) -> ChatCompletionBody:
     try:
         return validated(ChatCompletionBody, {**(body.model_extra or {}), **given})
     except APIError as error:
-        raise renamed(error) from error
+        raise error.renamed(RENAMED) from error
 
 
 def _tool(i: int, tool: AnthropicTool) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def add_anthropic_routes(app: FastAPI, served: ServedModel, answer: Answerer) ->
         try:
             return await answer(MessagesEndpoint(served), protocol.to_chat(body), request)
         except APIError as error:
-            raise protocol.renamed(error) from error
+            raise error.renamed(protocol.RENAMED) from error
 
     @app.post("/v1/messages/count_tokens", tags=["messages"], responses=_ERRORS)
     async def count_tokens(body: CountTokensBody) -> TokenCount:

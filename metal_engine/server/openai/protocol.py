@@ -71,6 +71,11 @@ class GenerationBody(_Body):
     user: str | None = None
 
     @property
+    def prompt_field(self) -> str:
+        """Name of the field that has the prompt."""
+        return "prompt"
+
+    @property
     def max_tokens_field(self) -> str:
         """Name of the field that limits the output."""
         return "max_tokens"
@@ -186,6 +191,10 @@ class ChatCompletionBody(GenerationBody):
     tools: list[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
 
     @property
     def max_tokens_field(self) -> str:
@@ -370,46 +379,6 @@ class ChatCompletionChunk(BaseModel):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     system_fingerprint: str | None = None
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "metal-engine"
-    root: str
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Health(BaseModel):
-    """``/health``: counts are of requests, ``kv_cache_usage`` is a share of the pool (0 to 1).
-
-    ``unknown_parameters`` counts request parameters by name that the server did not know and ignored.
-    ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
-    """
-
-    status: Literal["ok", "draining", "error"]
-    running: int
-    waiting: int
-    kv_cache_usage: float
-    preemptions: int
-    failed_steps: int
-    unknown_parameters: dict[str, int]
-    kv_transfer: dict[str, int] | None = None
-    error: str | None = None
-
-
-class Ready(BaseModel):
-    ready: bool
-
-
-class Version(BaseModel):
-    version: str
 
 
 class ErrorDetail(BaseModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -102,7 +102,8 @@ class DeletedResponse(BaseModel):
     deleted: Literal[True] = True
 
 
-_RENAMED: Annotated[dict[str, str], "a chat's field -> the one it was made of"] = {
+# A chat's field -> the one that it was made of.
+RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
@@ -111,17 +112,6 @@ _RENAMED: Annotated[dict[str, str], "a chat's field -> the one it was made of"] 
 }
 # Fields whose meaning is all used here; everything that is not declared goes on to the chat.
 _USED = frozenset(ResponsesBody.model_fields)
-
-
-def renamed(error: APIError) -> APIError:
-    """An error about a chat as one about the response that it was made for."""
-    new = _RENAMED.get(error.param or "")
-    if new is None or error.param is None:
-        return error
-    message = (
-        error.message.replace(error.param, new, 1) if error.message.startswith(error.param) else error.message
-    )
-    return APIError(error.status, message, param=new, code=error.code, headers=error.headers)
 
 
 def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletionBody, list[Message]]:
@@ -164,7 +154,7 @@ def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletion
     try:
         return validated(ChatCompletionBody, {**(body.model_extra or {}), **given}), messages
     except APIError as error:
-        raise renamed(error) from error
+        raise error.renamed(RENAMED) from error
 
 
 def _tool(i: int, tool: ResponseTool) -> dict[str, Any]:

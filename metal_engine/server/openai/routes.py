@@ -33,7 +33,7 @@ def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store
             chat, messages = chat_of(body, store)
             return await answer(ResponsesEndpoint(served, store, body, messages), chat, request)
         except APIError as error:
-            raise responses_protocol.renamed(error) from error
+            raise error.renamed(responses_protocol.RENAMED) from error
 
     @app.get("/v1/responses/{response_id}", tags=["responses"], response_model=responses_protocol.Response)
     async def get_response(response_id: str) -> Response:
