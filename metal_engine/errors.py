@@ -13,14 +13,18 @@ class ConfigError(ValueError):
     """Settings that cannot work.
 
     Args:
-        message: what is wrong and what to do. It names a setting as the user gave it: as a flag, as a variable of the
-            environment, or as a line of a file.
-        flags: the command-line flags to change, as in ``--port``; none where the fault lies elsewhere.
+        flag: the setting at fault as the user gave it: ``--port``, or a variable of the environment; None where no
+            single one is.
+        message: what is wrong with it and what to do.
+        is_whole: ``message`` names the flag itself; otherwise it is put after the flag.
+
+    Attributes:
+        flag: as above.
     """
 
-    def __init__(self, message: str, *flags: str) -> None:
-        super().__init__(message)
-        self.flags = flags
+    def __init__(self, flag: str | None, message: str, *, is_whole: bool = False) -> None:
+        super().__init__(message if flag is None or is_whole else f"{flag} {message}")
+        self.flag = flag
 
 
 class ModelLoadError(Exception):

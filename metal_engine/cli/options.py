@@ -46,7 +46,9 @@ def command(
             with one_line_errors():
                 values = resolve(settings, given, os.environ, config, known=_known)
                 if takes_model and values.setdefault("model", default_model) is None:
-                    raise ConfigError("name a MODEL: `demo`, a repository, a directory, or a .gguf file")
+                    raise ConfigError(
+                        None, "name a MODEL: `demo`, a repository, a directory, or a .gguf file"
+                    )
                 function(values)
 
         parameters = []

@@ -76,8 +76,10 @@ def measure_step_bytes(
         return max(0, mx.get_peak_memory() - held)
     except (MemoryError, RuntimeError) as error:  # MLX's allocator raises the latter
         raise ConfigError(
+            "--max-num-batched-tokens",
             f"a step of {num_tokens} tokens does not run on this device; lower --max-num-batched-tokens "
-            f"({str(error).splitlines()[0]})"
+            f"({str(error).splitlines()[0]})",
+            is_whole=True,
         ) from error
     finally:
         model.release()

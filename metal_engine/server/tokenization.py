@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from metal_engine.server.errors import invalid, validated
 from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.large_bodies import IN_PIECES
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.openai.protocol import ChatCompletionBody, ChatMessage
 
@@ -21,7 +22,7 @@ class TokenizeBody(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True), IN_PIECES] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
@@ -41,7 +42,7 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Annotated[list[int], Field(fail_fast=True), IN_PIECES]
 
 
 class Text(BaseModel):

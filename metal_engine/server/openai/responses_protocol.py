@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from metal_engine.server.errors import APIError, invalid, validated
+from metal_engine.server.large_bodies import IN_PIECES
 from metal_engine.server.openai.protocol import ChatCompletionBody
 
 Message = dict[str, Any]
@@ -47,13 +48,13 @@ class ResponsesBody(_Body):
     """``POST /v1/responses``. ``None`` always means the default."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True), IN_PIECES]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True), IN_PIECES] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
@@ -63,7 +64,7 @@ class ResponsesBody(_Body):
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(fail_fast=True), IN_PIECES] | None = None
     stream_options: dict[str, Any] | None = None
     user: str | None = None
 
