@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -57,7 +57,7 @@ class TokenRules:
 
     Attributes:
         stop_token_ids: tokens that end generation, so they may not come before ``min_tokens`` tokens; [S] int32.
-        bad_words: token sequences that may not come.
+        bad_words: tokens that may not come, by the tokens right before them.
         allowed: the only tokens that may come: bit ``i % 32`` of word ``i // 32``, [W] int32; None for all.
         bias_ids: tokens whose logits are biased, [A] int32.
         biases: what is added to the logits of ``bias_ids``, [A] float32.
@@ -65,7 +65,7 @@ class TokenRules:
     """
 
     stop_token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: Mapping[tuple[int, ...], Sequence[int]] = field(default_factory=dict)
     allowed: np.ndarray | None = None
     bias_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     biases: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))

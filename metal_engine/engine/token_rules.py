@@ -37,7 +37,7 @@ class TokenRulesMaker:
         biases = params.logit_bias or {}
         return TokenRules(
             stop_token_ids=np.array(sorted(i for i in stop if i < self._vocab_size), np.int32),
-            bad_words=tuple(dict.fromkeys(ids for word in params.bad_words for ids in self._spellings(word))),
+            bad_words=self._bad_words(params),
             allowed=self._allowed(params),
             bias_ids=np.fromiter(biases, np.int32),
             biases=np.fromiter(biases.values(), np.float32),
@@ -68,6 +68,14 @@ class TokenRulesMaker:
         allowed = np.zeros(-(-self._vocab_size // 32) * 32, bool)
         allowed[ids] = True
         return np.packbits(allowed, bitorder="little").view(np.int32)
+
+    def _bad_words(self, params: SamplingParams) -> dict[tuple[int, ...], list[int]]:
+        """The last tokens of bad words, by the tokens before them."""
+        ends: dict[tuple[int, ...], list[int]] = {}
+        for word in params.bad_words:
+            for *before, last in self._spellings(word):
+                ends.setdefault(tuple(before), []).append(last)
+        return ends
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """A word's tokens, at the beginning of a text and, if that is another first token, after a space."""

@@ -89,6 +89,7 @@ class RowEdits:
         if rules.grammar is not None:
             self.grammar = GrammarRow(rules.grammar, rules.stop_token_ids, params.min_tokens)
         self._num_taken_in = num_prompt_tokens
+        self._bad_word_lengths = sorted({len(before) for before in rules.bad_words})
         self._error: str | None = None
 
     def catch_up(self, token_ids: np.ndarray) -> str | None:
@@ -117,12 +118,12 @@ class RowEdits:
         Raises:
             NothingLeftError: only these were allowed.
         """
-        output = token_ids[self._num_prompt_tokens :]
-        excluded = [
-            word[-1]
-            for word in self.rules.bad_words
-            if len(word) <= len(output) + 1 and output[len(output) - len(word) + 1 :].tolist() == [*word[:-1]]
-        ]
+        num_output = len(token_ids) - self._num_prompt_tokens
+        excluded: list[int] = []
+        for length in self._bad_word_lengths:
+            if length <= num_output:
+                before = tuple(token_ids[len(token_ids) - length :].tolist())
+                excluded += self.rules.bad_words.get(before, ())
         ids = np.array(excluded, np.int32)
         if position < self.params.min_tokens and self.grammar is None:
             ids = np.concatenate([ids, self.rules.stop_token_ids])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -254,6 +255,9 @@ def run_server(
         on_ready=lambda: on_ready(listener.url),
         **tls_options(args),
     )
+    # What is loaded stays: the collector would look through it now and then, for 50 ms that no thread can interrupt.
+    gc.collect()
+    gc.freeze()
     try:
         server.run(sockets=[listener.socket])
     except OSError as error:

@@ -99,10 +99,12 @@ class ParameterPolicy:
         Raises:
             APIError: 400, naming a parameter that would change the output, or that is unknown.
         """
-        for name in unknown_parameters(body):
-            if self._strict:
-                raise invalid(f"unknown parameter {name[:100]!r}", param=name[:100], code="unknown_parameter")
-            with self._lock:
+        unknown = unknown_parameters(body)
+        if unknown and self._strict:
+            name = unknown[0][:100]
+            raise invalid(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
+        with self._lock:
+            for name in unknown:
                 self._count(name[:100])
 
     def _count(self, name: str) -> None:
@@ -120,7 +122,7 @@ def unknown_parameters(body: GenerationBody) -> list[str]:
     Raises:
         APIError: 400, naming a parameter that is known, and would change the output.
     """
-    unknown = []
+    unknown: dict[str, None] = {}
     given = dict(body.model_extra or {})
     if body.stream_options is not None:
         for name, value in (body.stream_options.model_extra or {}).items():
@@ -130,15 +132,14 @@ def unknown_parameters(body: GenerationBody) -> list[str]:
         if value is None or name in _NO_EFFECT:
             continue
         if name not in _UNSUPPORTED:
-            if name not in unknown:
-                unknown.append(name)
+            unknown[name] = None
         elif not any(_same(value, neutral) for neutral in _UNSUPPORTED[name]):
             raise invalid(
                 f" is not supported (got {short(value)})", name, "unsupported_parameter", where=name
             )
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is only allowed when stream is true", param="stream_options")
-    return unknown
+    return list(unknown)
 
 
 def _message_fields(body: GenerationBody) -> Iterator[tuple[str, Any]]:

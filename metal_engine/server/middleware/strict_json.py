@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -61,6 +61,16 @@ def _bad(problem: str) -> HTTPException:
 
 def _refuse_constant(name: str) -> Any:
     raise _bad(f"is not valid JSON: {name} is no JSON number")
+
+
+T = TypeVar("T")
+
+
+async def off_loop_if_large(request: Request, work: Callable[..., T], *args: Any) -> T:
+    """``work(*args)``, which takes longer the larger the body is: in a thread for a large one."""
+    if large_bodies.is_large(await request.body()):
+        return await asyncio.to_thread(work, *args)
+    return work(*args)
 
 
 class _InvalidBodyError(HTTPException):
