@@ -262,11 +262,10 @@ class SamplingParams:
         self._check_structured_outputs()
 
     def _check_structured_outputs(self) -> None:
-        if self.structured_outputs is not None:
-            for name in ("allowed_token_ids", "bad_words", "ignore_eos"):
-                if getattr(self, name):
-                    message = "and structured_outputs exclude each other: what is left may be nothing"
-                    raise ParameterError(name, message)
+        for name in ("allowed_token_ids", "bad_words", "ignore_eos"):
+            if self.structured_outputs is not None and getattr(self, name):
+                message = "and structured_outputs exclude each other: what is left may be nothing"
+                raise ParameterError(name, message)
 
     def _check_sizes(self) -> None:
         for name in ("stop", "bad_words"):
@@ -365,7 +364,7 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
 
 
 def _stop_token_ids(values: Any) -> tuple[int, ...]:
-    ids = () if values is None else _token_ids("stop_token_ids", values)
+    ids = _token_ids("stop_token_ids", () if values is None else values)
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise ParameterError("stop_token_ids", f"may have {MAX_STOP_TOKEN_IDS} entries")
     return ids

@@ -122,8 +122,9 @@ def test_bad_variables_and_flags() -> None:
         settle(None, {"METAL_ENGINE_PROT": "1"})
     with pytest.raises(ConfigError, match="environment variable METAL_ENGINE_PORT must be a whole number"):
         settle(None, {"METAL_ENGINE_PORT": "tcp://10.0.0.1:80"})
-    with pytest.raises(ConfigError, match="--port must be a whole number, got 'x'"):
+    with pytest.raises(ConfigError, match="--port must be a whole number, got 'x'") as caught:
         settle({"port": "x"})
+    assert caught.value.flag == "--port"
     assert settle(None, {"METAL_ENGINE_CACHE": "x", "METAL_ENGINE_BLAS": "none", "OTHER": ""}) == {}
 
 
@@ -194,8 +195,9 @@ BAD_SERVERS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "flag"), BAD_SERVERS)
 def test_bad_server_settings_name_the_flag(arguments: dict[str, Any], flag: str) -> None:
-    with pytest.raises(ConfigError, match=flag):
+    with pytest.raises(ConfigError, match=flag) as caught:
         ServerArgs(**arguments)
+    assert caught.value.flag is not None and caught.value.flag in str(caught.value)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
