@@ -23,7 +23,8 @@ from metal_engine.request import (
     RequestStatus,
 )
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.scheduler import Scheduler, SchedulerStats
+from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, StepHandle, TokenOutput
 

@@ -100,7 +100,7 @@ class ModelRunner:
         )
         sampling = StepSampling(self._table, plan, batch)
         if self.kv_connector is not None:
-            self.kv_connector.start_load_kv(plan.kv_connector_metadata)
+            self.kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
         logits = self._model(
             self._input_ids(batch),
             mx.array(batch.positions),
@@ -154,7 +154,7 @@ class ModelRunner:
             assert step.before is not None
             for index, (keys, values) in enumerate(step.before):
                 arrays = {"keys": keys, "values": values}
-                self.kv_connector.wait_for_layer_load(index, arrays, step.loads)
+                self.kv_connector.write_loaded_blocks(index, arrays, step.loads)
             step.loads = {}
 
     def finish(self, step: PendingStep) -> ModelOutput:
@@ -170,7 +170,7 @@ class ModelRunner:
         if self._steps:
             self._dispatch(self._steps[0])
         if self.kv_connector is not None and step.saves is not None:
-            self.kv_connector.wait_for_save(step.saves)
+            self.kv_connector.hand_over_saves(step.saves)
         output = step.sampling.result()
         self._table.append_tokens(step.sampled_req_ids, np.array(output.sampled_token_ids, np.int32))
         return output

@@ -46,15 +46,24 @@ class PrefixCache:
     Full blocks are published when a step has been planned, for the steps after it: steps run in the order they
     were planned, so a later one finds the blocks written even if it is planned before this one has run. The same
     step does not share them; that would hang on every backend writing all rows of a layer before it attends.
+
+    Args:
+        blocks: the pool.
+        config: whether prefixes are shared, and the model's fingerprint.
+        on_publish: called with a request and the range of its blocks that have just been published.
     """
 
-    def __init__(self, blocks: BlockManager, config: CacheConfig) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        config: CacheConfig,
+        on_publish: Callable[[Request, int, int], None] | None = None,
+    ) -> None:
         self.is_enabled = config.enable_prefix_caching
         self._blocks = blocks
         self._block_size = config.block_size
         self._model_fingerprint = config.model_fingerprint
-        # Called with a request and the range of its blocks that have just been published.
-        self.on_publish: Callable[[Request, int, int], None] | None = None
+        self._on_publish = on_publish
 
     def find(self, request: Request, also: Container[bytes] = ()) -> list[Block | None]:
         """Cached blocks that a waiting request can begin with. At least one token is left to compute.
@@ -97,8 +106,8 @@ class PrefixCache:
         if num_full > request.num_registered_blocks:
             hashes = extend_block_hashes(request, self._block_size, self._model_fingerprint)
             self._blocks.register(request.request_id, hashes, request.num_registered_blocks, num_full)
-            if self.on_publish is not None:
-                self.on_publish(request, request.num_registered_blocks, num_full)
+            if self._on_publish is not None:
+                self._on_publish(request, request.num_registered_blocks, num_full)
             request.num_registered_blocks = num_full
 
     def forget(self) -> None:

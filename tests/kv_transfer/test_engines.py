@@ -433,7 +433,7 @@ def test_the_store_fails_in_the_middle_of_loads(make: MakeEngine, check: Check, 
     disturbed.before["get"] = fail
     # Two blocks a call, so that loads are in their middle.
     engine = make(disturbed)
-    engine.transfer._blocks_per_batch = 2  # type: ignore[union-attr]
+    engine.transfer._blocks_per_call = 2  # type: ignore[union-attr]
     check(engine.run(PROMPTS))
     assert engine.stats.loads_failed > 0
 
@@ -444,7 +444,7 @@ def test_loads_slower_than_the_deadline(make: MakeEngine, check: Check, disturbe
     calls = iter(range(1 << 30))
     disturbed.before["get"] = lambda: None if next(calls) < 6 else (is_over.wait(60), None)[1]
     engine = make(disturbed, load_timeout=0.2)
-    engine.transfer._blocks_per_batch = 2  # type: ignore[union-attr]
+    engine.transfer._blocks_per_call = 2  # type: ignore[union-attr]
     try:
         check(engine.run(PROMPTS))
         assert engine.stats.loads_timed_out > 0
@@ -524,8 +524,8 @@ def test_through_a_server_that_is_killed_while_loading(make: MakeEngine, check: 
         assert second.stats.blocks_loaded > 0
         calls = iter(range(1 << 30))
         third = make(Disturbed(ValkeyStore(server.url, fingerprint)), io_threads=1)
-        third.transfer._blocks_per_batch = 2  # type: ignore[union-attr]
-        third.transfer.store.before["get"] = lambda: server.kill() if next(calls) == 5 else None  # type: ignore[union-attr]
+        third.transfer._blocks_per_call = 2  # type: ignore[union-attr]
+        third.transfer._store.before["get"] = lambda: server.kill() if next(calls) == 5 else None  # type: ignore[union-attr]
         check(third.run(PROMPTS))
         assert third.stats.store_errors > 0 and third.stats.blocks_loaded > 0
     finally:
