@@ -66,7 +66,7 @@ class PrefixCache:
         self._on_publish = on_publish
 
     def find(self, request: Request, also: Container[bytes] = ()) -> list[Block | None]:
-        """Cached blocks that a waiting request can begin with. At least one token is left to compute.
+        """Returns the cached blocks that a waiting request can begin with; leaves one token to compute at least.
 
         ``also`` has the hashes of blocks that are at hand elsewhere; None stands for those.
         """
@@ -75,7 +75,7 @@ class PrefixCache:
         )
 
     def missing(self, request: Request) -> list[bytes]:
-        """Hashes of the blocks that a waiting request could begin with and that are not cached, in order."""
+        """Returns the hashes of blocks that a waiting request could begin with and that are not cached, in order."""
         hashes = self._usable_hashes(request)[: (request.num_tokens - 1) // self._block_size]
         return [block_hash for block_hash in hashes if not self._blocks.is_cached(block_hash)]
 
@@ -87,7 +87,10 @@ class PrefixCache:
     def find_owner(
         self, request: Request, num_cached_tokens: int, prefills: Iterable[Request]
     ) -> tuple[Request, int] | None:
-        """A prefill that is about to compute at least half of what ``request`` has to, and up to which token."""
+        """Returns a prefill that is about to compute at least half of what ``request`` has to, and up to which token.
+
+        None if there is none, or if the request must compute every token itself.
+        """
         if not self.is_enabled or request.needs_prompt_rows:
             return None
         hashes = request.block_hashes[: (request.num_tokens - 1) // self._block_size]

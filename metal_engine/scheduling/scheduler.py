@@ -1,8 +1,9 @@
 """Who gets how many tokens in the next step.
 
-There is no prefill phase and no decode phase: a step hands out tokens, first to requests with one token to go,
-then to those with more, running or waiting, until the budget is used up. Fresh prefills, continuation chunks and
-decodes share every step. docs/scheduling.md explains the rules; the limits on a share are in ``limits.py``.
+There is no prefill phase and no decode phase: a step hands out tokens, first to requests with one token left to
+compute, then to those with more, running or waiting, until the budget is used up. Fresh prefills, continuation chunks
+and decodes share every step. docs/scheduling.md explains the rules; the limits on a share are in ``limits.py``, who is
+admitted next in ``admission.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WATERMARK = 0.01
 
 
 class Scheduler:
-    """In order of priority and arrival, over one token budget and one pool of blocks.
+    """Serves requests in order of priority and arrival, over one token budget and one pool of blocks.
 
     A request is admitted when blocks for all its tokens are free; it then grows block by block. When the pool
     runs out, the last running request in order is preempted: it loses its blocks, returns to its place among the
@@ -126,7 +127,7 @@ class Scheduler:
     # --- a step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Plan one step. May be called again before :meth:`update` for the step before.
+        """Plan one step. With ``--async-scheduling``, called again before :meth:`update` for the step before.
 
         The plan is empty when all that is left to do waits for steps under way; it need not be executed.
         """
@@ -179,7 +180,7 @@ class Scheduler:
         return [request for request in prefills if request.status is RequestStatus.RUNNING]
 
     def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillShares, at_most: int | None = None) -> None:
-        """Admit waiting requests to the slots for partial prefills that are free, while each gets a block."""
+        """Admit waiting requests to the free slots for partial prefills, while there is a block for each."""
         num_free = self.config.max_num_partial_prefills - prefills.num_in_progress
         for _ in range(num_free if at_most is None else min(at_most, num_free)):
             candidate = self._next_candidate(prefills)
@@ -190,7 +191,7 @@ class Scheduler:
             prefills.take(candidate.request)
 
     def _use_up(self, plan: SchedulerOutput, prefills: PrefillShares) -> None:
-        """Admit further requests to the budget that the slots left: whole prompts, or to slots free by now."""
+        """Admit further requests to the budget that is left: to slots free by now, or with their whole prompts."""
         while (candidate := self._next_candidate(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
             has_room = prefills.has_some_room if has_slot else prefills.has_room_for_all
@@ -246,12 +247,14 @@ class Scheduler:
         return True
 
     def _append_running(self, request: Request) -> None:
+        """Put a request among the running ones, which stay in order of service."""
         last = next(reversed(self.running.values()), None)
         self.running[request.request_id] = request
         if last is not None and request.sort_key < last.sort_key:  # others were admitted past it
-            self.running = dict(sorted(self.running.items(), key=lambda item: item[1].sort_key))
+            self.running = dict(sorted(self.running.items(), key=lambda pair: pair[1].sort_key))
 
     def _add_to_plan(self, plan: SchedulerOutput, request: Request, share: int) -> None:
+        """Plan ``share`` tokens of a request, and a placeholder for the token it samples if these are its last."""
         plan.num_scheduled_tokens[request.request_id] = share
         request.num_computed_tokens += share
         request.last_step = plan.step_id
@@ -262,9 +265,9 @@ class Scheduler:
             self._filled.append(request)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Blocks for ``num_tokens`` tokens, preempting the last requests in order for them if need be.
+        """Returns the new blocks that ``num_tokens`` tokens take; preempts the last requests in order to get them.
 
-        Returns None if ``request`` itself was the last.
+        Returns None if that preempted ``request`` itself.
         """
         while True:
             new_block_ids = self.blocks.allocate(request.request_id, num_tokens)
@@ -276,6 +279,7 @@ class Scheduler:
                 return None
 
     def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks, and have it computed again later."""
         del self.running[request.request_id]
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
@@ -304,6 +308,7 @@ class Scheduler:
             self._preempt(request)
 
     def _release(self, request: Request) -> None:
+        """Free a request's blocks, and let go all that depended on them."""
         self.blocks.free(request.request_id)
         request.num_registered_blocks = 0
         self.admissions.owner_left(request.request_id)
@@ -319,7 +324,7 @@ class Scheduler:
         self.connector.queue_saves(request, request.block_hashes[start:stop], block_ids)
 
     def _publish_prefixes(self) -> None:
-        """Let later steps share the blocks that this one fills, and those who waited for them go on."""
+        """Let later steps share the blocks that this one fills, and the requests go on that waited for them."""
         for request in self._filled:
             self.prefix_cache.publish(request)
         self._filled.clear()
@@ -344,8 +349,9 @@ class Scheduler:
             status = _finish_status(request, token_id)
             if request.num_computed_tokens == request.num_tokens and request.status is RequestStatus.RUNNING:
                 self.prefix_cache.publish(request)  # its last block was computed before this token was known
-            output = TokenOutput(request_id, [token_id], request.num_cached_tokens)
-            output.num_external_tokens = request.num_external_tokens
+            output = TokenOutput(
+                request_id, [token_id], request.num_cached_tokens, request.num_external_tokens
+            )
             if (logprobs := model_output.logprobs.get(request_id)) is not None:
                 output.logprobs = [logprobs]
             if status is not None:
