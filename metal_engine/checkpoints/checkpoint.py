@@ -24,8 +24,8 @@ _INDEX = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
 # A safetensors file starts with the length of its JSON header; nobody's header has more bytes than this.
 _MAX_HEADER = 100 << 20
-_ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
-_ITEM_BITS |= {"I16": 16, "U16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_ELEMENT_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
+_ELEMENT_BITS |= {"I16": 16, "U16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _INTEGERS = ("I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8", "BOOL")
 
 
@@ -43,7 +43,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.size * _ITEM_BITS.get(self.dtype, 8) // 8
+        return self.size * _ELEMENT_BITS.get(self.dtype, 8) // 8
 
 
 def read_json(path: Path) -> dict[str, Any]:

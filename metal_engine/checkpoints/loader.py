@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.demo import fetch_demo_model
-from metal_engine.checkpoints.gguf.model import gguf_eos_token_ids, load_gguf_model, read_gguf_header
-from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
+from metal_engine.checkpoints.gguf.header import read_gguf_header
+from metal_engine.checkpoints.gguf.model import load_gguf_model
+from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.checkpoints.hub import TOKENIZER_PATTERNS, fetch_from_hub
 from metal_engine.checkpoints.tokenizer import load_tokenizer
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line

@@ -1,28 +1,20 @@
-"""Settings: dataclass fields that are also command-line flags, environment variables and keys of a YAML file.
+"""Dataclass fields that users can set, declared once each, and how a text becomes the value of one.
 
 A field made with :func:`setting` carries its help text and how to read it, so every command, the documentation
-and the error messages are made from one declaration. Precedence: command line, environment, config file, default.
+and the error messages are made from one declaration. :mod:`metal_engine.settings.sources` reads what users gave.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from metal_engine.errors import ConfigError
 
 ENV_PREFIX = "METAL_ENGINE_"
-
-# Variables with the prefix that are no flags: they are read before or beside any command.
-OTHER_VARIABLES = {
-    "METAL_ENGINE_CACHE": "Folder for downloads, instead of the user's cache directory.",
-    "METAL_ENGINE_BLAS": "BLAS library to load on Linux instead of the bundled OpenBLAS; `none` loads none.",
-}
 
 
 def flag(name: str) -> str:
@@ -218,90 +210,3 @@ _PARSERS = {
     "size": _parse_size,
     "list": _parse_list,
 }
-
-# --- from all sources to one set of values ---
-
-
-def resolve(
-    settings: Iterable[Setting],
-    command_line: Mapping[str, Any],
-    environ: Mapping[str, str],
-    config_file: Path | None = None,
-    *,
-    known: Iterable[Setting] = (),
-) -> dict[str, Any]:
-    """Values of those ``settings`` that were given anywhere, by name.
-
-    Args:
-        command_line: field name -> what was given there; ``None`` means not given.
-        known: settings of other commands, which the file and the environment may hold as well.
-
-    Raises:
-        ConfigError: an unknown key or variable, or a value of the wrong kind; the message says where.
-    """
-    settings = list(settings)
-    everything = {s.name: s for s in (*known, *settings)}
-    file_values = {} if config_file is None else read_config_file(config_file, everything)
-    _check_variables(environ, everything)
-    values: dict[str, Any] = {}
-    for one in settings:
-        if command_line.get(one.name) is not None:
-            values[one.name] = parse(one, command_line[one.name], one.flag)
-        elif one.variable in environ and (environ[one.variable] or one.secret):
-            text = environ[one.variable]
-            given = [part.strip() for part in text.split(",")] if one.kind == "list" else text
-            values[one.name] = parse(one, given, f"the environment variable {one.variable}")
-        elif one.name in file_values:
-            values[one.name] = parse(one, file_values[one.name], f"{config_file}: {one.flag.lstrip('-')}")
-    return values
-
-
-def _top_level_keys(node: Any) -> list[str]:
-    pairs = node.value if node is not None and node.id == "mapping" else []
-    return [str(key.value).replace("-", "_") for key, _ in pairs]
-
-
-def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
-    """A YAML file's settings by field name; keys may be written with hyphens or underscores.
-
-    Raises:
-        ConfigError: it cannot be read, is no mapping, or has a key that is no setting.
-    """
-    import yaml
-
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-        keys = _top_level_keys(yaml.compose(text, Loader=yaml.SafeLoader))
-    except OSError as error:
-        raise ConfigError(f"cannot read --config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"--config {path} is not valid YAML: {reason}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} must hold `flag: value` lines, not a {type(content).__name__}")
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if name not in known:
-            similar = _similar(name, known)
-            raise ConfigError(f"{path}: unknown setting {str(key)!r}{similar.replace('_', '-')}")
-        if keys.count(name) > 1:  # written with hyphens or underscores; YAML itself keeps the last
-            raise ConfigError(f"{path}: {key!r} is given twice")
-        if value is not None:
-            values[name] = value
-    return values
-
-
-def _check_variables(environ: Mapping[str, str], known: Mapping[str, Setting]) -> None:
-    variables = {one.variable for one in known.values()} | OTHER_VARIABLES.keys()
-    for name in environ:
-        if name.startswith(ENV_PREFIX) and name not in variables:
-            raise ConfigError(f"unknown environment variable {name}{_similar(name, variables)}")
-
-
-def _similar(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -12,8 +12,9 @@ import pytest
 from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, AttentionPlan
 from metal_engine.attention.metal.backend import MetalBackend, UnsupportedAttentionError
 from metal_engine.attention.portable.backend import MlxOpsBackend
-from metal_engine.checkpoints.gguf.model import gguf_eos_token_ids, load_gguf_model, read_gguf_header
-from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
+from metal_engine.checkpoints.gguf.header import read_gguf_header
+from metal_engine.checkpoints.gguf.model import load_gguf_model
+from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.models.check import check_paged_model
