@@ -74,7 +74,7 @@ def serve(rate: float, profile: str | None) -> None:
         max_model_len=32_768,
     )
     args = ServerArgs(port=0, log_level="warning", max_num_queued_reqs=MAX_NUM_QUEUED)
-    engine = fake_engine(FreeRunner(rate), config)  # type: ignore[arg-type]
+    engine = fake_engine(FreeRunner(rate), config)
     with listen(args) as listener:
         if profile is not None:
             import cProfile

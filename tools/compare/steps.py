@@ -47,9 +47,9 @@ def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
             kv_cache_memory_bytes=args.kv_cache_mib * 2**20,
         )
     )
-    from metal_engine.attention.portable import backend as mlx_ops
+    from metal_engine.attention.portable import backend as portable
 
-    mlx_ops.CPU_LIMITS = replace(mlx_ops.CPU_LIMITS, **limits)  # type: ignore[arg-type]
+    portable.CPU_LIMITS = replace(portable.CPU_LIMITS, **limits)  # type: ignore[arg-type]
     names: list[str] = []
     num_prefill_steps = 2 + args.num_requests * args.prompt_len // (budget - args.num_requests)
     num_steps = num_prefill_steps + args.turns * _STEPS_OF_A_TURN
