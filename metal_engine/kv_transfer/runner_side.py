@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
+from metal_engine.kv_cache.spec import StateSpec
+from metal_engine.kv_cache.state import LayerState
 from metal_engine.kv_transfer.layout import BlockLayout, KVPart
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.step import KVConnectorMetadata
@@ -20,23 +21,14 @@ from metal_engine.step import KVConnectorMetadata
 logger = logging.getLogger(__name__)
 
 
-class LayerBlocks(Protocol):
-    """One layer's K and V, by block."""
-
-    def block_arrays(self) -> dict[str, mx.array]:
-        """The distinct arrays of the layer by name, each [num_blocks, block_size, num_kv_heads, head_dim]."""
-        ...
-
-
-def block_parts(layers: Sequence[LayerBlocks]) -> list[KVPart]:
-    """Returns the parts that a block of these layers is made of."""
+def block_parts(specs: Sequence[StateSpec], block_size: int) -> list[KVPart]:
+    """Returns the parts that a block of layers with these specs is made of."""
     parts = []
-    for index, layer in enumerate(layers):
-        for name, array in layer.block_arrays().items():
-            shape = tuple(array.shape[1:])
+    for index, spec in enumerate(specs):
+        for name, array in spec.token_arrays.items():
             dtype = str(array.dtype).removeprefix("mlx.core.")
-            nbytes = int(np.prod(shape)) * array.dtype.size
-            parts.append(KVPart(_part_name(index, name), dtype, shape, nbytes))
+            shape = (block_size, *array.shape)
+            parts.append(KVPart(_part_name(index, name), dtype, shape, block_size * array.nbytes))
     return parts
 
 
@@ -97,17 +89,13 @@ class KVConnectorRunner:
         the arrays' memory directly, which costs a fifth of a scatter with its host arrays, indices and copies.
         """
         for name, array in arrays.items():
-            offsets = self._layout.offsets.get(_part_name(layer_index, name))
-            if offsets is None:
-                continue  # another name of the same array
-            start, stop = offsets
-            blocks = np.array(array.view(mx.uint8), copy=False).reshape(
-                -1, stop - start
-            )  # [num_blocks, bytes]
+            start, stop = self._layout.offsets[_part_name(layer_index, name)]
+            memory = np.array(array.view(mx.uint8), copy=False)  # the array's own
+            by_block = memory.reshape(-1, stop - start)  # [num_blocks, bytes]
             for block_id, block in loads.items():
-                blocks[block_id] = block[start:stop]
+                by_block[block_id] = block[start:stop]
 
-    def save_kv_layer(self, layer_index: int, layer: LayerBlocks) -> None:
+    def save_kv_layer(self, layer_index: int, layer: LayerState) -> None:
         """Begin to save a layer: gather its part of the blocks to be saved, as the forward leaves them."""
         if self._save_ids is None:
             return

@@ -23,11 +23,11 @@ from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
 from tests.attention.test_portable import Step
-from tests.support.fakes import tiny_tokenizer
 from tests.support.running import run
 from tests.support.simulated import TOLERANCE, attend, backend, relative_error
-from tests.support.tiny_models import tiny_model
 from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.tiny_models import tiny_model
 from tools.metal_sim import record_launches
 
 SHAPE = {

@@ -27,8 +27,8 @@ from metal_engine.attention.metal.backend import (
 )
 from metal_engine.attention.metal.planning import plan_items
 from metal_engine.errors import ConfigError
-from tests.attention.test_portable import make_step
 from tests.support.simulated import TOLERANCE, attend, backend, check, every_row_by_itself, relative_error
+from tools.fixtures.packed_step import make_step
 from tools.metal_sim import metal_kernel
 from tools.metal_sim.build import build, language_flags
 from tools.metal_sim.toolchain import run_clang

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -23,7 +23,7 @@ from metal_engine.attention.portable.groups import (
     group_items,
     in_lanes,
 )
-from tests.support.attention_reference import paged_attention
+from tools.fixtures.packed_step import Step, make_step
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
 
@@ -39,108 +39,6 @@ FRESH = [(7, 0), (1, 0), (33, 0)]
 CHUNKS = [(16, 16), (5, 43), (40, 9)]
 DECODES = [(1, 0), (1, 70), (1, 31), (1, 32), (1, 5), (1, 69)]
 MIXED = [(1, 37), (19, 0), (1, 64), (12, 50), (3, 20), (1, 15), (41, 3), (2, 2)]
-
-
-def _mostly_in_order(rng: np.random.Generator, count: int) -> np.ndarray:
-    """0 to ``count`` - 1, in up to three pieces that have changed places."""
-    pieces = np.split(np.arange(count), np.sort(rng.integers(0, count, 2)))
-    return np.concatenate([pieces[i] for i in rng.permutation(3)])
-
-
-@dataclass
-class Step:
-    """A packed step. NaN in every slot that no row may read; the padding of the block table is garbage."""
-
-    metadata: AttentionMetadata
-    q: mx.array  # [N, Hq, D]
-    k_cache: mx.array  # [num_blocks, block_size, Hkv, D]
-    v_cache: mx.array  # [num_blocks, block_size, Hkv, Dv]
-
-    def attend(self, limits: Limits | None = None, **options: object) -> np.ndarray:
-        plan = MlxOpsBackend(limits).plan(self.metadata)
-        out = plan.attend(self.q, self.k_cache, self.v_cache, **options)
-        assert out.dtype == self.q.dtype
-        return np.array(out.astype(mx.float32))
-
-    def reference(self, **options: object) -> np.ndarray:
-        arrays = (np.array(a.astype(mx.float32)) for a in (self.q, self.k_cache, self.v_cache))
-        m = self.metadata
-        return paged_attention(*arrays, m.cu_seqlens_q, m.seq_lens, m.block_table, **options)
-
-    def alone(self, i: int) -> Step:
-        """Only request i."""
-        m = self.metadata
-        start, end = m.cu_seqlens_q[i], m.cu_seqlens_q[i + 1]
-        metadata = AttentionMetadata(
-            cu_seqlens_q=np.array([0, end - start], np.int32),
-            seq_lens=m.seq_lens[i : i + 1],
-            block_table=m.block_table[i : i + 1],
-            slot_mapping=m.slot_mapping[start:end],
-            block_size=m.block_size,
-        )
-        return Step(metadata, self.q[start:end], self.k_cache, self.v_cache)
-
-
-def make_step(
-    segments: list[tuple[int, int]],
-    *,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 16,
-    v_head_dim: int | None = None,
-    block_size: int = 16,
-    dtype: mx.Dtype = mx.float32,
-    window: int | None = None,
-    shared_blocks: int = 0,
-    in_order: bool = False,
-    poison: bool = True,
-    seed: int = 0,
-) -> Step:
-    """A packed step of random numbers.
-
-    Args:
-        shared_blocks: later requests begin with so many of the first request's blocks, as far as both contexts
-            cover them.
-        in_order: requests have consecutive blocks, mostly.
-        window: slots before every row's window hold NaN, too.
-    """
-    rng = np.random.default_rng(seed)
-    query_lens, context_lens = np.array(segments).T
-    seq_lens = query_lens + context_lens
-    num_blocks = -(-seq_lens // block_size)
-    total = int(num_blocks.sum()) + 3
-    free = iter(_mostly_in_order(rng, total) if in_order else rng.permutation(total))
-    # Any integer may stand in the padding.
-    block_table = rng.choice([-1, -(2**31), 2**31 - 1, total, 0], (len(segments), int(num_blocks.max()) + 2))
-    for i, n in enumerate(num_blocks):
-        shared = min(shared_blocks, *(context_lens[[0, i]] // block_size)) if i else 0
-        block_table[i, :shared] = block_table[0, :shared]
-        block_table[i, shared:n] = [next(free) for _ in range(n - shared)]
-
-    valid = np.zeros((total, block_size), bool)
-    for row, seq_len, context_len in zip(block_table, seq_lens, context_lens, strict=True):
-        first = 0 if window is None else max(0, context_len - window + 1)
-        positions = np.arange(first, seq_len)
-        valid[row[positions // block_size], positions % block_size] = True
-
-    def cache(dim: int) -> mx.array:
-        values = rng.standard_normal((total, block_size, num_kv_heads, dim)).astype(np.float32)
-        if poison:
-            values[~valid] = np.nan
-        return mx.array(values).astype(dtype)
-
-    positions = np.concatenate([np.arange(c, s) for c, s in zip(context_lens, seq_lens, strict=True)])
-    request = np.repeat(np.arange(len(segments)), query_lens)
-    slots = block_table[request, positions // block_size] * block_size + positions % block_size
-    metadata = AttentionMetadata(
-        cu_seqlens_q=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
-        seq_lens=seq_lens.astype(np.int32),
-        block_table=block_table.astype(np.int32),
-        slot_mapping=mx.array(slots.astype(np.int32)),
-        block_size=block_size,
-    )
-    q = mx.array(rng.standard_normal((len(request), num_heads, head_dim)).astype(np.float32)).astype(dtype)
-    return Step(metadata, q, cache(head_dim), cache(head_dim if v_head_dim is None else v_head_dim))
 
 
 def error(actual: np.ndarray, expected: np.ndarray) -> float:

@@ -17,9 +17,9 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.model_runner import PendingStep
 from metal_engine.sampling_params import SamplingParams
 from tests.support.demo import engine_for
-from tests.support.fakes import tiny_tokenizer
 from tests.support.running import run
-from tests.support.tiny_models import tiny_model
+from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.tiny_models import tiny_model
 
 VOCAB_SIZE = 300
 # The fourth does not fit into the steps of the first three: it waits while they fail.

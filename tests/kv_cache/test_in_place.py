@@ -21,7 +21,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
-from tests.support.tiny_models import tiny_model
+from tools.fixtures.tiny_models import tiny_model
 
 NUM_STEPS = 200
 

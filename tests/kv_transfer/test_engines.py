@@ -29,11 +29,11 @@ from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 from metal_engine.request import RequestOptions
 from metal_engine.runner.model_runner import PendingStep
 from metal_engine.sampling_params import SamplingParams
-from tests.support.fakes import tiny_tokenizer
 from tests.support.kv_engines import KVEngine, kv_engine
-from tests.support.tiny_models import tiny_model
 from tests.support.valkey_server import ValkeyServer
 from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.tiny_models import tiny_model
 
 BLOCK_SIZE = 8
 LENGTHS = (50, 65, 41, 17, 8, 7, 90, 33)

@@ -16,9 +16,9 @@ from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.layer_cache import AttentionMask, LayerCache
 from metal_engine.models.paged_model import PagedModel
-from tests.support.architectures import SUPPORTED, UNSUPPORTED, VOCAB_SIZE, configuration
-from tests.support.tiny_models import random_model
 from tools.docs.models import DOC, models_doc
+from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED, VOCAB_SIZE, configuration
+from tools.fixtures.tiny_models import random_model
 
 BLOCK_SIZE = 4
 TOLERANCE = 1e-4  # of logits, relative to the largest of a row

@@ -18,7 +18,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, SchedulerConfig
-from tests.support.tiny_models import tiny_model
+from tools.fixtures.tiny_models import tiny_model
 
 NUM_TOKENS, NUM_SEQS = 512, 8
 

@@ -25,7 +25,7 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from tests.support.demo import engine_for
-from tests.support.tiny_models import tiny_model
+from tools.fixtures.tiny_models import tiny_model
 
 
 @dataclass

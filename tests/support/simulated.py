@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.metal.backend import MetalBackend
-from tests.attention.test_portable import Step, make_step
+from tools.fixtures.packed_step import Step, make_step
 from tools.metal_sim import LaunchCounts, metal_kernel, record_launches
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}

@@ -13,7 +13,7 @@ from pathlib import Path
 DOC = Path(__file__).parents[2] / "docs" / "models.md"
 
 _HEAD = """\
-<!-- Written by tools/docs/models.py from tests/support/architectures.py. Do not edit. -->
+<!-- Written by tools/docs/models.py from tools/fixtures/architectures.py. Do not edit. -->
 # Models
 
 A model is `demo`, a repository on the Hugging Face hub, a local directory (Hugging Face or MLX safetensors, MLX
@@ -75,7 +75,7 @@ model that keeps anything else has nowhere to keep it.
 
 def models_doc() -> str:
     """The text of docs/models.md."""
-    from tests.support.architectures import SUPPORTED, UNSUPPORTED
+    from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED
 
     rows = [
         f"| `{name}` | {_attention(name)} | {_layers(name)} |" for name in sorted(SUPPORTED, key=str.lower)
@@ -87,8 +87,8 @@ def models_doc() -> str:
 
 def _attention(model_type: str) -> str:
     from metal_engine.models.paged_model import PagedModel
-    from tests.support.architectures import configuration
-    from tests.support.tiny_models import random_model
+    from tools.fixtures.architectures import configuration
+    from tools.fixtures.tiny_models import random_model
 
     model = random_model(configuration(model_type))
     paged = PagedModel(model)
@@ -112,8 +112,8 @@ def _attention(model_type: str) -> str:
 def _layers(model_type: str) -> str:
     from mlx_lm.models import switch_layers
 
-    from tests.support.architectures import configuration
-    from tests.support.tiny_models import random_model
+    from tools.fixtures.architectures import configuration
+    from tools.fixtures.tiny_models import random_model
 
     model = random_model(configuration(model_type))
     experts = (switch_layers.SwitchLinear, switch_layers.QuantizedSwitchLinear)
@@ -131,8 +131,8 @@ def _refusal(model_type: str) -> str:
     from metal_engine.errors import UnsupportedModelError
     from metal_engine.models.check import check_paged_model
     from metal_engine.models.paged_model import PagedModel
-    from tests.support.architectures import VOCAB_SIZE, configuration
-    from tests.support.tiny_models import random_model
+    from tools.fixtures.architectures import VOCAB_SIZE, configuration
+    from tools.fixtures.tiny_models import random_model
 
     try:
         check_paged_model(PagedModel(random_model(configuration(model_type))), MlxOpsBackend(), VOCAB_SIZE)

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.metal.backend import MetalBackend, kernel_text, stage_keys
-from tests.attention.test_portable import make_step
+from tools.fixtures.packed_step import make_step
 from tools.metal_sim import MetalSimError, metal_kernel, record_launches
 from tools.metal_sim.errors import CheckError
 
