@@ -1,4 +1,4 @@
-"""Files that a benchmark is to write, tried before it runs: an hour is not to be lost for the name of a file."""
+"""Tries the files that a benchmark will write before it runs, so that no long run is lost for a wrong name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from metal_engine.errors import ConfigError
 
 
 def check_output(path: str | None, flag: str) -> None:
-    """Make the folder of a file that ``flag`` names; None names none.
+    """Check that a file can be written, and make its folder. None stands for no file.
+
+    Args:
+        flag: names the file, for the message.
 
     Raises:
         ConfigError: the file could not be written.

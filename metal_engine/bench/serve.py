@@ -96,7 +96,7 @@ async def find_model(args: BenchServeArgs) -> str:
 async def measure(
     args: BenchServeArgs, model: str, requests: Sequence[BenchRequest]
 ) -> tuple[Summary, list[RequestRecord]]:
-    """Send all requests when they are due; their figures and records, in order of the requests."""
+    """Send all requests when they are due; returns their figures, and their records in order of the requests."""
     due = arrival_times(len(requests), args.request_rate, args.burstiness, args.seed)
     slots = asyncio.Semaphore(args.max_concurrency or len(requests))
     async with BenchClient(args, model) as client:

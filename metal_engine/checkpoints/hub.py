@@ -1,4 +1,4 @@
-"""Fetching a repository from the Hugging Face hub, or finding it in the hub's local cache."""
+"""Fetches a repository from the Hugging Face hub, or finds it in the hub's local cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOCAL = "give a local directory or a .gguf file instead, or `demo` for the demo
 def fetch_from_hub(
     repo: str, revision: str | None, download_dir: str | None, patterns: list[str] = MODEL_PATTERNS
 ) -> Path:
-    """The local folder of a repository's files, fetched unless they are in the cache already.
+    """Returns the local folder of a repository's files, fetched unless they are in the cache already.
 
     ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` mean what they mean to ``huggingface_hub``.
 

@@ -47,7 +47,7 @@ def computes_on_cpu() -> bool:
 
 
 def gpu_core_count() -> int | None:
-    """Cores of a Mac's GPU, which MLX does not tell; None, and a warning, if macOS does not either."""
+    """Counts the cores of a Mac's GPU, which MLX does not tell; None, and a warning, if macOS does not either."""
     command = ["system_profiler", "-json", "SPDisplaysDataType"]
     try:
         answer = subprocess.run(command, capture_output=True, check=True, timeout=20).stdout

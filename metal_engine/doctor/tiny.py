@@ -1,4 +1,4 @@
-"""A model of a few kilobytes with random weights, run from end to end: what needs no download and no time."""
+"""Runs a model of a few kilobytes with random weights from end to end, which takes no download and no time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_TOKENS = 8
 
 
 def check_tiny_model() -> str:
-    """Generate for several prompts at once, in chunks, and compare with mlx-lm's own forward; says what was done.
+    """Generate for several prompts at once, in chunks, and compare with mlx-lm's own forward; returns what was done.
 
     Raises:
         RuntimeError: an output differs, or a step failed.
@@ -78,7 +78,7 @@ def _tiny_llama() -> nn.Module:
     )
     mx.random.seed(0)
     model = llama.Model(args)
-    # As initialised the logits are nearly flat; scaled, their order does not hang on rounding.
+    # Initial weights make the logits nearly flat. Scaled, their order does not depend on rounding.
     model.update(tree_map(lambda a: a * 3 if a.ndim > 1 else a, model.parameters()))
     mx.eval(model.parameters())
     return model

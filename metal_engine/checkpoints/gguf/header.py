@@ -98,7 +98,7 @@ class GgufHeader:
 
 
 def read_gguf_header(path: str | Path) -> GgufHeader:
-    """Read everything but the weights.
+    """Read everything of a GGUF file but the weights.
 
     Raises:
         ModelLoadError: not a GGUF file, a version or tensor type unknown here, or cut short.
@@ -154,7 +154,7 @@ class _Cursor:
 
     def _array(self) -> list[Any]:
         element_type, length = self.scalar("I"), self.scalar("Q")
-        # Before a loop or an allocation of that length. Arrays in arrays are in the format, but in no model.
+        # Checked before a loop or an allocation of that length. The format has arrays in arrays, but no model has.
         if length > len(self.data) or element_type == GGUFValueType.ARRAY:
             raise _Damaged
         code = _SCALARS.get(element_type)
