@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +15,7 @@ from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.spec import LatentSpec
 from metal_engine.models.check import check_paged_model
-from metal_engine.models.layer_cache import AttentionMask, LayerCache
+from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionMask, LayerCache
 from metal_engine.models.paged_model import PagedModel
 from tools.docs.models import DOC, models_doc
 from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED, VOCAB_SIZE, configuration
@@ -140,9 +140,11 @@ def test_the_check_notices_mistakes_in_any_precision(
 ) -> None:
     paged = PagedModel(random_model(configuration("gemma3_text"), dtype=dtype))
     attend = LayerCache.attend
-    monkeypatch.setattr(
-        LayerCache, "attend", lambda *args, mask, **kw: attend(*args, mask=AttentionMask(None), **kw)
-    )
+
+    def without_window(self: LayerCache, call: AttentionCall, original: Attention) -> mx.array:
+        return attend(self, replace(call, mask=AttentionMask(None)), original)
+
+    monkeypatch.setattr(LayerCache, "attend", without_window)
     with pytest.raises(UnsupportedModelError, match="logits through the paged cache are off"):
         check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
 
