@@ -8,7 +8,7 @@ here through the function that ``seam`` puts in the place of mlx-lm's own. The s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -31,6 +31,27 @@ class AttentionMask:
     window: int | None
 
 
+@dataclass(slots=True)
+class AttentionCall:
+    """How a layer calls mlx-lm's attention function.
+
+    Attributes:
+        queries: [N, num_heads, 1, head_dim].
+        keys: what ``update_and_fetch`` returned, perhaps transformed; ``values`` likewise.
+        scale: of the scores.
+        mask: what ``make_mask`` returned, perhaps transformed.
+        sinks: [num_heads], see :class:`metal_engine.attention.backend.StepAttention`; ``softcap`` likewise.
+    """
+
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+    scale: float
+    mask: Any
+    sinks: mx.array | None = None
+    softcap: float | None = None
+
+
 class CurrentStep:
     """The step being run: set by ``PagedModel.__call__``, read by the layer caches, which share one."""
 
@@ -50,25 +71,8 @@ class AttendingCache:
         """Store K and V, [N, num_kv_heads, 1, head_dim]; what stands for all that is stored now."""
         raise NotImplementedError
 
-    def attend(
-        self,
-        original: Attention,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None,
-        softcap: float | None = None,
-    ) -> mx.array:
-        """Attention of queries [N, num_heads, 1, head_dim]; returns [N, num_heads, 1, v_head_dim].
-
-        Args:
-            original: the function that mlx-lm would have called.
-            keys: what ``update_and_fetch`` returned, perhaps transformed; ``values`` likewise.
-            mask: what ``make_mask`` returned, perhaps transformed.
-        """
+    def attend(self, call: AttentionCall, original: Attention) -> mx.array:
+        """Attention of a call, [N, num_heads, 1, v_head_dim]; ``original`` is what mlx-lm would have called."""
         raise NotImplementedError
 
 
@@ -121,24 +125,18 @@ class LayerCache(AttendingCache):
         keys = mx.zeros((self.offset.size, num_kv_heads, 1, head_dim), self._state.keys.dtype)
         return OwnedKeys(keys, self), keys
 
-    def attend(
-        self,
-        original: Attention,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None,
-        softcap: float | None = None,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall, original: Attention) -> mx.array:
         assert self._step.attention is not None
         self.num_reads += 1
-        if not isinstance(mask, AttentionMask):
-            raise UnsupportedModelError(f"its attention gets a mask of its own ({type(mask).__name__})")
+        if not isinstance(call.mask, AttentionMask):
+            raise UnsupportedModelError(f"its attention gets a mask of its own ({type(call.mask).__name__})")
         out = self._step.attention.attend(
-            queries.squeeze(2), self._state, scale=scale, window=mask.window, softcap=softcap, sinks=sinks
+            call.queries.squeeze(2),
+            self._state,
+            scale=call.scale,
+            window=call.mask.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
         )
         return mx.expand_dims(out, 2)
 
@@ -182,25 +180,12 @@ class LatentLayerCache(LayerCache):
         self._write({"keys": mx.concatenate([keys, values], axis=-1).squeeze(2)})
         return keys, _PositionKeys(0)
 
-    def attend(
-        self,
-        original: Attention,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None,
-        softcap: float | None = None,
-    ) -> mx.array:
-        if not isinstance(mask, _PositionQueries):
+    def attend(self, call: AttentionCall, original: Attention) -> mx.array:
+        if not isinstance(call.mask, _PositionQueries):
             raise UnsupportedModelError("its latent attention is not the kind that mlx-lm's models share")
-        joined = mx.concatenate([queries, mask.scaled / scale], axis=-1)  # [N, num_heads, 1, head_dim]
-        mask = AttentionMask(None)
-        out = super().attend(
-            original, joined, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap
-        )
+        # [N, num_heads, 1, head_dim]
+        joined = mx.concatenate([call.queries, call.mask.scaled / call.scale], axis=-1)
+        out = super().attend(replace(call, queries=joined, mask=AttentionMask(None)), original)
         return out[..., : self._state.spec.latent_dim]
 
 
@@ -238,21 +223,10 @@ class RecordingCache(ConcatenateKVCache, AttendingCache):
         keys, values = super().keys_and_values()
         return OwnedKeys(keys, self), values
 
-    def attend(
-        self,
-        original: Attention,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None,
-        softcap: float | None = None,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall, original: Attention) -> mx.array:
         self.num_reads += 1
         spec = self.spec
-        if keys is values and isinstance(mask, mx.array) and isinstance(spec, KVSpec):
+        if call.keys is call.values and isinstance(call.mask, mx.array) and isinstance(spec, KVSpec):
             # The key is also the value, and a mask comes although there is nothing to mask: position scores.
             self.spec = LatentSpec(latent_dim=spec.head_dim, rope_dim=spec.v_head_dim, dtype=spec.dtype)
-        return original(queries, keys, values, self, scale, mask, sinks)
+        return original(call.queries, call.keys, call.values, self, call.scale, call.mask, call.sinks)

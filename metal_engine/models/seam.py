@@ -24,6 +24,7 @@ from metal_engine.models import cpu_ops
 from metal_engine.models.layer_cache import (
     AttendingCache,
     Attention,
+    AttentionCall,
     CurrentStep,
     OwnedKeys,
     RecordingCache,
@@ -106,7 +107,7 @@ def _attention_seam(original: Attention) -> Attention:
     ) -> mx.array:
         owner = keys.owner if cache is None and isinstance(keys, OwnedKeys) else cache
         if isinstance(owner, AttendingCache):
-            return owner.attend(original, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            return owner.attend(AttentionCall(queries, keys, values, scale, mask, sinks), original)
         return original(queries, keys, values, cache, scale, mask, sinks)
 
     return scaled_dot_product_attention

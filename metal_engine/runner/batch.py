@@ -38,8 +38,15 @@ class PackedBatch:
         self.rows.validate(num_blocks)
         if len(self.input_ids) != self.rows.num_tokens:
             raise ValueError("bad batch: input_ids differ in length from the rows")
-        if len(self.sampled_rows) != len(self.rows.logits_indices) or (self.sampled_rows < 0).any():
-            raise ValueError("bad batch: sampled_rows are not rows, one for each that samples")
+        samples_of = self.rows.sample_requests
+        if (
+            len(self.sampled_rows) != len(samples_of)
+            or (self.sampled_rows < 0).any()
+            or len(np.unique(self.sampled_rows)) != len(np.unique(samples_of))
+        ):
+            raise ValueError(
+                "bad batch: sampled_rows are not distinct rows, one for each request that samples"
+            )
         # Flags instead of np.isin, which takes as long as everything else here together.
         samples = np.zeros(self.rows.num_tokens, bool)
         samples[self.rows.logits_indices] = True

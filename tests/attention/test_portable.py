@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal_engine.attention.backend import AttentionMetadata
 from metal_engine.attention.portable.backend import MlxOpsBackend
 from metal_engine.attention.portable.exp2 import exp2
 from metal_engine.attention.portable.groups import (
     CPU_LIMITS,
     GPU_LIMITS,
     Dims,
-    Item,
     Limits,
-    group_items,
+    Segment,
+    group_segments,
     in_lanes,
 )
-from tools.fixtures.packed_step import Step, make_step
+from metal_engine.kv_cache.rows import step_rows
+from tools.fixtures.packed_step import Step, kv_state, make_step
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
 
@@ -96,7 +96,7 @@ def test_head_dims(head_dim: int, v_head_dim: int) -> None:
 def test_block_sizes_and_shared_blocks(block_size: int) -> None:
     segments = [(5, 70), (1, 70), (9, 33), (1, 64), (1, 90), (30, 0)]
     step = make_step(segments, block_size=block_size, shared_blocks=3)
-    assert step.metadata.block_table[0, 0] == step.metadata.block_table[1, 0]
+    assert step.rows.block_table[0, 0] == step.rows.block_table[1, 0]
     for limits in (None, TINY):
         check(step, limits)
 
@@ -126,7 +126,7 @@ RUNS = Limits(scores=300, span=500, tile_rows=5, run_keys=16)
 def test_decodes_over_runs(seed: int, window: int | None, dtype: mx.Dtype) -> None:
     segments = [*MIXED, (1, 70), (1, 63), (1, 64), (1, 200), (1, 16)]
     step = make_step(segments, in_order=True, window=window, dtype=dtype, v_head_dim=8, seed=seed)
-    work = MlxOpsBackend(RUNS).plan(step.metadata).work(window, Dims(4, 2, 16))
+    work = MlxOpsBackend(RUNS).for_step(step.rows).work(window, Dims(4, 2, 16))
     assert bool(work.run_decodes) == (window is None or window >= 16)
     options = {"scale": 0.4, "window": window, "softcap": 3.0}
     check(step, RUNS, **options)
@@ -138,12 +138,12 @@ def test_decodes_over_runs(seed: int, window: int | None, dtype: mx.Dtype) -> No
 def test_what_is_read_in_place_is_not_gathered() -> None:
     lengths = [900, 1500, 3000, 639]
     step = make_step([(1, n - 1) for n in lengths], num_heads=9, num_kv_heads=3, head_dim=8, poison=False)
-    table = step.metadata.block_table
+    table = step.rows.block_table
     table[0, :57] = np.arange(57)  # all in order
     table[1, :94] = [*range(100, 150), *range(250, 206, -1)]  # the first half
     table[2, :188] = np.arange(600, 600 - 2 * 188, -2)  # nothing
     table[3, :40] = np.arange(60, 100)  # in order, but few
-    work = MlxOpsBackend(CPU_LIMITS).plan(step.metadata).work(None, DIMS)
+    work = MlxOpsBackend(CPU_LIMITS).for_step(step.rows).work(None, DIMS)
     (runs,) = [group.runs for group in work.run_decodes if len(group.runs) == 1 and group.rest is None]
     assert runs == [[(0, 900)]]
     (group,) = [group for group in work.run_decodes if group.rest is not None]
@@ -152,14 +152,14 @@ def test_what_is_read_in_place_is_not_gathered() -> None:
     assert work.keys_gathered == 700 + 3000 + 639
 
 
-def test_long_runs_are_read_in_pieces() -> None:
-    """A cache of another type is converted piece by piece; keys outside the run never exceed a span."""
+def test_long_runs_are_read_in_parts() -> None:
+    """A cache of another type is converted part by part; keys outside the run never exceed a span."""
     limits = Limits(scores=300, span=32 * 40, tile_rows=5, run_keys=16, min_keys=7)
     step = make_step([(1, 199), (1, 299), (1, 5)], poison=False, dtype=mx.float16)
-    table = step.metadata.block_table
+    table = step.rows.block_table
     table[0, :13] = np.arange(13)
     table[1, :19] = [*range(5, 15), *range(25, 16, -1)]  # the rest is too much to gather
-    (decodes,) = MlxOpsBackend(limits).plan(step.metadata).work(None, Dims(4, 2, 16)).run_decodes
+    (decodes,) = MlxOpsBackend(limits).for_step(step.rows).work(None, Dims(4, 2, 16)).run_decodes
     assert decodes.runs == [[(slot, min(40, 200 - slot)) for slot in range(0, 200, 40)]]
     check(step, limits)
     check(step, limits, softcap=2.0)
@@ -172,12 +172,12 @@ def test_large_scores() -> None:
         assert error(step.attend(limits, scale=200.0), step.reference(scale=200.0)) < 2e-4
 
 
-def test_layers_with_different_windows_share_a_plan() -> None:
+def test_layers_with_different_windows_share_a_step() -> None:
     step = make_step(MIXED)
-    plan = MlxOpsBackend(TINY).plan(step.metadata)
+    attention = MlxOpsBackend(TINY).for_step(step.rows)
     outs = {}
     for window in (None, 8, None, 8, 30):
-        out = np.array(plan.attend(step.q, step.k_cache, step.v_cache, scale=0.25, window=window))
+        out = np.array(attention.attend(step.q, step.state, scale=0.25, window=window))
         assert error(out, step.reference(scale=0.25, window=window)) < 1e-5
         assert (out == outs.setdefault(window, out)).all()
 
@@ -223,7 +223,7 @@ def test_any_mix(case: tuple[Step, Limits, dict[str, object]]) -> None:
 def test_alone_equals_packed(limits: Limits | None) -> None:
     step = make_step(MIXED, window=25)
     packed = step.attend(limits, scale=0.3, window=25)
-    cu = step.metadata.cu_seqlens_q
+    cu = step.rows.cu_seqlens_q
     for i in range(len(MIXED)):
         assert error(step.alone(i).attend(limits, scale=0.3, window=25), packed[cu[i] : cu[i + 1]]) < 1e-5
 
@@ -232,11 +232,8 @@ def test_chunks_equal_one_prefill() -> None:
     whole = make_step([(90, 0)])
     expected = whole.attend(scale=0.3)
     for start in range(0, 90, 18):
-        m = whole.metadata
-        metadata = AttentionMetadata(
-            np.array([0, 18], np.int32), np.array([start + 18], np.int32), m.block_table, m.slot_mapping, 16
-        )
-        chunk = Step(metadata, whole.q[start : start + 18], whole.k_cache, whole.v_cache)
+        rows = step_rows(whole.rows.block_table, np.array([start], np.int32), [18], 16)
+        chunk = Step(rows, whole.q[start : start + 18], whole.k_cache, whole.v_cache)
         assert error(chunk.attend(TINY, scale=0.3), expected[start : start + 18]) < 1e-5
 
 
@@ -248,7 +245,7 @@ DIMS = Dims(9, 3, 64)
 
 def work_of(segments: list[tuple[int, int]], window: int | None = None) -> tuple[int, int, int]:
     """(units, keys gathered, scores computed) with the CPU's limits, whatever machine this is."""
-    work = MlxOpsBackend(CPU_LIMITS).plan(make_step(segments, head_dim=1).metadata).work(window, DIMS)
+    work = MlxOpsBackend(CPU_LIMITS).for_step(make_step(segments, head_dim=1).rows).work(window, DIMS)
     return len(work.units), work.keys_gathered, work.scores_computed
 
 
@@ -270,9 +267,9 @@ def test_a_short_decode_does_not_pay_for_a_long_one() -> None:
     ],
 )
 def test_two_lanes_gather_about_as_much(lengths: list[int], loads: list[int]) -> None:
-    items = [Item(i, i, 1, 0, length) for i, length in enumerate(lengths)]
-    prompt = [Item(90, 90, 30, 0, 30)]
-    groups = [prompt, *group_items(items, DIMS, replace(CPU_LIMITS, batch_slack=0))]
+    items = [Segment(i, i, 1, 0, length) for i, length in enumerate(lengths)]
+    prompt = [Segment(90, 90, 30, 0, 30)]
+    groups = [prompt, *group_segments(items, DIMS, replace(CPU_LIMITS, batch_slack=0))]
     lanes = in_lanes(groups, DIMS, replace(CPU_LIMITS, lane_elements=0))
     assert sorted(item.request for _, group in lanes for item in group) == [*range(len(items)), 90]
     assert (0, prompt) in lanes
@@ -287,7 +284,7 @@ def test_two_lanes_gather_about_as_much(lengths: list[int], loads: list[int]) ->
 def test_two_streams_only_for_many_keys_on_a_cpu() -> None:
     for limits, count, lanes in ((CPU_LIMITS, 16, [0, 1]), (CPU_LIMITS, 1, [0]), (GPU_LIMITS, 64, [0])):
         step = make_step([(1, 154)] * count, head_dim=1, poison=False)
-        work = MlxOpsBackend(limits).plan(step.metadata).work(None, DIMS)
+        work = MlxOpsBackend(limits).for_step(step.rows).work(None, DIMS)
         assert [unit.lane for unit in work.units] == lanes
 
 
@@ -325,30 +322,30 @@ def test_peak_memory(segments: list[tuple[int, int]]) -> None:
     """No [N, N] array: 8,192 tokens have scores of 805 MB for 3 heads in float32 (8 x 1,024: 101 MB).
 
     Held at once: four arrays of 8,192 rows of 3 * 64 float32 (6.3 MB each: q scaled, the tiles' rows,
-    their outputs, the packed copy), the gathered K and V of two spans (at most 4 MB each), and pieces
-    of scores (1.5 MB). MLX runs ahead of its CPU worker by up to 100 ops: three pieces of 6 temporaries each.
+    their outputs, the packed copy), the gathered K and V of two spans (at most 4 MB each), and tiles
+    of scores (1.5 MB). MLX runs ahead of its CPU worker by up to 100 ops: three tiles of 6 temporaries each.
     """
     step = make_step(segments, num_heads=3, num_kv_heads=1, head_dim=64, poison=False)
-    plan = MlxOpsBackend(CPU_LIMITS).plan(step.metadata)
+    attention = MlxOpsBackend(CPU_LIMITS).for_step(step.rows)
     mx.eval(step.q, step.k_cache, step.v_cache)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(plan.attend(step.q, step.k_cache, step.v_cache, scale=0.125))
+    mx.eval(attention.attend(step.q, step.state, scale=0.125))
     peak = mx.get_peak_memory() - before
-    rows, span, piece = 8192 * 3 * 64 * 4, CPU_LIMITS.span * 4, CPU_LIMITS.scores * 4
-    assert peak < 4 * rows + 4 * span + 18 * piece  # 70 MB
+    rows, span, tile = 8192 * 3 * 64 * 4, CPU_LIMITS.span * 4, CPU_LIMITS.scores * 4
+    assert peak < 4 * rows + 4 * span + 18 * tile  # 70 MB
 
 
 def test_attend_builds_a_graph_and_holds_no_cache() -> None:
     """The next write to the cache is in place although the plan lives on: only its owner holds the cache."""
     step = make_step([(64, 900), (1, 500)], **HEADS)
-    plan = MlxOpsBackend().plan(step.metadata)
+    attention = MlxOpsBackend().for_step(step.rows)
     cache = mx.zeros((4096, 16, 3, 64))  # 50 MB
     mx.eval(step.q, cache)
-    step.metadata.block_table[:] = np.clip(step.metadata.block_table, 0, 4095)
+    step.rows.block_table[:] = np.clip(step.rows.block_table, 0, 4095)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    out = plan.attend(step.q, cache, cache, scale=0.125)
+    out = attention.attend(step.q, kv_state(cache, cache), scale=0.125)
     assert mx.get_peak_memory() - before < 1e6
     mx.eval(out)
     mx.reset_peak_memory()
@@ -375,17 +372,17 @@ def test_exp2() -> None:
 
 
 def test_mismatched_shapes_are_refused(one_request: Step) -> None:
-    plan = MlxOpsBackend().plan(one_request.metadata)
+    attention = MlxOpsBackend().for_step(one_request.rows)
     q, k, v = one_request.q, one_request.k_cache, one_request.v_cache
     with pytest.raises(ValueError, match="2 rows"):
-        plan.attend(q[:2], k, v, scale=1.0)
+        attention.attend(q[:2], kv_state(k, v), scale=1.0)
     with pytest.raises(ValueError, match="fit"):
-        plan.attend(q, k[..., :8], v, scale=1.0)
+        attention.attend(q, kv_state(k[..., :8], v), scale=1.0)
     with pytest.raises(ValueError, match="fit"):
-        plan.attend(q, k[1:], v, scale=1.0)
+        attention.attend(q, kv_state(k[1:], v), scale=1.0)
     with pytest.raises(ValueError, match="blocks hold"):
-        plan.attend(q, k[:, :8], v[:, :8], scale=1.0)
+        attention.attend(q, kv_state(k[:, :8], v[:, :8]), scale=1.0)
     with pytest.raises(ValueError, match="share"):
-        plan.attend(q[:, :3], k, v, scale=1.0)
+        attention.attend(q[:, :3], kv_state(k, v), scale=1.0)
     with pytest.raises(ValueError, match="window"):
-        plan.attend(q, k, v, scale=1.0, window=0)
+        attention.attend(q, kv_state(k, v), scale=1.0, window=0)

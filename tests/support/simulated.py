@@ -24,11 +24,7 @@ def attend(
 ) -> tuple[np.ndarray, list[LaunchCounts]]:
     """Output in float32, and what each launch did."""
     with record_launches() as launches:
-        out = (
-            backend(target_threadgroups)
-            .plan(step.metadata)
-            .attend(step.q, step.k_cache, step.v_cache, **options)
-        )
+        out = backend(target_threadgroups).for_step(step.rows).attend(step.q, step.state, **options)
     assert out.dtype == step.q.dtype
     return np.array(out.astype(mx.float32)), launches
 

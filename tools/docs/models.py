@@ -86,6 +86,7 @@ def models_doc() -> str:
 
 
 def _attention(model_type: str) -> str:
+    from metal_engine.kv_cache.spec import KVSpec, LatentSpec
     from metal_engine.models.paged_model import PagedModel
     from tools.fixtures.architectures import configuration
     from tools.fixtures.tiny_models import random_model
@@ -94,11 +95,12 @@ def _attention(model_type: str) -> str:
     paged = PagedModel(model)
     names = {name.rsplit(".", 1)[-1] for name, _ in _parameters(model)}
     found = []
-    if any(spec.latent_dim for spec in paged.kv_specs):
+    specs = [state.spec for state in paged.pool.states]
+    if any(isinstance(spec, LatentSpec) for spec in specs):
         found.append("latent (MLA, one vector per token cached)")
-    elif any(spec.head_dim != spec.v_head_dim for spec in paged.kv_specs):
+    elif any(isinstance(spec, KVSpec) and spec.head_dim != spec.v_head_dim for spec in specs):
         found.append("K and V of different sizes")
-    if len(paged.kv_specs) < len(model.layers):
+    if len(specs) < len(model.layers):
         found.append("layers that share KV")
     if any(hasattr(m, "attn_logit_softcapping") and m.attn_logit_softcapping for m in model.modules()):
         found.append("softcap")
