@@ -28,6 +28,8 @@ from metal_engine.bench.tokens import load_prompt_tokenizer
 from metal_engine.errors import ConfigError
 
 _READY_POLL_SECONDS = 0.5
+# Of each request, as they are, in the file of a result.
+_RESULT_FIELDS = ("prompt_len", "cached_len", "output_len", "asked_len", "finish_reason", "error")
 
 
 def bench_serve(args: BenchServeArgs) -> Summary:
@@ -192,10 +194,5 @@ def request_json(record: RequestRecord) -> dict[str, Any]:
         "ttft": record.ttft if record.token_times else None,
         "itls": record.itls,
         "latency": record.latency if record.token_times else None,
-        "prompt_len": record.prompt_len,
-        "cached_len": record.cached_len,
-        "output_len": record.output_len,
-        "asked_len": record.asked_len,
-        "finish_reason": record.finish_reason,
-        "error": record.error,
+        **{name: getattr(record, name) for name in _RESULT_FIELDS},
     }

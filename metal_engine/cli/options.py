@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from metal_engine.errors import ConfigError
+from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.settings.fields import Setting, settings_of
 from metal_engine.settings.sources import read_settings
 
@@ -98,20 +99,13 @@ def help_text(one: Setting) -> str:
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Ends the command with one line, not a traceback, for errors that the user can mend."""
-    from metal_engine.errors import ModelLoadError
-
     try:
         yield
     except (ConfigError, ModelLoadError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {_escape(error)}", highlight=False, soft_wrap=True)
+        message = escape(" ".join(str(error).split()))
+        Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         # Not through the interpreter's own end: the engine's thread may be within MLX.
         sys.stderr.flush()
         os._exit(130)
-
-
-def _escape(error: Exception) -> str:
-    from rich.markup import escape
-
-    return escape(" ".join(str(error).split()))

@@ -66,16 +66,9 @@ def check_tiny_model() -> str:
 
 
 def _tiny_llama() -> nn.Module:
-    args = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=64,
-        num_hidden_layers=2,
-        intermediate_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-5,
-        vocab_size=_VOCAB_SIZE,
-    )
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": _VOCAB_SIZE}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    args = llama.ModelArgs(model_type="llama", rms_norm_eps=1e-5, **sizes, **heads)
     mx.random.seed(0)
     model = llama.Model(args)
     # Initial weights make the logits nearly flat. Scaled, their order does not depend on rounding.

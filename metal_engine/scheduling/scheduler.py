@@ -227,9 +227,8 @@ class Scheduler:
             request.num_cached_tokens = candidate.num_cached_tokens
         if self.connector is not None:
             from_store = [i for i, block in enumerate(candidate.cached) if block is None]
-            num_external_tokens = len(from_store) * self.blocks.block_size
             if is_first_admission:
-                request.num_external_tokens = num_external_tokens
+                request.num_external_tokens = len(from_store) * self.blocks.block_size
                 self.connector.count_prompt(request)
             self.connector.update_state_after_alloc(request, block_ids, from_store, len(candidate.cached))
         self._held_by_runner.add(request.request_id)

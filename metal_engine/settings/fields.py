@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,18 +142,10 @@ def parse(setting: Setting, value: Any, source: str) -> Any:
     Raises:
         ConfigError: it is not of the setting's kind; the message begins with ``source``.
     """
+    read, wanted = _KINDS[setting.kind]
     try:
-        parsed = _PARSERS[setting.kind](value)
+        parsed = read(value)
     except (ValueError, TypeError, OverflowError):
-        wanted = {
-            "int": "a whole number",
-            "float": "a number",
-            "bool": "true or false",
-            "count": "a whole number such as 4096, 4k (4,000) or 4K (4,096)",
-            "size": "a size such as 2GiB, 512MB or 1073741824",
-            "str": "a text",
-            "list": "a text or a list of texts",
-        }[setting.kind]
         raise ConfigError(f"{source} must be {wanted}{_got(setting, value)}") from None
     if setting.choices and parsed not in setting.choices:
         raise ConfigError(f"{source} must be one of {', '.join(setting.choices)}{_got(setting, value)}")
@@ -164,22 +156,19 @@ def _got(setting: Setting, value: Any) -> str:
     return "" if setting.secret else f", got {value!r}"
 
 
-def _parse_str(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise TypeError
-    return str(value)  # YAML reads an unquoted 1.0 as a number
+def _scalar(make: Callable[[Any], Any], *types: type) -> Callable[[Any], Any]:
+    """Returns a parser of texts and of the types that YAML may make of them."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, types):
+            raise TypeError
+        return make(value)
+
+    return read
 
 
-def _parse_int(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise TypeError
-    return int(value)
-
-
-def _parse_float(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise TypeError
-    return float(value)
+_parse_str = _scalar(str, str, int, float)  # YAML reads an unquoted 1.0 as a number
+_parse_int = _scalar(int, str, int)
 
 
 def _parse_bool(value: Any) -> bool:
@@ -201,12 +190,13 @@ def _parse_list(value: Any) -> tuple[str, ...]:
     return tuple(map(_parse_str, value)) if isinstance(value, list | tuple) else (_parse_str(value),)
 
 
-_PARSERS = {
-    "str": _parse_str,
-    "int": _parse_int,
-    "float": _parse_float,
-    "bool": _parse_bool,
-    "count": _parse_count,
-    "size": _parse_size,
-    "list": _parse_list,
+# Kind of a setting -> how it is read, and what it must be.
+_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "str": (_parse_str, "a text"),
+    "int": (_parse_int, "a whole number"),
+    "float": (_scalar(float, str, int, float), "a number"),
+    "bool": (_parse_bool, "true or false"),
+    "count": (_parse_count, "a whole number such as 4096, 4k (4,000) or 4K (4,096)"),
+    "size": (_parse_size, "a size such as 2GiB, 512MB or 1073741824"),
+    "list": (_parse_list, "a text or a list of texts"),
 }

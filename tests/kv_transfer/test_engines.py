@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,10 +178,8 @@ def test_different_chunks_on_each_side(make: MakeEngine, check: Check, budgets: 
 
 def test_blocks_that_the_producer_dropped_are_not_waited_for_long(make: MakeEngine, check: Check) -> None:
     """Its queue of saves has room for two blocks at a time; the consumer waits for the third in vain."""
-    producer = make(kv_role="kv_producer", budget=200)
+    producer = make(kv_role="kv_producer", budget=200, max_save_bytes=2 * make().layout.nbytes)
     consumer = make(kv_role="kv_consumer", handover_timeout=0.2)
-    assert producer.transfer is not None
-    producer.transfer.config = replace(producer.transfer.config, max_save_bytes=2 * producer.layout.nbytes)
     for prompt in PROMPTS:
         producer.run([prompt], 1, options=RequestOptions(do_remote_decode=True))
     assert producer.stats.blocks_dropped > 0
