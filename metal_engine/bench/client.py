@@ -34,7 +34,6 @@ class RequestRecord:
     output_len: int = 0
     asked_len: int = 0
     finish_reason: str = ""
-    text: str = ""
     error: str = ""
 
     @property
@@ -139,7 +138,6 @@ class BenchClient:
             text = text or delta.get("reasoning_content") or delta.get("reasoning") or ""
             if text:
                 record.token_times.append(now)
-                record.text += text
             record.finish_reason = choice.get("finish_reason") or record.finish_reason
         if usage := event.get("usage"):
             record.prompt_len = usage["prompt_tokens"]

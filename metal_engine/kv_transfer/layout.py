@@ -44,10 +44,10 @@ class BlockLayout:
     Attributes:
         nbytes: length of a block's data.
         offsets: part name -> (first byte, one past the last) in the data.
+        parts: in that order.
     """
 
     def __init__(self, parts: Sequence[KVPart], fingerprint: str) -> None:
-        self.parts = tuple(parts)
         self.fingerprint = fingerprint
         self.nbytes = sum(part.nbytes for part in parts)
         # The library decides on the order and the header; a block of zeros shows them.

@@ -8,40 +8,20 @@ forgetting it. Its KV, whole or partial, goes into the cache at the beginning of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.kv_transfer.transfer import LoadTicket
+from metal_engine.kv_transfer.transfer import KVTransfer, LoadTicket
 from metal_engine.request import Request
 from metal_engine.step import KVConnectorMetadata
 
 # Planning a step waits up to so many seconds for the store's first answer about requests that have just come. The
 # store knows nothing of most of them, and those then need not miss the step.
 ANSWER_SECONDS = 0.002
-
-
-class BlockTransfer(Protocol):
-    """What the connector needs of :class:`metal_engine.kv_transfer.transfer.KVTransfer`."""
-
-    @property
-    def clock(self) -> Callable[[], float]: ...
-
-    def start_load(self, request_id: str, hashes: Sequence[bytes], *, follow: bool) -> LoadTicket: ...
-
-    def end_load(self, ticket: LoadTicket) -> dict[bytes, np.ndarray]: ...
-
-    def release(self, ticket: LoadTicket) -> None: ...
-
-    def load_timed_out(self, ticket: LoadTicket) -> None: ...
-
-    def wait(self, timeout: float) -> None: ...
-
-    def grant_saves(self, num_blocks: int) -> int: ...
 
 
 @dataclass(slots=True)
@@ -65,7 +45,7 @@ class KVConnectorScheduler:
             :meth:`forget_request` takes them out.
     """
 
-    def __init__(self, transfer: BlockTransfer, config: KVTransferConfig, stats: KVTransferStats) -> None:
+    def __init__(self, transfer: KVTransfer, config: KVTransferConfig, stats: KVTransferStats) -> None:
         self.config = config
         self.stats = stats
         self.failed_loads: dict[str, str] = {}

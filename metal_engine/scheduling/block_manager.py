@@ -113,11 +113,6 @@ class BlockManager:
     def num_used_blocks(self) -> int:
         return self.num_blocks - self._free.num_free_blocks
 
-    @property
-    def usage(self) -> float:
-        """Used share of the pool, 0 to 1."""
-        return self.num_used_blocks / self.num_blocks
-
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens take."""
         return -(-num_tokens // self.block_size)
@@ -184,10 +179,6 @@ class BlockManager:
                 self._free.append(block)
 
     # --- cached prefixes ------------------------------------------------------------------------------------
-
-    @property
-    def num_cached_blocks(self) -> int:
-        return len(self._cached)
 
     def is_cached(self, block_hash: bytes) -> bool:
         return block_hash in self._cached
