@@ -40,14 +40,15 @@ quantized weights included), or a `.gguf` file:
   fast one. The chat template is `chat_template.jinja`, the one in `tokenizer_config.json` (of several named ones
   `default`), or `chat_template.json`.
 - **`generation_config.json`** gives all end-of-sequence ids, and `temperature`, `top_p`, `top_k` and `min_p` for
-  requests that do not set them. `--generation-config vllm` leaves these four out; a folder's name takes them from there.
+  requests that do not set them. `--generation-config vllm` leaves these four out; a folder's name takes them from
+  there.
 - **Code of a checkpoint** runs only with `--trust-remote-code`.
 
 ## Architectures
 
-The architectures are mlx-lm's; `model_type` in a checkpoint's `config.json` names its own. No list decides what runs: at
-every load the engine sends two short requests through its packed, paged forward and compares their logits with mlx-lm's
-own forward of the same weights. It refuses a model that differs, with the reason, and never serves it wrong.
+The architectures are mlx-lm's; `model_type` in a checkpoint's `config.json` names its own. No list decides what runs:
+at every load the engine sends two short requests through its packed, paged forward and compares their logits with
+mlx-lm's own forward of the same weights. It refuses a model that differs, with the reason, and never serves it wrong.
 
 """
 
@@ -55,7 +56,8 @@ _SUPPORTED = """\
 ### Verified
 
 Tests run each of these {count} with small random weights: three requests that are packed, chunked, interleaved over
-shuffled blocks, and longer than the sliding windows. The relative logit error against mlx-lm's own forward is below 1e-4.
+shuffled blocks, and longer than the sliding windows. The relative logit error against mlx-lm's own forward is below
+1e-4.
 
 | `model_type` | attention | layers |
 | --- | --- | --- |
@@ -69,8 +71,8 @@ _UNSUPPORTED = """
 """
 
 _TAIL = """
-Other architectures of mlx-lm may run too: the check at load decides. A paged cache holds keys and values of every token;
-a model that keeps anything else has nowhere to keep it.
+Other architectures of mlx-lm may run too: the check at load decides. A paged cache holds keys and values of every
+token; a model that keeps anything else has nowhere to keep it.
 """
 
 
