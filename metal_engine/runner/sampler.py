@@ -143,7 +143,7 @@ def _mass_limit(below: mx.array, limit: mx.array, top_p: np.ndarray, _top_k: np.
 
 
 def _mass_limit_of_few(below: mx.array, limit: mx.array, top_p: np.ndarray, top_k: np.ndarray) -> mx.array:
-    """:func:`_mass_limit` for rows whose ``limit`` leaves few tokens: ``top_k`` [R], and those as likely as the last."""
+    """:func:`_mass_limit` for rows whose ``limit`` leaves few tokens: ``top_k`` [R], and any as likely as the last."""
     nearest = _smallest(below, int(top_k.max()))
     last = mx.exp(-limit)
     num_last = (below == limit).sum(axis=-1, keepdims=True)
