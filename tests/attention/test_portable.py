@@ -28,9 +28,9 @@ from tools.fixtures.packed_step import Step, kv_state, make_step
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
 
 # Makes small inputs go through several tiles, spans, pieces and batches.
-TINY = Limits(scores=1, span=1, tile_rows=5, small_area=24, batch_slack=8, batch_waste=0.5, min_keys=7)
+TINY = Limits(scores=1, span=1, tile_rows=5, small_area=24, group_slack=8, group_waste=0.5, min_keys=7)
 # The same, but nothing with several rows is batched.
-TILED = Limits(scores=1, span=1, tile_rows=3, small_area=0, batch_slack=0, batch_waste=0.0, min_keys=16)
+TILED = Limits(scores=1, span=1, tile_rows=3, small_area=0, group_slack=0, group_waste=0.0, min_keys=16)
 # Decodes on two streams.
 LANES = replace(TINY, lane_elements=0)
 
@@ -204,7 +204,7 @@ def steps(draw: st.DrawFn) -> tuple[Step, Limits, dict[str, object]]:
         span=draw(st.sampled_from([1, 500, 100_000])),
         tile_rows=draw(st.integers(1, 9)),
         small_area=draw(st.sampled_from([0, 60, 100_000])),
-        batch_slack=draw(st.sampled_from([0, 40, 100_000])),
+        group_slack=draw(st.sampled_from([0, 40, 100_000])),
         run_keys=draw(st.none() | st.integers(1, 20)),
         lane_elements=draw(st.sampled_from([None, 0, 2_000])),
         min_keys=draw(st.integers(1, 20)),
@@ -269,7 +269,7 @@ def test_a_short_decode_does_not_pay_for_a_long_one() -> None:
 def test_two_lanes_gather_about_as_much(lengths: list[int], loads: list[int]) -> None:
     items = [Segment(i, i, 1, 0, length) for i, length in enumerate(lengths)]
     prompt = [Segment(90, 90, 30, 0, 30)]
-    groups = [prompt, *group_segments(items, DIMS, replace(CPU_LIMITS, batch_slack=0))]
+    groups = [prompt, *group_segments(items, DIMS, replace(CPU_LIMITS, group_slack=0))]
     lanes = in_lanes(groups, DIMS, replace(CPU_LIMITS, lane_elements=0))
     assert sorted(item.request for _, group in lanes for item in group) == [*range(len(items)), 90]
     assert (0, prompt) in lanes
@@ -290,11 +290,11 @@ def test_two_streams_only_for_many_keys_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("low", [1, 100, 1000])
 def test_decodes_gather_what_is_there(low: int) -> None:
-    """Padding costs at most an eighth of the real keys, or batch_slack (for each batch)."""
+    """Padding costs at most an eighth of the real keys, or group_slack (for each batch)."""
     rng = np.random.default_rng(low)
     lengths = rng.integers(low, 3 * low + 50, 64)
     units, gathered, scored = work_of([(1, int(n) - 1) for n in lengths])
-    per_batch = CPU_LIMITS.batch_slack // 4  # a decode's key costs 4 units
+    per_batch = CPU_LIMITS.group_slack // 4  # a decode's key costs 4 units
     assert gathered == scored <= lengths.sum() + max(units * per_batch, lengths.sum() // 8)
     # Batches, not requests: all but a few are at least half full.
     assert units <= 4 + gathered * 192 // (CPU_LIMITS.span // 2)

@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from metal_engine.build import build_engine
+from metal_engine.device.blas.load import load_optimized_blas
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 
@@ -37,6 +38,10 @@ _TREE = Path(__file__).resolve().parents[2]
 
 def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
     """Take a turn for each line on stdin: one prefill step, or a few decode steps. Prints the seconds of each."""
+    load_optimized_blas()
+    from metal_engine.attention.portable import backend as portable
+
+    portable.CPU_LIMITS = replace(portable.CPU_LIMITS, **limits)  # type: ignore[arg-type]
     budget = max(512, 2 * args.num_requests)
     core = build_engine(
         EngineArgs(
@@ -47,9 +52,6 @@ def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
             kv_cache_memory_bytes=args.kv_cache_mib * 2**20,
         )
     )
-    from metal_engine.attention.portable import backend as portable
-
-    portable.CPU_LIMITS = replace(portable.CPU_LIMITS, **limits)  # type: ignore[arg-type]
     names: list[str] = []
     num_prefill_steps = 2 + args.num_requests * args.prompt_len // (budget - args.num_requests)
     num_steps = num_prefill_steps + args.turns * _STEPS_OF_A_TURN

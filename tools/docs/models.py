@@ -27,34 +27,37 @@ quantized weights included), or a `.gguf` file:
 ## Files
 
 - **From the hub**: `--revision` takes a branch, tag or commit, `--download-dir` another folder than the hub's cache.
-  `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean to `huggingface_hub`. What is in the
-  cache is served without a network.
-- **Before loading**, the configuration and the headers of the weight files are read: a missing or truncated shard, a
-  broken JSON file, or weights that do not fit into memory are errors of one line, at once.
-- **Weights**: safetensors in one file or several, of Hugging Face or mlx-lm, tied or untied heads; mlx-lm's quantized
-  ones (4, 6, 8 bits, mixed). On a CPU they are dequantized to float32, on Metal they stay as they are (`--dtype`
-  converts). GGUF: llama, qwen2 and qwen3 in F32, F16, BF16 and the quantized types that `gguf` can dequantize; Q4_0,
-  Q4_1 and Q8_0 stay quantized on Metal.
-- **Tokenizer**: the checkpoint's, or `--tokenizer` names a directory or repository. It must be a fast one. The chat
-  template is `chat_template.jinja`, the one in `tokenizer_config.json` (of several named ones `default`), or
-  `chat_template.json`.
-- **`generation_config.json`**: all end-of-sequence ids, and `temperature`, `top_p`, `top_k` and `min_p` for requests
-  that do not say. `--generation-config vllm` leaves these out, a folder's name takes them from there.
+  `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean to `huggingface_hub`. A model in the
+  cache needs no network.
+- **Before loading**, the engine reads the configuration and the headers of the weight files. A missing or truncated
+  shard, a broken JSON file, or weights that do not fit into memory are errors of one line, at once.
+- **Weights**: safetensors in one file or several, from Hugging Face or mlx-lm, with tied or untied heads, and mlx-lm's
+  quantized ones (4, 6, 8 bits, mixed). A CPU gets them dequantized to float32; on Metal they stay as they are
+  (`--dtype` converts).
+- **GGUF**: llama, qwen2 and qwen3 in F32, F16, BF16 and the quantized types that `gguf` can dequantize. Q4_0, Q4_1 and
+  Q8_0 stay quantized on Metal.
+- **Tokenizer**: the checkpoint's own, or the one in the directory or repository that `--tokenizer` names. It must be a
+  fast one. The chat template is `chat_template.jinja`, the one in `tokenizer_config.json` (of several named ones
+  `default`), or `chat_template.json`.
+- **`generation_config.json`** gives all end-of-sequence ids, and `temperature`, `top_p`, `top_k` and `min_p` for
+  requests that do not set them. `--generation-config vllm` leaves these four out; a folder's name takes them from
+  there.
 - **Code of a checkpoint** runs only with `--trust-remote-code`.
 
 ## Architectures
 
-The architectures are mlx-lm's; which one a checkpoint has is the `model_type` in its `config.json`. No list decides
-what runs: at every load two short requests go through the packed, paged forward, and their logits are compared with
-mlx-lm's own forward of the same weights. What differs is refused with the reason, never served wrong.
+The architectures are mlx-lm's; `model_type` in a checkpoint's `config.json` names its own. No list decides what runs:
+at every load the engine sends two short requests through its packed, paged forward and compares their logits with
+mlx-lm's own forward of the same weights. It refuses a model that differs, with the reason, and never serves it wrong.
 
 """
 
 _SUPPORTED = """\
 ### Verified
 
-Tests run each of these {count} with small random weights: three requests packed, chunked and interleaved over
-shuffled blocks, sliding windows crossed. The relative logit error against mlx-lm's own forward is below 1e-4.
+Tests run each of these {count} with small random weights: three requests that are packed, chunked, interleaved over
+shuffled blocks, and longer than the sliding windows. The relative logit error against mlx-lm's own forward is below
+1e-4.
 
 | `model_type` | attention | layers |
 | --- | --- | --- |
@@ -68,8 +71,8 @@ _UNSUPPORTED = """
 """
 
 _TAIL = """
-Others that mlx-lm has may run too: the check at load decides. A paged cache holds keys and values of every token; a
-model that keeps anything else has nowhere to keep it.
+Other architectures of mlx-lm may run too: the check at load decides. A paged cache holds keys and values of every
+token; a model that keeps anything else has nowhere to keep it.
 """
 
 

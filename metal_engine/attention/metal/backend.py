@@ -24,11 +24,11 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 MAX_GROUP = 16
 THREADS = 256  # of a threadgroup: 8 SIMD groups, GROUPS in the kernel
 STAGE_BYTES = 26 << 10  # most threadgroup memory for staged keys, of Metal's 32 KiB
-# Threadgroups that keep a GPU busy: two at a time on a core, for the memory they take, and some to follow.
+# Threadgroups for each core of a GPU, to keep it busy: their memory lets two run at a time, the others follow.
 THREADGROUPS_PER_CORE = 8
 UNKNOWN_GPU_CORES = 12
-# MLX puts smaller inputs into constant memory, which takes another variant of the kernel, compiled when it is first
-# met: in the middle of serving, were the tables of small steps not grown to this.
+# MLX puts inputs with fewer elements into constant memory, and compiles another variant of the kernel for them when it
+# first meets one: in the middle of serving. So the tables of small steps are padded to this.
 DEVICE_ELEMENTS = 8
 
 
@@ -84,7 +84,7 @@ def check_supported(
 
 
 def _on_device(table: np.ndarray) -> mx.array:
-    """``table`` with zero rows at its end until it has DEVICE_ELEMENTS. No kernel reads these."""
+    """``table`` on the device, with zero rows at its end until it has DEVICE_ELEMENTS. No kernel reads these."""
     missing = max(0, DEVICE_ELEMENTS - table.size)
     rows = -(-missing // table.shape[1])
     return mx.array(np.pad(table, ((0, rows), (0, 0))) if rows else table)

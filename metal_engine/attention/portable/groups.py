@@ -1,4 +1,4 @@
-"""Which requests of a step share a batch of attention, and which of two streams computes it."""
+"""Which requests of a step share a batched product of attention, and which of two streams computes it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ class Limits:
     scores: int  # elements of a tile of scores: rows * query heads * keys
     span: int  # elements of gathered K or V
     tile_rows: int  # rows of a query tile
-    small_area: int = 16_384  # rows * keys up to which a request with several rows goes into a batch
-    batch_slack: int = 2_048  # padding that is cheaper than one more batch, in units of `_cost`
-    batch_waste: float = 0.125  # padding of a batch relative to its real work
-    run_keys: int | None = (
-        None  # from so many keys in consecutive slots on, a decode reads them in place; None: never
-    )
+    small_area: int = 16_384  # rows * keys up to which a request with several rows goes into a group
+    group_slack: int = 2_048  # padding that is cheaper than one more group, in units of `_cost`
+    group_waste: float = 0.125  # padding of a group relative to its real work
+    # A decode reads keys in consecutive slots where they are, from so many keys on; None: never.
+    run_keys: int | None = None
     lane_elements: int | None = None  # of K, gathered for decodes: from so many on two streams; None: never
     min_keys: int = 64  # a tile or span has at least so many keys, whatever the other limits say
 
@@ -31,7 +30,7 @@ GPU_LIMITS = Limits(scores=16 << 20, span=8 << 20, tile_rows=256)
 
 @dataclass(frozen=True)
 class Dims:
-    """What a plan must know of a layer."""
+    """What planning must know of a layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -58,13 +57,13 @@ class Segment:
 
 
 def _cost(num_rows: int, num_keys: int) -> int:
-    """Cost of one request in a batch: gathering a key takes about as long as scoring it for three rows."""
+    """Cost of one request in a group: gathering a key takes about as long as scoring it for three rows."""
     return num_keys * (num_rows + 3)
 
 
 def group_segments(segments: Iterable[Segment], dims: Dims, limits: Limits) -> list[list[Segment]]:
-    """Batches of similar segments: padding them all to the largest rows and keys costs at most
-    max(batch_slack, batch_waste * real work), and a batch of short contexts needs only one span."""
+    """Groups of similar segments: padding them all to the largest rows and keys costs at most
+    max(group_slack, group_waste * real work), and a group of short contexts needs only one span."""
     groups: list[list[Segment]] = []
     rows = keys = real = 0
     for segment in sorted(segments, key=lambda s: (-s.num_rows, -s.num_keys, s.request)):
@@ -73,7 +72,7 @@ def group_segments(segments: Iterable[Segment], dims: Dims, limits: Limits) -> l
         waste = size * _cost(rows, longest) - (real + cost)
         if (
             groups
-            and waste <= max(limits.batch_slack, limits.batch_waste * (real + cost))
+            and waste <= max(limits.group_slack, limits.group_waste * (real + cost))
             and size * rows * dims.num_heads * longest <= limits.scores
             and size * dims.num_kv_heads * dims.head_dim * longest <= limits.span
         ):

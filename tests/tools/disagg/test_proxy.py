@@ -15,9 +15,9 @@ import uvicorn
 
 from metal_engine.request import Request
 from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
-from tools.disagg.demo import free_port
 from tools.disagg.proxy import create_app, prefill_body
 from tools.fixtures.fake_engine import byte_ids, generated
+from tools.fixtures.ports import free_port
 
 PROMPT = "0123456789" * 4
 EXPECTED = bytes(generated(byte_ids(PROMPT), 12)).decode()
