@@ -39,9 +39,8 @@ class StepBudget:
 def num_remaining(request: Request, config: SchedulerConfig) -> int:
     """Returns how many tokens ``request`` could compute now.
 
-    With ``--async-scheduling`` steps under way may still be sampling tokens of it, its placeholders: they count as
-    tokens that are known. 0 if they will finish the request, or if its next token cannot be sampled without knowing
-    them.
+    With ``--async-scheduling``, steps under way may still be sampling tokens of it, its placeholders. These count as
+    known tokens; but 0 is returned if they finish the request, or if the next one cannot be sampled without them.
     """
     if request.num_output_placeholders and request.sampling_params.needs_token_on_host:
         return 0
@@ -89,7 +88,7 @@ class PrefillShares:
 
     Attributes:
         shares: tokens for each request taken in, in the order of their turns.
-        num_long: requests whose prompts counted as long when the step began.
+        num_long: of the requests in progress, those whose prompts were long when they came into this step.
     """
 
     def __init__(
