@@ -14,7 +14,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadArgs:
-    """What is asked for, and how much of it."""
+    """Settings of the requests to send: what they ask for, and how many there are."""
 
     dataset_name: str = setting(
         "random",

@@ -18,7 +18,7 @@ from metal_engine.settings.config import CacheConfig
 
 
 def root_hash(model_fingerprint: str, cache_salt: str) -> bytes:
-    """Where the chains of one model and one salt begin."""
+    """Returns the hash with which the chains of one model and one salt begin."""
     salt = cache_salt.encode("utf-8", "surrogatepass")
     # Hashed apart, so that no salt can pretend to be part of the fingerprint.
     return sha256(sha256(model_fingerprint.encode()).digest() + sha256(salt).digest()).digest()

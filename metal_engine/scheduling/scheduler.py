@@ -158,7 +158,7 @@ class Scheduler:
         return plan
 
     def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:
-        """Give running requests their next token, in order; returns those with more than one token to go."""
+        """Give running requests their next token, in order; returns those with more left to compute."""
         prefills = []
         for request in list(self.running.values()):
             if budget.tokens == 0:

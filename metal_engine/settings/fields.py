@@ -66,7 +66,7 @@ class Setting:
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in ``--help``."""
+        """The word that stands for the value in ``--help``."""
         if self.choices:
             return "NAME"
         return {"int": "N", "count": "N", "float": "X", "size": "BYTES", "bool": ""}.get(self.kind, "TEXT")

@@ -1,4 +1,4 @@
-"""What a store is: bytes under block hashes, in batches. It knows nothing of what the bytes mean."""
+"""What a store is: bytes under block hashes, some at a time. It knows nothing of what the bytes mean."""
 
 from __future__ import annotations
 
