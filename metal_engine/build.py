@@ -129,13 +129,16 @@ def read_chat_template(given: str) -> str:
             text = Path(given).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a text file"
-            raise ConfigError(f"cannot read --chat-template {given}: {reason}") from error
+            raise ConfigError(
+                "--chat-template",
+                f"cannot read --chat-template {given}: {reason}",
+            ) from error
     try:
         # Extensions that templates of published models use.
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
     except jinja2.TemplateSyntaxError as error:
         if "generation" not in str(error):  # a tag of transformers' own
             raise ConfigError(
-                f"--chat-template is not valid Jinja: line {error.lineno}: {error.message}"
+                "--chat-template", f"is not valid Jinja: line {error.lineno}: {error.message}"
             ) from error
     return text

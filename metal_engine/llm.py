@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from metal_engine.build import build_engine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.args import EngineArgs
@@ -164,8 +164,8 @@ class LLM:
         params = sampling_params or self.default_sampling_params
         if params.n != 1:
             raise ValueError("n must be 1 to stream")
-        prompt_token_ids, params = self._checked(self._token_ids(prompt), params)
-        yield from self._outputs_of([prompt_token_ids], [params], [str(next(self._ids))])
+        (prepared,) = self._prepared([self._token_ids(prompt)], params)
+        yield from self._outputs_of([(prepared, 0)], [str(next(self._ids))])
 
     def _run(
         self,
@@ -174,22 +174,19 @@ class LLM:
         show_progress: bool,
     ) -> list[GenerationResult]:
         # Refuse before anything runs.
-        checked = [
-            self._checked(prompt, one)
-            for prompt, one in zip(prompts, self._params_for(prompts, sampling_params), strict=True)
-        ]
-        sequences = [
-            (prompt, params.for_choice(i), str(next(self._ids)))
-            for prompt, params in checked
-            for i in range(params.n)
-        ]
-        ids = [request_id for _, _, request_id in sequences]
+        each = self._params_for(prompts, sampling_params)
+        requests: list[PreparedRequest] = []
+        for _, pairs in itertools.groupby(zip(prompts, each, strict=True), key=lambda pair: id(pair[1])):
+            same = list(pairs)
+            requests += self._prepared([prompt for prompt, _ in same], same[0][1])
+        sequences = [(request, i) for request in requests for i in range(request.params.n)]
+        ids = [str(next(self._ids)) for _ in sequences]
         outputs: dict[str, list[RequestOutput]] = {request_id: [] for request_id in ids}
         num_tokens = 0
         # Closed at once if a step fails, so that the other requests do not go on unseen.
         with (
             _progress_bar(show_progress) as progress,
-            closing(self._outputs_of([s[0] for s in sequences], [s[1] for s in sequences], ids)) as stream,
+            closing(self._outputs_of(sequences, ids)) as stream,
         ):
             task = progress.add_task("Generating", total=len(sequences), rate="")
             for output in stream:
@@ -200,37 +197,38 @@ class LLM:
                 progress.update(task, advance=int(output.finished), rate=rate)
         remaining = iter(ids)
         return [
-            _result(prompt, [outputs[next(remaining)] for _ in range(params.n)]) for prompt, params in checked
+            _result(request.prompt_token_ids, [outputs[next(remaining)] for _ in range(request.params.n)])
+            for request in requests
         ]
 
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         try:
-            token_ids = [operator.index(token_id) for token_id in prompt]
+            return [operator.index(token_id) for token_id in prompt]
         except TypeError as error:
             raise ValueError(f"a prompt must be a text or a list of token ids: {error}") from error
-        self._core.check_prompt(token_ids)
-        return token_ids
 
-    def _checked(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
-        """A prompt and its parameters, ready to run. Raises ValueError if they can never be."""
+    def _prepared(self, prompts: list[list[int]], params: SamplingParams) -> list[PreparedRequest]:
+        """Prompts that share their parameters, ready to run. Raises ValueError if one can never be."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        prompt = self._core.truncate(prompt, params)
-        self._core.resolve_max_tokens(len(prompt), params)
-        return prompt, self._core.resolve(params)
+        return self._core.prepare_all(prompts, params)
 
     def _outputs_of(
-        self, prompts: list[list[int]], params: list[SamplingParams], ids: list[str]
+        self, sequences: list[tuple[PreparedRequest, int]], ids: list[str]
     ) -> Generator[RequestOutput]:
-        """Outputs of several requests as they come; aborts what is left if the iteration ends early."""
+        """Outputs of several requests as they come; aborts what is left if the iteration ends early.
+
+        Args:
+            sequences: each one's request, and which of its outputs it is.
+        """
         outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         unfinished = dict.fromkeys(ids)
         self._queues.update(dict.fromkeys(ids, outputs))
         try:
-            for request_id, prompt, one in zip(ids, prompts, params, strict=True):
-                self._thread.submit(request_id, prompt, one)
+            for request_id, (request, index) in zip(ids, sequences, strict=True):
+                self._thread.submit(request_id, request, index)
             while unfinished:
                 output = outputs.get()
                 if output.finished:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,23 @@ class RequestOptions:
     cache_salt: str = ""
     do_remote_prefill: bool = False
     do_remote_decode: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRequest:
+    """A prompt and its parameters, checked against the model: what the engine takes in. All its outputs share it.
+
+    Attributes:
+        prompt_token_ids: the prompt, truncated as ``params`` say.
+        params: how to generate.
+        max_tokens: tokens to generate at most.
+        rules: what ``params`` mean in the model's tokens.
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    rules: TokenRules
 
 
 class RequestStatus(enum.Enum):
@@ -55,6 +73,11 @@ _FINISH_REASONS = {
 }
 
 
+@lru_cache(maxsize=32)  # the outputs of a request share theirs
+def _union(eos_token_ids: frozenset[int], stop_token_ids: tuple[int, ...]) -> frozenset[int]:
+    return eos_token_ids | frozenset(stop_token_ids)
+
+
 class Request:
     """One sequence under generation: the scheduler's view of it.
 
@@ -68,6 +91,8 @@ class Request:
         arrival: position in order of arrival; lower is earlier.
         needs_prompt_rows: every prompt token must be computed, so the prefix cache cannot help; unless told
             otherwise, where the prompt's log probabilities are asked for.
+        rules: what ``sampling_params`` mean in the model's tokens.
+        seed: of this output's draws.
         block_hashes: of the full blocks of ``token_ids``, as far as they have been computed.
         num_cached_tokens: prompt tokens found in the prefix cache on the first admission; -1 before it.
         num_external_tokens: of the cached tokens, those whose KV came from a store; on the first admission.
@@ -93,7 +118,9 @@ class Request:
         "num_registered_blocks",
         "options",
         "request_id",
+        "rules",
         "sampling_params",
+        "seed",
         "sort_key",
         "status",
         "stop_token_id_set",
@@ -107,6 +134,8 @@ class Request:
         sampling_params: SamplingParams,
         *,
         max_tokens: int,
+        rules: TokenRules = NO_RULES,
+        seed: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
         options: RequestOptions | None = None,
         needs_prompt_rows: bool | None = None,
@@ -116,8 +145,10 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.sampling_params = sampling_params
         self.max_tokens = max_tokens
+        self.rules = rules
+        self.seed = seed
         self.eos_token_ids = frozenset() if sampling_params.ignore_eos else eos_token_ids
-        self.stop_token_id_set = self.eos_token_ids | frozenset(sampling_params.stop_token_ids)
+        self.stop_token_id_set = _union(self.eos_token_ids, sampling_params.stop_token_ids)
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
+
+from metal_engine.errors import ParameterError, short
 
 # Far beyond any use; what a request may cost in memory beside its tokens.
 MAX_STOP_CHARACTERS = 16_384
@@ -48,19 +51,28 @@ class Grammar(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenRules:
-    """What sampling parameters mean in the tokens of one model.
+    """What sampling parameters mean in the tokens of one model. Made once and shared by all outputs of a request.
 
     Attributes:
-        stop_token_ids: what may not come before ``min_tokens`` tokens.
-        bad_words: token sequences that may not come.
+        stop_token_ids: tokens that end generation, so they may not come before ``min_tokens`` tokens; [S] int32.
+        bad_words: tokens that may not come, by the tokens right before them.
+        allowed: the only tokens that may come: bit ``i % 32`` of word ``i // 32``, [W] int32; None for all.
+        bias_ids: tokens whose logits are biased, [A] int32.
+        biases: what is added to the logits of ``bias_ids``, [A] float32.
         grammar: what the whole output must match.
     """
 
-    stop_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop_token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    bad_words: Mapping[tuple[int, ...], Sequence[int]] = field(default_factory=dict)
+    allowed: np.ndarray | None = None
+    bias_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    biases: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     grammar: Grammar | None = None
+
+
+NO_RULES = TokenRules()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +89,7 @@ class StructuredOutputsParams:
         whitespace_pattern: a regular expression for the white space between JSON's tokens.
 
     Raises:
-        ValueError: none or several are given, or one is no grammar by its type or size.
+        ParameterError: none or several are given, or one is no grammar by its type or size.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -96,25 +108,24 @@ class StructuredOutputsParams:
         if self.json_object is False:
             given.remove("json_object")
         if len(given) != 1:
-            raise ValueError(
-                f"structured_outputs must have exactly one of {', '.join(kinds)}; "
-                f"got {' and '.join(given) or 'none'}"
-            )
+            message = f"must have exactly one of {', '.join(kinds)}; got {' and '.join(given) or 'none'}"
+            raise ParameterError("structured_outputs", message)
         for name in ("regex", "grammar", "whitespace_pattern"):
             if not isinstance(value := getattr(self, name), str | None):
-                raise ValueError(f"structured_outputs.{name} must be a string, got {_short(value)}")
+                raise ParameterError(f"structured_outputs.{name}", f"must be a string, got {short(value)}")
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(value := getattr(self, name), bool | None):
-                raise ValueError(f"structured_outputs.{name} must be true or false, got {_short(value)}")
+                raise ParameterError(
+                    f"structured_outputs.{name}", f"must be true or false, got {short(value)}"
+                )
         if not isinstance(self.json, str | Mapping | bool | None):
-            raise ValueError(
-                f"structured_outputs.json must be a JSON schema (an object), got {_short(self.json)}"
-            )
+            message = f"must be a JSON schema (an object), got {short(self.json)}"
+            raise ParameterError("structured_outputs.json", message)
         if len(self.choice or ()) > MAX_CHOICES:
-            raise ValueError(f"structured_outputs.choice may have {MAX_CHOICES} entries")
+            raise ParameterError("structured_outputs.choice", f"may have {MAX_CHOICES} entries")
         size = sum(len(text) for text in (self.regex, self.grammar, self.whitespace_pattern) if text)
         if size + len(self.schema_text or "") + sum(map(len, self.choice or ())) > MAX_GRAMMAR_CHARACTERS:
-            raise ValueError(f"structured_outputs may have {MAX_GRAMMAR_CHARACTERS} characters")
+            raise ParameterError("structured_outputs", f"may have {MAX_GRAMMAR_CHARACTERS} characters")
 
     @property
     def schema_text(self) -> str | None:
@@ -124,7 +135,7 @@ class StructuredOutputsParams:
         try:
             return json.dumps(self.json)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"structured_outputs.json is no JSON: {error}") from error
+            raise ParameterError("structured_outputs.json", f"is no JSON: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +146,7 @@ class SamplingParams:
     ``logit_bias``, penalties; then divided by the temperature; then cut by ``min_p``, ``top_k`` and ``top_p``.
 
     Raises:
-        ValueError: a value is of the wrong type or out of range; the message begins with the parameter's name.
+        ParameterError: a value is of the wrong type or out of range.
     """
 
     n: int = 1
@@ -187,16 +198,14 @@ class SamplingParams:
     """Keep so many of the prompt's last tokens; -1 keeps as many as fit beside ``max_tokens``."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the output must match."""
-    rules: TokenRules | None = field(default=None, repr=False, compare=False)
-    """What all this means in the model's tokens; filled in by :meth:`metal_engine.engine.core.EngineCore.resolve`."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._set(
             stop=_strings("stop", stop),
-            stop_token_ids=_token_ids("stop_token_ids", self.stop_token_ids) or (),
+            stop_token_ids=_stop_token_ids(self.stop_token_ids),
             bad_words=_strings("bad_words", self.bad_words),
-            allowed_token_ids=_token_ids("allowed_token_ids", self.allowed_token_ids),
+            allowed_token_ids=_allowed_token_ids(self.allowed_token_ids),
             logit_bias=_biases(self.logit_bias),
         )
         for name in ("n", "min_tokens", "top_k"):
@@ -208,9 +217,9 @@ class SamplingParams:
             self._set(**{name: _number(name, getattr(self, name))})
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {_short(getattr(self, name))}")
+                raise ParameterError(name, f"must be true or false, got {short(getattr(self, name))}")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
-            raise ValueError("structured_outputs must be StructuredOutputsParams")
+            raise ParameterError("structured_outputs", "must be StructuredOutputsParams")
         self._check_ranges()
         self._check_sizes()
 
@@ -220,60 +229,55 @@ class SamplingParams:
 
     def _check_ranges(self) -> None:
         if not 1 <= self.n <= MAX_N:
-            raise ValueError(f"n must be in [1, {MAX_N}], got {self.n}")
+            raise ParameterError("n", f"must be in [1, {MAX_N}], got {self.n}")
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+            raise ParameterError("max_tokens", f"must be at least 1, got {self.max_tokens}")
         if self.min_tokens < 0:
-            raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
+            raise ParameterError("min_tokens", f"must be at least 0, got {self.min_tokens}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+            raise ParameterError("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
         if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be a number of at least 0, got {self.temperature}")
+            raise ParameterError("temperature", f"must be a number of at least 0, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+            raise ParameterError("top_p", f"must be in (0, 1], got {self.top_p}")
         if self.top_k < -1:
-            raise ValueError(f"top_k must be -1 or 0 (off) or at least 1, got {self.top_k}")
+            raise ParameterError("top_k", f"must be -1 or 0 (off) or at least 1, got {self.top_k}")
         if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+            raise ParameterError("min_p", f"must be in [0, 1], got {self.min_p}")
         if not 1e-3 <= self.repetition_penalty <= 1e3:
-            raise ValueError(f"repetition_penalty must be in [0.001, 1000], got {self.repetition_penalty}")
+            raise ParameterError(
+                "repetition_penalty", f"must be in [0.001, 1000], got {self.repetition_penalty}"
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
-                raise ValueError(f"{name} must be in [-2, 2], got {getattr(self, name)}")
+                raise ParameterError(name, f"must be in [-2, 2], got {getattr(self, name)}")
         for name in ("logprobs", "prompt_logprobs"):
             if not 0 <= (getattr(self, name) or 0) <= MAX_LOGPROBS:
-                raise ValueError(f"{name} must be in [0, {MAX_LOGPROBS}], got {getattr(self, name)}")
+                raise ParameterError(name, f"must be in [0, {MAX_LOGPROBS}], got {getattr(self, name)}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
+            raise ParameterError("seed", f"must fit in 64 bits, got {self.seed}")
         truncate = self.truncate_prompt_tokens
         if truncate is not None and truncate != -1 and truncate < 1:
-            raise ValueError(f"truncate_prompt_tokens must be -1 or at least 1, got {truncate}")
+            raise ParameterError("truncate_prompt_tokens", f"must be -1 or at least 1, got {truncate}")
+        self._check_structured_outputs()
+
+    def _check_structured_outputs(self) -> None:
         if self.structured_outputs is not None:
             for name in ("allowed_token_ids", "bad_words", "ignore_eos"):
                 if getattr(self, name):
-                    raise ValueError(
-                        f"{name} and structured_outputs exclude each other: what is left may be nothing"
-                    )
+                    message = "and structured_outputs exclude each other: what is left may be nothing"
+                    raise ParameterError(name, message)
 
     def _check_sizes(self) -> None:
         for name in ("stop", "bad_words"):
             if any(not text.strip() if name == "bad_words" else not text for text in getattr(self, name)):
-                raise ValueError(f"{name} cannot contain an empty string")
+                raise ParameterError(name, "cannot contain an empty string")
         if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
-            raise ValueError(f"stop strings may have {MAX_STOP_CHARACTERS} characters together")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(f"stop_token_ids may have {MAX_STOP_TOKEN_IDS} entries")
+            raise ParameterError("stop", f"strings may have {MAX_STOP_CHARACTERS} characters together")
         if len(self.bad_words) > MAX_BAD_WORDS:
-            raise ValueError(f"bad_words may have {MAX_BAD_WORDS} entries")
+            raise ParameterError("bad_words", f"may have {MAX_BAD_WORDS} entries")
         if sum(map(len, self.bad_words)) > MAX_BAD_WORD_CHARACTERS:
-            raise ValueError(f"bad_words may have {MAX_BAD_WORD_CHARACTERS} characters together")
-        if (
-            self.allowed_token_ids is not None
-            and not 1 <= len(self.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS
-        ):
-            raise ValueError(f"allowed_token_ids must have 1 to {MAX_ALLOWED_TOKEN_IDS} entries")
-        if len(self.logit_bias or ()) > MAX_LOGIT_BIASES:
-            raise ValueError(f"logit_bias may have {MAX_LOGIT_BIASES} entries")
+            raise ParameterError("bad_words", f"may have {MAX_BAD_WORD_CHARACTERS} characters together")
 
     @property
     def is_greedy(self) -> bool:
@@ -300,55 +304,43 @@ class SamplingParams:
         """Whether a token can only be sampled once the one before it is known on the host."""
         return self.has_penalties or bool(self.bad_words) or self.structured_outputs is not None
 
-    @property
-    def needs_rules(self) -> bool:
-        """Whether :attr:`rules` must be filled in before the request can run."""
-        return self.min_tokens > 0 or bool(self.bad_words) or self.structured_outputs is not None
+    def changed(self, **values: Any) -> SamplingParams:
+        """A copy with other ``structured_outputs`` or ``skip_special_tokens``; the rest, checked before, is shared."""
+        new = copy(self)
+        new._set(**values)
+        new._check_structured_outputs()
+        return new
 
-    def check_token_ids(self, vocab_size: int) -> None:
-        """Raise ValueError for a token id that a model with so many does not have."""
-        for name, ids in (("allowed_token_ids", self.allowed_token_ids), ("logit_bias", self.logit_bias)):
-            if ids and max(ids) >= vocab_size:
-                raise ValueError(f"{name} has token id {max(ids)}, outside the vocabulary of {vocab_size}")
-
-    def for_choice(self, index: int) -> SamplingParams:
-        """Parameters of output ``index`` of ``n``."""
-        if self.n == 1:
-            return self
-        seed = self.seed
-        if seed is not None:
-            seed = (seed + index + (1 << 63)) % (1 << 64) - (1 << 63)  # within 64 bits
-        return replace(self, n=1, seed=seed)
+    def seed_of(self, index: int) -> int | None:
+        """The seed of output ``index`` of ``n``, within 64 bits; None without a seed."""
+        if self.seed is None:
+            return None
+        return (self.seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-PARAMETER_NAMES = tuple(f.name for f in fields(SamplingParams) if f.name != "rules")
+PARAMETER_NAMES = tuple(f.name for f in fields(SamplingParams))
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _integer(name: str, value: Any) -> int:
-    """An int, of anything that is one exactly (NumPy's are)."""
+def _integer(name: str, value: Any, part: str = "") -> int:
+    """An int, of anything that is one exactly (NumPy's are). ``part`` says which part of a parameter it is."""
     if not isinstance(value, bool | np.bool_):
         try:
             return operator.index(value)
         except TypeError:
             pass
-    raise ValueError(f"{name} must be an integer, got {_short(value)}")
+    raise ParameterError(name, f"{part}must be an integer, got {short(value)}")
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any, part: str = "") -> float:
     if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
         return float(value)
-    raise ValueError(f"{name} must be a number, got {_short(value)}")
+    raise ParameterError(name, f"{part}must be a number, got {short(value)}")
 
 
 def _items(name: str, values: Any, kind: str) -> list[Any]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} must be a list of {kind}, got {_short(values)}")
+        raise ParameterError(name, f"must be a list of {kind}, got {short(values)}")
     return list(values)
 
 
@@ -356,16 +348,35 @@ def _strings(name: str, values: Any) -> tuple[str, ...]:
     items = [] if values is None else _items(name, values, "strings")
     for item in items:
         if not isinstance(item, str):
-            raise ValueError(f"{name} must be a list of strings, got {_short(item)} in it")
+            raise ParameterError(name, f"must be a list of strings, got {short(item)} in it")
     return tuple(items)
 
 
-def _token_ids(name: str, values: Any) -> tuple[int, ...] | None:
+def _token_id(name: str, value: Any, part: str) -> int:
+    token_id = value if type(value) is int else _integer(name, value, part)
+    if token_id < 0:
+        raise ParameterError(name, f"has a negative token id: {token_id}")
+    return token_id
+
+
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    # One by one, here and in what follows: a single call over a large list would keep every other thread waiting.
+    return tuple(_token_id(name, item, "entries ") for item in _items(name, values, "token ids"))
+
+
+def _stop_token_ids(values: Any) -> tuple[int, ...]:
+    ids = () if values is None else _token_ids("stop_token_ids", values)
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise ParameterError("stop_token_ids", f"may have {MAX_STOP_TOKEN_IDS} entries")
+    return ids
+
+
+def _allowed_token_ids(values: Any) -> tuple[int, ...] | None:
     if values is None:
         return None
-    ids = tuple(_integer(f"{name} entries", item) for item in _items(name, values, "token ids"))
-    if ids and min(ids) < 0:
-        raise ValueError(f"{name} has a negative token id: {min(ids)}")
+    ids = _token_ids("allowed_token_ids", values)
+    if not 1 <= len(ids) <= MAX_ALLOWED_TOKEN_IDS:
+        raise ParameterError("allowed_token_ids", f"must have 1 to {MAX_ALLOWED_TOKEN_IDS} entries")
     return ids
 
 
@@ -374,16 +385,16 @@ def _biases(values: Any) -> Mapping[int, float] | None:
     if values is None:
         return None
     if not isinstance(values, Mapping):
-        raise ValueError(f"logit_bias must be an object of token ids and numbers, got {_short(values)}")
+        raise ParameterError("logit_bias", f"must be an object of token ids and numbers, got {short(values)}")
+    if len(values) > MAX_LOGIT_BIASES:
+        raise ParameterError("logit_bias", f"may have {MAX_LOGIT_BIASES} entries")
     biases = {}
     for key, value in values.items():
         if isinstance(key, str) and key.isdecimal() and len(key) < 20:
             key = int(key)
-        token_id = _integer("logit_bias keys", key)
-        bias = _number("logit_bias values", value)
-        if token_id < 0:
-            raise ValueError(f"logit_bias has a negative token id: {token_id}")
+        token_id = _token_id("logit_bias", key, "keys ")
+        bias = _number("logit_bias", value, "values ")
         if not -100.0 <= bias <= 100.0:
-            raise ValueError(f"logit_bias must be in [-100, 100], got {bias} for token {token_id}")
+            raise ParameterError("logit_bias", f"must be in [-100, 100], got {bias} for token {token_id}")
         biases[token_id] = bias
     return biases

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from metal_engine.request import TokenLogprobs
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 class NewRequestData:
     """A request the runner has not seen, or has been told to drop since: everything about it.
 
-    ``token_ids`` are all tokens known so far (prompt, and outputs when it resumes after preemption), and
-    ``block_ids`` its whole block table.
+    Attributes:
+        token_ids: all tokens known so far: the prompt, and outputs when it resumes after preemption.
+        block_ids: its whole block table.
+        rules: what ``sampling_params`` mean in the model's tokens.
+        seed: of its draws.
     """
 
     request_id: str
@@ -26,6 +29,8 @@ class NewRequestData:
     num_computed_tokens: int
     block_ids: list[int]
     sampling_params: SamplingParams
+    rules: TokenRules = NO_RULES
+    seed: int = 0
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 
 BAD: list[dict[str, Any]] = [
@@ -38,8 +39,10 @@ BAD: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("params", BAD, ids=lambda params: str(params)[:60])
 def test_bad_values_are_refused_by_name(params: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^({'|'.join(params)})\b"):
+    with pytest.raises(ParameterError) as caught:
         SamplingParams(**params)
+    assert caught.value.name in params
+    assert str(caught.value) == f"{caught.value.name} {caught.value.message}"
 
 
 BAD_STRUCTURES: list[dict[str, Any]] = [
@@ -51,8 +54,9 @@ BAD_STRUCTURES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("params", BAD_STRUCTURES, ids=lambda params: str(params)[:60])
 def test_bad_structures_are_refused(params: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"^structured_outputs\b"):
+    with pytest.raises(ParameterError) as caught:
         StructuredOutputsParams(**params)
+    assert caught.value.name.partition(".")[0] == "structured_outputs"
 
 
 def test_values_of_other_types_become_plain_ones() -> None:
@@ -86,12 +90,22 @@ def test_values_of_other_types_become_plain_ones() -> None:
 
 def test_each_choice_has_a_seed_of_its_own() -> None:
     params = SamplingParams(n=4, seed=2**63 - 2)
-    seeds = [params.for_choice(i).seed for i in range(4)]
+    seeds = [params.seed_of(i) for i in range(4)]
     assert seeds[:2] == [2**63 - 2, 2**63 - 1] and len(set(seeds)) == 4
-    assert all(params.for_choice(i).n == 1 for i in range(4))
-    assert SamplingParams(n=2).for_choice(1).seed is None
-    single = SamplingParams(seed=3)
-    assert single.for_choice(0) is single
+    assert all(seed is not None and -(2**63) <= seed < 2**63 for seed in seeds)
+    assert SamplingParams(n=2).seed_of(1) is None
+    assert SamplingParams(seed=3).seed_of(0) == 3
+
+
+def test_a_changed_copy_shares_what_was_checked() -> None:
+    params = SamplingParams(n=3, logit_bias={5: 1.0}, stop_token_ids=range(100))
+    schema = StructuredOutputsParams(json_object=True)
+    changed = params.changed(structured_outputs=schema, skip_special_tokens=False)
+    assert (changed.structured_outputs, changed.skip_special_tokens) == (schema, False)
+    assert params.structured_outputs is None and params.skip_special_tokens
+    assert changed.stop_token_ids is params.stop_token_ids and changed.logit_bias is params.logit_bias
+    with pytest.raises(ParameterError, match="exclude each other"):
+        SamplingParams(bad_words=["a"]).changed(structured_outputs=schema)
 
 
 def test_what_waits_for_its_last_token() -> None:

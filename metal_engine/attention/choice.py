@@ -22,11 +22,12 @@ def choose_backend(setting: str, block_size: int) -> AttentionBackend:
     if setting == "mlx" or (setting == "auto" and not has_metal):
         return MlxOpsBackend()
     if not has_metal:
-        raise ConfigError("--attention-backend metal needs Apple's Metal, and there is none here; use mlx")
+        raise ConfigError("--attention-backend", "metal needs Apple's Metal, and there is none here; use mlx")
     if block_size not in BLOCK_SIZES:
         raise ConfigError(
-            f"--block-size {block_size} does not go with the metal attention backend: choose one of "
-            f"{', '.join(map(str, BLOCK_SIZES))}, or --attention-backend mlx"
+            "--block-size",
+            f"{block_size} does not go with the metal attention backend: choose one of "
+            f"{', '.join(map(str, BLOCK_SIZES))}, or --attention-backend mlx",
         )
     num_cores = gpu_core_count()
     return MetalBackend(target_threadgroups=num_cores and THREADGROUPS_PER_CORE * num_cores)

@@ -42,11 +42,11 @@ class WorkloadArgs:
         _at_least(self, 1, "num_prompts", "input_len", "output_len", "long_input_len")
         _at_least(self, 0, "prefix_len")
         if not 0 <= self.range_ratio < 1:
-            raise ConfigError(f"--range-ratio must be in [0, 1), got {self.range_ratio}")
+            raise ConfigError("--range-ratio", f"must be in [0, 1), got {self.range_ratio}")
         if not 0 <= self.long_ratio <= 1:
-            raise ConfigError(f"--long-ratio must be in [0, 1], got {self.long_ratio}")
+            raise ConfigError("--long-ratio", f"must be in [0, 1], got {self.long_ratio}")
         if (self.dataset_name in ("sharegpt", "custom")) != (self.dataset_path is not None):
-            raise ConfigError("--dataset-path is for the datasets sharegpt and custom, and they need it")
+            raise ConfigError("--dataset-path", "is for the datasets sharegpt and custom, and they need it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +90,9 @@ class BenchServeArgs(WorkloadArgs):
         _at_least(self, 0, "num_warmups", "temperature", "ready_timeout", "seed")
         for name in ("request_rate", "burstiness", "request_timeout"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"{flag(name)} must be more than 0, got {getattr(self, name)}")
+                raise ConfigError(flag(name), f"must be more than 0, got {getattr(self, name)}")
         if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"--base-url must begin with http:// or https://, got {self.base_url!r}")
+            raise ConfigError("--base-url", f"must begin with http:// or https://, got {self.base_url!r}")
         _ = self.percentile_values, self.goodput_limits
 
     @property
@@ -103,7 +103,7 @@ class BenchServeArgs(WorkloadArgs):
             values = (-1.0,)
         if not all(0 <= value <= 100 for value in values):
             raise ConfigError(
-                f"--percentiles must be numbers from 0 to 100, got {', '.join(self.percentiles)}"
+                "--percentiles", f"must be numbers from 0 to 100, got {', '.join(self.percentiles)}"
             )
         return values
 
@@ -119,7 +119,7 @@ class BenchServeArgs(WorkloadArgs):
                 limits[""] = 0.0
         if not limits.keys() <= set(GOODPUT_METRICS) or not all(limit > 0 for limit in limits.values()):
             raise ConfigError(
-                f"--goodput must be {', '.join(GOODPUT_METRICS)} with milliseconds, as in ttft:500"
+                "--goodput", f"must be {', '.join(GOODPUT_METRICS)} with milliseconds, as in ttft:500"
             )
         return limits
 
@@ -151,4 +151,4 @@ def _at_least(args: object, lowest: int, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
         if value is not None and not value >= lowest:
-            raise ConfigError(f"{flag(name)} must be at least {lowest}, got {value}")
+            raise ConfigError(flag(name), f"must be at least {lowest}, got {value}")

@@ -104,7 +104,7 @@ def verse_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int
     text = prefix + _INSTRUCTION
     left = length - len(tokenizer.encode(text))
     if left < 0:
-        raise ConfigError(f"--input-len is {-left} tokens too short for the instruction before the verses")
+        raise ConfigError("--input-len", f"is {-left} tokens too short for the instruction before the verses")
     lines = []
     while True:
         i = int(rng.integers(len(LINES)))
@@ -129,12 +129,16 @@ def _from_file(
     try:
         requests = list(read(path, args, load_tokenizer))
     except OSError as error:
-        raise ConfigError(f"cannot read --dataset-path {path}: {error.strerror}") from error
+        raise ConfigError(
+            "--dataset-path",
+            f"cannot read --dataset-path {path}: {error.strerror}",
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(f"--dataset-path {path} is no {args.dataset_name} file: {error!r}") from error
+        raise ConfigError("--dataset-path", f"{path} is no {args.dataset_name} file: {error!r}") from error
     if len(requests) < args.num_prompts:
         raise ConfigError(
-            f"{path} has {len(requests)} usable prompts, fewer than --num-prompts {args.num_prompts}"
+            "--num-prompts",
+            f"{path} has {len(requests)} usable prompts, fewer than --num-prompts {args.num_prompts}",
         )
     picked = np.random.default_rng(seed).permutation(len(requests))[: args.num_prompts]
     return [requests[i] for i in picked]

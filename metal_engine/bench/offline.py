@@ -91,7 +91,7 @@ def _run(core: EngineCore, requests: Sequence[BenchRequest], *, show: bool) -> t
         start = time.perf_counter()
         for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
-            core.add_request(str(i), prompt, params)
+            core.add_request(str(i), core.prepare(prompt, params))
         while core.has_requests:
             for output in core.step():
                 if output.error is not None:

@@ -16,11 +16,11 @@ def check_plots(path: str) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ModuleNotFoundError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'metal-engine[plots]'") from error
+        raise ConfigError("--plot", "needs matplotlib: pip install 'metal-engine[plots]'") from error
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in kinds:
         raise ConfigError(
-            f"--plot must name a file of a kind that can be drawn, such as run.png, got {path!r}"
+            "--plot", f"must name a file of a kind that can be drawn, such as run.png, got {path!r}"
         )
 
 

@@ -63,7 +63,7 @@ def check_extra_body(args: BenchServeArgs) -> None:
         if args.extra_body is not None and not isinstance(json.loads(args.extra_body), dict):
             raise ValueError("not an object")
     except ValueError as error:
-        raise ConfigError(f"--extra-body must be a JSON object: {error}") from error
+        raise ConfigError("--extra-body", f"must be a JSON object: {error}") from error
 
 
 async def find_model(args: BenchServeArgs) -> str:
@@ -85,14 +85,20 @@ async def find_model(args: BenchServeArgs) -> str:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 problem = str(error)
             if time.monotonic() >= deadline:
-                raise ConfigError(f"no server at {args.base_url} (--base-url): {problem}")
+                raise ConfigError(
+                    "--base-url",
+                    f"no server at {args.base_url} (--base-url): {problem}",
+                )
             await asyncio.sleep(_READY_POLL_SECONDS)
     if args.model is not None:
         return args.model
     try:
         return str(json.loads(body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{url} lists no model: name one with --model") from error
+        raise ConfigError(
+            "--model",
+            f"{url} lists no model: name one with --model",
+        ) from error
 
 
 async def measure(
@@ -134,7 +140,7 @@ async def _warm_up(args: BenchServeArgs, client: BenchClient, requests: Sequence
     ]
     for record in await asyncio.gather(*map(client.send, warmups)):
         if record.error:
-            raise ConfigError(f"the server failed a warm-up request: {record.error}")
+            raise ConfigError(None, f"the server failed a warm-up request: {record.error}")
 
 
 class _Live:

@@ -41,7 +41,7 @@ def load_prompt_tokenizer(name: str) -> PromptTokenizer:
         from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 
         if name != "demo" and not path.is_file():
-            raise ConfigError(f"--tokenizer {name}: no such file")
+            raise ConfigError("--tokenizer", f"{name}: no such file")
         gguf = fetch_demo_model() if name == "demo" else path
         return PromptTokenizer(load_gguf_tokenizer(gguf).backend_tokenizer)
     try:
@@ -50,4 +50,7 @@ def load_prompt_tokenizer(name: str) -> PromptTokenizer:
         return PromptTokenizer(BackendTokenizer.from_pretrained(name))
     except Exception as error:  # tokenizers raises nothing more specific
         reason = " ".join(str(error).split())
-        raise ConfigError(f"no tokenizer for {name!r}; name one with --tokenizer: {reason}") from error
+        raise ConfigError(
+            "--tokenizer",
+            f"no tokenizer for {name!r}; name one with --tokenizer: {reason}",
+        ) from error

@@ -48,7 +48,8 @@ def tool_parser(tokenizer: PreTrainedTokenizerFast, wanted: str) -> Any | None:
         return importlib.import_module(f"mlx_lm.tool_parsers.{name}")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the tokenizer asks for the tool parser {name!r}, which mlx-lm does not have: choose a --tool-call-parser"
+            "--tool-call-parser",
+            f"the tokenizer asks for the tool parser {name!r}, which mlx-lm does not have: choose a --tool-call-parser",
         ) from error
 
 

@@ -10,9 +10,9 @@ from metal_engine import __version__
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import MODEL_HELP, command
-from metal_engine.errors import ConfigError
+from metal_engine.errors import ConfigError, ParameterError
 from metal_engine.settings.args import HARMONY_PARSERS, ChatArgs, EngineArgs, ServerArgs
-from metal_engine.settings.fields import make_args
+from metal_engine.settings.fields import flag, make_args
 
 app = typer.Typer(
     name="metal-engine",
@@ -97,8 +97,8 @@ def chat(values: dict[str, Any]) -> None:
         params = SamplingParams(
             temperature=chat_args.temperature, top_p=chat_args.top_p, max_tokens=chat_args.max_tokens
         )
-    except ValueError as error:
-        raise ConfigError(f"--{str(error).replace('_', '-')}") from error
+    except ParameterError as error:
+        raise ConfigError(flag(error.name), error.message) from error
     llm = LLM.from_args(args)
     try:
         chat_loop(llm, params, chat_args.system)

@@ -47,7 +47,9 @@ def command(
             with one_line_errors():
                 values = read_settings(settings, given, os.environ, config, known=_known)
                 if takes_model and values.get("model") is None:
-                    raise ConfigError("name a MODEL: `demo`, a repository, a directory, or a .gguf file")
+                    raise ConfigError(
+                        None, "name a MODEL: `demo`, a repository, a directory, or a .gguf file"
+                    )
                 function(values)
 
         parameters = []

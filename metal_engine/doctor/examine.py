@@ -143,7 +143,8 @@ def _try_model(model: str) -> Finding:
     engine = build_engine(EngineArgs(model=model, num_gpu_blocks_override=64))
     prompt, text = "The capital of France is", ""
     try:
-        engine.add_request("0", engine.tokenizer.encode(prompt), SamplingParams(temperature=0, max_tokens=6))
+        params = SamplingParams(temperature=0, max_tokens=6)
+        engine.add_request("0", engine.prepare(engine.tokenizer.encode(prompt), params))
         while engine.has_requests:
             for output in engine.step():
                 if output.error is not None:

@@ -51,7 +51,7 @@ def check_tiny_model() -> str:
     try:
         for i, prompt in enumerate(prompts):
             params = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS, ignore_eos=True)
-            engine.add_request(str(i), prompt, params)
+            engine.add_request(str(i), engine.prepare(prompt, params))
         outputs: list[list[int]] = [[] for _ in prompts]
         while engine.has_requests:
             for output in engine.step():

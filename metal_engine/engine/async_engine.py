@@ -7,8 +7,10 @@ from collections.abc import AsyncGenerator, Callable
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.engine_thread import EngineThread
+from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOptions, RequestOutput
+from metal_engine.kv_transfer.stats import KVTransferStats
+from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
@@ -103,21 +105,37 @@ class AsyncEngine:
             self._thread.abort(request_id)
 
     @property
-    def core(self) -> EngineCore:
+    def _started(self) -> EngineCore:
         assert self._core is not None, "start() has not been called"
         return self._core
 
     @property
     def config(self) -> EngineConfig:
-        return self.core.config
+        return self._started.config
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.core.tokenizer
+        return self._started.tokenizer
 
     @property
     def stats(self) -> SchedulerStats:
-        return self.core.stats
+        """Where the scheduler stands."""
+        return self._started.stats
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """What the engine has counted and timed."""
+        return self._started.metrics
+
+    @property
+    def num_failed_steps(self) -> int:
+        """Steps that raised."""
+        return self._started.num_failed_steps
+
+    @property
+    def kv_transfer_stats(self) -> KVTransferStats | None:
+        """What KV transfer has done; None without it."""
+        return self._started.kv_transfer_stats
 
     @property
     def error(self) -> BaseException | None:
@@ -131,7 +149,7 @@ class AsyncEngine:
     @property
     def num_waiting(self) -> int:
         """Requests that are not in the batch, also those reserved and those the engine's thread has yet to see."""
-        return max(len(self._queues) + self._num_reserved - self.core.stats.num_running, 0)
+        return max(len(self._queues) + self._num_reserved - self._started.stats.num_running, 0)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -146,23 +164,19 @@ class AsyncEngine:
         self._num_reserved += num_requests
         self._num_queued_tokens += num_tokens
 
-    def check_request(self, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """Raise ValueError if such a request can never be served."""
-        self.core.resolve_max_tokens(num_prompt_tokens, params)
-
-    def resolve(self, params: SamplingParams) -> SamplingParams:
-        """See :meth:`EngineCore.resolve`. Call it in a thread: it may compile a grammar."""
-        return self.core.resolve(params)
+    def prepare_all(self, prompts: list[list[int]], params: SamplingParams) -> list[PreparedRequest]:
+        """See :meth:`EngineCore.prepare_all`. Call it in a thread: it may compile a grammar."""
+        return self._started.prepare_all(prompts, params)
 
     async def generate(
         self,
         request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
+        prepared: PreparedRequest,
+        index: int = 0,
         options: RequestOptions | None = None,
         reservation: Reservation | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one request, as they come; the last one has a ``finish_reason``.
+        """What comes of output ``index`` of a request, as it comes; the last item has a ``finish_reason``.
 
         The request is submitted when the iteration begins, and takes its place from the ``reservation``.
 
@@ -177,9 +191,9 @@ class AsyncEngine:
         if request_id in self._queues:
             raise ValueError(f"request id {request_id!r} is in use")
         if reservation is not None:
-            reservation.take(len(prompt_token_ids))
+            reservation.take(len(prepared.prompt_token_ids))
         self._loop = asyncio.get_running_loop()
-        outputs = _Mailbox(len(prompt_token_ids))
+        outputs = _Mailbox(len(prepared.prompt_token_ids))
         self._num_queued_tokens += outputs.num_prompt_tokens
         self._queues[request_id] = outputs
         finished = False
@@ -188,7 +202,7 @@ class AsyncEngine:
                 finished = True
                 yield RequestOutput(request_id, finish_reason="abort", error=self._cut)
                 return
-            self._thread.submit(request_id, prompt_token_ids, params, options)
+            self._thread.submit(request_id, prepared, index, options)
             while not finished:
                 output = await outputs.take()
                 if outputs.num_prompt_tokens:

@@ -7,22 +7,16 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
 
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.errors import ContextLengthError, ParameterError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.request import (
-    Request,
-    RequestOptions,
-    RequestOutput,
-    RequestStatus,
-)
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus
+from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
@@ -32,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # When every request waits for KV to be loaded, a step waits for it as long as this before it returns.
 _LOAD_WAIT_SECONDS = 0.01
+# Token ids looked at in one call, which no other thread can interrupt: 3 ms.
+_IDS_AT_ONCE = 1 << 16
 
 
 def client_id(request_id: str) -> str:
@@ -78,99 +74,104 @@ class EngineCore:
 
     # --- requests ---
 
-    def resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Tokens the request may generate. Thread-safe: reads only the frozen configuration.
+    def prepare(self, prompt_token_ids: list[int], params: SamplingParams) -> PreparedRequest:
+        """Check a prompt and its parameters, once, and work out what they mean for this model.
+
+        Thread-safe, and called outside the engine's thread, which must not wait for it: it may compile a grammar.
 
         Raises:
-            ValueError: a prompt of this length, with these parameters, can never be served.
+            ParameterError: the model cannot follow the parameters, or the prompt has token ids that it lacks.
+            ContextLengthError: the prompt, or the prompt and its output, are longer than the model's context.
+            PromptError: the prompt is empty, or the request larger than the KV cache.
         """
-        max_model_len = self.config.scheduler.max_model_len
-        if num_prompt_tokens >= max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len} "
-                f"tokens and must leave room for at least one more"
-            )
-        max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len - num_prompt_tokens
-        if params.min_tokens > max_tokens:
-            raise ValueError(
-                f"min_tokens {params.min_tokens} is more than the {max_tokens} tokens there is room for"
-            )
-        self.scheduler.check_fits(num_prompt_tokens, max_tokens)
-        return max_tokens
+        return self.prepare_all([prompt_token_ids], params)[0]
 
-    def resolve(self, params: SamplingParams) -> SamplingParams:
-        """``params`` with their :attr:`SamplingParams.rules`; may take as long as compiling a grammar does.
+    def prepare_all(self, prompts: list[list[int]], params: SamplingParams) -> list[PreparedRequest]:
+        """:meth:`prepare` for prompts that share their parameters, which are resolved once."""
+        rules = self._rules.rules_for(params)
+        return [self._prepared(prompt, params, rules) for prompt in prompts]
 
-        Thread-safe, and called outside the engine's thread, which must not wait for it.
+    def _prepared(self, prompt: list[int], params: SamplingParams, rules: TokenRules) -> PreparedRequest:
+        prompt = self._truncated(prompt, params)
+        max_tokens = self._max_tokens(len(prompt), params)
+        self._check_token_ids(prompt)
+        return PreparedRequest(prompt, params, max_tokens, rules)
 
-        Raises:
-            ValueError: they cannot be met by this model; the message begins with the parameter's name.
-        """
-        params.check_token_ids(self.config.model.vocab_size)
-        if params.rules is not None or not params.needs_rules:
-            return params
-        return replace(params, rules=self._rules.rules_for(params))
-
-    def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
-        """Raise ValueError for token ids that the model does not have."""
-        vocab_size = self.config.model.vocab_size
-        if prompt_token_ids and not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
-            raise ValueError(f"the prompt has token ids outside the vocabulary of {vocab_size}")
-
-    def truncate(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
-        """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says.
-
-        Raises:
-            ValueError: it says more than the model can hold.
-        """
+    def _truncated(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
+        """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says."""
         max_model_len = self.config.scheduler.max_model_len
         limit = params.truncate_prompt_tokens
         if limit is None:
             return prompt_token_ids
         if limit > max_model_len:
-            raise ValueError(
-                f"truncate_prompt_tokens {limit} is more than the maximum context length {max_model_len}"
-            )
+            message = f"{limit} is more than the maximum context length {max_model_len}"
+            raise ParameterError("truncate_prompt_tokens", message)
         if limit == -1:
             limit = max(max_model_len - (params.max_tokens or 1), 1)
         return prompt_token_ids[-limit:]
 
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Tokens that may follow a prompt of this length; raises what :meth:`prepare` raises if there is no room."""
+        max_model_len = self.config.scheduler.max_model_len
+        if num_prompt_tokens >= max_model_len:
+            raise ContextLengthError(
+                "prompt",
+                f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len} "
+                f"tokens and must leave room for at least one more",
+            )
+        max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len - num_prompt_tokens
+        if params.min_tokens > max_tokens:
+            message = f"{params.min_tokens} is more than the {max_tokens} tokens there is room for"
+            raise ParameterError("min_tokens", message)
+        self.scheduler.check_fits(num_prompt_tokens, max_tokens)
+        return max_tokens
+
+    def _check_token_ids(self, prompt: list[int]) -> None:
+        vocab_size = self.config.model.vocab_size
+        for start in range(0, len(prompt), _IDS_AT_ONCE):
+            ids = prompt[start : start + _IDS_AT_ONCE]
+            if not 0 <= min(ids) <= max(ids) < vocab_size:
+                raise ParameterError("prompt", f"has token ids outside the vocabulary of {vocab_size}")
+
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
+        prepared: PreparedRequest,
         options: RequestOptions | None = None,
+        *,
+        index: int = 0,
         arrival_time: float | None = None,
     ) -> None:
-        """Queue a request for one output (``n`` is the caller's), of parameters that are resolved already.
+        """Queue one output of a prepared request.
 
         Args:
+            index: which of its ``n`` outputs; decides the seed.
             arrival_time: when it arrived (seconds of ``time.monotonic``), if that is not now.
 
         Raises:
-            ValueError: it can never be served, or its id is in use.
+            ValueError: the id is in use.
         """
-        self.check_prompt(prompt_token_ids)
-        params = self.resolve(params)  # nothing to do if the caller did
         if request_id in self._ids:
             raise ValueError(f"request id {request_id!r} is in use")
-        max_tokens = self.resolve_max_tokens(len(prompt_token_ids), params)
-        if params.seed is None and not params.is_greedy:
+        params = prepared.params
+        seed = params.seed_of(index)
+        if seed is None:
             # Drawn once, so that a request draws the same numbers again after preemption.
-            params = replace(params, seed=self._seeds.getrandbits(63))
+            seed = 0 if params.is_greedy else self._seeds.getrandbits(63)
         request = Request(
             f"{request_id}#{next(self._serials)}",
-            prompt_token_ids,
+            prepared.prompt_token_ids,
             params,
-            max_tokens=max_tokens,
+            max_tokens=prepared.max_tokens,
+            rules=prepared.rules,
+            seed=seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
             options=options,
         )
         self.scheduler.add_request(request)
         self._outputs.add_request(request)
         self._ids[request_id] = request.request_id
-        self.metrics.arrived(request.request_id, len(prompt_token_ids), arrival_time)
+        self.metrics.arrived(request.request_id, request.num_prompt_tokens, arrival_time)
 
     def abort_request(self, request_id: str) -> None:
         """End a request and free its blocks; one that is not there (any more) is ignored."""

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from metal_engine.engine.core import EngineCore
-from metal_engine.request import RequestOptions, RequestOutput
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
 
 logger = logging.getLogger(__name__)
+
+# How long requests are taken in before the next step. One takes 10 to 400 us, with a prompt of a million tokens 6 ms.
+_TAKE_IN_SECONDS = 0.01
 
 OutputSink = Callable[[list[RequestOutput]], None]
 
@@ -26,8 +28,8 @@ class EngineDeadError(RuntimeError):
 @dataclass(frozen=True)
 class _Add:
     request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
+    prepared: PreparedRequest
+    index: int
     options: RequestOptions | None
     arrival_time: float
 
@@ -79,11 +81,11 @@ class EngineThread:
     def submit(
         self,
         request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
+        prepared: PreparedRequest,
+        index: int = 0,
         options: RequestOptions | None = None,
     ) -> None:
-        """Queue a request; its outputs arrive at ``on_outputs``, an error among them.
+        """Queue output ``index`` of a request; what comes of it, be it an error, arrives at ``on_outputs``.
 
         Raises:
             EngineDeadError: the thread has ended.
@@ -91,7 +93,7 @@ class EngineThread:
         with self._lock:
             if self._stopped:
                 raise EngineDeadError(f"the engine has stopped: {self._error or 'it was shut down'}")
-            self._inbox.put(_Add(request_id, prompt_token_ids, params, options, time.monotonic()))
+            self._inbox.put(_Add(request_id, prepared, index, options, time.monotonic()))
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; no further output comes for it after that."""
@@ -138,39 +140,44 @@ class EngineThread:
 
     def _loop(self, engine: EngineCore) -> None:
         while True:
-            outputs: list[RequestOutput] = []
-            # Wait for work when there is none; otherwise take what has arrived and go on.
-            while not engine.has_requests or not self._inbox.empty():
-                message = self._inbox.get()
-                if isinstance(message, _Stop):
-                    return
-                if isinstance(message, _Abort):
-                    engine.abort_request(message.request_id)
-                    continue
-                try:
-                    engine.add_request(
-                        message.request_id,
-                        message.prompt_token_ids,
-                        message.params,
-                        message.options,
-                        message.arrival_time,
-                    )
-                except ValueError as error:
-                    outputs.append(RequestOutput(message.request_id, finish_reason="error", error=str(error)))
-                    break
-                except Exception as error:
-                    # A mistake here, or an argument that nobody checked: it is this request's failure alone.
-                    logger.exception("request %s could not be added", message.request_id)
-                    engine.abort_request(message.request_id)
-                    outputs.append(
-                        RequestOutput(
-                            message.request_id,
-                            finish_reason="error",
-                            error=f"the request could not be added: {type(error).__name__}: {error}",
-                        )
-                    )
-                    break
+            outputs = self._take_in(engine)
+            if outputs is None:
+                return
             if engine.has_requests:
                 outputs += engine.step()
             if outputs:
                 self._on_outputs(outputs)
+
+    def _take_in(self, engine: EngineCore) -> list[RequestOutput] | None:
+        """Take in what has arrived; wait for it if there is nothing else to do.
+
+        Two thousand may arrive in one go, too many to come between two steps: then the rest waits for the next call.
+
+        Returns:
+            The errors of requests that could not be added; None if the thread is to stop.
+        """
+        end = time.monotonic() + _TAKE_IN_SECONDS
+        while not engine.has_requests or (time.monotonic() < end and not self._inbox.empty()):
+            message = self._inbox.get()
+            if isinstance(message, _Stop):
+                return None
+            if isinstance(message, _Abort):
+                engine.abort_request(message.request_id)
+                continue
+            try:
+                engine.add_request(
+                    message.request_id,
+                    message.prepared,
+                    message.options,
+                    index=message.index,
+                    arrival_time=message.arrival_time,
+                )
+            except ValueError as error:
+                return [RequestOutput(message.request_id, finish_reason="error", error=str(error))]
+            except Exception as error:
+                # A mistake here: it is this request's failure alone.
+                logger.exception("request %s could not be added", message.request_id)
+                engine.abort_request(message.request_id)
+                text = f"the request could not be added: {type(error).__name__}: {error}"
+                return [RequestOutput(message.request_id, finish_reason="error", error=text)]
+        return []

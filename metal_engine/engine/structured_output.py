@@ -18,6 +18,7 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -38,12 +39,15 @@ _LIMITS = llguidance.LLParserLimits(
 _WHITESPACE = r"[ \t\r\n]{1,20}"
 
 
-class StructuredOutputError(ValueError):
-    """A schema, expression or grammar that cannot be compiled; the message begins with the parameter's name."""
+class StructuredOutputError(ParameterError):
+    """A schema, expression or grammar that cannot be compiled."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("structured_outputs", message)
 
 
 class CompiledGrammar:
-    """Implements :class:`metal_engine.sampling_params.Grammar`."""
+    """A grammar, compiled. Implements :class:`metal_engine.sampling_params.Grammar`."""
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
@@ -86,7 +90,9 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """Takes milliseconds; seconds at most, for the first grammar and for what is refused as too large.
+        """Compile what a request asks for, unless it has been compiled before.
+
+        Takes milliseconds; seconds at most, for the first grammar and for what is refused as too large.
 
         Raises:
             StructuredOutputError: it is no grammar, or too large, or asks for what cannot be enforced.
@@ -94,7 +100,7 @@ class GrammarCompiler:
         try:
             source = _source(params)
         except (ValueError, RecursionError) as error:
-            raise StructuredOutputError(f"structured_outputs cannot be read: {error}") from error
+            raise StructuredOutputError(f"cannot be read: {error}") from error
         with self._lock:
             compiled = self._compiled.get(source)
             if compiled is not None:
@@ -103,17 +109,15 @@ class GrammarCompiler:
             tokenizer = self._tokenizer_for_masks()
         matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise StructuredOutputError(
-                f"structured_outputs cannot be compiled: {_first_line(matcher.get_error())}"
-            )
+            raise StructuredOutputError(f"cannot be compiled: {_first_line(matcher.get_error())}")
         compiled = CompiledGrammar(matcher)
         mask = np.zeros(-(-self._vocab_size // 32), np.int32)
         try:
             compiled.matcher().fill_mask(mask)
         except ValueError as error:
-            raise StructuredOutputError(f"structured_outputs cannot be met: {error}") from error
+            raise StructuredOutputError(f"cannot be met: {error}") from error
         if not mask.any():
-            raise StructuredOutputError("structured_outputs cannot be met: nothing matches")
+            raise StructuredOutputError("cannot be met: nothing matches")
         with self._lock:
             self._compiled[source] = compiled
             while len(self._compiled) > _MAX_CACHED:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from metal_engine.engine.structured_output import GrammarCompiler
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, TokenRules
 
 
@@ -20,17 +23,59 @@ class TokenRulesMaker:
         self._compiler = GrammarCompiler(tokenizer, vocab_size)
 
     def rules_for(self, params: SamplingParams) -> TokenRules:
-        """Raises ValueError if the model cannot follow them; the message begins with the parameter's name."""
+        """The rules of some parameters; takes as long as compiling a grammar does, if there is one.
+
+        Raises:
+            ParameterError: the model cannot follow them.
+        """
+        self._check_sizes(params)
         eos = frozenset() if params.ignore_eos else self._tokenizer.eos_token_ids
         stop = eos | frozenset(params.stop_token_ids)
         grammar = None
         if params.structured_outputs is not None:
             grammar = self._compiler.compile(params.structured_outputs)
+        biases = params.logit_bias or {}
         return TokenRules(
-            stop_token_ids=tuple(sorted(i for i in stop if i < self._vocab_size)),
-            bad_words=tuple(dict.fromkeys(ids for word in params.bad_words for ids in self._spellings(word))),
+            stop_token_ids=np.array(sorted(i for i in stop if i < self._vocab_size), np.int32),
+            bad_words=self._bad_words(params),
+            allowed=self._allowed(params),
+            bias_ids=np.fromiter(biases, np.int32),
+            biases=np.fromiter(biases.values(), np.float32),
             grammar=grammar,
         )
+
+    def _check_sizes(self, params: SamplingParams) -> None:
+        """Refuse more ids than there are tokens: they would cost time and say nothing."""
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+            if len(getattr(params, name) or ()) > self._vocab_size:
+                raise ParameterError(name, f"may have {self._vocab_size} entries, as many as the vocabulary")
+        for token_id in params.logit_bias or ():
+            self._check_token_id("logit_bias", token_id)
+
+    def _check_token_id(self, name: str, token_id: int) -> None:
+        if token_id >= self._vocab_size:
+            message = f"has token id {token_id}, outside the vocabulary of {self._vocab_size}"
+            raise ParameterError(name, message)
+
+    def _allowed(self, params: SamplingParams) -> np.ndarray | None:
+        """The mask of ``allowed_token_ids``, [W] int32."""
+        if params.allowed_token_ids is None:
+            return None
+        ids = np.array(
+            params.allowed_token_ids, np.int64
+        )  # of 262,144 ids: 6 ms that no thread can interrupt
+        self._check_token_id("allowed_token_ids", int(ids.max()))
+        allowed = np.zeros(-(-self._vocab_size // 32) * 32, bool)
+        allowed[ids] = True
+        return np.packbits(allowed, bitorder="little").view(np.int32)
+
+    def _bad_words(self, params: SamplingParams) -> dict[tuple[int, ...], list[int]]:
+        """The last tokens of bad words, by the tokens before them."""
+        ends: dict[tuple[int, ...], list[int]] = {}
+        for word in params.bad_words:
+            for *before, last in self._spellings(word):
+                ends.setdefault(tuple(before), []).append(last)
+        return ends
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """A word's tokens, at the beginning of a text and, if that is another first token, after a space."""

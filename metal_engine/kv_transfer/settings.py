@@ -78,7 +78,7 @@ def kv_transfer_config(args: EngineArgs) -> KVTransferConfig | None:
         ConfigError: they contradict each other, or the JSON is not right; the message names the key.
     """
     if args.kv_cache_dir is not None and args.kv_transfer_config is not None:
-        raise ConfigError(f"--kv-cache-dir is short for a {_FLAG}: give one of them")
+        raise ConfigError("--kv-cache-dir", f"is short for a {_FLAG}: give one of them")
     if args.kv_cache_dir is not None:
         options = {"path": args.kv_cache_dir, "max_size": args.kv_cache_dir_size}
         config = KVTransferConfig(kv_connector="disk", options=options)
@@ -87,7 +87,7 @@ def kv_transfer_config(args: EngineArgs) -> KVTransferConfig | None:
     else:
         return None
     if not args.enable_prefix_caching:
-        raise ConfigError("KV transfer finds KV by the hashes of prefix caching: leave it enabled")
+        raise ConfigError(None, "KV transfer finds KV by the hashes of prefix caching: leave it enabled")
     return config
 
 
@@ -95,9 +95,9 @@ def _parse(text: str) -> KVTransferConfig:
     try:
         given = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{_FLAG} is not JSON: {error}") from error
+        raise ConfigError(_FLAG, f"is not JSON: {error}") from error
     if not isinstance(given, dict):
-        raise ConfigError(f"{_FLAG} must be a JSON object")
+        raise ConfigError(_FLAG, "must be a JSON object")
     known = ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy")
     _check_keys(_FLAG, given, known)
     values: dict[str, Any] = {
@@ -110,14 +110,20 @@ def _parse(text: str) -> KVTransferConfig:
     extra = given.get("kv_connector_extra_config", {})
     where = f"kv_connector_extra_config in {_FLAG}"
     if not isinstance(extra, dict):
-        raise ConfigError(f"{where} must be a JSON object")
+        raise ConfigError(
+            _FLAG,
+            f"{where} must be a JSON object",
+        )
     store_keys = _STORE_KEYS[values["kv_connector"]]
     kinds = _COMMON_KEYS | store_keys
     _check_keys(where, extra, tuple(kinds))
     parsed = {key: _value(f"{key} of {where}", kinds[key], value) for key, value in extra.items()}
     required = _REQUIRED_KEY[values["kv_connector"]]
     if required not in parsed:
-        raise ConfigError(f"{where} needs {required!r} for the {values['kv_connector']} connector")
+        raise ConfigError(
+            _FLAG,
+            f"{where} needs {required!r} for the {values['kv_connector']} connector",
+        )
     options = {key: parsed.pop(key) for key in store_keys if key in parsed}
     return KVTransferConfig(**values, options=options, **parsed)
 
@@ -125,13 +131,19 @@ def _parse(text: str) -> KVTransferConfig:
 def _check_keys(where: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
     for key in given:
         if key not in known:
-            raise ConfigError(f"{where} has no {key!r}; it may have {', '.join(known)}")
+            raise ConfigError(
+                _FLAG,
+                f"{where} has no {key!r}; it may have {', '.join(known)}",
+            )
 
 
 def _choice(given: dict[str, Any], key: str, choices: tuple[str, ...], default: str | None = None) -> str:
     value = given.get(key, default)
     if value not in choices:
-        raise ConfigError(f"{key} in {_FLAG} must be one of {', '.join(choices)}, got {value!r}")
+        raise ConfigError(
+            _FLAG,
+            f"{key} in {_FLAG} must be one of {', '.join(choices)}, got {value!r}",
+        )
     return value
 
 
@@ -156,4 +168,7 @@ def _value(name: str, kind: str, value: Any) -> Any:
         "count": "a whole number of at least 1",
         "size": "a size such as 2GiB",
     }[kind]
-    raise ConfigError(f"{name} must be {wanted}, got {value!r}")
+    raise ConfigError(
+        _FLAG,
+        f"{name} must be {wanted}, got {value!r}",
+    )

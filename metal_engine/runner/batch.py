@@ -117,9 +117,9 @@ class RequestTable:
         self._num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
         params = new.sampling_params
-        self.sampling.set(row, params)
+        self.sampling.set(row, params, new.seed)
         if params.edits_logits:
-            self.edits[row] = RowEdits(params, self.token_ids(row), new.num_prompt_tokens)
+            self.edits[row] = RowEdits(params, new.rules, self.token_ids(row), new.num_prompt_tokens)
         self.num_prompt_logprobs_requests += params.prompt_logprobs is not None
 
     def remove(self, request_id: str) -> None:

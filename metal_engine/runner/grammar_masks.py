@@ -14,13 +14,13 @@ class GrammarRow:
     """Where one request's output stands in its grammar.
 
     Args:
-        stop_token_ids: tokens that end generation; not allowed before ``min_tokens`` tokens while others are.
+        stop_token_ids: tokens that end generation, [S] int32; not allowed before ``min_tokens`` tokens while others
+            are.
     """
 
-    def __init__(self, grammar: Grammar, stop_token_ids: Sequence[int], min_tokens: int) -> None:
+    def __init__(self, grammar: Grammar, stop_token_ids: np.ndarray, min_tokens: int) -> None:
         self._matcher = grammar.matcher()
-        self._stop_token_ids = np.array(stop_token_ids, np.int64)
-        self._not_stop_bits = ~(np.uint32(1) << (self._stop_token_ids % 32).astype(np.uint32))
+        self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens
         self._num_tokens = 0
 
@@ -38,10 +38,17 @@ class GrammarRow:
         """
         self._matcher.fill_mask(mask)
         if self._num_tokens < self._min_tokens:
-            others = mask.copy()
-            np.bitwise_and.at(others.view(np.uint32), self._stop_token_ids // 32, self._not_stop_bits)
+            others = without(mask, self._stop_token_ids)
             if others.any():  # else the grammar is at its end
                 mask[:] = others
+
+
+def without(mask: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    """A mask without the bits of some tokens: [W] int32, token ids [S] int32 -> [W] int32."""
+    others = mask.copy()
+    bits = np.uint32(1) << (token_ids % 32).astype(np.uint32)
+    np.bitwise_and.at(others.view(np.uint32), token_ids // 32, ~bits)
+    return others
 
 
 def apply_masks(logits: mx.array, masks: np.ndarray) -> mx.array:

@@ -7,13 +7,13 @@ such wishes take no part in any of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.runner.grammar_masks import GrammarRow, apply_masks
+from metal_engine.runner.grammar_masks import GrammarRow, apply_masks, without
 from metal_engine.sampling_params import SamplingParams, TokenRules
 
 
@@ -69,13 +69,16 @@ class RowEdits:
     Made when the runner is given the request, and again when it resumes: everything follows from its tokens.
 
     Args:
+        rules: what ``params`` mean in the model's tokens.
         token_ids: all of its tokens so far, [T] int32; what is output is taken in by :meth:`catch_up`.
         num_prompt_tokens: how many of them are the prompt.
     """
 
-    def __init__(self, params: SamplingParams, token_ids: np.ndarray, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, params: SamplingParams, rules: TokenRules, token_ids: np.ndarray, num_prompt_tokens: int
+    ) -> None:
         self.params = params
-        self._rules = params.rules or TokenRules()
+        self.rules = rules
         self._num_prompt_tokens = num_prompt_tokens
         self.counts: _Counts | None = None
         if params.has_penalties:
@@ -83,16 +86,21 @@ class RowEdits:
             seen = token_ids[: num_prompt_tokens if params.repetition_penalty != 1.0 else 0]
             self.counts = _Counts(seen)
         self.grammar: GrammarRow | None = None
-        if self._rules.grammar is not None:
-            self.grammar = GrammarRow(self._rules.grammar, self._rules.stop_token_ids, params.min_tokens)
+        if rules.grammar is not None:
+            self.grammar = GrammarRow(rules.grammar, rules.stop_token_ids, params.min_tokens)
         self._num_taken_in = num_prompt_tokens
+        self._bad_word_lengths = sorted({len(before) for before in rules.bad_words})
         self._error: str | None = None
-        self._bias_ids = np.fromiter(params.logit_bias or (), np.int32)
-        self._biases = np.fromiter((params.logit_bias or {}).values(), np.float32)
-        self._stop_ids = np.array(self._rules.stop_token_ids, np.int32)
 
     def catch_up(self, token_ids: np.ndarray) -> str | None:
-        """Take in what was generated since, given all tokens, [T] int32; why the request cannot go on, if so."""
+        """Take in the tokens generated since the last call.
+
+        Args:
+            token_ids: all of the request's tokens, [T] int32.
+
+        Returns:
+            Why the request cannot go on; None if it can.
+        """
         new = token_ids[self._num_taken_in :].tolist()
         self._num_taken_in = len(token_ids)
         if self.counts is not None:
@@ -110,24 +118,19 @@ class RowEdits:
         Raises:
             NothingLeftError: only these were allowed.
         """
-        output = token_ids[self._num_prompt_tokens :]
-        excluded = [
-            word[-1]
-            for word in self._rules.bad_words
-            if len(word) <= len(output) + 1 and output[len(output) - len(word) + 1 :].tolist() == [*word[:-1]]
-        ]
+        num_output = len(token_ids) - self._num_prompt_tokens
+        excluded: list[int] = []
+        for length in self._bad_word_lengths:
+            if length <= num_output:
+                before = tuple(token_ids[len(token_ids) - length :].tolist())
+                excluded += self.rules.bad_words.get(before, ())
         ids = np.array(excluded, np.int32)
         if position < self.params.min_tokens and self.grammar is None:
-            ids = np.concatenate([ids, self._stop_ids])
-        allowed = self.params.allowed_token_ids
-        if allowed is not None and len(ids) and not set(allowed) - set(ids.tolist()):
+            ids = np.concatenate([ids, self.rules.stop_token_ids])
+        allowed = self.rules.allowed
+        if allowed is not None and len(ids) and not without(allowed, ids).any():
             raise NothingLeftError("bad_words, min_tokens and allowed_token_ids together leave no token")
         return ids
-
-    @property
-    def biases(self) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids, int32, and what to add to their logits, float32."""
-        return self._bias_ids, self._biases
 
 
 @dataclass
@@ -136,7 +139,7 @@ class StepEdits:
 
     Attributes:
         rows: [E] which of the step's rows of logits they are.
-        allowed: row (of E) -> the only token ids allowed.
+        allowed: row (of E), the mask of the only tokens allowed, [W] int32.
         add_rows, add_ids, add_values: what to add to single logits; -inf excludes a token. [A] each.
         penalties: row (of E), its tokens' counts, its parameters.
         grammars: row (of E), where it stands in its grammar.
@@ -144,7 +147,7 @@ class StepEdits:
     """
 
     rows: np.ndarray
-    allowed: list[tuple[int, Sequence[int]]]
+    allowed: list[tuple[int, np.ndarray]]
     add_rows: np.ndarray
     add_ids: np.ndarray
     add_values: np.ndarray
@@ -162,7 +165,7 @@ class StepEdits:
             tokens: each one's tokens, as far as they are known here, [T] int32.
             positions: index of each one's next token in its output.
         """
-        allowed: list[tuple[int, Sequence[int]]] = []
+        allowed: list[tuple[int, np.ndarray]] = []
         penalties, grammars = [], []
         errors: dict[int, str] = {}
         places: list[np.ndarray] = []
@@ -170,17 +173,16 @@ class StepEdits:
         values: list[np.ndarray] = []
         for i, (row, token_ids, position) in enumerate(zip(edits, tokens, positions, strict=True)):
             params = row.params
-            if params.allowed_token_ids is not None:
-                allowed.append((i, params.allowed_token_ids))
+            if row.rules.allowed is not None:
+                allowed.append((i, row.rules.allowed))
             try:
                 excluded = row.excluded(token_ids, position)
             except NothingLeftError as error:
                 errors[i] = str(error)
                 excluded = np.zeros(0, np.int32)
-            bias_ids, biases = row.biases
-            ids += [excluded, bias_ids]
-            values += [np.full(len(excluded), -np.inf, np.float32), biases]
-            places.append(np.full(len(excluded) + len(biases), i, np.int32))
+            ids += [excluded, row.rules.bias_ids]
+            values += [np.full(len(excluded), -np.inf, np.float32), row.rules.biases]
+            places.append(np.full(len(ids[-2]) + len(ids[-1]), i, np.int32))
             if row.counts:  # without tokens there is nothing to penalize
                 penalties.append((i, row.counts, params))
             if row.grammar is not None:
@@ -207,10 +209,7 @@ class StepEdits:
             logits[at] = apply_masks(logits[at], masks)
         if self.allowed:
             at = mx.array(np.array([i for i, _ in self.allowed], np.int32))
-            ids = mx.array(_padded([np.array(ids, np.int32) for _, ids in self.allowed]))
-            kept = logits[at]
-            only = mx.full(kept.shape, -np.inf, kept.dtype)
-            logits[at] = mx.put_along_axis(only, ids, mx.take_along_axis(kept, ids, axis=-1), axis=-1)
+            logits[at] = apply_masks(logits[at], np.stack([mask for _, mask in self.allowed]))
         if len(self.add_ids):
             places = mx.array(self.add_rows), mx.array(self.add_ids)
             logits = logits.at[places].add(mx.array(self.add_values))

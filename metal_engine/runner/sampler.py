@@ -37,13 +37,14 @@ class SamplingRows:
         self.logprobs = np.full(num_rows, -1, np.int32)  # -1: not asked for
         self.prompt_logprobs = np.full(num_rows, -1, np.int32)
 
-    def set(self, row: int, params: SamplingParams) -> None:
+    def set(self, row: int, params: SamplingParams, seed: int) -> None:
+        """Fill in a row; ``seed`` is that of the request's draws, of 64 bits, whatever ``params`` ask for."""
         temperature = min(params.temperature, _MAX_TEMPERATURE)
         self.temperature[row] = temperature if temperature >= _MIN_TEMPERATURE else 0.0
         self.top_p[row] = params.top_p
         self.top_k[row] = min(max(params.top_k, 0), _INT32_MAX)
         self.min_p[row] = params.min_p
-        self.seed[row] = (params.seed or 0) & _MASK64  # the engine gives every request that draws a seed
+        self.seed[row] = seed & _MASK64
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
 

@@ -49,7 +49,7 @@ def measure_step_bytes(
 
     sampling = SamplingRows(num_seqs)
     for row in range(num_seqs):
-        sampling.set(row, SamplingParams(temperature=1.0, top_p=0.9, seed=row))
+        sampling.set(row, SamplingParams(temperature=1.0, top_p=0.9), seed=row)
     model.pool.allocate(int(ends[-1]), block_size)
     try:
         synchronize()
@@ -61,8 +61,9 @@ def measure_step_bytes(
         return max(0, mx.get_peak_memory() - held)
     except (MemoryError, RuntimeError) as error:  # MLX's allocator raises the latter
         raise ConfigError(
+            "--max-num-batched-tokens",
             f"a step of {num_tokens} tokens does not run on this device; lower --max-num-batched-tokens "
-            f"({str(error).splitlines()[0]})"
+            f"({str(error).splitlines()[0]})",
         ) from error
     finally:
         model.pool.release()

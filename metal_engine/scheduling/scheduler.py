@@ -8,6 +8,7 @@ admitted next in ``admission.py``.
 
 from __future__ import annotations
 
+from metal_engine.errors import ContextLengthError, PromptError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.admission import Admissions, Candidate
@@ -68,28 +69,33 @@ class Scheduler:
     # --- requests come and go -------------------------------------------------------------------------------
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise ValueError if a request of this size could never be served."""
+        """Refuse a request of this size if it could never be served.
+
+        Raises:
+            ContextLengthError: it is longer than ``max_model_len``.
+            PromptError: the prompt is empty, or the request larger than the KV cache.
+        """
         if num_prompt_tokens < 1:
-            raise ValueError("the prompt has no tokens")
+            raise PromptError("the prompt has no tokens")
         total = num_prompt_tokens + max_tokens
         if total > self.config.max_model_len:
-            raise ValueError(
+            raise ContextLengthError(
+                "max_tokens",
                 f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: {total} tokens "
-                f"together, but the maximum context length is {self.config.max_model_len} tokens"
+                f"together, but the maximum context length is {self.config.max_model_len} tokens",
             )
         # The KV of the last token generated is never needed.
         num_blocks = self.blocks.blocks_for(total - 1)
         if num_blocks > self.blocks.num_blocks:
-            raise ValueError(
+            raise PromptError(
                 f"the request needs {num_blocks} KV cache blocks ({num_prompt_tokens} prompt tokens, "
                 f"max_tokens {max_tokens}), but the pool has only {self.blocks.num_blocks}"
             )
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if it could never be served or its id is in use."""
+        """Queue a request for which :meth:`check_fits` holds. Raises ValueError if its id is in use."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        self.check_fits(request.num_prompt_tokens, request.max_tokens)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         priority = request.options.priority if self.config.scheduling_policy == "priority" else 0
@@ -241,6 +247,8 @@ class Scheduler:
                 num_computed_tokens=request.num_computed_tokens,
                 block_ids=block_ids,
                 sampling_params=request.sampling_params,
+                rules=request.rules,
+                seed=request.seed,
             )
         )
         return True

@@ -24,6 +24,8 @@ class APIError(Exception):
 
     Args:
         status: HTTP status.
+        message: what is wrong.
+        where: what the message is to begin with: ``param``, and where in it, as in ``messages[0].role``.
         param: the request field at fault, if one is.
         code: OpenAI's machine-readable code, if there is one for it.
         headers: to send with it.
@@ -34,17 +36,27 @@ class APIError(Exception):
         status: int,
         message: str,
         *,
+        where: str = "",
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(where + message)
         self.status = status
         # JSON may smuggle in lone surrogates, which could not be sent back.
-        self.message = message.encode("utf-8", "replace").decode("utf-8")
+        self.message = (where + message).encode("utf-8", "replace").decode("utf-8")
+        self._where, self._rest = where, message
         self.param = param
         self.code = code
         self.headers = headers
+
+    def renamed(self, names: Mapping[str, str]) -> APIError:
+        """The error by the name under which the client knows the field at fault, if ``names`` has it."""
+        new = names.get(self.param or "")
+        if new is None or self.param is None:
+            return self
+        where = self._where and new + self._where.removeprefix(self.param)
+        return APIError(self.status, self._rest, where=where, param=new, code=self.code, headers=self.headers)
 
     @property
     def body(self) -> ErrorBody:
@@ -52,15 +64,15 @@ class APIError(Exception):
         return ErrorBody(error=ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code))
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
+def invalid(message: str, param: str | None = None, code: str | None = None, *, where: str = "") -> APIError:
     """A 400."""
-    return APIError(400, message, param=param, code=code)
+    return APIError(400, message, where=where, param=param, code=code)
 
 
 def invalid_prompt(error: ValueError, param: str) -> APIError:
     """A 400 for what the tokenizer refuses."""
     code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
-    return invalid(f"{param}: {error}", param=param, code=code)
+    return invalid(f": {error}", param=param, code=code, where=param)
 
 
 def model_not_found(model: str) -> APIError:
@@ -138,6 +150,7 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
 
 
 _MAX_MESSAGE = 400
+_MAX_WHERE = 300
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -168,7 +181,8 @@ def from_validation(errors: Sequence[Any]) -> APIError:
     about_param = [e for e in errors if e["loc"][1:2] == path[:1]]
     reasons = dict.fromkeys(e["msg"] for e in about_param)
     place = _dotted(path) if len(reasons) == 1 else param
-    return invalid(f"{place}: {' | '.join(reasons)}"[:_MAX_MESSAGE], param=param)
+    where = place[:_MAX_WHERE]
+    return invalid(f": {' | '.join(reasons)}"[: _MAX_MESSAGE - len(where)], param=param, where=where)
 
 
 def _dotted(path: Sequence[str | int]) -> str:

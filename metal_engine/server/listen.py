@@ -48,7 +48,7 @@ def _bind_tcp(host: str, port: int, scheme: str) -> Listener:
         # An empty host means all addresses, as for --host 0.0.0.0.
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {host}: no such address") from error
+        raise ConfigError("--host", f"{host}: no such address") from error
     family, kind, protocol, _, address = found[0]
     bound = socket.socket(family, kind, protocol)
     try:
@@ -56,19 +56,26 @@ def _bind_tcp(host: str, port: int, scheme: str) -> Listener:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise ConfigError(_bind_problem(error, host, port)) from error
+        raise _bind_problem(error, host, port) from error
     shown = f"[{host}]" if ":" in host else host
     return Listener(bound, f"{scheme}://{shown}:{bound.getsockname()[1]}")
 
 
-def _bind_problem(error: OSError, host: str, port: int) -> str:
+def _bind_problem(error: OSError, host: str, port: int) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        return f"--port {port} is in use on {host}: stop what listens there, or choose another --port"
+        return ConfigError(
+            "--port", f"{port} is in use on {host}: stop what listens there, or choose another --port"
+        )
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"--port {port} may not be listened on: {error.strerror}; choose one above 1023"
+        return ConfigError(
+            "--port", f"{port} may not be listened on: {error.strerror}; choose one above 1023"
+        )
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"--host {host} is no address of this machine"
-    return f"cannot listen on --host {host} --port {port}: {error.strerror}"
+        return ConfigError("--host", f"{host} is no address of this machine")
+    return ConfigError(
+        "--port",
+        f"cannot listen on --host {host} --port {port}: {error.strerror}",
+    )
 
 
 def _bind_unix(path: str) -> Listener:
@@ -78,7 +85,7 @@ def _bind_unix(path: str) -> Listener:
         bound.bind(path)
     except OSError as error:
         bound.close()
-        raise ConfigError(f"--uds {path}: {error.strerror or error}") from error
+        raise ConfigError("--uds", f"{path}: {error.strerror or error}") from error
     return Listener(bound, f"unix:{path}")
 
 

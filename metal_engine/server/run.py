@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -217,7 +218,8 @@ def tls_options(args: ServerArgs) -> dict[str, Any]:
             context.load_verify_locations(args.ssl_ca_certs)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
+            "--ssl-certfile",
+            f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}",
         ) from error
     return {
         "ssl_certfile": args.ssl_certfile,
@@ -252,12 +254,16 @@ def run_server(
         on_ready=lambda: on_ready(listener.url),
         **tls_options(args),
     )
+    # What is loaded stays: the collector would look through it now and then, for 50 ms that no thread can interrupt.
+    gc.collect()
+    gc.freeze()
     try:
         server.run(sockets=[listener.socket])
     except OSError as error:
         engine.shutdown()
         raise ConfigError(
-            f"cannot listen on {listener.url}: {error.strerror}; choose another --port"
+            "--port",
+            f"cannot listen on {listener.url}: {error.strerror}; choose another --port",
         ) from error
     stopped = engine.shutdown(0.5 if server.force_exit else _ENGINE_STOP_SECONDS)
     if not stopped:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from metal_engine.server.errors import invalid, validated
 from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.large_bodies import IN_PIECES
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.openai.protocol import ChatCompletionBody, ChatMessage
 
@@ -21,7 +22,7 @@ class TokenizeBody(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True), IN_PIECES] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
@@ -41,7 +42,7 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Annotated[list[int], Field(fail_fast=True), IN_PIECES]
 
 
 class Text(BaseModel):
@@ -52,35 +53,37 @@ def add_tokenization_routes(app: FastAPI, served: ServedModel) -> None:
     @app.post("/tokenize", tags=["tokens"])
     async def tokenize(body: TokenizeBody) -> Tokens:
         served.check_model(body.model)
-        tokenizer = served.engine.tokenizer
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("give either prompt or messages", param="prompt")
-        if body.prompt is not None:
-            try:
-                tokens = await asyncio.to_thread(
-                    tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens
-                )
-            except ValueError as error:
-                raise invalid(f"prompt: {error}", param="prompt") from error
-        else:
-            conversation = validated(
-                ChatCompletionBody, {"messages": body.messages, **(body.model_extra or {})}
-            )
-            served.parameters.check(conversation)
-            (tokens,) = await asyncio.to_thread(
-                ChatEndpoint(served.parsers).tokenize, conversation, tokenizer
-            )
-        return Tokens(
-            count=len(tokens),
-            max_model_len=served.engine.config.scheduler.max_model_len,
-            tokens=tokens,
-            token_strs=tokenizer.tokens(tokens) if body.return_token_strs else None,
-        )
+        return await asyncio.to_thread(_tokenized, served, body)
 
     @app.post("/detokenize", tags=["tokens"])
     async def detokenize(body: DetokenizeBody) -> Text:
         served.check_model(body.model)
-        vocab_size = served.engine.config.model.vocab_size
-        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocab_size:
-            raise invalid(f"tokens has ids outside the vocabulary of {vocab_size}", param="tokens")
-        return Text(prompt=await asyncio.to_thread(served.engine.tokenizer.decode, body.tokens))
+        return await asyncio.to_thread(_detokenized, served, body)
+
+
+def _tokenized(served: ServedModel, body: TokenizeBody) -> Tokens:
+    tokenizer = served.engine.tokenizer
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("give either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        try:
+            tokens = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        except ValueError as error:
+            raise invalid(f"prompt: {error}", param="prompt") from error
+    else:
+        conversation = validated(ChatCompletionBody, {"messages": body.messages, **(body.model_extra or {})})
+        served.parameters.check(conversation)
+        (tokens,) = ChatEndpoint(served.parsers).tokenize(conversation, tokenizer)
+    return Tokens(
+        count=len(tokens),
+        max_model_len=served.engine.config.scheduler.max_model_len,
+        tokens=tokens,
+        token_strs=tokenizer.tokens(tokens) if body.return_token_strs else None,
+    )
+
+
+def _detokenized(served: ServedModel, body: DetokenizeBody) -> Text:
+    vocab_size = served.engine.config.model.vocab_size
+    if not all(0 <= token_id < vocab_size for token_id in body.tokens):
+        raise invalid(f"tokens has ids outside the vocabulary of {vocab_size}", param="tokens")
+    return Text(prompt=served.engine.tokenizer.decode(body.tokens))

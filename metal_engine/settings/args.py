@@ -140,24 +140,25 @@ class EngineArgs:
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{flag(name)} must be at least 1, got {value}")
+                raise ConfigError(flag(name), f"must be at least 1, got {value}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
-                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+                "--gpu-memory-utilization", f"must be in (0, 1], got {self.gpu_memory_utilization}"
             )
         if self.max_num_seqs is not None and self.max_num_seqs > MAX_NUM_SEQS:
-            raise ConfigError(f"--max-num-seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
+            raise ConfigError("--max-num-seqs", f"must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
         if not 0 <= self.seed < 2**64:
-            raise ConfigError(f"--seed must be in 0 ... 2**64 - 1, got {self.seed}")
+            raise ConfigError("--seed", f"must be in 0 ... 2**64 - 1, got {self.seed}")
         if self.long_prefill_token_threshold < 0:
             raise ConfigError(
-                f"--long-prefill-token-threshold must be 0 (derived) or at least 1, got "
-                f"{self.long_prefill_token_threshold}"
+                "--long-prefill-token-threshold",
+                f"must be 0 (derived) or at least 1, got {self.long_prefill_token_threshold}",
             )
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
-                f"--max-long-partial-prefills {self.max_long_partial_prefills} exceeds "
-                f"--max-num-partial-prefills {self.max_num_partial_prefills}"
+                "--max-long-partial-prefills",
+                f"{self.max_long_partial_prefills} exceeds "
+                f"--max-num-partial-prefills {self.max_num_partial_prefills}",
             )
         for name, choices in (
             ("dtype", DTYPES),
@@ -166,7 +167,7 @@ class EngineArgs:
         ):
             value = getattr(self, name)
             if value not in choices:
-                raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}")
+                raise ConfigError(flag(name), f"must be one of {', '.join(choices)}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,9 +246,9 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ConfigError("--ssl-certfile and --ssl-keyfile need each other")
+            raise ConfigError("--ssl-certfile", "and --ssl-keyfile need each other")
         if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_keyfile_password) is not None:
-            raise ConfigError("--ssl-ca-certs and --ssl-keyfile-password need --ssl-certfile")
+            raise ConfigError("--ssl-ca-certs", "and --ssl-keyfile-password need --ssl-certfile")
         for name in (
             "log_stats_interval",
             "sse_keep_alive",
@@ -258,19 +259,19 @@ class ServerArgs:
         ):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
-                raise ConfigError(f"{flag(name)} must be at least 0, got {value}")
+                raise ConfigError(flag(name), f"must be at least 0, got {value}")
         if not 0 <= self.port < 65536:
-            raise ConfigError(f"--port must be in 0 ... 65535, got {self.port}")
+            raise ConfigError("--port", f"must be in 0 ... 65535, got {self.port}")
         if isinstance(self.api_key, str):
             object.__setattr__(self, "api_key", (self.api_key,))
         if not all(key.strip() and key.isascii() for key in self.api_key):
-            raise ConfigError("--api-key must be ASCII and not empty")
+            raise ConfigError("--api-key", "must be ASCII and not empty")
         if self.max_body_size < 1:
-            raise ConfigError(f"--max-body-size must be at least 1, got {self.max_body_size}")
+            raise ConfigError("--max-body-size", f"must be at least 1, got {self.max_body_size}")
         if not 0 <= self.shutdown_timeout < float("inf"):
-            raise ConfigError(f"--shutdown-timeout must be at least 0, got {self.shutdown_timeout}")
+            raise ConfigError("--shutdown-timeout", f"must be at least 0, got {self.shutdown_timeout}")
         if any(not name.strip() for name in self.served_model_name):
-            raise ConfigError("--served-model-name must not be empty")
+            raise ConfigError("--served-model-name", "must not be empty")
 
 
 @dataclass(frozen=True, kw_only=True)

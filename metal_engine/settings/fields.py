@@ -140,15 +140,15 @@ def parse(setting: Setting, value: Any, source: str) -> Any:
     """A value out of what was given: a text, or what YAML made of it.
 
     Raises:
-        ConfigError: it is not of the setting's kind; the message begins with ``source``.
+        ConfigError: it is not of the setting's kind; its ``flag`` is ``source``.
     """
     read, wanted = _KINDS[setting.kind]
     try:
         parsed = read(value)
     except (ValueError, TypeError, OverflowError):
-        raise ConfigError(f"{source} must be {wanted}{_got(setting, value)}") from None
+        raise ConfigError(source, f"must be {wanted}{_got(setting, value)}") from None
     if setting.choices and parsed not in setting.choices:
-        raise ConfigError(f"{source} must be one of {', '.join(setting.choices)}{_got(setting, value)}")
+        raise ConfigError(source, f"must be one of {', '.join(setting.choices)}{_got(setting, value)}")
     return parsed
 
 

@@ -51,14 +51,16 @@ def resolve_config(
     max_num_seqs = args.max_num_seqs or min(budget, 64 if device.kind == "cpu" else 256)
     if budget < max_num_seqs:
         raise ConfigError(
-            f"--max-num-batched-tokens {budget} is less than --max-num-seqs {max_num_seqs}: decodes could take every "
-            f"token of every step, and prompts would wait for them to end"
+            "--max-num-batched-tokens",
+            f"{budget} is less than --max-num-seqs {max_num_seqs}: decodes could take every "
+            f"token of every step, and prompts would wait for them to end",
         )
     if args.page_aligned_scheduling and budget < max_num_seqs + args.block_size:
         raise ConfigError(
-            f"--page-aligned-scheduling needs --max-num-batched-tokens of at least --max-num-seqs + --block-size "
+            "--page-aligned-scheduling",
+            f"needs --max-num-batched-tokens of at least --max-num-seqs + --block-size "
             f"({max_num_seqs} + {args.block_size}), got {budget}: decodes could leave less than a block for ever, "
-            f"and prompts would starve"
+            "and prompts would starve",
         )
     step_bytes = measure_step(budget, max_num_seqs)
     num_blocks = _num_blocks(args, model, device, step_bytes)
@@ -134,20 +136,27 @@ def _num_blocks(args: EngineArgs, model: ModelInfo, device: DeviceInfo, step_byt
         named = "--gpu-memory-utilization, or lower --max-num-batched-tokens"
     if pool_bytes < block_bytes:
         raise ConfigError(
+            None,
             f"no memory for the KV cache: one block of {args.block_size} tokens takes {block_bytes} bytes and "
             f"{max(pool_bytes, 0)} are left beside the weights ({model.weight_bytes} bytes) and a step "
-            f"({step_bytes} bytes); raise {named}"
+            f"({step_bytes} bytes); raise {named}",
         )
     return pool_bytes // block_bytes
 
 
 def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> None:
     if pool_bytes > device.memory_bytes:
-        override = args.num_gpu_blocks_override is not None
+        named = _pool_flag(args)
         raise ConfigError(
+            named,
             f"a KV cache of {pool_bytes} bytes is more than the {device.memory_bytes} bytes of memory there are; lower "
-            f"{'--num-gpu-blocks-override' if override else '--kv-cache-memory-bytes'}"
+            f"{named}",
         )
+
+
+def _pool_flag(args: EngineArgs) -> str:
+    """The flag that sets the size of the KV cache."""
+    return "--kv-cache-memory-bytes" if args.num_gpu_blocks_override is None else "--num-gpu-blocks-override"
 
 
 def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:
@@ -156,14 +165,14 @@ def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> in
     wanted = args.max_model_len if args.max_model_len is not None else limit or _UNKNOWN_CONTEXT
     if limit is not None and wanted > limit:
         raise ConfigError(
-            f"--max-model-len {wanted} exceeds the {limit} tokens that {model.name} was trained for"
+            "--max-model-len", f"{wanted} exceeds the {limit} tokens that {model.name} was trained for"
         )
     if wanted <= cache.num_tokens:
         return wanted
     if args.max_model_len is not None:
-        override = args.num_gpu_blocks_override is not None
         raise ConfigError(
-            f"--max-model-len {wanted} does not fit into the KV cache of {cache.num_tokens} tokens; lower it or "
-            f"raise {'--num-gpu-blocks-override' if override else '--kv-cache-memory-bytes'}"
+            "--max-model-len",
+            f"{wanted} does not fit into the KV cache of {cache.num_tokens} tokens; lower it or "
+            f"raise {_pool_flag(args)}",
         )
     return cache.num_tokens

@@ -69,22 +69,22 @@ def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]
         content = yaml.safe_load(text)
         keys = _top_level_keys(yaml.compose(text, Loader=yaml.SafeLoader))
     except OSError as error:
-        raise ConfigError(f"cannot read --config {path}: {error.strerror}") from error
+        raise ConfigError("--config", f"cannot read --config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"--config {path} is not valid YAML: {reason}") from error
+        raise ConfigError("--config", f"{path} is not valid YAML: {reason}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} must hold `flag: value` lines, not a {type(content).__name__}")
+        raise ConfigError("--config", f"{path} must hold `flag: value` lines, not a {type(content).__name__}")
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in known:
             similar = _similar(name, known)
-            raise ConfigError(f"{path}: unknown setting {str(key)!r}{similar.replace('_', '-')}")
+            raise ConfigError(None, f"{path}: unknown setting {str(key)!r}{similar.replace('_', '-')}")
         if keys.count(name) > 1:  # written with hyphens or underscores; YAML itself keeps the last
-            raise ConfigError(f"{path}: {key!r} is given twice")
+            raise ConfigError(None, f"{path}: {key!r} is given twice")
         if value is not None:
             values[name] = value
     return values
@@ -94,7 +94,7 @@ def _check_variables(environ: Mapping[str, str], known: Mapping[str, Setting]) -
     variables = {one.variable for one in known.values()} | OTHER_VARIABLES.keys()
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in variables:
-            raise ConfigError(f"unknown environment variable {name}{_similar(name, variables)}")
+            raise ConfigError(None, f"unknown environment variable {name}{_similar(name, variables)}")
 
 
 def _similar(name: str, names: Iterable[str]) -> str:

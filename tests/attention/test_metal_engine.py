@@ -162,7 +162,7 @@ def test_real_activations_of_the_demo_model(demo_path: Path, dtype: mx.Dtype) ->
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     for i, n in enumerate((20, 7, 90)):
-        engine.add_request(str(i), rng.integers(100, 40_000, n).tolist(), params)
+        engine.add_request(str(i), engine.prepare(rng.integers(100, 40_000, n).tolist(), params))
     layers = len(paged.pool.states)
     for _ in range(12):
         recorder.seen.clear()

@@ -34,12 +34,22 @@ def messages_in(folder: Path) -> list[str]:
     found = []
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                parts = [str(p.value) if isinstance(p, ast.Constant) else ANYTHING for p in node.values]
-                found.append("".join(parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value.replace("%s", ANYTHING))
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ConfigError":
+                found.append(
+                    " ".join(text_of(argument) for argument in node.args)
+                )  # the flag and its message
+            elif isinstance(node, ast.expr):
+                found.append(text_of(node))
     return found
+
+
+def text_of(node: ast.expr) -> str:
+    """The text that an expression is; `…` for what is filled in, and for all else."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(p.value) if isinstance(p, ast.Constant) else ANYTHING for p in node.values)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value.replace("%s", ANYTHING)
+    return ANYTHING
 
 
 def test_the_messages_are_the_programs() -> None:

@@ -24,27 +24,40 @@ from tools.fixtures.fake_engine import (
 )
 
 
-def seeds_of(params: list[SamplingParams]) -> list[int | None]:
+def seeds_of(params: list[SamplingParams]) -> list[int]:
     config = fake_config()
     runner = FakeRunner(config.cache.block_size)
     engine = EngineCore(config, runner, tiny_tokenizer())
     for i, one in enumerate(params):
-        engine.add_request(str(i), [5, 6], one)
+        engine.add_request(str(i), engine.prepare([5, 6], one))
     while engine.has_requests:
         engine.step()
-    return [seen.seed for seen in runner.seen_params]
+    return runner.seen_seeds
 
 
 def test_requests_without_a_seed_get_one_each_and_the_same_ones_every_time() -> None:
     drawn = seeds_of([SamplingParams(max_tokens=1)] * 5)
-    assert None not in drawn
     assert len(set(drawn)) == 5
     assert drawn == seeds_of([SamplingParams(max_tokens=1)] * 5)
 
 
 def test_a_given_seed_stays_and_greedy_requests_need_none() -> None:
     given = [SamplingParams(seed=3, max_tokens=1), SamplingParams(temperature=0, max_tokens=1)]
-    assert seeds_of(given) == [3, None]
+    assert seeds_of(given) == [3, 0]
+
+
+def test_outputs_of_a_request_share_it_and_have_seeds_of_their_own() -> None:
+    config = fake_config()
+    runner = FakeRunner(config.cache.block_size)
+    engine = EngineCore(config, runner, tiny_tokenizer())
+    params = SamplingParams(n=3, seed=7, max_tokens=1, allowed_token_ids=range(100))
+    prepared = engine.prepare([5, 6], params)
+    for i in range(3):
+        engine.add_request(str(i), prepared, index=i)
+    while engine.has_requests:
+        engine.step()
+    assert runner.seen_seeds == [7, 8, 9]
+    assert all(seen is params for seen in runner.seen_params)
 
 
 # --- one step ahead -----------------------------------------------------------------------------------------
@@ -137,7 +150,7 @@ def test_a_step_ahead_gives_the_same_outputs(next_token: NextToken, config: dict
     for ahead in (False, True):
         engine = make_core(ahead=ahead, next_token=next_token, **config)
         for request_id, (prompt, params) in prompts.items():
-            engine.add_request(request_id, prompt, params)
+            engine.add_request(request_id, engine.prepare(prompt, params))
         outputs = drain(engine)
         for request_id, (prompt, _) in prompts.items():
             tokens = tokens_of(outputs[request_id])
@@ -156,14 +169,14 @@ def test_a_step_ahead_gives_the_same_outputs(next_token: NextToken, config: dict
 
 def test_no_step_is_run_for_a_token_beyond_max_tokens() -> None:
     engine = make_core(ahead=True)
-    engine.add_request("a", byte_ids("prompt"), SamplingParams(max_tokens=5))
+    engine.add_request("a", engine.prepare(byte_ids("prompt"), SamplingParams(max_tokens=5)))
     drain(engine)
     assert engine.num_steps == runner_of(engine).num_steps == 5
 
 
 def test_a_stop_is_noticed_one_step_late_and_its_token_dropped() -> None:
     engine = make_core(ahead=True, next_token=echo)
-    engine.add_request("a", byte_ids("ab"), SamplingParams(max_tokens=50))
+    engine.add_request("a", engine.prepare(byte_ids("ab"), SamplingParams(max_tokens=50)))
     outputs = drain(engine)
     assert tokens_of(outputs["a"]) == [*byte_ids("ab"), EOS]
     assert engine.num_steps == 4  # a, b, end of sequence, and one too many
@@ -171,17 +184,17 @@ def test_a_stop_is_noticed_one_step_late_and_its_token_dropped() -> None:
 
 def test_an_id_used_again_right_after_an_abort_gets_no_token_of_the_old_request() -> None:
     engine = make_core(ahead=True)
-    engine.add_request("a", byte_ids("old"), SamplingParams(max_tokens=20))
-    engine.add_request("b", byte_ids("other"), SamplingParams(max_tokens=8))
+    engine.add_request("a", engine.prepare(byte_ids("old"), SamplingParams(max_tokens=20)))
+    engine.add_request("b", engine.prepare(byte_ids("other"), SamplingParams(max_tokens=8)))
     outputs: dict[str, list[RequestOutput]] = {}
     for _ in range(3):
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
     engine.abort_request("a")
     outputs.pop("a")
-    engine.add_request("a", byte_ids("new"), SamplingParams(max_tokens=6))
+    engine.add_request("a", engine.prepare(byte_ids("new"), SamplingParams(max_tokens=6)))
     with pytest.raises(ValueError, match="in use"):
-        engine.add_request("a", byte_ids("third"), SamplingParams(max_tokens=6))
+        engine.add_request("a", engine.prepare(byte_ids("third"), SamplingParams(max_tokens=6)))
     drain(engine, outputs)
     assert tokens_of(outputs["a"]) == generated(byte_ids("new"), 6)
     assert tokens_of(outputs["b"]) == generated(byte_ids("other"), 8)
@@ -189,7 +202,7 @@ def test_an_id_used_again_right_after_an_abort_gets_no_token_of_the_old_request(
 
 def test_a_step_under_way_is_finished_when_its_requests_have_gone() -> None:
     engine = make_core(ahead=True)
-    engine.add_request("a", byte_ids("x"), SamplingParams(max_tokens=9))
+    engine.add_request("a", engine.prepare(byte_ids("x"), SamplingParams(max_tokens=9)))
     assert engine.step() == []
     engine.abort_request("a")
     assert engine.has_requests and not engine.request_ids
@@ -211,7 +224,7 @@ def test_a_failed_step_ends_its_own_requests_only(ahead: bool, at_step: int, err
     engine = make_core(ahead=ahead, max_num_batched_tokens=2, max_num_seqs=3)
     runner = runner_of(engine)
     for request_id, prompt in PROMPTS.items():
-        engine.add_request(request_id, byte_ids(prompt), SamplingParams(max_tokens=7))
+        engine.add_request(request_id, engine.prepare(byte_ids(prompt), SamplingParams(max_tokens=7)))
     if error is not None:
         runner.fail_on_device[at_step] = error
     outputs: dict[str, list[RequestOutput]] = {}
@@ -236,7 +249,7 @@ def test_a_failed_step_ends_its_own_requests_only(ahead: bool, at_step: int, err
 
 def test_a_scheduler_that_raises_waits_for_the_step_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_core(ahead=True)
-    engine.add_request("a", byte_ids("x"), SamplingParams(max_tokens=9))
+    engine.add_request("a", engine.prepare(byte_ids("x"), SamplingParams(max_tokens=9)))
     assert engine.step() == []
     runner_of(engine).fail_on_device[1] = RuntimeError("failed, too")
     with monkeypatch.context() as patch:
@@ -244,6 +257,6 @@ def test_a_scheduler_that_raises_waits_for_the_step_under_way(monkeypatch: pytes
         (output,) = engine.step()
     assert output.request_id == "a" and "ZeroDivisionError" in (output.error or "")
     assert not engine.has_requests
-    engine.add_request("a", byte_ids("y"), SamplingParams(max_tokens=3))
+    engine.add_request("a", engine.prepare(byte_ids("y"), SamplingParams(max_tokens=3)))
     runner_of(engine).fail_on_device.clear()
     assert tokens_of(drain(engine)["a"]) == generated(byte_ids("y"), 3)

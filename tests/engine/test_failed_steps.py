@@ -85,7 +85,7 @@ def run_with_fault(
 ) -> tuple[set[str], dict[str, list[int]]]:
     """Which requests failed, and what the others generated."""
     for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), prompt, GREEDY)
+        engine.add_request(str(i), engine.prepare(prompt, GREEDY))
     failed: set[str] = set()
     outputs: dict[str, list[int]] = {str(i): [] for i in range(len(PROMPTS))}
     for step in range(200):
@@ -146,7 +146,7 @@ def test_nothing_cached_outlives_a_failed_step(fault: Fault, monkeypatch: pytest
     )
 
     def num_cached_tokens(request_id: str) -> int:
-        engine.add_request(request_id, [11] * 20, GREEDY)
+        engine.add_request(request_id, engine.prepare([11] * 20, GREEDY))
         outputs = []
         while engine.has_requests:
             outputs += engine.step()
@@ -187,7 +187,7 @@ def test_a_scheduler_that_raises_fails_what_there_is(
 ) -> None:
     expected = run(engine, PROMPTS, GREEDY)
     for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), prompt, GREEDY)
+        engine.add_request(str(i), engine.prepare(prompt, GREEDY))
     engine.step()
     schedule = engine.scheduler.schedule
     with monkeypatch.context() as patch:
@@ -203,7 +203,7 @@ def test_a_scheduler_that_raises_fails_what_there_is(
 def test_running_requests_survive_the_loss_of_their_kv(engine: EngineCore) -> None:
     expected = run(engine, PROMPTS, GREEDY)
     for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), prompt, GREEDY)
+        engine.add_request(str(i), engine.prepare(prompt, GREEDY))
     outputs: list[list[int]] = [[] for _ in PROMPTS]
     for step in range(100):
         if not engine.has_requests:
@@ -259,8 +259,8 @@ def test_what_is_built_on_a_step_that_fails_never_runs(fault: Fault, monkeypatch
     )
     runner: Any = engine._runner
     expected = run(engine, [[11] * 3], GREEDY)[0]
-    engine.add_request("fails", [5, 7, 9, 3, 4], GREEDY)
-    engine.add_request("again", [11] * 3, GREEDY)
+    engine.add_request("fails", engine.prepare([5, 7, 9, 3, 4], GREEDY))
+    engine.add_request("again", engine.prepare([11] * 3, GREEDY))
     fault.kind = "eval"
     assert engine.step() == []
     started = list(runner._steps)

@@ -52,7 +52,7 @@ def ask_all(engine: EngineCore, tokenizer: Tokenizer) -> list[list[RequestOutput
     while num_asked < len(ASKED) or engine.has_requests:
         if num_asked < len(ASKED):
             ask = ASKED[num_asked]
-            engine.add_request(str(num_asked), tokenizer.encode(ask.text), ask.params)
+            engine.add_request(str(num_asked), engine.prepare(tokenizer.encode(ask.text), ask.params))
             num_asked += 1
         for output in engine.step():
             assert output.error is None, output.error
@@ -123,7 +123,7 @@ def test_samples_of_a_mixed_step_are_gathered_on_the_device(
     monkeypatch.setattr(type(runner), "_input_ids", spy)
     for i, length in enumerate([3, 5, 70]):
         prompt = np.random.default_rng(i).integers(100, 1000, length).tolist()
-        engine.add_request(str(i), prompt, greedy(8, ignore_eos=True))
+        engine.add_request(str(i), engine.prepare(prompt, greedy(8, ignore_eos=True)))
     while engine.has_requests:
         engine.step()
     assert any(0 < pending < rows for pending, rows in built), built

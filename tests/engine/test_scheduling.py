@@ -92,7 +92,9 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(
 
     def turn(request_id: str, options: RequestOptions | None = None) -> tuple[list[int], list[int], int]:
         prompt = demo_tokenizer.apply_chat_template(messages)
-        engine.add_request(request_id, prompt, SamplingParams(temperature=0.0, max_tokens=24), options)
+        engine.add_request(
+            request_id, engine.prepare(prompt, SamplingParams(temperature=0.0, max_tokens=24)), options
+        )
         outputs = []
         while engine.has_requests:
             outputs += engine.step()

@@ -10,6 +10,7 @@ from jsonschema import Draft202012Validator
 
 from metal_engine.engine.structured_output import GrammarCompiler, StructuredOutputError
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.demo import MakeEngine
 from tests.support.json_schemas import SCHEMAS
@@ -164,13 +165,17 @@ def test_large_ones_are_compiled_or_refused_and_fail_alone(params: dict[str, Any
     engine = tiny_engine()
     try:
         structured = StructuredOutputsParams(**params)
-        resolved = engine.resolve(SamplingParams(seed=0, max_tokens=20, structured_outputs=structured))
-    except ValueError as error:
-        assert str(error).startswith("structured_outputs")
+        params_of_it = SamplingParams(seed=0, max_tokens=20, structured_outputs=structured)
+        engine.prepare(byte_ids("a"), params_of_it)
+    except ParameterError as error:
+        assert error.name.partition(".")[0] == "structured_outputs"
         return
     outputs, others = run_all(
         engine,
-        [(byte_ids("a"), resolved), (byte_ids("b"), SamplingParams(seed=1, max_tokens=9, ignore_eos=True))],
+        [
+            (byte_ids("a"), params_of_it),
+            (byte_ids("b"), SamplingParams(seed=1, max_tokens=9, ignore_eos=True)),
+        ],
     )
     assert outputs[-1].finish_reason in ("stop", "length", "error")
     assert others[-1].finish_reason == "length"

@@ -155,11 +155,12 @@ def test_different_chunks_on_each_side(make: MakeEngine, check: Check, budgets: 
     for i, prompt in enumerate(PROMPTS):
         producer.core.add_request(
             str(i),
-            prompt,
-            SamplingParams(temperature=0.0, max_tokens=1),
+            producer.core.prepare(prompt, SamplingParams(temperature=0.0, max_tokens=1)),
             RequestOptions(do_remote_decode=True),
         )
-        consumer.core.add_request(str(i), prompt, params, RequestOptions(do_remote_prefill=True))
+        consumer.core.add_request(
+            str(i), consumer.core.prepare(prompt, params), RequestOptions(do_remote_prefill=True)
+        )
     saw_loading_beside_running = False
     while consumer.core.has_requests:
         if producer.core.has_requests:
@@ -481,7 +482,7 @@ def test_abort_while_loading(make: MakeEngine, check: Check, disturbed: Disturbe
     engine = make(disturbed)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     for i, prompt in enumerate(PROMPTS):
-        engine.core.add_request(f"aborted {i}", prompt, params)
+        engine.core.add_request(f"aborted {i}", engine.core.prepare(prompt, params))
     engine.core.step()
     assert engine.core.stats.num_loading > 0
     for i in range(len(PROMPTS)):
@@ -498,7 +499,7 @@ def test_two_engines_write_the_same_blocks(make: MakeEngine, check: Check) -> No
     outputs: list[list[list[int]]] = [[[] for _ in PROMPTS] for _ in engines]
     for engine in engines:
         for i, prompt in enumerate(PROMPTS):
-            engine.core.add_request(str(i), prompt, params)
+            engine.core.add_request(str(i), engine.core.prepare(prompt, params))
     while any(engine.core.has_requests for engine in engines):
         for engine, mine in zip(engines, outputs, strict=True):
             for output in engine.core.step():
@@ -538,8 +539,10 @@ def test_the_policy_fail_ends_requests_whose_load_failed(
     disturbed.before["get"] = refuse
     engine = make(disturbed, kv_load_failure_policy="fail")
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    engine.core.add_request("fails", PROMPTS[0], params)
-    engine.core.add_request("short", PROMPTS[5], params)  # has no block that could be stored
+    engine.core.add_request("fails", engine.core.prepare(PROMPTS[0], params))
+    engine.core.add_request(
+        "short", engine.core.prepare(PROMPTS[5], params)
+    )  # has no block that could be stored
     outputs = []
     while engine.core.has_requests:
         outputs += engine.core.step()
@@ -568,7 +571,7 @@ def test_a_failed_step_saves_nothing(
     monkeypatch.setattr(PendingStep, "wait", fail)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     for i, prompt in enumerate(PROMPTS):
-        engine.core.add_request(f"r{i}", prompt, params)
+        engine.core.add_request(f"r{i}", engine.core.prepare(prompt, params))
     outputs = []
     while engine.core.has_requests:
         outputs += engine.core.step()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from metal_engine.errors import ParameterError
 from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.runner.test_sampler import assert_distributed, reference_probs
@@ -105,7 +106,7 @@ def second_tokens(
     ids = [str(i) for i in range(num)]
     for i, request_id in enumerate(ids):
         params = SamplingParams(seed=i, max_tokens=2, ignore_eos=False, **controls)
-        engine.add_request(request_id, prompt, params)
+        engine.add_request(request_id, engine.prepare(prompt, params))
     for request in list(engine.scheduler.requests.values()):
         request.token_ids.append(first)
     tokens: dict[str, int] = {}
@@ -273,14 +274,17 @@ def test_text_logprobs_go_with_the_text() -> None:
 def test_truncated_prompts() -> None:
     engine = tiny_engine()
     prompt = list(range(100))
-    assert engine.truncate(prompt, SamplingParams(truncate_prompt_tokens=7)) == prompt[-7:]
-    assert engine.truncate(prompt, SamplingParams(truncate_prompt_tokens=200)) == prompt
-    assert (
-        engine.truncate(prompt * 6, SamplingParams(truncate_prompt_tokens=-1, max_tokens=12))
-        == ((prompt * 6)[-500:])
-    )
-    with pytest.raises(ValueError, match="maximum context length"):
-        engine.truncate(prompt, SamplingParams(truncate_prompt_tokens=10_000))
+
+    def truncated(prompt: list[int], limit: int, max_tokens: int = 1) -> list[int]:
+        params = SamplingParams(truncate_prompt_tokens=limit, max_tokens=max_tokens)
+        return engine.prepare(prompt, params).prompt_token_ids
+
+    assert truncated(prompt, 7) == prompt[-7:]
+    assert truncated(prompt, 200) == prompt
+    assert truncated(prompt * 6, -1, max_tokens=12) == (prompt * 6)[-500:]
+    with pytest.raises(ParameterError, match="maximum context length") as caught:
+        truncated(prompt, 10_000)
+    assert caught.value.name == "truncate_prompt_tokens"
 
 
 def test_vocabulary_is_checked() -> None:
@@ -289,11 +293,15 @@ def test_vocabulary_is_checked() -> None:
         SamplingParams(logit_bias={VOCAB_SIZE: 1}),
         SamplingParams(allowed_token_ids=[1, VOCAB_SIZE]),
     ):
-        with pytest.raises(ValueError, match="outside the vocabulary"):
-            engine.add_request("a", PROMPT, params)
+        with pytest.raises(ParameterError, match="outside the vocabulary"):
+            engine.prepare(PROMPT, params)
     for prompt in ([-1], [VOCAB_SIZE]):
-        with pytest.raises(ValueError, match="outside the vocabulary"):
-            engine.add_request("a", prompt, SamplingParams())
+        with pytest.raises(ParameterError, match="outside the vocabulary"):
+            engine.prepare(prompt, SamplingParams())
+    for name in ("allowed_token_ids", "stop_token_ids"):
+        with pytest.raises(ParameterError, match="as many as the vocabulary") as caught:
+            engine.prepare(PROMPT, SamplingParams(**{name: [1] * (VOCAB_SIZE + 1)}))
+        assert caught.value.name == name
 
 
 # --- structured output --------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def reference_probs(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndar
 def rows_of(*params: SamplingParams) -> SamplingRows:
     rows = SamplingRows(len(params))
     for row, each in enumerate(params):
-        rows.set(row, each)
+        rows.set(row, each, each.seed or 0)
     return rows
 
 
@@ -313,7 +313,7 @@ def test_a_draw_does_not_depend_on_the_batch(data: st.DataObject, vocab_size: in
     home = np.array(data.draw(st.permutations(range(num_rows))))  # where each request's parameters live
     rows = SamplingRows(num_rows)
     for i in range(num_rows):
-        rows.set(int(home[i]), params[i])
+        rows.set(int(home[i]), params[i], params[i].seed or 0)
     together = sample(mx.array(logits[company]), rows, home[company].astype(np.int32), positions[company])
     assert together.tolist() == [alone[i] for i in company]
 

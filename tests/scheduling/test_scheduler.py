@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from metal_engine.errors import ContextLengthError, PromptError
 from metal_engine.request import Request, RequestStatus
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
@@ -228,20 +229,21 @@ def test_admission_leaves_a_reserve_beside_running_requests_but_not_for_the_firs
 
 
 @pytest.mark.parametrize(
-    ("prompt_len", "max_tokens", "message"),
+    ("prompt_len", "max_tokens", "kind", "message"),
     [
-        (0, 4, "no tokens"),
-        (30, 11, "maximum context length is 40"),
-        (41, 1, "maximum context length is 40"),
-        (30, 4, "needs 9 KV cache blocks .* has only 8"),
+        (0, 4, PromptError, "no tokens"),
+        (30, 11, ContextLengthError, "maximum context length is 40"),
+        (41, 1, ContextLengthError, "maximum context length is 40"),
+        (30, 4, PromptError, "needs 9 KV cache blocks .* has only 8"),
     ],
 )
-def test_refused_on_arrival(prompt_len: int, max_tokens: int, message: str) -> None:
+def test_what_can_never_be_served(
+    prompt_len: int, max_tokens: int, kind: type[PromptError], message: str
+) -> None:
     harness = make_harness(model_len=40, block_size=4, num_blocks=8)
-    with pytest.raises(ValueError, match=message):
-        harness.submit("a", make_prompt(0, prompt_len), max_tokens)
-    assert not harness.scheduler.has_requests
-    assert not harness.schedule().num_scheduled_tokens
+    with pytest.raises(PromptError, match=message) as caught:
+        harness.scheduler.check_fits(prompt_len, max_tokens)
+    assert type(caught.value) is kind
 
 
 def test_the_largest_that_fits_is_accepted() -> None:

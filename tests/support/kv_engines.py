@@ -54,7 +54,7 @@ class KVEngine:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         outputs: list[list[int]] = [[] for _ in prompts]
         for i, prompt in enumerate(prompts):
-            self.core.add_request(str(i), prompt, params, options)
+            self.core.add_request(str(i), self.core.prepare(prompt, params), options)
         while self.core.has_requests:
             for output in self.core.step():
                 assert output.error is None, output.error

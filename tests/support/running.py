@@ -26,7 +26,7 @@ def run(
     while waiting or engine.has_requests:
         while waiting and (at_once is None or open_requests < at_once):
             i = waiting.pop()
-            engine.add_request(str(i), prompts[i], each[i])
+            engine.add_request(str(i), engine.prepare(prompts[i], each[i]))
             open_requests += 1
         for output in engine.step():
             assert output.error is None, output.error

@@ -14,6 +14,7 @@ import openai
 
 from metal_engine.answers.formats import Parsers
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.app import create_app
 from metal_engine.server.run import Server, make_server, tls_options
@@ -46,6 +47,12 @@ class Served:
     def tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
+    @property
+    def core(self) -> EngineCore:
+        """What nobody but a test reaches for."""
+        assert self.engine._core is not None
+        return self.engine._core
+
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
@@ -58,13 +65,13 @@ class Served:
     def settle(self) -> None:
         """Wait until nothing is left of any request: in the server, in the engine, in the block pool."""
         wait_until(lambda: self.engine.num_open_requests == 0, "open requests")
-        wait_until(lambda: not self.engine.core.has_requests, "requests in the engine")
+        wait_until(lambda: not self.core.has_requests, "requests in the engine")
         wait_until(lambda: len(asyncio.all_tasks(self.loop)) <= self.num_idle_tasks, "tasks of the server")
         stats = self.engine.stats
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
         assert (self.engine.num_waiting, self.engine.num_queued_tokens) == (0, 0)
-        self.engine.core.scheduler.check_integrity()
-        assert not self.engine.core._outputs._states
+        self.core.scheduler.check_integrity()
+        assert not self.core._outputs._states
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def run_all(
     """Every output of requests that run together."""
     outputs: dict[str, list[RequestOutput]] = {str(i): [] for i in range(len(requests))}
     for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), prompt, params)
+        engine.add_request(str(i), engine.prepare(prompt, params))
     while engine.has_requests:
         for output in engine.step():
             outputs[output.request_id].append(output)

@@ -54,7 +54,7 @@ class TimedEngine:
 
     def submit(self, request_id: str, prompt: list[int], max_tokens: int) -> Timed:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.core.add_request(request_id, prompt, params)
+        self.core.add_request(request_id, self.core.prepare(prompt, params))
         timed = self.requests[request_id] = Timed(time.perf_counter())
         return timed
 

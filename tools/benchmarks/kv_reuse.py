@@ -79,7 +79,7 @@ class Engine:
     def add(self, prompt: list[int], max_tokens: int = 1, options: RequestOptions | None = None) -> str:
         request_id = str(next(self._ids))
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.core.add_request(request_id, prompt, params, options)
+        self.core.add_request(request_id, self.core.prepare(prompt, params), options)
         return request_id
 
     def hashes_of(self, prompt: list[int]) -> list[bytes]:

@@ -135,7 +135,8 @@ class Answers:
         params = SamplingParams(temperature=0.0, max_tokens=2 * num_steps + 40, ignore_eos=True)
         for i in range(num_requests):
             self._clients._queues[str(i)] = _Mailbox(0)
-            self.core.add_request(str(i), random_prompt(rng, rng.randint(40, 80)), params)
+            prompt = random_prompt(rng, rng.randint(40, 80))
+            self.core.add_request(str(i), self.core.prepare(prompt, params))
         while any(r.num_output_tokens < 2 for r in self.core.scheduler.requests.values()):
             self.step()
 

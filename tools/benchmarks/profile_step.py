@@ -140,7 +140,9 @@ def prepare(core: EngineCore, args: argparse.Namespace, seed: int) -> None:
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.0, max_tokens=args.repeats + 3, ignore_eos=True)
     for i in range(args.num_requests):
-        core.add_request(f"{seed}-{i}", [rng.randrange(100, 40_000) for _ in range(args.prompt_len)], params)
+        core.add_request(
+            f"{seed}-{i}", core.prepare([rng.randrange(100, 40_000) for _ in range(args.prompt_len)], params)
+        )
     if args.step == "decode":
         core.step()
 

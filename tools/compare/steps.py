@@ -62,9 +62,8 @@ def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
         names[:] = [f"{time.monotonic_ns()}-{i}" for i in range(args.num_requests)]
         for name in names:
             prompt = [random.randrange(100, 40_000) for _ in range(args.prompt_len)]
-            core.add_request(
-                name, prompt, SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
-            )
+            params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
+            core.add_request(name, core.prepare(prompt, params))
 
     if args.step == "decode":
         begin()

@@ -25,9 +25,10 @@ def open_store(config: KVTransferConfig, layout: BlockLayout) -> KVStore:
             store = DiskStore(fingerprint=layout.fingerprint, writable=config.saves, **config.options)
             limit, key = store.max_size, "max_size"
     except StoreError as error:
-        raise ConfigError(f"KV transfer: {error}") from error
+        raise ConfigError(None, f"KV transfer: {error}") from error
     if limit < layout.max_stored_bytes:
         raise ConfigError(
-            f"KV transfer: a block has up to {layout.max_stored_bytes} bytes, more than the {key} of {limit}"
+            None,
+            f"KV transfer: a block has up to {layout.max_stored_bytes} bytes, more than the {key} of {limit}",
         )
     return store

@@ -10,6 +10,7 @@ from pydantic_core import from_json
 from metal_engine.answers.pieces import CallArguments, CallStart, Piece, TextPiece
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.anthropic.protocol import AnthropicOutputTokens, AnthropicResponse, AnthropicUsage
 from metal_engine.server.errors import APIError, anthropic_error
 from metal_engine.server.generation.generation import Generation, finish_reason
@@ -40,8 +41,8 @@ class MessagesEndpoint:
     def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         return [self._conversation.prompt(body, tokenizer)]
 
-    def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
-        return self._conversation.adjust(body)
+    def adjust(self, params: SamplingParams) -> SamplingParams:
+        return self._conversation.adjust(params)
 
     def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
         return self._conversation.reasoning_counter(tokenizer)

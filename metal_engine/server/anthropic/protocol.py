@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from metal_engine.server.errors import APIError, invalid, validated
+from metal_engine.server.large_bodies import IN_PIECES
 from metal_engine.server.openai.protocol import ChatCompletionBody
 
 Message = dict[str, Any]
@@ -19,7 +20,7 @@ class _Body(BaseModel):
 
 class AnthropicMessage(_Body):
     role: Literal["user", "assistant"]
-    content: str | list[dict[str, Any]]
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True), IN_PIECES]
 
 
 class AnthropicTool(_Body):
@@ -44,9 +45,9 @@ class CountTokensBody(_Body):
     """``POST /v1/messages/count_tokens``: what of a message's request makes its prompt."""
 
     model: str
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[AnthropicTool] | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True), IN_PIECES]
+    system: str | Annotated[list[dict[str, Any]], Field(fail_fast=True), IN_PIECES] | None = None
+    tools: Annotated[list[AnthropicTool], Field(fail_fast=True), IN_PIECES] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
 
@@ -55,7 +56,7 @@ class MessagesBody(CountTokensBody):
     """``POST /v1/messages``."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True), IN_PIECES] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -103,18 +104,8 @@ class AnthropicError(BaseModel):
     error: AnthropicErrorDetail
 
 
-_RENAMED = {"stop": "stop_sequences", "chat_template_kwargs": "thinking"}
-
-
-def renamed(error: APIError) -> APIError:
-    """An error about a chat as one about the message that it was made for."""
-    new = _RENAMED.get(error.param or "")
-    if new is None or error.param is None:
-        return error
-    message = (
-        error.message.replace(error.param, new, 1) if error.message.startswith(error.param) else error.message
-    )
-    return APIError(error.status, message, param=new, code=error.code, headers=error.headers)
+# A chat's field -> the one that it was made of.
+RENAMED = {"stop": "stop_sequences", "chat_template_kwargs": "thinking"}
 
 
 def to_chat(body: CountTokensBody) -> ChatCompletionBody:
@@ -146,7 +137,7 @@ def to_chat(body: CountTokensBody) -> ChatCompletionBody:
     try:
         return validated(ChatCompletionBody, {**(body.model_extra or {}), **given})
     except APIError as error:
-        raise renamed(error) from error
+        raise error.renamed(RENAMED) from error
 
 
 def _tool(i: int, tool: AnthropicTool) -> dict[str, Any]:

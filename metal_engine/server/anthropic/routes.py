@@ -20,6 +20,7 @@ from metal_engine.server.anthropic.protocol import (
 from metal_engine.server.errors import APIError
 from metal_engine.server.generation.answerer import EVENTS, Answerer
 from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.middleware.strict_json import off_loop_if_large
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": AnthropicError}}
 
@@ -33,14 +34,19 @@ def add_anthropic_routes(app: FastAPI, served: ServedModel, answer: Answerer) ->
     )
     async def create_message(body: MessagesBody, request: Request) -> Response:
         try:
-            return await answer(MessagesEndpoint(served), protocol.to_chat(body), request)
+            chat = await off_loop_if_large(request, protocol.to_chat, body)
+            return await answer(MessagesEndpoint(served), chat, request)
         except APIError as error:
-            raise protocol.renamed(error) from error
+            raise error.renamed(protocol.RENAMED) from error
 
     @app.post("/v1/messages/count_tokens", tags=["messages"], responses=_ERRORS)
     async def count_tokens(body: CountTokensBody) -> TokenCount:
-        chat = protocol.to_chat(body)
-        served.check_model(chat.model)
-        served.parameters.check(chat)
-        (prompt,) = await asyncio.to_thread(MessagesEndpoint(served).tokenize, chat, served.engine.tokenizer)
-        return TokenCount(input_tokens=len(prompt))
+        return await asyncio.to_thread(_count_tokens, served, body)
+
+
+def _count_tokens(served: ServedModel, body: CountTokensBody) -> TokenCount:
+    chat = protocol.to_chat(body)
+    served.check_model(chat.model)
+    served.parameters.check(chat)
+    (prompt,) = MessagesEndpoint(served).tokenize(chat, served.engine.tokenizer)
+    return TokenCount(input_tokens=len(prompt))

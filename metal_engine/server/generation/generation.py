@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOptions, RequestOutput, TokenLogprobs
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, TokenLogprobs
 from metal_engine.server.errors import APIError, engine_dead
 from metal_engine.server.generation.usage import ReasoningCounter
 from metal_engine.server.logs import note
@@ -77,6 +76,7 @@ class Generation:
 
     Args:
         reservation: a place for each sequence.
+        requests: one for each prompt, all of the same parameters.
         echoes: each prompt's text, where it is wanted back.
         is_echo_only: nothing else is.
         shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
@@ -93,8 +93,7 @@ class Generation:
         *,
         request_id: str,
         model: str,
-        prompts: list[list[int]],
-        params: SamplingParams,
+        requests: list[PreparedRequest],
         options: RequestOptions,
         timeout: float = 0.0,
         echoes: list[str] | None = None,
@@ -106,7 +105,8 @@ class Generation:
         self._reservation = reservation
         self._timeout = timeout
         self._timed_out = False
-        self.params = params
+        self.params = requests[0].params
+        self._requests = requests
         self._options = options
         self._is_echo_only = is_echo_only
         self._shows_prompt_logprobs = shows_prompt_logprobs
@@ -115,14 +115,14 @@ class Generation:
         self.created = int(time.time())
         self.choices = [
             Choice(
-                i * params.n + j,
-                prompt,
-                TextOffsets(engine.tokenizer, params.skip_special_tokens),
+                i * self.params.n + j,
+                request.prompt_token_ids,
+                TextOffsets(engine.tokenizer, self.params.skip_special_tokens),
                 echoes[i] if echoes is not None else None,
                 reasoning_counter(engine.tokenizer),
             )
-            for i, prompt in enumerate(prompts)
-            for j in range(params.n)
+            for i, request in enumerate(requests)
+            for j in range(self.params.n)
         ]
 
     async def outputs(self) -> AsyncGenerator[Batch, None]:
@@ -135,8 +135,8 @@ class Generation:
         streams = [
             self._engine.generate(
                 f"{self.request_id}-{choice.index}",
-                choice.prompt_token_ids,
-                self.params.for_choice(choice.index % self.params.n),
+                self._requests[choice.index // self.params.n],
+                choice.index % self.params.n,
                 self._options,
                 self._reservation,
             )

@@ -8,9 +8,11 @@ or refused, if the server is strict.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+from metal_engine.errors import short
 from metal_engine.server.errors import invalid
 from metal_engine.server.openai.protocol import ChatCompletionBody, GenerationBody
 
@@ -80,7 +82,7 @@ _OTHERS = "(others)"
 
 
 class ParameterPolicy:
-    """Judges parameters, and remembers the unknown ones.
+    """Judges parameters, and remembers the unknown ones. Thread-safe.
 
     Args:
         strict: whether unknown parameters are refused.
@@ -89,6 +91,7 @@ class ParameterPolicy:
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
         self.num_unknown: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def check(self, body: GenerationBody) -> None:
         """Judge every parameter that is not implemented.
@@ -96,10 +99,13 @@ class ParameterPolicy:
         Raises:
             APIError: 400, naming a parameter that would change the output, or that is unknown.
         """
-        for name in unknown_parameters(body):
-            if self._strict:
-                raise invalid(f"unknown parameter {name[:100]!r}", param=name[:100], code="unknown_parameter")
-            self._count(name[:100])
+        unknown = unknown_parameters(body)
+        if unknown and self._strict:
+            name = unknown[0][:100]
+            raise invalid(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
+        with self._lock:
+            for name in unknown:
+                self._count(name[:100])
 
     def _count(self, name: str) -> None:
         if name not in self.num_unknown:
@@ -116,7 +122,7 @@ def unknown_parameters(body: GenerationBody) -> list[str]:
     Raises:
         APIError: 400, naming a parameter that is known, and would change the output.
     """
-    unknown = []
+    unknown: dict[str, None] = {}
     given = dict(body.model_extra or {})
     if body.stream_options is not None:
         for name, value in (body.stream_options.model_extra or {}).items():
@@ -126,15 +132,14 @@ def unknown_parameters(body: GenerationBody) -> list[str]:
         if value is None or name in _NO_EFFECT:
             continue
         if name not in _UNSUPPORTED:
-            if name not in unknown:
-                unknown.append(name)
+            unknown[name] = None
         elif not any(_same(value, neutral) for neutral in _UNSUPPORTED[name]):
             raise invalid(
-                f"{name} is not supported (got {_short(value)})", param=name, code="unsupported_parameter"
+                f" is not supported (got {short(value)})", name, "unsupported_parameter", where=name
             )
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is only allowed when stream is true", param="stream_options")
-    return unknown
+    return list(unknown)
 
 
 def _message_fields(body: GenerationBody) -> Iterator[tuple[str, Any]]:
@@ -151,8 +156,3 @@ def _message_fields(body: GenerationBody) -> Iterator[tuple[str, Any]]:
 def _same(value: Any, neutral: Any) -> bool:
     # In Python False == 0, but `"logprobs": 0` asks for log probabilities.
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from metal_engine.answers.formats import Parsers
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOptions, RequestOutput
+from metal_engine.errors import ContextLengthError, ParameterError, PromptError
+from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.generation.admission import Admission
@@ -26,6 +27,7 @@ from metal_engine.server.openai.protocol import GenerationBody, KVTransferParams
 MAX_SEQUENCES = 2048
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
+ContraBodyT = TypeVar("ContraBodyT", bound=GenerationBody, contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -44,21 +46,24 @@ class ServedModel:
             raise model_not_found(model)
 
 
-class Endpoint(Protocol[BodyT]):
+class Endpoint(Protocol[ContraBodyT]):
     """What sets a generating endpoint apart from the others."""
 
     id_prefix: str
 
-    def tokenize(self, body: BodyT, tokenizer: Tokenizer) -> list[list[int]]:
+    def tokenize(self, body: ContraBodyT, tokenizer: Tokenizer) -> list[list[int]]:
         """The prompts' token ids; runs in a thread. Raises APIError for a body that cannot be a prompt."""
         ...
 
-    def echoes(self, body: BodyT, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str] | None:
+    def echoes(self, body: ContraBodyT, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str] | None:
         """Each prompt's text, if the answer is to begin with it; runs in a thread."""
         ...
 
-    def adjust(self, body: BodyT) -> BodyT:
-        """The body with what its prompt asks of sampling; the same one if that is nothing. After :meth:`tokenize`."""
+    def adjust(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with what the prompt asks of sampling; the same ones if that is nothing.
+
+        Comes after :meth:`tokenize`. Raises ParameterError for what cannot be asked.
+        """
         ...
 
     def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
@@ -102,22 +107,18 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
     engine = served.engine
     served.check_model(body.model)
     served.admission.check(0)  # before any work on it
-    served.parameters.check(body)
-    params = sampling_params(body, engine.config.model.default_sampling)
     if engine.error is not None:
         raise engine_dead(engine.error)
-    # Each can take long, for a long prompt or a large grammar, and the event loop serves everybody.
-    prompts, echoes, params = await asyncio.to_thread(_prepared, engine, endpoint, body, params)
-    for prompt in prompts:
-        _check_prompt(engine, prompt, params, body)
-    reservation = served.admission.admit([len(prompt) for prompt in prompts for _ in range(params.n)])
+    # Long for a long prompt, for many parameters or for a large grammar, and the event loop serves everybody.
+    requests, echoes = await asyncio.to_thread(_prepared, served, endpoint, body)
+    prompt_lens = [len(request.prompt_token_ids) for request in requests for _ in range(request.params.n)]
+    reservation = served.admission.admit(prompt_lens)
     return Generation(
         engine,
         reservation,
         request_id=f"{endpoint.id_prefix}-{uuid.uuid4().hex}",
         model=served.names[0],
-        prompts=prompts,
-        params=params,
+        requests=requests,
         options=_options(body),
         timeout=served.admission.request_timeout,
         echoes=echoes,
@@ -138,55 +139,29 @@ def _options(body: GenerationBody) -> RequestOptions:
 
 
 def _prepared(
-    engine: AsyncEngine, endpoint: Endpoint[BodyT], body: BodyT, params: SamplingParams
-) -> tuple[list[list[int]], list[str] | None, SamplingParams]:
-    """The prompts, their texts if they are wanted back, and the parameters in the model's tokens; in a thread."""
+    served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT
+) -> tuple[list[PreparedRequest], list[str] | None]:
+    """A request for each prompt, and the prompts' texts if they are wanted back; in a thread."""
+    engine = served.engine
+    served.parameters.check(body)
+    params = sampling_params(body, engine.config.model.default_sampling)
     tokenizer = engine.tokenizer
     if body.truncate_prompt_tokens is None:
         tokenizer = tokenizer.limited(engine.config.scheduler.max_model_len)
-    whole = endpoint.tokenize(body, tokenizer)
-    adjusted = endpoint.adjust(body)
-    if adjusted is not body:
-        params = sampling_params(adjusted, engine.config.model.default_sampling)
-    if len(whole) * params.n > MAX_SEQUENCES:
+    prompts = endpoint.tokenize(body, tokenizer)
+    if len(prompts) * params.n > MAX_SEQUENCES:
         raise invalid(f"n times the number of prompts may be {MAX_SEQUENCES} at most", param="n")
+    is_forced = True  # what fails in `adjust` is what tool calls ask for
     try:
-        params = engine.resolve(params)
-        prompts = [engine.core.truncate(prompt, params) for prompt in whole]
-    except ValueError as error:
-        raise parameter_error(error, body, adjusted) from error
-    for prompt in prompts:
-        _check_token_ids(engine, prompt, body)
-    return prompts, endpoint.echoes(body, prompts, engine.tokenizer), params
-
-
-def _prompt_field(body: GenerationBody) -> str:
-    return "messages" if "messages" in type(body).model_fields else "prompt"
-
-
-def _check_token_ids(engine: AsyncEngine, prompt: list[int], body: GenerationBody) -> None:
-    name = _prompt_field(body)
-    try:
-        engine.core.check_prompt(prompt)
-    except ValueError as error:
-        vocab_size = engine.config.model.vocab_size
-        raise invalid(f"{name} has token ids outside the vocabulary of {vocab_size}", param=name) from error
-
-
-def _check_prompt(
-    engine: AsyncEngine, prompt: list[int], params: SamplingParams, body: GenerationBody
-) -> None:
-    field_name = _prompt_field(body)
-    try:
-        engine.check_request(len(prompt), params)
-    except ValueError as error:
-        if str(error).startswith("min_tokens"):
-            raise parameter_error(error, body) from error
-        max_model_len = engine.config.scheduler.max_model_len
-        prompt_too_long = len(prompt) >= max_model_len
-        too_long = prompt_too_long or len(prompt) + (params.max_tokens or 1) > max_model_len
-        raise invalid(
-            str(error),
-            param=body.max_tokens_field if too_long and not prompt_too_long else field_name,
-            code="context_length_exceeded" if too_long else None,
-        ) from error
+        adjusted = endpoint.adjust(params)
+        is_forced = adjusted.structured_outputs is not params.structured_outputs
+        requests = engine.prepare_all(prompts, adjusted)
+    except ParameterError as error:
+        raise parameter_error(error, body, is_forced=is_forced) from error
+    except ContextLengthError as error:
+        param = body.max_tokens_field if error.name == "max_tokens" else body.prompt_field
+        raise invalid(str(error), param=param, code="context_length_exceeded") from error
+    except PromptError as error:
+        raise invalid(str(error), param=body.prompt_field) from error
+    prompts = [request.prompt_token_ids for request in requests]
+    return requests, endpoint.echoes(body, prompts, engine.tokenizer)

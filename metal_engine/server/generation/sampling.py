@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from metal_engine.errors import ParameterError, short
 from metal_engine.sampling_params import PARAMETER_NAMES, SamplingParams, StructuredOutputsParams
 from metal_engine.server.errors import APIError, invalid
 from metal_engine.server.openai.protocol import ChatCompletionBody, GenerationBody
@@ -31,29 +32,27 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, Any]) -> Sampli
     try:
         given["structured_outputs"] = _structured_outputs(body)
         return SamplingParams(**{**defaults, **given})
-    except ValueError as error:
+    except ParameterError as error:
         raise parameter_error(error, body) from error
 
 
-def parameter_error(
-    error: ValueError, body: GenerationBody, adjusted: GenerationBody | None = None
-) -> APIError:
-    """What to tell the client about an error whose message begins with a parameter's name.
+def parameter_error(error: ParameterError, body: GenerationBody, *, is_forced: bool = False) -> APIError:
+    """What to tell the client about a parameter, by the name that it has in the body.
 
     Args:
-        adjusted: the body with what its tools ask for, if that is at fault too.
+        is_forced: the structured output is that of tool calls.
     """
-    name, _, rest = str(error).partition(" ")
-    if name == "max_tokens":
-        name = body.max_tokens_field
-    param = name.partition(".")[0]
-    if param == "structured_outputs" and body.structured_outputs is None:
-        is_tools = adjusted is not None and adjusted.structured_outputs is not None
-        param = "tools" if is_tools else "response_format"
-        return invalid(f"{param}: {rest}", param=param)
-    if param == "logprobs" and body.logprobs_field != param:
-        name = param = body.logprobs_field
-    return invalid(f"{name} {rest}", param=param if param in type(body).model_fields else None)
+    if error.name == "prompt":
+        return invalid(f" {error.message}", param=body.prompt_field, where=body.prompt_field)
+    field = error.name.partition(".")[0]
+    if field == "structured_outputs" and body.structured_outputs is None:
+        field = "tools" if is_forced else "response_format"
+        return invalid(f": {error.message}", param=field, where=field)
+    name = {"max_tokens": body.max_tokens_field, "logprobs": body.logprobs_field}.get(error.name, error.name)
+    field = name.partition(".")[0]
+    if field not in type(body).model_fields:
+        return invalid(f"{name} {error.message}")
+    return invalid(f" {error.message}", param=field, where=name)
 
 
 def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
@@ -66,7 +65,7 @@ def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     known = StructuredOutputsParams.__dataclass_fields__
     for name in wanted:
         if name not in known:
-            raise ValueError(f"structured_outputs.{name[:100]} is not supported")
+            raise ParameterError(f"structured_outputs.{name[:100]}", "is not supported")
     return StructuredOutputsParams(**{k: v for k, v in wanted.items() if v is not None})
 
 
@@ -82,12 +81,12 @@ def _of_response_format(response_format: Mapping[str, Any] | None) -> Structured
             wrapper = response_format.get("json_schema")
             schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else None
             if not isinstance(schema, Mapping | bool):
-                raise invalid(
-                    "response_format.json_schema.schema must be a JSON schema", param="response_format"
-                )
+                where = "response_format.json_schema.schema"
+                raise invalid(" must be a JSON schema", param="response_format", where=where)
             return StructuredOutputsParams(json=schema)
         case other:
             raise invalid(
-                f"response_format.type must be text, json_object or json_schema, got {str(other)[:60]!r}",
+                f" must be text, json_object or json_schema, got {short(other)}",
                 param="response_format",
+                where="response_format.type",
             )

@@ -10,6 +10,7 @@ from metal_engine.answers.formats import Parsers, begins_in_reasoning
 from metal_engine.answers.pieces import CallStart, Piece, Splitter, TextPiece
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.server.errors import APIError, invalid, invalid_prompt
 from metal_engine.server.generation.generation import Generation, finish_reason
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
@@ -69,15 +70,14 @@ class Conversation:
             )
         return prompt
 
-    def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
-        """The body as it is to be generated, once its prompt is known."""
-        changes: dict[str, Any] = {}
+    def adjust(self, params: SamplingParams) -> SamplingParams:
+        """The parameters as they are to be used, once the prompt is known."""
         if self._plan.forced:
             # What the client wants content to be does not matter: there is none.
-            changes |= {"structured_outputs": {"json": self._plan.schema}, "response_format": None}
-        elif self._parsers.special and (self._plan.parsed or self._parsers.reasoning is not None):
-            changes["skip_special_tokens"] = False
-        return body.model_copy(update=changes) if changes else body
+            return params.changed(structured_outputs=StructuredOutputsParams(json=self._plan.schema))
+        if self._parsers.special and (self._plan.parsed or self._parsers.reasoning is not None):
+            return params.changed(skip_special_tokens=False)
+        return params
 
     def pieces(self, index: int, text: str, reason: str | None) -> list[Piece]:
         """What more text of a choice has come to; ``reason`` says why it is the last, if it is."""
@@ -121,8 +121,8 @@ class ChatEndpoint:
     def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         return [self._conversation.prompt(body, tokenizer)]
 
-    def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
-        return self._conversation.adjust(body)
+    def adjust(self, params: SamplingParams) -> SamplingParams:
+        return self._conversation.adjust(params)
 
     def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
         return self._conversation.reasoning_counter(tokenizer)

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import APIError, invalid, invalid_prompt
 from metal_engine.server.generation.generation import Choice, Generation, finish_reason
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
@@ -39,8 +40,8 @@ class CompletionEndpoint:
         except ValueError as error:
             raise invalid_prompt(error, "prompt") from error
 
-    def adjust(self, body: CompletionBody) -> CompletionBody:
-        return body
+    def adjust(self, params: SamplingParams) -> SamplingParams:
+        return params
 
     def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
         return None

@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict  # typing's own, which pydantic takes from Python 3.12 on
 
+from metal_engine.server.large_bodies import IN_PIECES
+
 # One error for a list, not one for each of its 100,000 elements.
-_TextList = Annotated[list[str], Field(fail_fast=True)]
-_TokenIds = Annotated[list[int], Field(fail_fast=True)]
+_TextList = Annotated[list[str], Field(fail_fast=True), IN_PIECES]
+_TokenIds = Annotated[list[int], Field(fail_fast=True), IN_PIECES]
 
 
 class _Body(BaseModel):
@@ -71,6 +73,11 @@ class GenerationBody(_Body):
     user: str | None = None
 
     @property
+    def prompt_field(self) -> str:
+        """Name of the field that has the prompt."""
+        return "prompt"
+
+    @property
     def max_tokens_field(self) -> str:
         """Name of the field that limits the output."""
         return "max_tokens"
@@ -109,7 +116,7 @@ class GenerationBody(_Body):
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
-    prompt: str | _TextList | _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True)]
+    prompt: str | _TextList | _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True), IN_PIECES]
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -140,10 +147,10 @@ class ContentPart(_Body):
 
 class ChatMessage(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True), IN_PIECES] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True), IN_PIECES] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -175,7 +182,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 class ChatCompletionBody(GenerationBody):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), IN_PIECES]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -183,9 +190,13 @@ class ChatCompletionBody(GenerationBody):
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[ToolDefinition] | None = None
+    tools: Annotated[list[ToolDefinition], Field(fail_fast=True), IN_PIECES] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
 
     @property
     def max_tokens_field(self) -> str:
@@ -370,46 +381,6 @@ class ChatCompletionChunk(BaseModel):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     system_fingerprint: str | None = None
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "metal-engine"
-    root: str
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Health(BaseModel):
-    """``/health``: counts are of requests, ``kv_cache_usage`` is a share of the pool (0 to 1).
-
-    ``unknown_parameters`` counts request parameters by name that the server did not know and ignored.
-    ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
-    """
-
-    status: Literal["ok", "draining", "error"]
-    running: int
-    waiting: int
-    kv_cache_usage: float
-    preemptions: int
-    failed_steps: int
-    unknown_parameters: dict[str, int]
-    kv_transfer: dict[str, int] | None = None
-    error: str | None = None
-
-
-class Ready(BaseModel):
-    ready: bool
-
-
-class Version(BaseModel):
-    version: str
 
 
 class ErrorDetail(BaseModel):

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from metal_engine.answers.pieces import Piece
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import APIError
 from metal_engine.server.generation.generation import Generation, finish_reason
 from metal_engine.server.generation.preparation import ServedModel
@@ -94,8 +95,8 @@ class ResponsesEndpoint:
     def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         return [self._conversation.prompt(body, tokenizer)]
 
-    def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
-        return self._conversation.adjust(body)
+    def adjust(self, params: SamplingParams) -> SamplingParams:
+        return self._conversation.adjust(params)
 
     def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
         return self._conversation.reasoning_counter(tokenizer)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from metal_engine.server.errors import APIError, invalid, validated
+from metal_engine.server.large_bodies import IN_PIECES
 from metal_engine.server.openai.protocol import ChatCompletionBody
 
 Message = dict[str, Any]
@@ -47,13 +48,13 @@ class ResponsesBody(_Body):
     """``POST /v1/responses``. ``None`` always means the default."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True), IN_PIECES]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True), IN_PIECES] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
@@ -63,7 +64,7 @@ class ResponsesBody(_Body):
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(fail_fast=True), IN_PIECES] | None = None
     stream_options: dict[str, Any] | None = None
     user: str | None = None
 
@@ -102,7 +103,8 @@ class DeletedResponse(BaseModel):
     deleted: Literal[True] = True
 
 
-_RENAMED: Annotated[dict[str, str], "a chat's field -> the one it was made of"] = {
+# A chat's field -> the one that it was made of.
+RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
@@ -111,17 +113,6 @@ _RENAMED: Annotated[dict[str, str], "a chat's field -> the one it was made of"] 
 }
 # Fields whose meaning is all used here; everything that is not declared goes on to the chat.
 _USED = frozenset(ResponsesBody.model_fields)
-
-
-def renamed(error: APIError) -> APIError:
-    """An error about a chat as one about the response that it was made for."""
-    new = _RENAMED.get(error.param or "")
-    if new is None or error.param is None:
-        return error
-    message = (
-        error.message.replace(error.param, new, 1) if error.message.startswith(error.param) else error.message
-    )
-    return APIError(error.status, message, param=new, code=error.code, headers=error.headers)
 
 
 def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletionBody, list[Message]]:
@@ -164,7 +155,7 @@ def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletion
     try:
         return validated(ChatCompletionBody, {**(body.model_extra or {}), **given}), messages
     except APIError as error:
-        raise renamed(error) from error
+        raise error.renamed(RENAMED) from error
 
 
 def _tool(i: int, tool: ResponseTool) -> dict[str, Any]:

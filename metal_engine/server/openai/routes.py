@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 from metal_engine.server.errors import APIError
 from metal_engine.server.generation.answerer import EVENTS, Answerer
 from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.middleware.strict_json import off_loop_if_large
 from metal_engine.server.openai import responses_protocol
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.openai.completions import CompletionEndpoint
@@ -30,10 +31,10 @@ def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store
     )
     async def create_response(body: ResponsesBody, request: Request) -> Response:
         try:
-            chat, messages = chat_of(body, store)
+            chat, messages = await off_loop_if_large(request, chat_of, body, store)
             return await answer(ResponsesEndpoint(served, store, body, messages), chat, request)
         except APIError as error:
-            raise responses_protocol.renamed(error) from error
+            raise error.renamed(responses_protocol.RENAMED) from error
 
     @app.get("/v1/responses/{response_id}", tags=["responses"], response_model=responses_protocol.Response)
     async def get_response(response_id: str) -> Response:

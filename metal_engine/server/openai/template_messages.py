@@ -48,7 +48,7 @@ def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str,
     kwargs = dict(body.chat_template_kwargs or {})
     for name in kwargs:
         if name in _NOT_FOR_TEMPLATES:
-            raise invalid(f"chat_template_kwargs cannot set {name}", param="chat_template_kwargs")
+            raise invalid(f" cannot set {name}", param="chat_template_kwargs", where="chat_template_kwargs")
     if body.reasoning_effort is None:
         return kwargs
     if tokenizer.template_mentions("reasoning_effort"):
@@ -57,7 +57,8 @@ def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str,
         kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
     elif body.reasoning_effort != "none":
         raise invalid(
-            "reasoning_effort is not supported: the model's chat template does not know it",
+            " is not supported: the model's chat template does not know it",
+            where="reasoning_effort",
             param="reasoning_effort",
             code="unsupported_parameter",
         )
@@ -66,7 +67,8 @@ def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str,
 
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     if message.content is None and message.role != "assistant":
-        raise invalid(f"messages[{index}].content is required for the role {message.role}", param="messages")
+        where = f"messages[{index}].content"
+        raise invalid(f" is required for the role {message.role}", param="messages", where=where)
     # Templates concatenate content, so an absent one (an assistant that only called tools) is an empty text.
     result: dict[str, Any] = {
         "role": _TEMPLATE_ROLES.get(message.role, message.role),
@@ -95,11 +97,12 @@ def _text(index: int, content: str | list[ContentPart]) -> str:
         place = f"messages[{index}].content[{i}]"
         if part.type != "text":
             raise invalid(
-                f"{place}: content of type {part.type!r} is not supported; the model takes text only",
+                f": content of type {part.type!r} is not supported; the model takes text only",
+                where=place,
                 param="messages",
             )
         if part.text is None:
-            raise invalid(f"{place}.text is required", param="messages")
+            raise invalid(" is required", param="messages", where=f"{place}.text")
         texts.append(part.text)
     return "\n".join(texts)  # as vLLM joins them
 

@@ -12,8 +12,9 @@ from metal_engine import __version__
 from metal_engine.server.errors import APIError, model_not_found
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.middleware.lifecycle import Lifecycle
-from metal_engine.server.openai.protocol import ErrorBody, Health, ModelCard, ModelList, Ready, Version
+from metal_engine.server.openai.protocol import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
+from metal_engine.server.status.protocol import Health, ModelCard, ModelList, Ready, Version
 
 
 def add_model_routes(app: FastAPI, served: ServedModel) -> None:
@@ -60,9 +61,9 @@ def add_status_routes(
             waiting=stats.num_waiting,
             kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
             preemptions=stats.num_preemptions,
-            failed_steps=engine.core.num_failed_steps,
+            failed_steps=engine.num_failed_steps,
             unknown_parameters=served.parameters.num_unknown,
-            kv_transfer=None if (kv := engine.core.kv_transfer_stats) is None else kv.as_dict(),
+            kv_transfer=None if (kv := engine.kv_transfer_stats) is None else kv.as_dict(),
             error=None if error is None else f"the engine has stopped: {error!r}",
         )
         status = 200 if body.status == "ok" else 503

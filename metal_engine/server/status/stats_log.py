@@ -29,7 +29,7 @@ class StatsLog:
         self._last = self._totals()
 
     def _totals(self) -> _Totals:
-        metrics = self._engine.core.metrics
+        metrics = self._engine.metrics
         return _Totals(
             time.monotonic(),
             metrics.num_prompt_tokens,

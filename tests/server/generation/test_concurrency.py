@@ -141,5 +141,5 @@ def test_a_server_that_stops_ends_its_streams() -> None:
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
         wait_until(lambda: served.engine.num_open_requests == 0, "open requests")
-        wait_until(lambda: not served.engine.core.has_requests, "requests in the engine")
+        wait_until(lambda: not served.core.has_requests, "requests in the engine")
         assert served.engine.error is None

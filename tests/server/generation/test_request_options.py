@@ -56,7 +56,7 @@ def test_wrong_types_are_refused(served: Served, field: str) -> None:
 
 def test_priority_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(config=fake_config(scheduling_policy="priority")) as served:
-        scheduler = served.engine.core.scheduler
+        scheduler = served.core.scheduler
         seen: list[RequestOptions] = []
         add = scheduler.add_request
         monkeypatch.setattr(scheduler, "add_request", lambda r: (add(r), seen.append(r.options)))
@@ -68,7 +68,7 @@ def test_priority_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_kv_transfer_params_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve() as served:
-        scheduler = served.engine.core.scheduler
+        scheduler = served.core.scheduler
         seen: list[RequestOptions] = []
         add = scheduler.add_request
         monkeypatch.setattr(scheduler, "add_request", lambda r: (add(r), seen.append(r.options)))

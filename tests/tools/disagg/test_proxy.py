@@ -47,7 +47,7 @@ def seen_by(
     A decode server that waits for no KV may be done before the prefill server has heard of the request.
     """
     requests: list[Request] = []
-    scheduler = served.engine.core.scheduler
+    scheduler = served.core.scheduler
     add = scheduler.add_request
 
     def see(request: Request) -> None:
@@ -107,7 +107,7 @@ def test_a_decode_server_that_waits_for_a_dead_prefill_server_is_asked_again(
 ) -> None:
     with serve() as decode, proxying(f"http://127.0.0.1:{free_port()}", decode.url) as url:
         at_decode = seen_by(decode, monkeypatch)
-        scheduler = decode.engine.core.scheduler
+        scheduler = decode.core.scheduler
         add = scheduler.add_request
 
         def lose(request: Request) -> None:

@@ -1,0 +1,47 @@
+"""What the routes about the server answer with."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "metal-engine"
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    """``/health``: counts are of requests, ``kv_cache_usage`` is a share of the pool (0 to 1).
+
+    ``unknown_parameters`` counts request parameters by name that the server did not know and ignored.
+    ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
+    """
+
+    status: Literal["ok", "draining", "error"]
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    preemptions: int
+    failed_steps: int
+    unknown_parameters: dict[str, int]
+    kv_transfer: dict[str, int] | None = None
+    error: str | None = None
+
+
+class Ready(BaseModel):
+    ready: bool
+
+
+class Version(BaseModel):
+    version: str

@@ -1,0 +1,330 @@
+"""Large bodies mean what small ones mean, and hold up neither the event loop nor the engine's steps."""
+
+from __future__ import annotations
+
+import asyncio.events
+import gc
+import http.client
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.engine.engine_thread import EngineThread
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.server import large_bodies
+from metal_engine.server.large_bodies import MAX_CONTAINERS, MAX_MEMBERS, TooComplexError, is_large
+from metal_engine.server.openai.protocol import ChatCompletionBody, CompletionBody
+from tests.support.fakes import byte_ids, fake_config, generated
+from tests.support.serving import Served, serve
+
+VOCAB_SIZE = 151_936
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.lists(st.integers()) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)
+
+
+@given(VALUES, st.sampled_from([None, 0, 2]))
+def test_values_are_those_of_the_parser_in_c(value: Any, indent: int | None) -> None:
+    text = json.dumps(value, indent=indent).encode()
+    assert repr(large_bodies.loads(text)) == repr(json.loads(text))
+
+
+@given(st.text(alphabet='[]{},:-10 \n"ae.', max_size=30))
+@settings(max_examples=1000)
+def test_what_is_no_json_is_refused_alike(text: str) -> None:
+    def outcome(loads: Callable[..., Any]) -> Any:
+        try:
+            return repr(loads(text.encode()))
+        except json.JSONDecodeError as error:
+            return error.msg, error.pos
+
+    assert outcome(large_bodies.loads) == outcome(json.loads)
+
+
+@pytest.mark.parametrize("separator", [",", ", ", " ,\n"])
+def test_long_arrays_are_read_whole(separator: str) -> None:
+    numbers = [-3, 0, 7, 123_456_789] * 50_000
+    text = f"[{separator.join(map(str, numbers))}]"
+    assert large_bodies.loads(text.encode()) == numbers
+    mixed = text[:-1] + ', 1.5, "a", [2]]'
+    assert large_bodies.loads(mixed.encode()) == [*numbers, 1.5, "a", [2]]
+    for broken in (
+        text[:-1] + ",]",
+        text[:-1],
+        text.replace("7", "7 7"),
+        text[:-1] + ",,1]",
+        text[:-1] + ",-]",
+    ):
+        with pytest.raises(json.JSONDecodeError):
+            large_bodies.loads(broken.encode())
+
+
+@pytest.mark.parametrize("length", [(1 << 15) * k + d for k in (1, 2) for d in (-1, 0, 1)])
+def test_a_comma_where_a_piece_ends(length: int) -> None:
+    numbers = ",".join("1" * length)
+    assert len(large_bodies.loads(f"[{numbers}]".encode())) == length
+    with pytest.raises(json.JSONDecodeError):
+        large_bodies.loads(f"[{numbers},]".encode())
+
+
+def test_what_is_too_complex() -> None:
+    with pytest.raises(TooComplexError, match="arrays and objects"):
+        large_bodies.loads(b"[" + b"[]," * MAX_CONTAINERS + b"1]")
+    members = ",".join(f'"{i}":1' for i in range(MAX_MEMBERS + 1))
+    with pytest.raises(TooComplexError, match="members"):
+        large_bodies.loads(b"{" + members.encode() + b"}")
+
+
+def test_which_bodies_are_large() -> None:
+    assert not is_large(b'{"prompt": "a"}')
+    assert not is_large(b"a" * 1_000_000)
+    assert is_large(b"1," * 20_000) and is_large(b"a" * (1 << 20))
+
+
+def test_validation_in_pieces_finds_the_same() -> None:
+    ids = list(range(100_000))
+    assert CompletionBody(prompt=ids).prompt == ids
+    nested = [[i, i + 1] for i in range(50_000)]
+    assert CompletionBody(prompt=nested).prompt == nested
+    messages: list[Any] = [{"role": "user", "content": str(i)} for i in range(10_000)]
+    assert [m.content for m in ChatCompletionBody(messages=messages).messages[::999]] == [
+        str(i) for i in range(0, 10_000, 999)
+    ]
+    messages[7_777] = {"role": "nobody"}
+    with pytest.raises(ValidationError) as caught:
+        ChatCompletionBody(messages=messages)
+    (error,) = caught.value.errors()
+    assert error["loc"] == ("messages", 7_777, "role")
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody(prompt="a", allowed_token_ids=[*ids, "b"])
+    (error,) = caught.value.errors()
+    assert error["loc"] == ("allowed_token_ids", 100_000)
+
+
+# --- serving ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    config = fake_config(max_model_len=4096)
+    config = replace(
+        config,
+        model=replace(config.model, vocab_size=VOCAB_SIZE),
+        cache=replace(config.cache, num_blocks=100_000),
+        scheduler=replace(config.scheduler, max_num_seqs=256, max_num_batched_tokens=8192),
+    )
+    with serve(config=config) as served:
+        yield served
+        served.settle()
+
+
+IDS = list(range(150_000))
+LARGE: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "allowed tokens": ("completions", {"prompt": "a", "n": 128, "temperature": 1, "allowed_token_ids": IDS}, 200, ""),
+    "batch of prompts": ("completions", {"prompt": [IDS[:200]] * 2000}, 200, ""),
+    "long prompts": ("completions", {"prompt": IDS[:4000], "n": 128}, 200, ""),
+    "stop tokens": (
+        "completions",
+        {"prompt": "a", "n": 128, "stop_token_ids": IDS[-16_384:], "logit_bias": dict.fromkeys(range(16_384), 1)},
+        200,
+        "",
+    ),
+    "a prompt too long": ("completions", {"prompt": [7] * 3_000_000}, 400, "the prompt has 3000000 tokens"),
+    "more than the vocabulary": (
+        "completions",
+        {"prompt": "a", "allowed_token_ids": [7] * 200_000},
+        400,
+        "allowed_token_ids may have 151936 entries",
+    ),
+    "no token ids": ("completions", {"prompt": "a", "stop_token_ids": [*IDS, "a"]}, 400, "stop_token_ids[150000]: "),
+    "no messages": ("chat/completions", {"messages": [1] * 500_000}, 400, "messages[0]: "),
+    "many messages": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a"}] * 25_000},
+        400,
+        "messages: a prompt of ",
+    ),
+    "many prompts": ("completions", {"prompt": [[1, 2]] * 50_000}, 400, "n times the number of prompts"),
+    "no parameter": ("completions", {"prompt": "a", "guided_choice": [7] * 1_000_000}, 400, "guided_choice is not"),
+}  # fmt: skip
+# A process of its own sends them: here, it would hold Python's lock itself.
+SEND = """
+import http.client, sys
+connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
+connection.request("POST", sys.argv[2], open(sys.argv[3], "rb"), {"content-type": "application/json"})
+answer = connection.getresponse()
+print(answer.status, answer.read().decode()[:200])
+"""
+
+
+def send(served: Served, path: str, file: Path) -> str:
+    command = [sys.executable, "-S", "-c", SEND, str(served.server.port), f"/v1/{path}", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+class Holds:
+    """The longest that anybody was held up, in seconds.
+
+    Attributes:
+        loop: processor time of one callback of the event loop.
+        steps: processor time between two steps.
+        lock: how late a thread that sleeps now and then got Python's lock back. Noisy: it is time on the clock.
+    """
+
+    def __init__(self) -> None:
+        self.loop = self.steps = self.lock = 0.0
+
+    def within(self, other: Holds) -> Holds:
+        """The least of each."""
+        least = Holds()
+        for name in vars(self):
+            setattr(least, name, min(getattr(self, name), getattr(other, name)))
+        return least
+
+
+@contextmanager
+def watched(loop_thread: str = "server") -> Iterator[Holds]:
+    holds = Holds()
+    over = threading.Event()
+
+    def watch_lock() -> None:
+        last = time.perf_counter()
+        while not over.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            holds.lock, last = max(holds.lock, now - last), now
+
+    def timed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return function(*args)
+            finally:
+                if name == "steps" or threading.current_thread().name == loop_thread:
+                    setattr(holds, name, max(getattr(holds, name), time.thread_time() - started))
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio.events.Handle, "_run", timed(asyncio.events.Handle._run, "loop"))
+        patch.setattr(EngineThread, "_take_in", timed(EngineThread._take_in, "steps"))
+        watcher = threading.Thread(target=watch_lock)
+        gc.collect()
+        gc.freeze()  # as the server does
+        watcher.start()
+        try:
+            yield holds
+        finally:
+            over.set()
+            watcher.join()
+            gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def trivial(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Holds:
+    """What the same machine, at the same time, takes for a body of no weight."""
+    file = tmp_path_factory.mktemp("bodies") / "body.json"
+    file.write_text(json.dumps({"prompt": "a", "max_tokens": 2}))
+    with watched() as holds:
+        assert send(served, "completions", file).startswith("200")
+    served.settle()
+    return holds
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_nobody_is_held_up(served: Served, trivial: Holds, tmp_path: Path, name: str) -> None:
+    path, body, status, message = LARGE[name]
+    file = tmp_path / "body.json"
+    file.write_text(json.dumps({"max_tokens": 2, **body}))
+    best: Holds | None = None
+    for _ in range(4):  # the machine has other things to do as well
+        with watched() as holds:
+            answer = send(served, path, file)
+            served.settle()
+        assert answer.startswith(str(status)) and message in answer, answer
+        best = holds if best is None else best.within(holds)
+        if best.loop < 0.02 and best.steps < 0.02 and best.lock < 0.02:
+            return
+    assert best is not None
+    assert best.loop < max(0.02, 5 * trivial.loop)
+    assert best.steps < max(0.02, 5 * trivial.steps)
+    assert best.lock < max(0.06, 5 * trivial.lock)
+
+
+def test_a_request_is_checked_once_and_not_in_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checked: list[str] = []
+    check, prepare = SamplingParams.__post_init__, EngineCore.prepare_all
+
+    def counted_check(self: SamplingParams) -> None:
+        checked.append(threading.current_thread().name)
+        check(self)
+
+    def counted_prepare(self: EngineCore, *args: Any) -> Any:
+        prepared.append(threading.current_thread().name)
+        return prepare(self, *args)
+
+    prepared: list[str] = []
+    monkeypatch.setattr(SamplingParams, "__post_init__", counted_check)
+    monkeypatch.setattr(EngineCore, "prepare_all", counted_prepare)
+    body = {"prompt": ["a", "b"], "n": 5, "temperature": 1, "max_tokens": 2, "allowed_token_ids": IDS[:1000]}
+    assert served.post("/v1/completions", body).status_code == 200
+    assert len(checked) == len(prepared) == 1
+    assert {*checked, *prepared}.isdisjoint({"server", "engine", "MainThread"})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_large_body_is_answered_like_a_small_one(served: Served, path: str) -> None:
+    text = "abc"
+    prompt = (
+        {"prompt": text}
+        if path.endswith("v1/completions")
+        else {"messages": [{"role": "user", "content": text}]}
+    )
+    filler = {"metadata": {"a": [0] * 40_000}}
+    small = served.post(path, {**prompt, "max_tokens": 5}).json()
+    large = served.post(path, {**prompt, "max_tokens": 5, **filler}).json()
+    assert small["choices"] == large["choices"] and small["usage"]["completion_tokens"] == 5
+    if "prompt" in prompt:
+        assert byte_ids(large["choices"][0]["text"]) == generated(byte_ids(text), 5)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt": [' + b"1," * 40_000, "not valid JSON"),
+        (b'{"prompt": [' + b"1," * 40_000 + b"NaN]}", "NaN is no JSON number"),
+        (b'{"prompt": [' + b"1," * 40_000 + b"9" * 5_000 + b"]}", "too many digits"),
+        (b'{"prompt": "\\ud800", "a": [' + b"1," * 40_000 + b"1]}", "not valid Unicode"),
+        (b'{"prompt": ' + b"[" * 40_000 + b"1," * 40_000, "nested too deeply"),
+        (b'{"prompt": [' + b"[]," * MAX_CONTAINERS + b"1]}", "arrays and objects"),
+        (b"[" + b"1," * 40_000 + b"1]", "must be a JSON object"),
+    ],
+    ids=range(7),
+)
+def test_broken_large_bodies(served: Served, body: bytes, message: str) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", served.server.port)
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 400
+    assert message in json.loads(answer.read())["error"]["message"]
+    connection.close()
