@@ -22,7 +22,7 @@ chat: .venv/.installed  ## talk to MODEL in the terminal
 	$(BIN)/metal-engine chat $(MODEL) $(ARGS)
 
 disagg: .venv/.installed-dev  ## prefill on one server, decode on another, on this machine
-	PYTHONPATH=. $(BIN)/python -m tools.disagg.demo $(MODEL)
+	$(BIN)/python -m tools.disagg.demo $(MODEL)
 
 test: .venv/.installed-dev clang  ## all tests, long sweeps run small
 	$(PYTEST) $(ARGS)

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from metal_engine.checkpoints.loader import LoadedModel
-    from metal_engine.models.info import model_info
+    from metal_engine.kv_transfer.runner_side import KVConnectorRunner
     from metal_engine.models.paged_model import PagedModel
-    from metal_engine.runner.model_runner import ModelRunner
 
 
 def build_engine(args: EngineArgs) -> EngineCore:
@@ -60,6 +59,7 @@ def _build(
     from metal_engine.device.info import device_info
     from metal_engine.errors import UnsupportedModelError
     from metal_engine.models.check import check_paged_model
+    from metal_engine.models.info import model_info
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner.model_runner import ModelRunner
     from metal_engine.runner.step_memory import measure_step_bytes
@@ -86,34 +86,33 @@ def _build(
         ),
     )
     limit_device_memory(config)
-    runner = ModelRunner(paged, backend, config.scheduler, config.cache)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
-    connector = None
+    scheduler_side, runner_side = None, None
     if transfer is not None:
-        connector, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged, runner)
+        scheduler_side, runner_side, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged)
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
         config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))
-    return EngineCore(config, runner, Tokenizer(loaded.tokenizer, loaded.eos_token_ids), connector)
+    runner = ModelRunner(paged, backend, config.scheduler, config.cache, runner_side)
+    return EngineCore(config, runner, Tokenizer(loaded.tokenizer, loaded.eos_token_ids), scheduler_side)
 
 
 def _connect_kv(
-    transfer: KVTransferConfig, block_size: int, loaded: LoadedModel, paged: PagedModel, runner: ModelRunner
-) -> tuple[KVConnectorScheduler, str]:
-    """Open the store and make both halves of the connector; returns the scheduler's, and the fingerprint of the KV."""
+    transfer: KVTransferConfig, block_size: int, loaded: LoadedModel, paged: PagedModel
+) -> tuple[KVConnectorScheduler, KVConnectorRunner, str]:
+    """Open the store and make both halves of the connector; with them comes the fingerprint of the KV."""
     from mlx.utils import tree_flatten
 
     from metal_engine.kv_transfer.fingerprint import kv_fingerprint
     from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts
 
-    parts = block_parts(paged.layer_caches)
+    parts = block_parts([state.spec for state in paged.pool.states], block_size)
     weights = cast("list[tuple[str, mx.array]]", tree_flatten(loaded.model.parameters()))
     fingerprint = kv_fingerprint(weights, loaded.config, block_size, parts)
     layout = BlockLayout(parts, fingerprint)
     stats = KVTransferStats()
     mover = KVTransfer(open_store(transfer, layout), layout, transfer, stats)
-    runner.kv_connector = KVConnectorRunner(mover, layout)
-    return KVConnectorScheduler(mover, transfer, stats), fingerprint
+    return KVConnectorScheduler(mover, transfer, stats), KVConnectorRunner(mover, layout), fingerprint
 
 
 def read_chat_template(given: str) -> str:
@@ -131,7 +130,8 @@ def read_chat_template(given: str) -> str:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a text file"
             raise ConfigError(
-                "--chat-template", f"cannot read --chat-template {given}: {reason}", is_whole=True
+                "--chat-template",
+                f"cannot read --chat-template {given}: {reason}",
             ) from error
     try:
         # Extensions that templates of published models use.

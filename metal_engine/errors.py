@@ -15,15 +15,14 @@ class ConfigError(ValueError):
     Args:
         flag: the setting at fault as the user gave it: ``--port``, or a variable of the environment; None where no
             single one is.
-        message: what is wrong with it and what to do.
-        is_whole: ``message`` names the flag itself; otherwise it is put after the flag.
+        message: what is wrong with it and what to do; the flag is put before a message that does not name it.
 
     Attributes:
         flag: as above.
     """
 
-    def __init__(self, flag: str | None, message: str, *, is_whole: bool = False) -> None:
-        super().__init__(message if flag is None or is_whole else f"{flag} {message}")
+    def __init__(self, flag: str | None, message: str) -> None:
+        super().__init__(message if flag is None or flag in message else f"{flag} {message}")
         self.flag = flag
 
 

@@ -19,7 +19,7 @@ from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.scheduler import SchedulerStats
+from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import EngineConfig
 

@@ -84,13 +84,13 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class ModelOutput:
-    """What came of a step.
+    """What a step computed.
 
     Attributes:
         sampled_token_ids: one token for each of ``SchedulerOutput.sampled_req_ids``, in that order.
         logprobs: by request id, of the token it sampled, where asked for.
         prompt_logprobs: by request id, of the prompt tokens in this step, where asked for.
-        errors: by request id, why a request cannot go on. Its token means nothing.
+        errors: by request id, why a request must end. Its sampled token is void.
     """
 
     sampled_token_ids: list[int]
@@ -127,7 +127,7 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what belongs to the calling thread; the last call, in the thread that ran the steps."""
+        """Let go of what belongs to the calling thread. This is the last call, in the thread that ran the steps."""
         ...
 
 
@@ -142,8 +142,8 @@ class TokenOutput:
     request_id: str
     token_ids: list[int]
     num_cached_tokens: int = 0
+    num_external_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | None = None
-    num_external_tokens: int = 0
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None

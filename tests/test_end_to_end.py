@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from metal_engine import LLM, SamplingParams
+from tools.fixtures.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -30,9 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 @pytest.fixture(scope="module")
 def server(demo_path: Path) -> Iterator[str]:
     """`metal-engine serve demo` on a free port; ends on SIGINT with status 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "metal_engine", "serve", "demo", "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     url = f"http://127.0.0.1:{port}"

@@ -11,8 +11,8 @@ import pytest
 from metal_engine import llm as llm_module
 from metal_engine.llm import LLM
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
-from tests.support.fakes import VOCAB_SIZE, byte_ids
 from tests.support.tiny_engine import tiny_engine
+from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids
 
 
 @pytest.fixture

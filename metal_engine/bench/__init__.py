@@ -1,1 +1,0 @@
-"""Tools that look at the engine from outside: is it set up right, how fast is it."""

@@ -14,7 +14,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadArgs:
-    """What is asked for, and how much of it."""
+    """Settings of the requests to send: what they ask for, and how many there are."""
 
     dataset_name: str = setting(
         "random",
@@ -126,14 +126,14 @@ class BenchServeArgs(WorkloadArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchThroughputArgs(WorkloadArgs):
-    """Settings of ``bench throughput``: every request is there from the start."""
+    """Settings of ``bench throughput``: all requests are there from the start."""
 
     save_result: str | None = setting(None, "JSON file for the result.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLatencyArgs:
-    """Settings of ``bench latency``: one batch, again and again."""
+    """Settings of ``bench latency``: the same requests at once, again and again."""
 
     input_len: int = setting(32, "Tokens of a prompt.")
     output_len: int = setting(128, "Tokens to generate for each.")

@@ -1,4 +1,4 @@
-"""A streaming client that notes when each piece of an answer came, and checks that it got what it asked for."""
+"""A streaming client that notes when each part of an answer came, and checks that it got what it asked for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RequestRecord:
 
     Attributes:
         started: when it was sent.
-        token_times: when each piece of text came; a server may put several tokens into one.
+        token_times: when each event with text came; a server may put several tokens into one event.
         prompt_len, output_len: as the server's ``usage`` counts them.
         asked_len: tokens asked for.
         error: why it failed; empty if it is what was asked for.
@@ -34,7 +34,6 @@ class RequestRecord:
     output_len: int = 0
     asked_len: int = 0
     finish_reason: str = ""
-    text: str = ""
     error: str = ""
 
     @property
@@ -43,12 +42,12 @@ class RequestRecord:
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first text."""
+        """Seconds from sending to the first text."""
         return self.token_times[0] - self.started
 
     @property
     def latency(self) -> float:
-        """Seconds to the last text."""
+        """Seconds from sending to the last text."""
         return self.token_times[-1] - self.started
 
     @property
@@ -58,7 +57,7 @@ class RequestRecord:
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between one piece of text and the next."""
+        """Seconds between one event with text and the next."""
         return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
 
 
@@ -89,9 +88,8 @@ class BenchClient:
             await self._stream(request, record)
             self._check(request, record)
         except (aiohttp.ClientError, TimeoutError, OSError, Rejected) as error:
-            record.error = (
-                f"{type(error).__name__}: {error}" if not isinstance(error, Rejected) else str(error)
-            )
+            kind = "" if isinstance(error, Rejected) else f"{type(error).__name__}: "
+            record.error = f"{kind}{error}"
         record.ended = time.perf_counter()
         return record
 
@@ -140,7 +138,6 @@ class BenchClient:
             text = text or delta.get("reasoning_content") or delta.get("reasoning") or ""
             if text:
                 record.token_times.append(now)
-                record.text += text
             record.finish_reason = choice.get("finish_reason") or record.finish_reason
         if usage := event.get("usage"):
             record.prompt_len = usage["prompt_tokens"]

@@ -130,7 +130,8 @@ def _from_file(
         requests = list(read(path, args, load_tokenizer))
     except OSError as error:
         raise ConfigError(
-            "--dataset-path", f"cannot read --dataset-path {path}: {error.strerror}", is_whole=True
+            "--dataset-path",
+            f"cannot read --dataset-path {path}: {error.strerror}",
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError("--dataset-path", f"{path} is no {args.dataset_name} file: {error!r}") from error
@@ -138,7 +139,6 @@ def _from_file(
         raise ConfigError(
             "--num-prompts",
             f"{path} has {len(requests)} usable prompts, fewer than --num-prompts {args.num_prompts}",
-            is_whole=True,
         )
     picked = np.random.default_rng(seed).permutation(len(requests))[: args.num_prompts]
     return [requests[i] for i in picked]

@@ -22,7 +22,7 @@ from metal_engine.settings.args import EngineArgs
 
 
 def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict[str, Any]:
-    """All requests at once, until the last is done."""
+    """Run all requests at once, until the last is done."""
     check_output(args.save_result, "--save-result")
     name = engine_args.tokenizer or engine_args.model
     requests = make_requests(args, engine_args.seed, lambda: load_prompt_tokenizer(name))
@@ -49,7 +49,7 @@ def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict
 
 
 def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, Any]:
-    """The time of a batch from its start to its last token, over and over; nothing is cached in between."""
+    """Time the same requests from the start to the last token, again and again, with nothing cached in between."""
     check_output(args.save_result, "--save-result")
     tokenizer = load_prompt_tokenizer(engine_args.tokenizer or engine_args.model)
     rng = np.random.default_rng(engine_args.seed)
@@ -79,7 +79,7 @@ def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, 
 
 
 def _run(core: EngineCore, requests: Sequence[BenchRequest], *, show: bool) -> tuple[float, int, int]:
-    """Seconds, tokens of prompts, tokens generated.
+    """Run requests to their ends; returns the seconds that took, tokens of prompts and tokens generated.
 
     Raises:
         RuntimeError: a step failed.

@@ -1,4 +1,4 @@
-"""Files that a benchmark is to write, tried before it runs: an hour is not to be lost for the name of a file."""
+"""Tries the files that a benchmark will write before it runs, so that no long run is lost for a wrong name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from metal_engine.errors import ConfigError
 
 
 def check_output(path: str | None, flag: str) -> None:
-    """Make the folder of a file that ``flag`` names; None names none.
+    """Check that a file can be written, and make its folder. None stands for no file.
+
+    Args:
+        flag: names the file, for the message.
 
     Raises:
         ConfigError: the file could not be written.
@@ -23,7 +26,8 @@ def check_output(path: str | None, flag: str) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            flag, f"cannot write to {folder} ({flag}): {error.strerror}", is_whole=True
+            flag,
+            f"cannot write to {folder} ({flag}): {error.strerror}",
         ) from error
     if Path(path).is_dir():
         raise ConfigError(flag, f"must name a file, and {path} is a folder")

@@ -25,7 +25,7 @@ def check_plots(path: str) -> None:
 
 
 def plot_run(records: Sequence[RequestRecord], path: Path) -> None:
-    """Three panels: distributions of TTFT and ITL, each request as a line, tokens a second over time."""
+    """Draw three panels: distributions of TTFT and ITL, each request as a line, events with text a second over time."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -42,15 +42,15 @@ def plot_run(records: Sequence[RequestRecord], path: Path) -> None:
         latencies.legend()
 
     start = min((r.started for r in records), default=0.0)
-    for row, record in enumerate(sorted(ok, key=lambda r: r.started)):
+    for place, record in enumerate(sorted(ok, key=lambda r: r.started)):
         first, last = record.token_times[0] - start, record.token_times[-1] - start
-        timeline.plot([record.started - start, first], [row, row], color="tab:orange", linewidth=1.5)
-        timeline.plot([first, last], [row, row], color="tab:blue", linewidth=1.5)
+        timeline.plot([record.started - start, first], [place, place], color="tab:orange", linewidth=1.5)
+        timeline.plot([first, last], [place, place], color="tab:blue", linewidth=1.5)
     timeline.set(xlabel="s", ylabel="request", title="Waiting for the first token, generating")
 
     times = np.array([t for r in ok for t in r.token_times]) - start
     if times.size:
         counts, edges = np.histogram(times, bins=min(60, max(5, times.size // 4)))
         rate.stairs(counts / np.diff(edges), edges, fill=True)
-    rate.set(xlabel="s", ylabel="pieces of text / s", title="Output")
+    rate.set(xlabel="s", ylabel="events with text / s", title="Output")
     figure.savefig(path, dpi=110)

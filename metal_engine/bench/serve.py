@@ -28,6 +28,8 @@ from metal_engine.bench.tokens import load_prompt_tokenizer
 from metal_engine.errors import ConfigError
 
 _READY_POLL_SECONDS = 0.5
+# Of each request, as they are, in the file of a result.
+_RESULT_FIELDS = ("prompt_len", "cached_len", "output_len", "asked_len", "finish_reason", "error")
 
 
 def bench_serve(args: BenchServeArgs) -> Summary:
@@ -84,7 +86,8 @@ async def find_model(args: BenchServeArgs) -> str:
                 problem = str(error)
             if time.monotonic() >= deadline:
                 raise ConfigError(
-                    "--base-url", f"no server at {args.base_url} (--base-url): {problem}", is_whole=True
+                    "--base-url",
+                    f"no server at {args.base_url} (--base-url): {problem}",
                 )
             await asyncio.sleep(_READY_POLL_SECONDS)
     if args.model is not None:
@@ -92,13 +95,16 @@ async def find_model(args: BenchServeArgs) -> str:
     try:
         return str(json.loads(body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError("--model", f"{url} lists no model: name one with --model", is_whole=True) from error
+        raise ConfigError(
+            "--model",
+            f"{url} lists no model: name one with --model",
+        ) from error
 
 
 async def measure(
     args: BenchServeArgs, model: str, requests: Sequence[BenchRequest]
 ) -> tuple[Summary, list[RequestRecord]]:
-    """Send all requests when they are due; their figures and records, in order of the requests."""
+    """Send all requests when they are due; returns their figures, and their records in order of the requests."""
     due = arrival_times(len(requests), args.request_rate, args.burstiness, args.seed)
     slots = asyncio.Semaphore(args.max_concurrency or len(requests))
     async with BenchClient(args, model) as client:
@@ -194,10 +200,5 @@ def request_json(record: RequestRecord) -> dict[str, Any]:
         "ttft": record.ttft if record.token_times else None,
         "itls": record.itls,
         "latency": record.latency if record.token_times else None,
-        "prompt_len": record.prompt_len,
-        "cached_len": record.cached_len,
-        "output_len": record.output_len,
-        "asked_len": record.asked_len,
-        "finish_reason": record.finish_reason,
-        "error": record.error,
+        **{name: getattr(record, name) for name in _RESULT_FIELDS},
     }

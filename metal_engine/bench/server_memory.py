@@ -10,7 +10,9 @@ _LOCAL = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 
 
 def server_peak_bytes(base_url: str) -> int | None:
-    """Largest resident size so far of the process that listens at ``base_url``, with its children; None if not told.
+    """Largest resident size so far of the process that listens at ``base_url``, with its children, in bytes.
+
+    None where the server is on another machine, or the system does not tell.
 
     Peaks of several processes are added up, so their sum may be more than was ever used at one time.
     """

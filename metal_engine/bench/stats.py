@@ -1,4 +1,4 @@
-"""From records to the figures people compare."""
+"""Makes the figures that people compare out of the records of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MILLISECONDS = 1e3
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of times, in milliseconds. ``percentiles`` is keyed by the percentile: 99.0 -> P99."""
+    """How some times are distributed, in milliseconds. ``percentiles`` is keyed by the percentile: 99.0 -> P99."""
 
     mean: float
     median: float
@@ -25,7 +25,7 @@ class Distribution:
 
     @staticmethod
     def of(seconds: Iterable[float], percentiles: Sequence[float]) -> Distribution:
-        """NaN throughout where there are no values."""
+        """Describes times given in seconds; NaN throughout where there are none."""
         values = np.fromiter(seconds, np.float64) * MILLISECONDS
         if values.size == 0:
             nan = float("nan")
@@ -77,7 +77,7 @@ def summarize(
     goodput: Mapping[str, float] | None = None,
     server_peak_bytes: int | None = None,
 ) -> Summary:
-    """Figures of all requests that came out as asked.
+    """Returns figures of the requests that succeeded, and how many failed.
 
     Args:
         goodput: largest good value in milliseconds of ``ttft``, ``tpot`` or ``e2el``.

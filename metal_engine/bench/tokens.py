@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as BackendTokenizer
@@ -11,16 +10,14 @@ from metal_engine.errors import ConfigError
 
 
 class PromptTokenizer:
-    """Text to token ids and back, without the tokens that a server puts around a prompt.
+    """Turns text into token ids, without the tokens that a server puts around a prompt.
 
     Attributes:
-        vocab_size: ids are below this.
         words: texts of tokens that are a space and then only ASCII letters.
     """
 
     def __init__(self, backend: BackendTokenizer) -> None:
         self._backend = backend
-        self.vocab_size = backend.get_vocab_size()
         # Byte-level vocabularies and sentencepiece's spell a space in these ways.
         self.words = sorted(
             " " + token[1:]
@@ -30,9 +27,6 @@ class PromptTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
 
 def load_prompt_tokenizer(name: str) -> PromptTokenizer:
@@ -57,5 +51,6 @@ def load_prompt_tokenizer(name: str) -> PromptTokenizer:
     except Exception as error:  # tokenizers raises nothing more specific
         reason = " ".join(str(error).split())
         raise ConfigError(
-            "--tokenizer", f"no tokenizer for {name!r}; name one with --tokenizer: {reason}", is_whole=True
+            "--tokenizer",
+            f"no tokenizer for {name!r}; name one with --tokenizer: {reason}",
         ) from error

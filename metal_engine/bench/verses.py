@@ -1,6 +1,6 @@
 """Verse for the `sonnet` dataset: lines of ordinary English, so that prompts read like text."""
 
-LINES = """
+_TEXT = """
 The morning lays its silver on the bay,
 And gulls go wheeling where the nets are drawn;
 A boy has dragged his father's boat away
@@ -60,6 +60,6 @@ No mortar made by man could be so great
 As falling things that stop and hold each other.
 We cross it now with engines and with light,
 And trust the dead who set the keystone right.
-""".strip().splitlines()
+"""
 
-LINES = [line for line in LINES if line]
+LINES = [line for line in _TEXT.splitlines() if line]

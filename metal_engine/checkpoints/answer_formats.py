@@ -50,7 +50,6 @@ def tool_parser(tokenizer: PreTrainedTokenizerFast, wanted: str) -> Any | None:
         raise ConfigError(
             "--tool-call-parser",
             f"the tokenizer asks for the tool parser {name!r}, which mlx-lm does not have: choose a --tool-call-parser",
-            is_whole=True,
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint directory, looked at before it is loaded: is all there, is it whole, how much memory will it take.
+"""Checks a checkpoint directory before it is loaded: is it complete, is it whole, how much memory will it take.
 
 Loading reads gigabytes and fails late, with messages about tensors. These checks read the small JSON files and
 the headers of the weight files.
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
-# A safetensors file starts with the length of its JSON header; nobody's header has more bytes than this.
+# A safetensors file starts with the length of its JSON header; no real header has more bytes than this.
 _MAX_HEADER = 100 << 20
-_ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
-_ITEM_BITS |= {"I16": 16, "U16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_ELEMENT_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
+_ELEMENT_BITS |= {"I16": 16, "U16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _INTEGERS = ("I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8", "BOOL")
 
 
@@ -43,7 +43,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.size * _ITEM_BITS.get(self.dtype, 8) // 8
+        return self.size * _ELEMENT_BITS.get(self.dtype, 8) // 8
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files with the weights, all of which are there.
+    """Returns the files with the weights, after checking that none is missing.
 
     Raises:
         ModelLoadError: there are none, or some that the index lists are missing.
@@ -105,7 +105,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(files: list[Path]) -> Iterator[StoredTensor]:
-    """Every tensor in some safetensors files, from their headers.
+    """Lists every tensor in some safetensors files, from their headers.
 
     Raises:
         ModelLoadError: a file is cut short or is something else.
@@ -135,12 +135,12 @@ def stored_tensors(files: list[Path]) -> Iterator[StoredTensor]:
 
 
 def weight_bytes(tensors: Iterator[StoredTensor], config: dict[str, Any], float_bytes: int | None) -> int:
-    """Memory that a checkpoint's weights will take.
+    """Returns how many bytes of memory a checkpoint's weights will take.
 
     Args:
         tensors: as stored.
         config: the checkpoint's configuration, for the bits of quantized weights.
-        float_bytes: of an element if everything is dequantized and converted; None if it stays as it is.
+        float_bytes: bytes of an element after everything is dequantized and converted; None if nothing is.
     """
     stored = {tensor.name: tensor for tensor in tensors}
     if float_bytes is None:
@@ -184,12 +184,12 @@ def check_memory(name: str, needed: int, available: int, *, on_cpu: bool) -> Non
 
 # --- generation_config.json ---
 
-# As in vLLM: what a request's silence means.
+# Sampling parameters that a checkpoint may recommend, for requests that give none; the same as in vLLM.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def eos_token_ids(*configs: dict[str, Any]) -> frozenset[int]:
-    """All ids that end generation, of all the places where a checkpoint may list them."""
+    """Returns all token ids that end generation, from all places where a checkpoint may list them."""
     found: set[int] = set()
     for config in configs:
         for place in (config, config.get("text_config")):

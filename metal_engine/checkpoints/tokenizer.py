@@ -1,4 +1,4 @@
-"""Loading a tokenizer from a checkpoint directory, with what published ones get wrong."""
+"""Loads a tokenizer from a checkpoint directory, and mends what published ones get wrong."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerFast:
-    """The fast tokenizer of a checkpoint directory, with its chat template if it has one.
+    """Returns the fast tokenizer of a checkpoint directory, with its chat template if it has one.
 
-    A class that ``transformers`` does not know, or only with code from the checkpoint, needs no such code where
-    the directory has a ``tokenizer.json``, which says all that it does.
+    Where ``transformers`` does not know the tokenizer's class, or only with code from the checkpoint, it is made from
+    ``tokenizer.json`` if there is one, which describes all that it does.
 
     Raises:
         ModelLoadError: there is none, or it cannot be read or used.
@@ -72,7 +72,7 @@ def _content(token: Any) -> Any:
 
 
 def _settle_chat_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """One template: of several named ones the default, or else the first; or one in a file of its own."""
+    """Leaves one template: of several named ones the default or else the first, or the one in a file of its own."""
     template = tokenizer.chat_template
     own = folder / "chat_template.json"
     if not template and own.is_file():  # where processors of multimodal models keep it

@@ -10,7 +10,7 @@ from metal_engine.settings.config import EngineConfig
 
 
 def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dict[str, str]:
-    """What to show, label by label."""
+    """Returns what to show, by label."""
     model, cache, scheduler = config.model, config.cache, config.scheduler
     named = ", ".join(names)
     concurrency = cache.num_tokens / scheduler.max_model_len
@@ -31,7 +31,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
 
 
 def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
-    """A panel on a terminal, one plain line for each fact elsewhere."""
+    """Print a panel on a terminal, elsewhere one plain line for each fact."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         for label, value in facts.items():

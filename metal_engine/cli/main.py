@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.logging import RichHandler
 
 from metal_engine import __version__
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
+from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import MODEL_HELP, command
 from metal_engine.errors import ConfigError, ParameterError
 from metal_engine.settings.args import HARMONY_PARSERS, ChatArgs, EngineArgs, ServerArgs
@@ -33,28 +29,12 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
-def _set_up_logging(level: str, style: str = "text") -> None:
-    handler: logging.Handler = logging.StreamHandler()
-    if style == "json":
-        from metal_engine.server.logs import JSONFormatter, RequestIdFilter
-
-        handler.setFormatter(JSONFormatter())
-        handler.addFilter(RequestIdFilter())
-    elif sys.stderr.isatty():
-        handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%H:%M:%S]")
-        handler.setFormatter(logging.Formatter("%(message)s"))
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level="WARNING", handlers=[handler])
-    logging.getLogger("metal_engine").setLevel(level.upper())
-
-
 @command(app, {"Server": ServerArgs, "Engine": EngineArgs})
 def serve(values: dict[str, Any]) -> None:
     """Serve a model over an OpenAI-compatible API."""
     args: EngineArgs = make_args(EngineArgs, values)
     server_args: ServerArgs = make_args(ServerArgs, values)
-    _set_up_logging(server_args.log_level, server_args.log_format)
+    set_up_logging(server_args.log_level, server_args.log_format)
     from metal_engine.build import build_engine
     from metal_engine.cli.banner import print_banner, startup_facts
     from metal_engine.engine.async_engine import AsyncEngine
@@ -108,7 +88,8 @@ def chat(values: dict[str, Any]) -> None:
     """Talk to a model in the terminal. An empty line, Ctrl-D or /exit ends; /reset starts over."""
     args: EngineArgs = make_args(EngineArgs, values)
     chat_args: ChatArgs = make_args(ChatArgs, values)
-    _set_up_logging(chat_args.log_level)
+    set_up_logging(chat_args.log_level)
+    from metal_engine.cli.chat import chat_loop
     from metal_engine.llm import LLM
     from metal_engine.sampling_params import SamplingParams
 
@@ -120,47 +101,15 @@ def chat(values: dict[str, Any]) -> None:
         raise ConfigError(flag(error.name), error.message) from error
     llm = LLM.from_args(args)
     try:
-        _chat_loop(llm, params, chat_args.system, _read_line)
+        chat_loop(llm, params, chat_args.system)
     finally:
         llm.close()
-
-
-def _read_line() -> str | None:
-    """A line from the user; None when there are no more."""
-    try:
-        return input("> " if sys.stdin.isatty() else "")
-    except EOFError:
-        return None
-
-
-def _chat_loop(llm: Any, params: Any, system: str | None, read_line: Callable[[], str | None]) -> None:
-    beginning = [{"role": "system", "content": system}] if system else []
-    messages = list(beginning)
-    while (line := read_line()) is not None and line.strip() not in ("", "/exit"):
-        if line.strip() == "/reset":
-            messages = list(beginning)
-            continue
-        messages.append({"role": "user", "content": line})
-        answer = ""
-        try:
-            for output in llm.stream(llm.tokenizer.apply_chat_template(messages), params):
-                answer += output.text
-                print(output.text, end="", flush=True)
-        except KeyboardInterrupt:
-            pass  # ends this answer, not the conversation
-        except ValueError as error:
-            print(f"[{error}; /reset starts over]", end="")
-            messages.pop()
-            print()
-            continue
-        print()
-        messages.append({"role": "assistant", "content": answer})
 
 
 @command(bench, {"Benchmark": BenchServeArgs}, takes_model=False)
 def _serve(values: dict[str, Any]) -> None:
     """Load a server that speaks OpenAI's API, and print what its users would see. Status 1 if a request failed."""
-    _set_up_logging("warning")
+    set_up_logging("warning")
     from metal_engine.bench.serve import bench_serve
 
     if bench_serve(make_args(BenchServeArgs, values)).num_failed:
@@ -170,7 +119,7 @@ def _serve(values: dict[str, Any]) -> None:
 @command(bench, {"Benchmark": BenchThroughputArgs, "Engine": EngineArgs})
 def _throughput(values: dict[str, Any]) -> None:
     """Tokens a second of the engine alone, all requests at once."""
-    _set_up_logging("warning")
+    set_up_logging("warning")
     from metal_engine.bench.offline import bench_throughput
 
     bench_throughput(make_args(EngineArgs, values), make_args(BenchThroughputArgs, values))
@@ -178,8 +127,8 @@ def _throughput(values: dict[str, Any]) -> None:
 
 @command(bench, {"Benchmark": BenchLatencyArgs, "Engine": EngineArgs})
 def _latency(values: dict[str, Any]) -> None:
-    """How long the engine alone takes for one batch."""
-    _set_up_logging("warning")
+    """How long the engine alone takes for some requests at once."""
+    set_up_logging("warning")
     from metal_engine.bench.offline import bench_latency
 
     bench_latency(make_args(EngineArgs, values), make_args(BenchLatencyArgs, values))
@@ -192,7 +141,7 @@ def doctor(
     ] = None,
 ) -> None:
     """Report versions, device and memory, and whether a model runs; for bug reports. Status 1 if something is wrong."""
-    _set_up_logging("warning")
+    set_up_logging("warning")
     from metal_engine.doctor.examine import examine
 
     healthy = examine(lambda finding: print(finding, flush=True), model)

@@ -12,9 +12,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from metal_engine.errors import ConfigError
-from metal_engine.settings.fields import Setting, resolve, settings_of
+from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.settings.fields import Setting, settings_of
+from metal_engine.settings.sources import read_settings
 
 MODEL_HELP = "`demo`, a Hugging Face repository, a local model directory, or a .gguf file."
 _MODEL = Setting("model", "str", None, MODEL_HELP, None, False)
@@ -22,21 +24,20 @@ _CONFIG_HELP = (
     "YAML file of settings, named as the flags are. The environment and the command line win over it."
 )
 
-# Every command's settings: a config file or an environment may serve several commands.
+# Settings of all commands: one config file or one environment may serve several.
 _known: list[Setting] = []
 
 Command = Callable[[dict[str, Any]], None]
 
 
 def command(
-    app: typer.Typer, groups: dict[str, type], *, default_model: str | None = None, takes_model: bool = True
+    app: typer.Typer, groups: dict[str, type], *, takes_model: bool = True
 ) -> Callable[[Command], Command]:
     """Register a function as a command: it is called with the values given anywhere, by field name.
 
     Args:
         groups: heading in ``--help`` -> dataclass whose settings are the options below it.
-        default_model: model if none is named; without it, naming one is required.
-        takes_model: whether the command's argument is a model to load.
+        takes_model: whether the command needs a model to load, as its argument or from a file or the environment.
     """
     settings = [*([_MODEL] if takes_model else []), *settings_of(*groups.values())]
     _known.extend(settings)
@@ -44,8 +45,8 @@ def command(
     def register(function: Command) -> Command:
         def run(config: Path | None = None, **given: Any) -> None:
             with one_line_errors():
-                values = resolve(settings, given, os.environ, config, known=_known)
-                if takes_model and values.setdefault("model", default_model) is None:
+                values = read_settings(settings, given, os.environ, config, known=_known)
+                if takes_model and values.get("model") is None:
                     raise ConfigError(
                         None, "name a MODEL: `demo`, a repository, a directory, or a .gguf file"
                     )
@@ -59,7 +60,7 @@ def command(
         parameters.append(_parameter("config", Path | None, config_option))
         for heading, cls in groups.items():
             parameters += [_option(one, heading) for one in settings_of(cls)]
-        # What typer reads in place of a written-out parameter list.
+        # Typer reads these in place of a written-out parameter list.
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__doc__ = function.__doc__
@@ -99,21 +100,14 @@ def help_text(one: Setting) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Errors that are the user's to mend end the command with one line, not a traceback."""
-    from metal_engine.errors import ModelLoadError
-
+    """Ends the command with one line, not a traceback, for errors that the user can mend."""
     try:
         yield
     except (ConfigError, ModelLoadError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {_escape(error)}", highlight=False, soft_wrap=True)
+        message = escape(" ".join(str(error).split()))
+        Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         # Not through the interpreter's own end: the engine's thread may be within MLX.
         sys.stderr.flush()
         os._exit(130)
-
-
-def _escape(error: Exception) -> str:
-    from rich.markup import escape
-
-    return escape(" ".join(str(error).split()))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """``METAL_ENGINE_CACHE``, else ``metal-engine`` below the user's cache directory. Not created here.
+    """Returns ``METAL_ENGINE_CACHE``, else ``metal-engine`` below the user's cache directory; does not make it.
 
     Raises:
         FileNotFoundError: neither variable is set and the user has no home directory.

@@ -39,8 +39,15 @@ def device_info(blas: BlasInfo | None = None) -> DeviceInfo:
     )
 
 
+def computes_on_cpu() -> bool:
+    """Whether MLX's default device is a CPU. Imports MLX."""
+    import mlx.core as mx
+
+    return mx.default_device().type == mx.DeviceType.cpu
+
+
 def gpu_core_count() -> int | None:
-    """Cores of a Mac's GPU, which MLX does not tell; None, and a warning, if macOS does not either."""
+    """Counts the cores of a Mac's GPU, which MLX does not tell; None, and a warning, if macOS does not either."""
     command = ["system_profiler", "-json", "SPDisplaysDataType"]
     try:
         answer = subprocess.run(command, capture_output=True, check=True, timeout=20).stdout

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and what a GPU is to keep."""
+"""How much memory this process may still take, and how much a GPU keeps for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     """Bytes of RAM available: what the machine has left, or the container if that is less.
 
     Systems without ``/proc`` (macOS) do not say what is left in this way; there it is all the RAM.
-    ``root`` is where ``proc`` and ``sys`` are, for tests.
+
+    Args:
+        root: where ``proc`` and ``sys`` are; tests bring their own.
     """
     meminfo = root / "proc/meminfo"
     text = meminfo.read_text() if meminfo.exists() else ""
@@ -63,9 +65,9 @@ def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: 
 
 
 def limit_device_memory(config: EngineConfig) -> None:
-    """On Metal: wire what the engine holds and no more, and keep of freed buffers what a step can use again.
+    """On Metal, wire what the engine holds and no more, and keep as many freed buffers as a step can use again.
 
-    Both are limits of the process: of several engines, the latest decides.
+    Both are limits of the process: where it has several engines, the latest decides.
     """
     if config.device.kind != "metal":
         return

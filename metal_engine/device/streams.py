@@ -10,14 +10,14 @@ _of_thread = threading.local()
 
 
 def second_stream() -> mx.Stream:
-    """The CPU stream that a thread has beside its default one, made at the first call."""
+    """Returns the CPU stream that a thread has beside its default one; the first call makes it."""
     if not hasattr(_of_thread, "second"):
         _of_thread.second = mx.new_stream(mx.cpu)
     return _of_thread.second
 
 
 def synchronize() -> None:
-    """Wait until the thread's streams are done with all they were given, and have let go of what they read.
+    """Wait until the thread's streams have done all their work and let go of what they read.
 
     A stream keeps an error that it met until somebody waits for the stream; this raises it.
     """
@@ -29,8 +29,10 @@ def synchronize() -> None:
 
 
 def end_streams_of_thread() -> None:
-    """Close the streams of a thread that is about to end: left open, they abort the process, now and then, when it
-    exits. The main thread keeps its own, for it lives on and may compute again.
+    """Close the streams of the calling thread, which is about to end.
+
+    Streams left open sometimes abort the process when it exits. The main thread keeps its own: it lives on and may
+    compute again.
     """
     if threading.current_thread() is not threading.main_thread():
         vars(_of_thread).pop("second", None)

@@ -1,6 +1,6 @@
 """``metal-engine doctor``: what is installed, what computes, and whether a model runs; fit for a bug report.
 
-Nothing here uses the network. A check that raises is a finding, not the end.
+Nothing here uses the network. A check that raises makes a finding; the others still run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Check = Callable[[], Iterator[Finding]]
 
 
 def examine(report: Callable[[Finding], None], model: str | None = None) -> bool:
-    """Run every check, reporting findings as they come; whether all is well.
+    """Run every check, reporting findings as they come; returns whether all is well.
 
     Args:
         model: a model to try beside the tiny one; without it the demo model, if that has been fetched before.

@@ -1,4 +1,4 @@
-"""A model of a few kilobytes with random weights, run from end to end: what needs no download and no time."""
+"""Runs a model of a few kilobytes with random weights from end to end, which takes no download and no time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_TOKENS = 8
 
 
 def check_tiny_model() -> str:
-    """Generate for several prompts at once, in chunks, and compare with mlx-lm's own forward; says what was done.
+    """Generate for several prompts at once, in chunks, and compare with mlx-lm's own forward; returns what was done.
 
     Raises:
         RuntimeError: an output differs, or a step failed.
@@ -66,19 +66,12 @@ def check_tiny_model() -> str:
 
 
 def _tiny_llama() -> nn.Module:
-    args = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=64,
-        num_hidden_layers=2,
-        intermediate_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-5,
-        vocab_size=_VOCAB_SIZE,
-    )
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": _VOCAB_SIZE}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    args = llama.ModelArgs(model_type="llama", rms_norm_eps=1e-5, **sizes, **heads)
     mx.random.seed(0)
     model = llama.Model(args)
-    # As initialised the logits are nearly flat; scaled, their order does not hang on rounding.
+    # Initial weights make the logits nearly flat. Scaled, their order does not depend on rounding.
     model.update(tree_map(lambda a: a * 3 if a.ndim > 1 else a, model.parameters()))
     mx.eval(model.parameters())
     return model
@@ -111,10 +104,10 @@ def _config(paged: PagedModel) -> EngineConfig:
             model_type="llama",
             dtype="float32",
             vocab_size=_VOCAB_SIZE,
-            num_layers=len(paged.kv_specs),
+            num_layers=len(paged.pool.states),
             num_params=0,
             weight_bytes=0,
-            kv_bytes_per_token=paged.kv_bytes_per_token,
+            kv_bytes_per_token=paged.pool.bytes_per_token,
             max_position_embeddings=256,
         ),
         device=device_info(),

@@ -12,7 +12,7 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.scheduler import SchedulerStats
+from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 
 

@@ -17,7 +17,8 @@ from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import SamplingParams, TokenRules
-from metal_engine.scheduling.scheduler import Scheduler, SchedulerStats
+from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, StepHandle, TokenOutput
 

@@ -23,17 +23,17 @@ def kv_fingerprint(
     block_size: int,
     parts: Sequence[KVPart],
 ) -> str:
-    """Hex digits that differ wherever KV could.
+    """Returns hex digits that differ wherever KV could.
 
     Args:
-        weights: the model's parameters by name, as they are computed with. All of every one counts: sums of its rows'
-            bits, and some of its elements as they are.
+        weights: the model's parameters by name, as they are computed with. All of each counts, as sums of the bits
+            of its rows, and some elements as they are.
         model_config: of the checkpoint: rope settings, windows, numbers of heads and layers.
         block_size: tokens per block.
         parts: what a block is made of: layers, heads, types.
     """
     digest = sha256(f"kv format {FORMAT_VERSION}".encode())
-    for name, array in sorted(weights, key=lambda item: item[0]):
+    for name, array in sorted(weights, key=lambda named: named[0]):
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
         digest.update(_contents(array))
     config = {key: value for key, value in model_config.items() if key not in _IRRELEVANT}

@@ -1,4 +1,4 @@
-"""A block of KV as bytes: what is in it, in which order, and the form in which it is stored.
+"""How a block of KV becomes bytes: what is in it, in which order, and the form in which it is stored.
 
 A stored block is a safetensors file of its layers' K and V. Its metadata says whose it is and carries a checksum
 of everything, so that a block that is cut short, altered, misplaced or of another model is told from a good one.
@@ -44,10 +44,10 @@ class BlockLayout:
     Attributes:
         nbytes: length of a block's data.
         offsets: part name -> (first byte, one past the last) in the data.
+        parts: in that order.
     """
 
     def __init__(self, parts: Sequence[KVPart], fingerprint: str) -> None:
-        self.parts = tuple(parts)
         self.fingerprint = fingerprint
         self.nbytes = sum(part.nbytes for part in parts)
         # The library decides on the order and the header; a block of zeros shows them.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
+from metal_engine.kv_cache.spec import StateSpec
+from metal_engine.kv_cache.state import LayerState
 from metal_engine.kv_transfer.layout import BlockLayout, KVPart
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.step import KVConnectorMetadata
@@ -20,23 +21,14 @@ from metal_engine.step import KVConnectorMetadata
 logger = logging.getLogger(__name__)
 
 
-class LayerBlocks(Protocol):
-    """One layer's K and V, by block."""
-
-    def block_arrays(self) -> dict[str, mx.array]:
-        """The distinct arrays of the layer by name, each [num_blocks, block_size, num_kv_heads, head_dim]."""
-        ...
-
-
-def block_parts(layers: Sequence[LayerBlocks]) -> list[KVPart]:
-    """What a block of these layers is made of."""
+def block_parts(specs: Sequence[StateSpec], block_size: int) -> list[KVPart]:
+    """Returns the parts that a block of layers with these specs is made of."""
     parts = []
-    for index, layer in enumerate(layers):
-        for name, array in layer.block_arrays().items():
-            shape = tuple(array.shape[1:])
+    for index, spec in enumerate(specs):
+        for name, array in spec.token_arrays.items():
             dtype = str(array.dtype).removeprefix("mlx.core.")
-            nbytes = int(np.prod(shape)) * array.dtype.size
-            parts.append(KVPart(_part_name(index, name), dtype, shape, nbytes))
+            shape = (block_size, *array.shape)
+            parts.append(KVPart(_part_name(index, name), dtype, shape, block_size * array.nbytes))
     return parts
 
 
@@ -62,7 +54,7 @@ class StepSaves:
 
 
 class KVConnectorRunner:
-    """Called by the model runner around each forward.
+    """Called by the model runner before and after each forward.
 
     Args:
         transfer: takes blocks to be saved.
@@ -76,8 +68,8 @@ class KVConnectorRunner:
         self._save_ids: mx.array | None = None  # [S]
         self._saves = StepSaves([])
 
-    def start_load_kv(self, meta: KVConnectorMetadata | None) -> None:
-        """Take in what the step that is about to be built loads and saves."""
+    def bind_connector_metadata(self, meta: KVConnectorMetadata | None) -> None:
+        """Note what the step that is about to be built loads and saves; None: nothing."""
         meta = meta or KVConnectorMetadata()
         self._loads = dict(meta.loads)
         self._save_ids = mx.array([block_id for _, block_id in meta.saves]) if meta.saves else None
@@ -86,41 +78,39 @@ class KVConnectorRunner:
         self._transfer.stats.add(blocks_loaded=len(self._loads), bytes_loaded=num_bytes)
 
     def take_loads(self) -> StepLoads:
-        """What the step loads, for :meth:`wait_for_layer_load`."""
+        """Returns what the step loads, for :meth:`write_loaded_blocks`, and keeps nothing of it."""
         loads, self._loads = self._loads, {}
         return loads
 
-    def wait_for_layer_load(self, layer_index: int, arrays: dict[str, mx.array], loads: StepLoads) -> None:
-        """Put loaded blocks into a layer's cache, given by name as [slots, ...]: as it is before the step.
+    def write_loaded_blocks(self, layer_index: int, arrays: dict[str, mx.array], loads: StepLoads) -> None:
+        """Write loaded blocks into a layer's arrays, given by name as [slots, ...], before the step runs.
 
-        Called when the device is done with the step before, and has not been given this one. So the memory can be
-        written to as it is, at a fifth of what a scatter costs: its host arrays, its indices, its copies.
+        Called when the device is done with the step before and has not been given this one. So the host can write to
+        the arrays' memory directly, which costs a fifth of a scatter with its host arrays, indices and copies.
         """
         for name, array in arrays.items():
-            offsets = self._layout.offsets.get(_part_name(layer_index, name))
-            if offsets is None:
-                continue  # another name of the same array
-            start, stop = offsets
-            rows = np.array(array.view(mx.uint8), copy=False).reshape(-1, stop - start)  # [num_blocks, bytes]
+            start, stop = self._layout.offsets[_part_name(layer_index, name)]
+            memory = np.array(array.view(mx.uint8), copy=False)  # the array's own
+            by_block = memory.reshape(-1, stop - start)  # [num_blocks, bytes]
             for block_id, block in loads.items():
-                rows[block_id] = block[start:stop]
+                by_block[block_id] = block[start:stop]
 
-    def save_kv_layer(self, layer_index: int, layer: LayerBlocks) -> None:
-        """Gather a layer's part of the blocks to be saved, as the forward leaves them."""
+    def save_kv_layer(self, layer_index: int, layer: LayerState) -> None:
+        """Begin to save a layer: gather its part of the blocks to be saved, as the forward leaves them."""
         if self._save_ids is None:
             return
         for name, array in layer.block_arrays().items():
-            rows = array[self._save_ids].reshape(len(self._saves.hashes), -1)
-            self._saves.arrays[_part_name(layer_index, name)] = rows.view(mx.uint8)
+            blocks = array[self._save_ids].reshape(len(self._saves.hashes), -1)
+            self._saves.arrays[_part_name(layer_index, name)] = blocks.view(mx.uint8)
 
     def take_saves(self) -> StepSaves:
-        """What the step saves, to be evaluated with it."""
+        """Returns what the step saves, to be evaluated with it, and keeps nothing of it."""
         self._save_ids = None
         saves, self._saves = self._saves, StepSaves([])
         return saves
 
-    def wait_for_save(self, saves: StepSaves) -> None:
-        """Hand over what a step saves, after it has been evaluated; writing it is not waited for."""
+    def hand_over_saves(self, saves: StepSaves) -> None:
+        """Give what a step saved to the threads that write it, after it has been evaluated; does not wait for them."""
         if not saves.hashes:
             return
         try:
@@ -134,5 +124,5 @@ class KVConnectorRunner:
         self._transfer.save(saves.hashes, data)
 
     def close(self) -> None:
-        """Write what waits, within the configured time, and stop the threads."""
+        """Write the saves that wait, within the configured time, and stop the threads."""
         self._transfer.close()

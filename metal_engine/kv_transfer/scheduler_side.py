@@ -1,52 +1,32 @@
 """The connector as the scheduler sees it: which KV a request gets from the store, and which it gives.
 
-The roles and names are vLLM's. One thing differs: KV is loaded into host memory first, and blocks are allocated when
-it is there. So a request that waits for KV holds no blocks, can be aborted by forgetting it, and its KV, whole or
-partial, goes into the cache at the beginning of the step that computes the rest.
+The roles are vLLM's, and so are the names where they mean the same. One thing differs: KV is loaded into host memory
+first, and blocks are allocated when it is there. So a request that waits for KV holds no blocks and is aborted by
+forgetting it. Its KV, whole or partial, goes into the cache at the beginning of the step that computes the rest.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.kv_transfer.transfer import LoadTicket
+from metal_engine.kv_transfer.transfer import KVTransfer, LoadTicket
 from metal_engine.request import Request
-from metal_engine.step import KVConnectorMetadata, SchedulerOutput
+from metal_engine.step import KVConnectorMetadata
 
-# A step waits so long for the store's first answer about requests that have just come, in seconds: most of them it
-# does not know, and they need not miss the step for that.
+# Planning a step waits up to so many seconds for the store's first answer about requests that have just come. The
+# store knows nothing of most of them, and those then need not miss the step.
 ANSWER_SECONDS = 0.002
-
-
-class BlockTransfer(Protocol):
-    """What the connector needs of :class:`metal_engine.kv_transfer.transfer.KVTransfer`."""
-
-    @property
-    def clock(self) -> Callable[[], float]: ...
-
-    def start_load(self, request_id: str, hashes: Sequence[bytes], *, follow: bool) -> LoadTicket: ...
-
-    def end_load(self, ticket: LoadTicket) -> dict[bytes, np.ndarray]: ...
-
-    def release(self, ticket: LoadTicket) -> None: ...
-
-    def load_timed_out(self, ticket: LoadTicket) -> None: ...
-
-    def wait(self, timeout: float) -> None: ...
-
-    def grant_saves(self, num_blocks: int) -> int: ...
 
 
 @dataclass(slots=True)
 class _Arrived:
-    """What a request that waits to be admitted has got from the store; it takes host memory until it is admitted."""
+    """What the store gave for a request that waits to be admitted; it takes host memory until then."""
 
     ticket: LoadTicket
     blocks: dict[bytes, np.ndarray]  # by hash
@@ -61,11 +41,11 @@ class KVConnectorScheduler:
         stats: counted in here.
 
     Attributes:
-        failed_loads: request id -> why its load failed, under the policy ``fail``; whoever ends those requests
-            takes them out.
+        failed_loads: request id -> why its load failed, under the policy ``fail``. The engine ends these requests;
+            :meth:`forget_request` takes them out.
     """
 
-    def __init__(self, transfer: BlockTransfer, config: KVTransferConfig, stats: KVTransferStats) -> None:
+    def __init__(self, transfer: KVTransfer, config: KVTransferConfig, stats: KVTransferStats) -> None:
         self.config = config
         self.stats = stats
         self.failed_loads: dict[str, str] = {}
@@ -81,26 +61,24 @@ class KVConnectorScheduler:
 
     # --- loads ----------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int, missing: Sequence[bytes]
-    ) -> int | None:
-        """How many tokens beyond ``num_computed_tokens`` the store has KV for: 0, or None while that is found out.
+    def start_load(self, request: Request, missing: Sequence[bytes]) -> bool:
+        """Begin to load a request's KV from the store; whether the request must wait for that.
 
-        After None the request is loading: :meth:`take_ended_loads` names it when that has ended.
+        If so, :meth:`take_ended_loads` names it when the load has ended. False where there is nothing to load.
 
         Args:
             missing: hashes of the blocks the request could begin with and that are not in the KV cache.
         """
         if not (self.config.loads and missing):
-            return 0
+            return False
         follow = request.options.do_remote_prefill and request.num_preemptions == 0
         ticket = self._transfer.start_load(request.request_id, missing, follow=follow)
         self._tickets[request.request_id] = ticket
         self._unanswered.append(ticket)
-        return None
+        return True
 
     def take_ended_loads(self) -> list[str]:
-        """Requests whose loads have ended since the last call, in the order they began: whole, partly or not at all."""
+        """Returns the requests whose loads have ended since the last call, whole or not, in the order they began."""
         self._await_answers()
         ended = []
         for request_id, ticket in list(self._tickets.items()):
@@ -143,7 +121,7 @@ class KVConnectorScheduler:
         return {} if arrived is None else arrived.blocks
 
     def _take_arrived(self, request_id: str) -> dict[bytes, np.ndarray]:
-        """What has arrived for a request that waits no more; the host memory is free for others."""
+        """Takes out what has arrived for a request that waits no more, and frees its host memory for others."""
         arrived = self._arrived.pop(request_id, None)
         if arrived is None:
             return {}
@@ -153,7 +131,7 @@ class KVConnectorScheduler:
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], from_store: Sequence[int], num_cached_blocks: int
     ) -> None:
-        """A request has been admitted.
+        """Note that a request has been admitted, and load what has arrived for it into its blocks with the next plan.
 
         Args:
             block_ids: its block table.
@@ -167,12 +145,12 @@ class KVConnectorScheduler:
         self.stats.add(blocks_unused=len(arrived) - len(from_store))
         self._from_store[request.request_id] = {hashes[index] for index in from_store}
         if request.options.do_remote_decode and self.config.saves:
-            self.blocks_filled(request, hashes[:num_cached_blocks], block_ids[:num_cached_blocks])
+            self.queue_saves(request, hashes[:num_cached_blocks], block_ids[:num_cached_blocks])
 
     # --- saves ----------------------------------------------------------------------------------------------
 
-    def blocks_filled(self, request: Request, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Blocks of a request that will be complete when the steps planned so far, and the next, have ended."""
+    def queue_saves(self, request: Request, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Save these blocks with the next plan: they are complete when its step and those before it have ended."""
         if not self.config.saves:
             return
         from_store = self._from_store.get(request.request_id, ())
@@ -182,8 +160,8 @@ class KVConnectorScheduler:
             if block_hash not in from_store
         ]
 
-    def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata | None:
-        """What the runner is to load and save with this plan; None if that is nothing."""
+    def build_connector_meta(self) -> KVConnectorMetadata | None:
+        """Returns what the runner is to load and save with the plan just made; None if that is nothing."""
         if not (self._loads or self._saves):
             return None
         saves = self._saves[: self._transfer.grant_saves(len(self._saves))]
@@ -195,8 +173,8 @@ class KVConnectorScheduler:
 
     # --- both -----------------------------------------------------------------------------------------------
 
-    def request_finished(self, request: Request) -> None:
-        """A request has ended or lost its blocks: nothing more is loaded for it, nothing more saved of it."""
+    def forget_request(self, request: Request) -> None:
+        """Drop all loads and saves of a request, which has ended or lost its blocks."""
         request_id = request.request_id
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:

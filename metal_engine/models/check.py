@@ -8,9 +8,10 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
-from metal_engine.attention.backend import AttentionBackend, AttentionMetadata
+from metal_engine.attention.backend import AttentionBackend
 from metal_engine.attention.metal.backend import UnsupportedAttentionError
 from metal_engine.errors import UnsupportedModelError
+from metal_engine.kv_cache.rows import step_rows
 from metal_engine.models.paged_model import PagedModel
 
 _NUM_TOKENS = 16
@@ -44,7 +45,7 @@ def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: 
         UnsupportedModelError: the logits differ, or some layer did not write once a step and attend.
         UnsupportedAttentionError: the backend does not do the model's shape.
     """
-    attempts = _ATTEMPTS[paged.kv_specs[0].dtype]
+    attempts = _ATTEMPTS[paged.dtype]
     for seed in range(attempts):
         try:
             return _check(paged, backend, vocab_size, np.random.default_rng(seed))
@@ -62,14 +63,17 @@ def _check(paged: PagedModel, backend: AttentionBackend, vocab_size: int, rng: n
     # (first, end) of each request's share of the two steps.
     cut = lengths[0] - 11
     steps = (((0, cut), (0, 11)), ((cut, lengths[0]), (11, _NUM_TOKENS)))
-    paged.allocate(2 * max_blocks, _BLOCK_SIZE)
+    before = [(cache.num_writes, cache.num_reads) for cache in paged.layer_caches]
+    paged.pool.allocate(2 * max_blocks, _BLOCK_SIZE)
     try:
         got = [_run_step(paged, backend, tokens, block_table, shares) for shares in steps]
-        for layer, cache in enumerate(paged.layer_caches):
-            if cache.num_writes != 2 or cache.num_reads < 2:  # more reads: layers that share their KV
+        for layer, (cache, (num_writes, num_reads)) in enumerate(
+            zip(paged.layer_caches, before, strict=True)
+        ):
+            num_writes, num_reads = cache.num_writes - num_writes, cache.num_reads - num_reads
+            if num_writes != 2 or num_reads < 2:  # more reads: layers that share their KV
                 raise UnsupportedModelError(
-                    f"layer {layer} wrote its KV {cache.num_writes} and attended {cache.num_reads} times "
-                    "in 2 steps"
+                    f"layer {layer} wrote its KV {num_writes} and attended {num_reads} times in 2 steps"
                 )
     except UnsupportedAttentionError:
         raise  # it says by itself what cannot be done
@@ -78,14 +82,14 @@ def _check(paged: PagedModel, backend: AttentionBackend, vocab_size: int, rng: n
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UnsupportedModelError(f"its forward does not run over a paged cache ({problem})") from error
     finally:
-        paged.release()
+        paged.pool.release()
     for request, sequence in enumerate(tokens):
         own = paged.model(mx.array(sequence)[None], cache=make_prompt_cache(paged.model))[0]
         for logits, shares in zip(got, steps, strict=True):
             expected = np.array(own[shares[request][1] - 1].astype(mx.float32))
             scale = np.abs(expected).max()
             gap = np.abs(logits[request] - expected).max() / (scale if scale > 0 else 1.0)
-            if not gap <= _TOLERANCE[paged.kv_specs[0].dtype]:
+            if not gap <= _TOLERANCE[paged.dtype]:
                 raise _LogitsDiffer(
                     f"its logits through the paged cache are off from mlx-lm's own by {gap:.1g} of their size"
                 )
@@ -109,24 +113,10 @@ def _run_step(
     shares: tuple[tuple[int, int], ...],
 ) -> np.ndarray:
     """One packed step; the logits of each request's last row, [2, vocab_size] float32."""
-    positions = np.concatenate([np.arange(first, end, dtype=np.int32) for first, end in shares])
-    requests = np.concatenate([np.full(end - first, r, np.int32) for r, (first, end) in enumerate(shares)])
-    cu_seqlens_q = np.cumsum([0] + [end - first for first, end in shares]).astype(np.int32)
-    slots = block_table[requests, positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE
-    metadata = AttentionMetadata(
-        cu_seqlens_q=cu_seqlens_q,
-        seq_lens=np.array([end for _, end in shares], np.int32),
-        block_table=np.ascontiguousarray(block_table),
-        slot_mapping=mx.array(slots),
-        block_size=_BLOCK_SIZE,
-    )
-    logits = paged(
-        mx.array(np.concatenate([tokens[r][first:end] for r, (first, end) in enumerate(shares)])),
-        mx.array(positions),
-        metadata,
-        backend.plan(metadata),
-        mx.array(cu_seqlens_q[1:] - 1),
-    )
+    first, end = np.array(shares, np.int32).T
+    rows = step_rows(block_table, first, end - first, _BLOCK_SIZE)
+    input_ids = np.concatenate([sequence[a:b] for sequence, (a, b) in zip(tokens, shares, strict=True)])
+    logits = paged(mx.array(input_ids), rows, backend.for_step(rows))
     if logits.shape[0] != len(shares):
         raise UnsupportedModelError("its LM head does not read the output of its trunk")
     return np.array(logits.astype(mx.float32))

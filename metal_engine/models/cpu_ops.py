@@ -1,6 +1,7 @@
 """Replacements for operations of mlx-lm's models that MLX's CPU backend computes slowly, element by element.
 
-They take and return the same and differ by float32 rounding. Other devices and dtypes get mlx-lm's own.
+``seam`` installs them where MLX computes on a CPU, and nowhere else. They take and return the same and differ by
+float32 rounding. Other dtypes get mlx-lm's own.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models import activations
 
 from metal_engine.attention.portable.exp2 import LOG2E, exp2
 from metal_engine.device.compiled import CompiledByShape
+from metal_engine.device.info import computes_on_cpu
 
 
 def _on_cpu(*arrays: mx.array) -> bool:
-    """Whether they are float32, and the CPU's to compute with."""
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    return on_cpu and all(array.dtype == mx.float32 for array in arrays)
+    """Whether they are float32, and the CPU's to compute with: another model of the process may be a GPU's."""
+    return computes_on_cpu() and all(array.dtype == mx.float32 for array in arrays)
 
 
 MIN_SWIGLU = 2048  # elements; for fewer, the call costs more than it saves
@@ -50,7 +52,7 @@ MIN_NORM_ROWS = 16  # of RMSNorm; for fewer, more operations cost more than they
 class StepPositions(mx.array):
     """Absolute positions of a step's rows, [N], with the rotations that follow from them: the same for all layers."""
 
-    def __init__(self, positions: mx.array) -> None:
+    def __init__(self, positions: mx.array | np.ndarray) -> None:
         super().__init__(positions)
         self.tables: dict[tuple[object, ...], tuple[mx.array, mx.array]] = {}
 

@@ -17,15 +17,17 @@ from mlx_lm.models import activations
 from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from metal_engine.device.info import computes_on_cpu
 from metal_engine.errors import UnsupportedModelError
+from metal_engine.kv_cache.spec import StateSpec
 from metal_engine.models import cpu_ops
 from metal_engine.models.layer_cache import (
     AttendingCache,
     Attention,
-    LayerKVSpec,
+    AttentionCall,
+    CurrentStep,
     OwnedKeys,
     RecordingCache,
-    StepState,
 )
 from metal_engine.models.softcap import open_softcapped_layers
 
@@ -44,17 +46,17 @@ class OpenedModel:
     """What was seen of a model.
 
     Attributes:
-        kv_specs: one for each cache of the model.
+        specs: what each layer keeps, one for each cache of the model.
         windows: sizes of the sliding windows in use, in tokens.
         vocab_size: number of logits of a row.
     """
 
-    kv_specs: list[LayerKVSpec]
+    specs: list[StateSpec]
     windows: frozenset[int]
     vocab_size: int
 
 
-def open_model(model: nn.Module, step: StepState) -> OpenedModel:
+def open_model(model: nn.Module, step: CurrentStep) -> OpenedModel:
     """Install the seam in a model, which is changed in place.
 
     Args:
@@ -62,8 +64,7 @@ def open_model(model: nn.Module, step: StepState) -> OpenedModel:
         step: where the trunk finds the rows that are wanted.
 
     Raises:
-        UnsupportedModelError: the model keeps state other than plain K and V, or computes attention in a
-        way of
+        UnsupportedModelError: the model keeps state other than plain K and V, or computes attention in a way of
             its own.
     """
     caches = make_prompt_cache(model)
@@ -72,8 +73,10 @@ def open_model(model: nn.Module, step: StepState) -> OpenedModel:
             kind = type(cache).__name__
             what = _OTHER_STATE.get(kind, "its state is not a plain KV cache")
             raise UnsupportedModelError(f"{what} ({kind})")
-    _install_attention_seam(model)
-    cpu_ops.use_faster_layers(model)
+    _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _seam)])
+    if computes_on_cpu():
+        _replace_functions(model, cpu_ops.REPLACEMENTS)
+        cpu_ops.use_faster_layers(model)
     recorders, vocab_size = _record(model, len(caches))
     if not all(r.num_reads for r in recorders) and open_softcapped_layers(model):
         recorders, _ = _record(model, len(caches))
@@ -104,7 +107,7 @@ def _attention_seam(original: Attention) -> Attention:
     ) -> mx.array:
         owner = keys.owner if cache is None and isinstance(keys, OwnedKeys) else cache
         if isinstance(owner, AttendingCache):
-            return owner.attend(original, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            return owner.attend(AttentionCall(queries, keys, values, scale, mask, sinks), original)
         return original(queries, keys, values, cache, scale, mask, sinks)
 
     return scaled_dot_product_attention
@@ -113,15 +116,15 @@ def _attention_seam(original: Attention) -> Attention:
 _seam = _attention_seam(mlx_lm_base.scaled_dot_product_attention)
 
 
-def _install_attention_seam(model: nn.Module) -> None:
-    """Replace mlx-lm's attention function, whatever its name there, wherever the model's layers can call it; and
-    with it the functions that `cpu_ops` has in a faster form.
+def _replace_functions(
+    model: nn.Module, replacements: list[tuple[Callable[..., Any], Callable[..., Any]]]
+) -> None:
+    """Put our functions in the place of mlx-lm's, whatever their names there, wherever the model's layers call them.
 
-    A layer calls it through the globals of its module, or of the module of a class it inherits from.
+    A layer calls one through the globals of its module, or of the module of a class it inherits from.
     Classes of a checkpoint's own code belong to no module in ``sys.modules``, so the methods are asked for
     their globals.
     """
-    replacements = [(mlx_lm_base.scaled_dot_product_attention, _seam), *cpu_ops.REPLACEMENTS]
     homes = [vars(module) for module in (mlx_lm_base, activations, cpu_ops)]  # where the originals are called
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
         for method in vars(cls).values():
@@ -148,7 +151,7 @@ def _record(model: nn.Module, num_caches: int) -> tuple[list[RecordingCache], in
 # --- the rows that go through the LM head ---
 
 
-def _select_rows_before_head(model: nn.Module, num_caches: int, step: StepState) -> None:
+def _select_rows_before_head(model: nn.Module, num_caches: int, step: CurrentStep) -> None:
     """Make the trunk return only the rows whose logits are needed, so that only they go through the head.
 
     The trunk is the innermost module around the layers that is called as a whole: found by trying.
@@ -158,12 +161,8 @@ def _select_rows_before_head(model: nn.Module, num_caches: int, step: StepState)
         module.__class__ = _selecting(original_class, step)
         step.logits_indices = mx.array([1])
         try:
-            if (
-                model(mx.zeros((2, 1), mx.int32), cache=[RecordingCache() for _ in range(num_caches)]).shape[
-                    0
-                ]
-                == 1
-            ):
+            recorders = [RecordingCache() for _ in range(num_caches)]
+            if model(mx.zeros((2, 1), mx.int32), cache=recorders).shape[0] == 1:
                 return
         except (TypeError, ValueError, AttributeError, IndexError) as error:
             # Its output is no array, or whatever follows needs all rows.
@@ -183,7 +182,7 @@ def _modules_around(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
     return [by_name[name] for name in names if name in by_name]
 
 
-def _selecting(cls: type[nn.Module], step: StepState) -> type[nn.Module]:
+def _selecting(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:
     call: Callable[..., mx.array] = cls.__call__
 
     def select(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from metal_engine.models.layer_cache import AttendingCache
+from metal_engine.models.layer_cache import AttendingCache, AttentionCall
 
 _PARTS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "rope"),
@@ -42,14 +42,7 @@ def _attend_with_softcap(self: Any, x: mx.array, mask: Any = None, cache: Any = 
     queries = self.rope(heads(self.q_proj, self.n_heads), offset=cache.offset)
     keys = self.rope(heads(self.k_proj, self.n_kv_heads), offset=cache.offset)
     keys, values = cache.update_and_fetch(keys, heads(self.v_proj, self.n_kv_heads))
-    out = cache.attend(
-        scaled_dot_product_attention,
-        queries,
-        keys,
-        values,
-        scale=self.scale,
-        mask=mask,
-        sinks=None,
-        softcap=self.attn_logit_softcapping,
-    )
+    softcap = self.attn_logit_softcapping
+    call = AttentionCall(queries, keys, values, self.scale, mask, softcap=softcap)
+    out = cache.attend(call, scaled_dot_product_attention)
     return self.o_proj(out.swapaxes(1, 2).reshape(num_rows, length, -1))

@@ -8,23 +8,16 @@ from contextlib import suppress
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import (
-    AttentionBackend,
-    AttentionMetadata,
-    BlockWrites,
-    RunWrites,
-    consecutive_runs,
-)
+from metal_engine.attention.backend import AttentionBackend
 from metal_engine.device.streams import end_streams_of_thread, synchronize
+from metal_engine.kv_cache.pool import PoolSnapshot
+from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
-from metal_engine.models.paged_model import KVSnapshot, PagedModel
-from metal_engine.runner.batch import PackedBatch, RequestTable, whole_block_rows
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
-
-# Rows from which a run is written as a slice: one costs as much as writing about ten rows by slot (CPU).
-MIN_RUN = 16
 
 
 class ModelRunner:
@@ -44,27 +37,28 @@ class ModelRunner:
         backend: AttentionBackend,
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
+        kv_connector: KVConnectorRunner | None = None,
     ) -> None:
-        # Set after construction: what a connector moves depends on the cache that is allocated here.
-        self.kv_connector: KVConnectorRunner | None = None
         self._model = model
+        self._pool = model.pool
         self._backend = backend
-        self._cache_config = cache_config
-        # A GPU wants one launch for all rows; on a CPU slices are fastest, whole blocks or not.
-        self._writes_runs = mx.default_device().type == mx.DeviceType.cpu
-        self._writes_blocks = scheduler_config.page_aligned_scheduling and not self._writes_runs
+        self._num_blocks = cache_config.num_blocks
+        self._kv_connector = kv_connector
         self._runs_ahead = scheduler_config.async_scheduling
         self._table = RequestTable(
-            scheduler_config.max_num_seqs, scheduler_config.max_model_len, cache_config.block_size
+            scheduler_config.max_num_seqs,
+            scheduler_config.max_model_len,
+            cache_config.block_size,
+            choose_writes(page_aligned=scheduler_config.page_aligned_scheduling),
         )
         self._steps: deque[PendingStep] = deque()  # in order; the first one is dispatched, the others built
-        model.allocate(cache_config.num_blocks, cache_config.block_size)
+        self._pool.allocate(cache_config.num_blocks, cache_config.block_size)
 
     def execute(self, plan: SchedulerOutput) -> PendingStep:
         """Start a step: builds the graph of one forward over every packed row and one sampling pass."""
         if self._steps and not self._runs_ahead:
             raise RuntimeError("without async scheduling, a step is finished before the next one is started")
-        before = self._model.snapshot()
+        before = self._pool.snapshot()
         try:
             sampling, logits = self._build(plan)
             # Masks are for the host to compute while the device is busy: with the step before, or with this one.
@@ -74,9 +68,9 @@ class ModelRunner:
             saves = self._gather_saves()
         except BaseException:
             self._table.forget_samples()
-            self._model.restore(before)
+            self._pool.restore(before)
             raise
-        loads = self.kv_connector.take_loads() if self.kv_connector is not None else {}
+        loads = self._kv_connector.take_loads() if self._kv_connector is not None else {}
         step = PendingStep(self, plan.sampled_req_ids, sampling, before, loads, saves)
         del before  # the step's own, to let go of
         self._steps.append(step)
@@ -86,37 +80,23 @@ class ModelRunner:
 
     def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, mx.array]:
         """A step's forward as a graph: its logits, [R + T, vocab_size], and what is to be done with them."""
-        block_size = self._cache_config.block_size
         batch = self._table.pack(plan)
-        batch.validate(self._cache_config.num_tokens, block_size)
-        metadata = AttentionMetadata(
-            cu_seqlens_q=batch.cu_seqlens_q,
-            seq_lens=batch.seq_lens,
-            block_table=batch.block_table,
-            slot_mapping=mx.array(batch.slot_mapping),
-            block_size=block_size,
-            block_writes=_block_writes(batch, block_size) if self._writes_blocks else None,
-            run_writes=_run_writes(batch) if self._writes_runs else None,
-        )
+        batch.validate(self._num_blocks)
         sampling = StepSampling(self._table, plan, batch)
-        if self.kv_connector is not None:
-            self.kv_connector.start_load_kv(plan.kv_connector_metadata)
-        logits = self._model(
-            self._input_ids(batch),
-            mx.array(batch.positions),
-            metadata,
-            self._backend.plan(metadata),
-            mx.array(sampling.logits_indices),
-        )
+        if self._kv_connector is not None:
+            self._kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
+        attention = self._backend.for_step(batch.rows)
+        logits_indices = mx.array(sampling.logits_indices)
+        logits = self._model(self._input_ids(batch), batch.rows, attention, logits_indices)
         return sampling, logits
 
     def _gather_saves(self) -> StepSaves | None:
         """What the step that has just been built leaves behind for a store."""
-        if self.kv_connector is None:
+        if self._kv_connector is None:
             return None
-        for index, layer in enumerate(self._model.layer_caches):
-            self.kv_connector.save_kv_layer(index, layer)
-        return self.kv_connector.take_saves()
+        for index, state in enumerate(self._pool.states):
+            self._kv_connector.save_kv_layer(index, state)
+        return self._kv_connector.take_saves()
 
     def _input_ids(self, batch: PackedBatch) -> mx.array:
         """[N]; tokens that the step before samples come from its array of them, which need not be computed yet."""
@@ -141,7 +121,7 @@ class ModelRunner:
                 mx.async_eval(logits)  # the forward runs while the host computes masks
                 step.sampling.build(logits)
             # Without any, only intermediate chunks: what matters is the KV they leave behind.
-            step.root = [*(step.sampling.arrays or [self._model.written()]), *step.saved_arrays]
+            step.root = [*(step.sampling.arrays or [self._pool.written()]), *step.saved_arrays]
             if self._runs_ahead:
                 step.is_async = True
                 mx.async_eval(step.root)  # otherwise it is evaluated, and waited for, by result()
@@ -150,11 +130,10 @@ class ModelRunner:
 
     def _load(self, step: PendingStep) -> None:
         """Write what a step loads into the KV cache as the step before has left it."""
-        if self.kv_connector is not None and step.loads:
+        if self._kv_connector is not None and step.loads:
             assert step.before is not None
-            for index, (keys, values) in enumerate(step.before):
-                arrays = {"keys": keys, "values": values}
-                self.kv_connector.wait_for_layer_load(index, arrays, step.loads)
+            for index, arrays in enumerate(step.before):
+                self._kv_connector.write_loaded_blocks(index, arrays, step.loads)
             step.loads = {}
 
     def finish(self, step: PendingStep) -> ModelOutput:
@@ -169,8 +148,8 @@ class ModelRunner:
             raise
         if self._steps:
             self._dispatch(self._steps[0])
-        if self.kv_connector is not None and step.saves is not None:
-            self.kv_connector.wait_for_save(step.saves)
+        if self._kv_connector is not None and step.saves is not None:
+            self._kv_connector.hand_over_saves(step.saves)
         output = step.sampling.result()
         self._table.append_tokens(step.sampled_req_ids, np.array(output.sampled_token_ids, np.int32))
         return output
@@ -181,47 +160,17 @@ class ModelRunner:
         self._table.forget_samples()
         if step.is_async:
             # An asynchronous evaluation may stop anywhere, and its error come up again: nothing is sure of its arrays.
-            self._model.renew_cache(error)
-        self._model.recover_from(error)
+            self._pool.renew(error)
+        self._pool.recover(error)
 
     def close(self) -> None:
         """Free the KV cache, in the thread that ran the steps."""
         self._steps.clear()
         synchronize()
-        if self.kv_connector is not None:
-            self.kv_connector.close()
-        self._model.release()
+        if self._kv_connector is not None:
+            self._kv_connector.close()
+        self._pool.release()
         end_streams_of_thread()
-
-
-def _block_writes(batch: PackedBatch, block_size: int) -> BlockWrites | None:
-    rows = whole_block_rows(batch, block_size)
-    if len(rows) == 0:
-        return None
-    others = np.setdiff1d(np.arange(len(batch.slot_mapping), dtype=np.int32), rows)
-    return BlockWrites(
-        rows=mx.array(rows.ravel()),
-        block_ids=mx.array(batch.slot_mapping[rows[:, 0]] // block_size),
-        other_rows=mx.array(others),
-        other_slots=mx.array(batch.slot_mapping[others]),
-    )
-
-
-def _run_writes(batch: PackedBatch) -> RunWrites | None:
-    runs = [
-        (first, count, slot) for first, count, slot in consecutive_runs(batch.slot_mapping, MIN_RUN).tolist()
-    ]
-    if not runs:
-        return None
-    is_other = np.ones(len(batch.slot_mapping), bool)
-    for first, count, _ in runs:
-        is_other[first : first + count] = False
-    others = np.flatnonzero(is_other).astype(np.int32)
-    return RunWrites(
-        runs,
-        other_rows=mx.array(others),
-        other_slots=mx.array(batch.slot_mapping[others]),
-    )
 
 
 class PendingStep:
@@ -242,14 +191,14 @@ class PendingStep:
         runner: ModelRunner,
         sampled_req_ids: list[str],
         sampling: StepSampling,
-        before: KVSnapshot,
+        before: PoolSnapshot,
         loads: StepLoads,
         saves: StepSaves | None,
     ) -> None:
         self._runner = runner
         self.sampled_req_ids = sampled_req_ids
         self.sampling = sampling
-        self.before: KVSnapshot | None = before
+        self.before: PoolSnapshot | None = before
         self.loads = loads
         self.saves = saves
         self.root: list[mx.array] | None = None

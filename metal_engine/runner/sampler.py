@@ -87,7 +87,7 @@ def _restrict(logits: mx.array, top_k: np.ndarray, top_p: np.ndarray, min_p: np.
     """Set the logits that top-k, top-p and min-p exclude to -inf: [R, V] float32 -> the same.
 
     As in vLLM, min-p compares with the most likely token before top-k and top-p cut anything, and top-p
-    counts the probability of what top-k left. Ties with the last token kept are kept.
+    counts the probability of what top-k left. Tokens as likely as the last one kept are kept, too.
     """
     vocab_size = logits.shape[-1]
     top_k = np.where(top_k < vocab_size, top_k, 0)  # 0: off
@@ -144,7 +144,7 @@ def _mass_limit(below: mx.array, limit: mx.array, top_p: np.ndarray, _top_k: np.
 
 
 def _mass_limit_of_few(below: mx.array, limit: mx.array, top_p: np.ndarray, top_k: np.ndarray) -> mx.array:
-    """:func:`_mass_limit` where ``limit`` leaves ``top_k`` tokens, [R], at most, and those as likely as the last."""
+    """:func:`_mass_limit` for rows whose ``limit`` leaves few tokens: ``top_k`` [R], and any as likely as the last."""
     nearest = _smallest(below, int(top_k.max()))
     last = mx.exp(-limit)
     num_last = (below == limit).sum(axis=-1, keepdims=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import AttentionBackend, AttentionMetadata
+from metal_engine.attention.backend import AttentionBackend
 from metal_engine.device.streams import synchronize
 from metal_engine.errors import ConfigError
+from metal_engine.kv_cache.rows import step_rows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.sampler import SamplingRows, sample
 from metal_engine.sampling_params import SamplingParams
@@ -36,42 +37,26 @@ def measure_step_bytes(
         ConfigError: there is not enough memory for it.
     """
     longest = min(max_positions or num_tokens, num_tokens)
-    # Beyond one token each, as each request finds it.
+    # Tokens beyond one for each request that are left when the turn comes to each of them.
     left = num_tokens - num_seqs - np.arange(num_seqs) * (longest - 1)
     seq_lens = (1 + np.clip(left, 0, longest - 1)).astype(np.int32)
     num_blocks = -(-seq_lens // block_size)
     ends = np.cumsum(num_blocks)
-    starts = ends - num_blocks
     # Each request's blocks in order; padding repeats its last one.
     column = np.minimum(np.arange(num_blocks.max()), num_blocks[:, None] - 1)
-    block_table = (starts[:, None] + column).astype(np.int32)
-    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in seq_lens])
-    slots = np.repeat(starts * block_size, seq_lens).astype(np.int32) + positions
-    cu_seqlens_q = np.concatenate([[0], np.cumsum(seq_lens)]).astype(np.int32)
+    block_table = ((ends - num_blocks)[:, None] + column).astype(np.int32)
+    rows = step_rows(block_table, np.zeros_like(seq_lens), seq_lens, block_size)
 
-    rows = SamplingRows(num_seqs)
+    sampling = SamplingRows(num_seqs)
     for row in range(num_seqs):
-        rows.set(row, SamplingParams(temperature=1.0, top_p=0.9), seed=row)
-    model.allocate(int(ends[-1]), block_size)
+        sampling.set(row, SamplingParams(temperature=1.0, top_p=0.9), seed=row)
+    model.pool.allocate(int(ends[-1]), block_size)
     try:
-        metadata = AttentionMetadata(
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=seq_lens,
-            block_table=block_table,
-            slot_mapping=mx.array(slots),
-            block_size=block_size,
-        )
         synchronize()
         held = mx.get_active_memory()
         mx.reset_peak_memory()
-        logits = model(
-            mx.zeros((len(positions),), mx.int32),
-            mx.array(positions),
-            metadata,
-            backend.plan(metadata),
-            mx.array(cu_seqlens_q[1:] - 1),
-        )
-        mx.eval(sample(logits, rows, np.arange(num_seqs), np.zeros(num_seqs, np.int32)))
+        logits = model(mx.zeros((rows.num_tokens,), mx.int32), rows, backend.for_step(rows))
+        mx.eval(sample(logits, sampling, np.arange(num_seqs), np.zeros(num_seqs, np.int32)))
         synchronize()
         return max(0, mx.get_peak_memory() - held)
     except (MemoryError, RuntimeError) as error:  # MLX's allocator raises the latter
@@ -79,8 +64,7 @@ def measure_step_bytes(
             "--max-num-batched-tokens",
             f"a step of {num_tokens} tokens does not run on this device; lower --max-num-batched-tokens "
             f"({str(error).splitlines()[0]})",
-            is_whole=True,
         ) from error
     finally:
-        model.release()
+        model.pool.release()
         mx.clear_cache()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from metal_engine.kv_cache.rows import StepRows
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.logits_edits import StepEdits
 from metal_engine.runner.logprobs import LogprobArrays, compute_logprobs
@@ -41,14 +42,14 @@ class StepSampling:
         self._sampling = table.sampling
         self._req_ids = plan.sampled_req_ids
         self._rows = batch.sampled_rows
-        self._positions = table.num_output_tokens(batch.sampled_rows)
+        self._positions = table.output_positions(batch)
         # Taken now: the row may be another request's by the time of the result.
         self._num_top = table.sampling.logprobs[batch.sampled_rows]  # [R], -1: not asked for
         self._errors: dict[str, str] = {}
         self._edits = self._collect_edits(table)
         self._masks = np.zeros((0, 0), np.int32)
-        self._prompt_rows = _prompt_rows(table, plan, batch)
-        self.logits_indices = batch.logits_indices
+        self._prompt_rows = _prompt_rows(table, plan, batch.rows)
+        self.logits_indices = batch.rows.logits_indices
         if self._prompt_rows:
             self.logits_indices = np.concatenate([self.logits_indices, *(p.rows for p in self._prompt_rows)])
         self.tokens: mx.array | None = None
@@ -149,7 +150,7 @@ class StepSampling:
         return output
 
 
-def _prompt_rows(table: RequestTable, plan: SchedulerOutput, batch: PackedBatch) -> list[_PromptRows]:
+def _prompt_rows(table: RequestTable, plan: SchedulerOutput, rows: StepRows) -> list[_PromptRows]:
     if not table.num_prompt_logprobs_requests:
         return []
     found = []
@@ -158,9 +159,9 @@ def _prompt_rows(table: RequestTable, plan: SchedulerOutput, batch: PackedBatch)
         num_top = int(table.sampling.prompt_logprobs[row])
         if num_top < 0:
             continue
-        first = int(batch.cu_seqlens_q[i])
-        start = int(batch.positions[first]) + 1  # the token at position p predicts the one at p + 1
-        end = min(int(batch.seq_lens[i]) + 1, table.num_prompt_tokens(row))
+        first = int(rows.cu_seqlens_q[i])
+        start = int(rows.positions[first]) + 1  # the token at position p predicts the one at p + 1
+        end = min(int(rows.seq_lens[i]) + 1, table.num_prompt_tokens(row))
         if start < end:
             found.append(
                 _PromptRows(

@@ -1,4 +1,4 @@
-"""The KV cache's blocks: which are free, which request holds which, what they hold; constant time per block.
+"""Keeps book of the KV cache's blocks: free ones, those of each request, and what they hold; O(1) per block.
 
 Pure bookkeeping over block ids; the memory itself belongs to the runner.
 """
@@ -88,8 +88,8 @@ class FreeBlockQueue:
 class BlockManager:
     """Block tables of all running requests over one pool, and the cache of prefixes in the same blocks.
 
-    A full block is known by its hash from :meth:`register` on. Tables may share it; when the last one lets it
-    go it waits in the free queue, contents and all, and is found there until it is reused for something else.
+    A full block is known by its hash from :meth:`register` on, and tables may share it. When the last table lets it
+    go, it waits in the free queue with its contents, and can be found there until it is reused for something else.
 
     Args:
         num_blocks: blocks in the pool.
@@ -112,11 +112,6 @@ class BlockManager:
     @property
     def num_used_blocks(self) -> int:
         return self.num_blocks - self._free.num_free_blocks
-
-    @property
-    def usage(self) -> float:
-        """Used share of the pool, 0 to 1."""
-        return self.num_used_blocks / self.num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens take."""
@@ -153,10 +148,8 @@ class BlockManager:
                 self._free.remove(block)
             block.ref_cnt += 1
         wanted = (*cached, *[None] * num_new)
-        # Requests give back their last block first: in order, what was a run of blocks is one again.
-        taken = iter(
-            sorted((self._take() for _ in range(wanted.count(None))), key=lambda block: block.block_id)
-        )
+        # Requests give back their last block first, so a run of blocks is free in reverse: sorted, it is a run again.
+        taken = iter(sorted((self._take() for _ in range(wanted.count(None))), key=lambda b: b.block_id))
         new_blocks = [block or next(taken) for block in wanted]
         if table is None:
             table = self._tables[request_id] = []
@@ -165,7 +158,7 @@ class BlockManager:
         return [block.block_id for block in new_blocks]
 
     def _take(self) -> Block:
-        """The next block to reuse; what it held is forgotten."""
+        """Returns the next block to reuse; forgets what it held."""
         block = self._free.popleft()
         self._forget(block)
         block.ref_cnt = 1
@@ -187,17 +180,13 @@ class BlockManager:
 
     # --- cached prefixes ------------------------------------------------------------------------------------
 
-    @property
-    def num_cached_blocks(self) -> int:
-        return len(self._cached)
-
     def is_cached(self, block_hash: bytes) -> bool:
         return block_hash in self._cached
 
     def find_cached(
         self, block_hashes: Sequence[bytes], max_blocks: int, also: Container[bytes] = ()
     ) -> list[Block | None]:
-        """The longest run of cached blocks that a chain of hashes begins with, ``max_blocks`` at most.
+        """Returns the longest run of cached blocks that a chain of hashes begins with, ``max_blocks`` at most.
 
         Hashes in ``also`` belong to the run too; where they are not cached here, None stands for the block.
         """

@@ -1,7 +1,10 @@
-"""Every limit on one request's share of a step; the running and the waiting loop both come here.
+"""Limits one request's share of a step: every limit is here, for running and for waiting requests.
 
 Token budget, partial-prefill share, long-prompt limit, ``max_model_len``, block alignment and the cap on attention
 work meet in :class:`PrefillShares`. A decode's share is one token, so :func:`num_remaining` is all it needs.
+
+``--async-scheduling`` and ``--page-aligned-scheduling`` change who gets what in one place each:
+:func:`num_remaining` and :func:`chunk_unit`.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from math import isqrt
 from metal_engine.request import Request
 from metal_engine.settings.config import SchedulerConfig
 
-# With a vocabulary of 262,144 a row's logits are a megabyte, and there are copies of them: all of these together are
-# well within what a GPU has left for activations.
+# Rows of prompts with log probabilities in a step. With a vocabulary of 262,144 the logits of one row take a megabyte,
+# and there are copies of them: so many rows fit well into what a GPU has left for activations.
 MAX_PROMPT_ROWS = 256
 
 
@@ -34,7 +37,11 @@ class StepBudget:
 
 
 def num_remaining(request: Request, config: SchedulerConfig) -> int:
-    """Tokens ``request`` could compute now; 0 if steps under way will finish it, or it waits for their token."""
+    """Returns how many tokens ``request`` could compute now.
+
+    With ``--async-scheduling``, steps under way may still be sampling tokens of it, its placeholders. These count as
+    known tokens; but 0 is returned if they finish the request, or if the next one cannot be sampled without them.
+    """
     if request.num_output_placeholders and request.sampling_params.needs_token_on_host:
         return 0
     num_known = len(request.token_ids) + request.num_output_placeholders
@@ -44,37 +51,44 @@ def num_remaining(request: Request, config: SchedulerConfig) -> int:
 
 
 def is_long(num_remaining_tokens: int, config: SchedulerConfig) -> bool:
-    """Whether a prompt with so many tokens to go counts as long."""
+    """Whether a prompt that has so many tokens left to compute counts as long."""
     return num_remaining_tokens > config.long_prefill_token_threshold
 
 
 def attention_work(context_len: int, num_rows: int) -> int:
-    """Keys that ``num_rows`` rows after ``context_len`` tokens see, all together."""
+    """Returns how many keys ``num_rows`` rows after ``context_len`` tokens see, all together."""
     return num_rows * context_len + num_rows * (num_rows + 1) // 2
 
 
 def rows_for_work(context_len: int, work: int) -> int:
-    """The most rows after ``context_len`` tokens whose :func:`attention_work` is within ``work``."""
+    """Returns the most rows after ``context_len`` tokens whose :func:`attention_work` is within ``work``."""
     if work <= 0:
         return 0
     b = 2 * context_len + 1
     return (isqrt(b * b + 8 * work) - b) // 2
 
 
+def chunk_unit(config: SchedulerConfig, block_size: int) -> int:
+    """Tokens that chunks come in: whole blocks with ``--page-aligned-scheduling``, single tokens without it.
+
+    The share of a chunk that is not its prompt's last is a multiple of this, and every chunk is charged by it.
+    """
+    return block_size if config.page_aligned_scheduling else 1
+
+
 class PrefillShares:
-    """A step's budget for prefills, as decodes left it, shared out.
+    """Shares out a step's budget for prefills, as decodes left it.
 
     First every request taken in gets the smallest share: a block, or what is left of its prompt if that is less.
     Then :meth:`spread` deals out the rest evenly; what one cannot use goes to the others.
 
     Args:
         step: what decodes left; reduced by what is given here.
-        prefills: running requests with more than one token to go, for :meth:`take_turns`.
+        prefills: running requests with more than one token left to compute, for :meth:`take_turns`.
 
     Attributes:
         shares: tokens for each request taken in, in the order of their turns.
-        num_partial: requests whose prompt will not be complete after this step.
-        num_long: requests that came into the step with more than the long threshold to go.
+        num_long: of the requests in progress, those whose prompts were long when they came into this step.
     """
 
     def __init__(
@@ -84,15 +98,14 @@ class PrefillShares:
         self.shares: dict[Request, int] = {}
         self._config = config
         self._block_size = block_size
-        # Shares of chunks that are not the last are multiples of this; so is what every chunk is charged.
-        self._unit = block_size if config.page_aligned_scheduling else 1
-        self._hungry: list[Request] = []
-        # Of the running ones, those that have waited longest for a share first.
+        self._unit = chunk_unit(config, block_size)
+        self._unfinished: list[Request] = []  # taken in, with shares that do not complete their prompts
+        # Running requests without a share in this step; those that have waited longest for one first.
         self._left_out = sorted(prefills, key=lambda r: (r.last_step, r.arrival))
         self.num_long = sum(is_long(num_remaining(r, config), config) for r in prefills)
 
     def take_turns(self) -> None:
-        """Take the running requests in, as far as the budget serves the smallest share each: the rotation."""
+        """Take in the running requests in turn, as many as the budget can give the smallest share."""
         left_out, self._left_out = self._left_out, []
         for request in left_out:
             if self.has_room(request, request.num_computed_tokens, num_remaining(request, self._config)):
@@ -101,24 +114,27 @@ class PrefillShares:
                 self._left_out.append(request)
 
     def is_turn_of_a_new_one(self, last_admission: int) -> bool:
-        """Whether every running request has had a share since a waiting one was last admitted, in that step.
+        """Whether a waiting request now goes before the running ones, which use up what there is.
 
-        Then the next to be admitted goes first. Otherwise a budget that serves one of them, or a context so long
-        that one block of it takes all the attention work of a step, would keep a free slot free.
+        It does once every running prefill has had a share since step ``last_admission``, the last that admitted
+        somebody. Without such a turn nobody might ever be admitted to a free slot: where the budget serves one request
+        only, or where one block of a long context takes all the attention work of a step.
         """
         return bool(self._left_out) and last_admission < self._left_out[0].last_step
 
     @property
     def num_partial(self) -> int:
-        return len(self._hungry) + len(self._left_out)
+        """Requests whose prompts this step does not complete."""
+        return len(self._unfinished) + len(self._left_out)
 
     @property
     def num_in_progress(self) -> int:
+        """Requests that take a slot in this step."""
         return len(self.shares) + len(self._left_out)
 
     @property
     def in_progress(self) -> list[Request]:
-        """Requests whose prefill is under way, this step's admissions included."""
+        """Requests whose prefill is under way, those that this step admits included."""
         return [*self.shares, *self._left_out]
 
     def has_room(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
@@ -147,10 +163,10 @@ class PrefillShares:
         )
 
     def take(self, request: Request, *, whole: bool = False) -> None:
-        """Take a new request in, for which :meth:`has_room`, and give it the smallest share.
+        """Take in a new request, for which :meth:`has_room`, and give it the smallest share.
 
-        ``whole``: give it all at once, for which :meth:`has_room_for_all`. It has no slot, so it must be done with
-        this step, and a part of what is left, beside others who ask for some, may be too little.
+        With ``whole`` it gets all of its prompt at once, for which :meth:`has_room_for_all`: it has no slot, so its
+        prompt must be complete after this step, and an even part of the budget might not do.
         """
         self.num_long += is_long(num_remaining(request, self._config), self._config)
         self._take(request, whole)
@@ -160,12 +176,14 @@ class PrefillShares:
         self.shares[request] = 0
         self._give(request, remaining if whole else min(remaining, self._block_size, self.step.tokens))
         if self.shares[request] < remaining:
-            self._hungry.append(request)
+            self._unfinished.append(request)
 
     def spread(self) -> None:
-        """Deal out what is left of the budget, evenly among those that can still use some."""
-        self._hungry.sort(key=self._missing)  # those that need least first: what they leave is for the others
-        served = self._hungry
+        """Deal out what is left of the budget, evenly among the requests that can still use some."""
+        self._unfinished.sort(
+            key=self._missing
+        )  # those that need least first: what they leave is for the others
+        served = self._unfinished
         while served and self.step.tokens:
             in_turn, served = served, []
             for i, request in enumerate(in_turn):
@@ -175,13 +193,18 @@ class PrefillShares:
                     self._give(request, extra)
                     served.append(request)
             served = [request for request in served if self._missing(request)]
-        self._hungry = [request for request in self._hungry if self._missing(request)]
+        self._unfinished = [request for request in self._unfinished if self._missing(request)]
 
     def _missing(self, request: Request) -> int:
         return num_remaining(request, self._config) - self.shares[request]
 
     def _extra(self, request: Request, num_parts: int, num_asking: int) -> int:
-        """What ``request`` can use of one of ``num_parts`` equal parts of the budget, ``num_asking`` of the rows."""
+        """Returns how much ``request`` can use of an equal part of what is left.
+
+        Args:
+            num_parts: requests that share the tokens and the attention work.
+            num_asking: those of them that share the prompt rows.
+        """
         missing = self._missing(request)
         context_len = request.num_computed_tokens + self.shares[request]
         extra = min(

@@ -18,7 +18,7 @@ from metal_engine.settings.config import CacheConfig
 
 
 def root_hash(model_fingerprint: str, cache_salt: str) -> bytes:
-    """Where the chains of one model and one salt begin."""
+    """Returns the hash with which the chains of one model and one salt begin."""
     salt = cache_salt.encode("utf-8", "surrogatepass")
     # Hashed apart, so that no salt can pretend to be part of the fingerprint.
     return sha256(sha256(model_fingerprint.encode()).digest() + sha256(salt).digest()).digest()
@@ -46,18 +46,27 @@ class PrefixCache:
     Full blocks are published when a step has been planned, for the steps after it: steps run in the order they
     were planned, so a later one finds the blocks written even if it is planned before this one has run. The same
     step does not share them; that would hang on every backend writing all rows of a layer before it attends.
+
+    Args:
+        blocks: the pool.
+        config: whether prefixes are shared, and the model's fingerprint.
+        on_publish: called with a request and the range of its blocks that have just been published.
     """
 
-    def __init__(self, blocks: BlockManager, config: CacheConfig) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        config: CacheConfig,
+        on_publish: Callable[[Request, int, int], None] | None = None,
+    ) -> None:
         self.is_enabled = config.enable_prefix_caching
         self._blocks = blocks
         self._block_size = config.block_size
         self._model_fingerprint = config.model_fingerprint
-        # Called with a request and the range of its blocks that have just been published.
-        self.on_publish: Callable[[Request, int, int], None] | None = None
+        self._on_publish = on_publish
 
     def find(self, request: Request, also: Container[bytes] = ()) -> list[Block | None]:
-        """Cached blocks that a waiting request can begin with. At least one token is left to compute.
+        """Returns the cached blocks that a waiting request can begin with; leaves one token to compute at least.
 
         ``also`` has the hashes of blocks that are at hand elsewhere; None stands for those.
         """
@@ -66,7 +75,7 @@ class PrefixCache:
         )
 
     def missing(self, request: Request) -> list[bytes]:
-        """Hashes of the blocks that a waiting request could begin with and that are not cached, in order."""
+        """Returns the hashes of blocks that a waiting request could begin with and that are not cached, in order."""
         hashes = self._usable_hashes(request)[: (request.num_tokens - 1) // self._block_size]
         return [block_hash for block_hash in hashes if not self._blocks.is_cached(block_hash)]
 
@@ -78,7 +87,10 @@ class PrefixCache:
     def find_owner(
         self, request: Request, num_cached_tokens: int, prefills: Iterable[Request]
     ) -> tuple[Request, int] | None:
-        """A prefill that is about to compute at least half of what ``request`` has to, and up to which token."""
+        """Returns a prefill that is about to compute at least half of what ``request`` has to, and up to which token.
+
+        None if there is none, or if the request must compute every token itself.
+        """
         if not self.is_enabled or request.needs_prompt_rows:
             return None
         hashes = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
@@ -97,8 +109,8 @@ class PrefixCache:
         if num_full > request.num_registered_blocks:
             hashes = extend_block_hashes(request, self._block_size, self._model_fingerprint)
             self._blocks.register(request.request_id, hashes, request.num_registered_blocks, num_full)
-            if self.on_publish is not None:
-                self.on_publish(request, request.num_registered_blocks, num_full)
+            if self._on_publish is not None:
+                self._on_publish(request, request.num_registered_blocks, num_full)
             request.num_registered_blocks = num_full
 
     def forget(self) -> None:

@@ -1,18 +1,18 @@
 """Who gets how many tokens in the next step.
 
-There is no prefill phase and no decode phase: a step hands out tokens, first to requests with one token to go,
-then to those with more, running or waiting, until the budget is used up. Fresh prefills, continuation chunks and
-decodes share every step. docs/scheduling.md explains the rules; the limits on a share are in ``limits.py``.
+There is no prefill phase and no decode phase: a step hands out tokens, first to requests with one token left to
+compute, then to those with more, running or waiting, until the budget is used up. Fresh prefills, continuation chunks
+and decodes share every step. docs/scheduling.md explains the rules; the limits on a share are in ``limits.py``, who is
+admitted next in ``admission.py``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from metal_engine.errors import ContextLengthError, PromptError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestStatus
-from metal_engine.scheduling.block_manager import Block, BlockManager
+from metal_engine.scheduling.admission import Admissions, Candidate
+from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.limits import (
     MAX_PROMPT_ROWS,
     PrefillShares,
@@ -21,7 +21,7 @@ from metal_engine.scheduling.limits import (
     num_remaining,
 )
 from metal_engine.scheduling.prefix_cache import PrefixCache
-from metal_engine.scheduling.waiting_queue import WaitingQueue
+from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput, TokenOutput
 
@@ -29,47 +29,9 @@ from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput, Toke
 # preempt it at once.
 WATERMARK = 0.01
 
-# Waiting requests that one admission looks past, at most: the others' turn is the next step.
-_MAX_PASSED_OVER_PER_STEP = 32
-
-
-@dataclass(frozen=True)
-class SchedulerStats:
-    """A snapshot of the scheduler, for the log, ``/health`` and live views."""
-
-    num_running: int
-    num_waiting: int
-    num_preemptions: int
-    num_blocks: int
-    num_used_blocks: int
-    peak_used_blocks: int
-    num_loading: int = 0  # of the waiting: for their KV to arrive
-
-
-@dataclass(slots=True)
-class _Admission:
-    """A waiting request and what of it is cached now."""
-
-    request: Request
-    cached: list[Block | None]
-    block_size: int
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return len(self.cached) * self.block_size
-
-    @property
-    def num_remaining_tokens(self) -> int:
-        return self.request.num_tokens - self.num_cached_tokens
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        """Tokens that need not be computed, and tokens that must be."""
-        return self.num_cached_tokens, self.num_remaining_tokens
-
 
 class Scheduler:
-    """In order of priority and arrival, over one token budget and one pool of blocks.
+    """Serves requests in order of priority and arrival, over one token budget and one pool of blocks.
 
     A request is admitted when blocks for all its tokens are free; it then grows block by block. When the pool
     runs out, the last running request in order is preempted: it loses its blocks, returns to its place among the
@@ -87,14 +49,12 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.blocks = BlockManager(cache_config.num_blocks, cache_config.block_size)
-        self.prefix_cache = PrefixCache(self.blocks, cache_config)
-        self.requests: dict[str, Request] = {}
-        self.waiting = WaitingQueue()
-        self.running: dict[str, Request] = {}  # in order
         self.connector = connector
-        self.loading: dict[str, Request] = {}
-        if connector is not None:
-            self.prefix_cache.on_publish = self._offer_to_store
+        on_publish = None if connector is None else self._save_to_store
+        self.prefix_cache = PrefixCache(self.blocks, cache_config, on_publish)
+        self.requests: dict[str, Request] = {}
+        self.admissions = Admissions(config, self.prefix_cache, cache_config.block_size, connector)
+        self.running: dict[str, Request] = {}  # in order
         self.num_preemptions = 0
         self._num_arrivals = 0
         self._num_steps = 0
@@ -141,7 +101,7 @@ class Scheduler:
         priority = request.options.priority if self.config.scheduling_policy == "priority" else 0
         request.sort_key = (priority, request.arrival)
         self.requests[request.request_id] = request
-        self._enqueue(request)
+        self.admissions.add(request)
 
     def finish_request(self, request_id: str, status: RequestStatus) -> None:
         """End a request in any state and free its blocks; unknown ids (finished already) are ignored."""
@@ -149,8 +109,7 @@ class Scheduler:
         if request is None:
             return
         request.status = status
-        self.waiting.remove(request_id)
-        self.loading.pop(request_id, None)
+        self.admissions.remove(request_id)
         self.running.pop(request_id, None)
         self._release(request)
 
@@ -160,26 +119,27 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
+        num_loading = len(self.admissions.loading)
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(self.loading),
+            num_waiting=len(self.admissions.waiting) + num_loading,
             num_preemptions=self.num_preemptions,
             num_blocks=self.blocks.num_blocks,
             num_used_blocks=self.blocks.num_used_blocks,
             peak_used_blocks=self.blocks.peak_used_blocks,
-            num_loading=len(self.loading),
+            num_loading=num_loading,
         )
 
     # --- a step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Plan one step. May be called again before :meth:`update` for the step before.
+        """Plan one step. With ``--async-scheduling``, called again before :meth:`update` for the step before.
 
         The plan is empty when all that is left to do waits for steps under way; it need not be executed.
         """
         plan = SchedulerOutput(step_id=self._num_steps)
         self._num_steps += 1
-        self._take_in_loaded()
+        self.admissions.take_in_loaded()
         prompt_rows = max(MAX_PROMPT_ROWS, self.blocks.block_size)
         budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work, prompt_rows)
         num_preemptions = self.num_preemptions
@@ -200,11 +160,11 @@ class Scheduler:
         if plan.num_scheduled_tokens:  # an empty plan is not executed, so it must not carry the drops off
             plan.dropped_req_ids, self._dropped = self._dropped, []
             if self.connector is not None:
-                plan.kv_connector_metadata = self.connector.build_connector_meta(plan)
+                plan.kv_connector_metadata = self.connector.build_connector_meta()
         return plan
 
     def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:
-        """Give running requests their next token, in order; returns those with more than one token to go."""
+        """Give running requests their next token, in order; returns those with more left to compute."""
         prefills = []
         for request in list(self.running.values()):
             if budget.tokens == 0:
@@ -226,76 +186,57 @@ class Scheduler:
         return [request for request in prefills if request.status is RequestStatus.RUNNING]
 
     def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillShares, at_most: int | None = None) -> None:
-        """Admit waiting requests to the slots for partial prefills that are free, while each gets a block."""
+        """Admit waiting requests to the free slots for partial prefills, while there is a block for each."""
         num_free = self.config.max_num_partial_prefills - prefills.num_in_progress
         for _ in range(num_free if at_most is None else min(at_most, num_free)):
-            admission = self._next_waiting(prefills)
-            if admission is None or not prefills.has_room(admission.request, *admission.extent):
+            candidate = self._next_candidate(prefills)
+            if candidate is None or not prefills.has_room(candidate.request, *candidate.extent):
                 break
-            if not self._admit(plan, admission):
+            if not self._admit(plan, candidate):
                 break
-            prefills.take(admission.request)
+            prefills.take(candidate.request)
 
     def _use_up(self, plan: SchedulerOutput, prefills: PrefillShares) -> None:
-        """Admit further requests to the budget that the slots left: whole prompts, or to slots free by now."""
-        while (admission := self._next_waiting(prefills)) is not None:
+        """Admit further requests to the budget that is left: to slots free by now, or with their whole prompts."""
+        while (candidate := self._next_candidate(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
             has_room = prefills.has_some_room if has_slot else prefills.has_room_for_all
-            if not has_room(admission.request, *admission.extent) or not self._admit(plan, admission):
+            if not has_room(candidate.request, *candidate.extent) or not self._admit(plan, candidate):
                 break
-            prefills.take(admission.request, whole=not has_slot)
+            prefills.take(candidate.request, whole=not has_slot)
             prefills.spread()
 
-    def _next_waiting(self, prefills: PrefillShares) -> _Admission | None:
-        """The next request to admit, or None.
-
-        Long prompts are passed over while as many as may be are in progress, and so are requests that would
-        compute what a running prefill is about to.
-        """
+    def _next_candidate(self, prefills: PrefillShares) -> Candidate | None:
+        """Returns the request to admit next; None if there is none, or nothing left to give it."""
         if prefills.step.tokens <= 0 or len(self.running) >= self.config.max_num_seqs:
             return None
-        may_be_long = prefills.num_long < self.config.max_long_partial_prefills
-        for _ in range(_MAX_PASSED_OVER_PER_STEP):
-            request = self.waiting.head(include_long=may_be_long)
-            if request is None or request.num_output_placeholders:
-                return None  # the latter: preempted while a step was under way, its token must land first
-            admission = _Admission(request, self._find_cached(request), self.blocks.block_size)
-            if not may_be_long and is_long(admission.num_remaining_tokens, self.config):
-                self.waiting.push(request, is_long=True)  # what was cached when it came is so no longer
-            elif owner := self.prefix_cache.find_owner(
-                request, admission.num_cached_tokens, prefills.in_progress
-            ):
-                self.waiting.park(request, *owner)
-            else:
-                return admission
-        return None
+        return self.admissions.next(prefills)
 
-    def _admit(self, plan: SchedulerOutput, admission: _Admission) -> bool:
+    def _admit(self, plan: SchedulerOutput, candidate: Candidate) -> bool:
         """Start running a request, if there are blocks for all its tokens."""
-        request = admission.request
+        request = candidate.request
         reserve = self._watermark_blocks if self.running else 0
         block_ids = self.blocks.allocate(
-            request.request_id, request.num_tokens, reserve=reserve, cached=admission.cached
+            request.request_id, request.num_tokens, reserve=reserve, cached=candidate.cached
         )
         if block_ids is None:
             return False
-        self.waiting.remove(request.request_id)
+        self.admissions.remove(request.request_id)
         self._append_running(request)
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = admission.num_cached_tokens
+        request.num_computed_tokens = candidate.num_cached_tokens
         # Blocks that come from a store are published with the step that writes them.
-        known = admission.cached
+        known = candidate.cached
         request.num_registered_blocks = known.index(None) if None in known else len(known)
         is_first_admission = request.num_cached_tokens < 0
         if is_first_admission:
-            request.num_cached_tokens = admission.num_cached_tokens
+            request.num_cached_tokens = candidate.num_cached_tokens
         if self.connector is not None:
-            from_store = [i for i, block in enumerate(admission.cached) if block is None]
-            num_external_tokens = len(from_store) * self.blocks.block_size
+            from_store = [i for i, block in enumerate(candidate.cached) if block is None]
             if is_first_admission:
-                request.num_external_tokens = num_external_tokens
+                request.num_external_tokens = len(from_store) * self.blocks.block_size
                 self.connector.count_prompt(request)
-            self.connector.update_state_after_alloc(request, block_ids, from_store, len(admission.cached))
+            self.connector.update_state_after_alloc(request, block_ids, from_store, len(candidate.cached))
         self._held_by_runner.add(request.request_id)
         self._last_admission = plan.step_id
         plan.new_requests.append(
@@ -313,12 +254,14 @@ class Scheduler:
         return True
 
     def _append_running(self, request: Request) -> None:
+        """Put a request among the running ones, which stay in order of service."""
         last = next(reversed(self.running.values()), None)
         self.running[request.request_id] = request
         if last is not None and request.sort_key < last.sort_key:  # others were admitted past it
-            self.running = dict(sorted(self.running.items(), key=lambda item: item[1].sort_key))
+            self.running = dict(sorted(self.running.items(), key=lambda pair: pair[1].sort_key))
 
     def _add_to_plan(self, plan: SchedulerOutput, request: Request, share: int) -> None:
+        """Plan ``share`` tokens of a request, and a placeholder for the token it samples if these are its last."""
         plan.num_scheduled_tokens[request.request_id] = share
         request.num_computed_tokens += share
         request.last_step = plan.step_id
@@ -329,9 +272,9 @@ class Scheduler:
             self._filled.append(request)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Blocks for ``num_tokens`` tokens, preempting the last requests in order for them if need be.
+        """Returns the new blocks that ``num_tokens`` tokens take; preempts the last requests in order to get them.
 
-        Returns None if ``request`` itself was the last.
+        Returns None if that preempted ``request`` itself.
         """
         while True:
             new_block_ids = self.blocks.allocate(request.request_id, num_tokens)
@@ -343,13 +286,14 @@ class Scheduler:
                 return None
 
     def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks, and have it computed again later."""
         del self.running[request.request_id]
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._release(request)
-        self._enqueue(request)
+        self.admissions.add(request)
 
     def preempt_all(self) -> None:
         """Have every running request computed again from its start, in the same order: their KV is gone."""
@@ -371,57 +315,27 @@ class Scheduler:
             self._preempt(request)
 
     def _release(self, request: Request) -> None:
+        """Free a request's blocks, and let go all that depended on them."""
         self.blocks.free(request.request_id)
         request.num_registered_blocks = 0
-        self.waiting.unpark(request.request_id)
+        self.admissions.owner_left(request.request_id)
         if self.connector is not None:
-            self.connector.request_finished(request)
+            self.connector.forget_request(request)
         if request.request_id in self._held_by_runner:
             self._held_by_runner.remove(request.request_id)
             self._dropped.append(request.request_id)
 
-    def _enqueue(self, request: Request) -> None:
-        if self.connector is not None:
-            num_local = len(self.prefix_cache.find(request)) * self.blocks.block_size
-            missing = self.prefix_cache.missing(request)
-            if self.connector.get_num_new_matched_tokens(request, num_local, missing) is None:
-                request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-                self.loading[request.request_id] = request
-                return
-        self._push_waiting(request)
-
-    def _push_waiting(self, request: Request) -> None:
-        num_cached_tokens = len(self._find_cached(request)) * self.blocks.block_size
-        self.waiting.push(request, is_long=is_long(request.num_tokens - num_cached_tokens, self.config))
-
-    # --- KV from and to a store -----------------------------------------------------------------------------
-
-    def _find_cached(self, request: Request) -> list[Block | None]:
-        """What of a waiting request need not be computed: cached here, or (None) arrived from a store."""
-        arrived = self.connector.arrived(request.request_id) if self.connector is not None else ()
-        return self.prefix_cache.find(request, arrived)
-
-    def _take_in_loaded(self) -> None:
-        """Put requests whose KV has arrived, or will not, in their places among the waiting."""
-        if self.connector is None or not self.loading:
-            return
-        for request_id in self.connector.take_ended_loads():
-            request = self.loading.pop(request_id)
-            request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
-            self._push_waiting(request)
-
-    def _offer_to_store(self, request: Request, start: int, stop: int) -> None:
+    def _save_to_store(self, request: Request, start: int, stop: int) -> None:
         assert self.connector is not None
         block_ids = self.blocks.block_ids(request.request_id)[start:stop]
-        self.connector.blocks_filled(request, request.block_hashes[start:stop], block_ids)
+        self.connector.queue_saves(request, request.block_hashes[start:stop], block_ids)
 
     def _publish_prefixes(self) -> None:
-        """Let later steps share the blocks that this one fills, and those who waited for them go on."""
+        """Let later steps share the blocks that this one fills, and the requests go on that waited for them."""
         for request in self._filled:
             self.prefix_cache.publish(request)
         self._filled.clear()
-        for owner_id in self.waiting.owners:  # the last token of an owner's prompt may have gone as a decode
-            self.waiting.unpark(owner_id, self.running[owner_id].num_computed_tokens)
+        self.admissions.prefixes_computed(self.running)
 
     # --- results --------------------------------------------------------------------------------------------
 
@@ -442,8 +356,9 @@ class Scheduler:
             status = _finish_status(request, token_id)
             if request.num_computed_tokens == request.num_tokens and request.status is RequestStatus.RUNNING:
                 self.prefix_cache.publish(request)  # its last block was computed before this token was known
-            output = TokenOutput(request_id, [token_id], request.num_cached_tokens)
-            output.num_external_tokens = request.num_external_tokens
+            output = TokenOutput(
+                request_id, [token_id], request.num_cached_tokens, request.num_external_tokens
+            )
             if (logprobs := model_output.logprobs.get(request_id)) is not None:
                 output.logprobs = [logprobs]
             if status is not None:
@@ -459,19 +374,12 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert every invariant between steps; for tests and debugging."""
         self.blocks.check_integrity()
-        self.waiting.check_integrity({r: request.num_computed_tokens for r, request in self.running.items()})
-        waiting = {request.request_id for request in self.waiting}
-        assert not waiting & self.running.keys()
-        assert not self.loading.keys() & (waiting | self.running.keys())
-        assert waiting | self.loading.keys() | self.running.keys() == self.requests.keys()
+        self.admissions.check_integrity(self.running)
+        not_running = {r.request_id for r in (*self.admissions.waiting, *self.admissions.loading.values())}
+        assert not_running | self.running.keys() == self.requests.keys()
         assert len(self.running) <= self.config.max_num_seqs
-        if self.connector is not None:
-            self.connector.check_integrity(set(self.loading), waiting, set(self.running))
         order = [request.sort_key for request in self.running.values()]
         assert order == sorted(order), f"running out of order: {order}"
-        for request in (*self.waiting, *self.loading.values()):
-            assert not self.blocks.block_ids(request.request_id)
-            assert request.num_computed_tokens == 0 and request.num_registered_blocks == 0
         held = {request_id for request_id in self.requests if self.blocks.block_ids(request_id)}
         used = {block_id for request_id in held for block_id in self.blocks.block_ids(request_id)}
         assert self.blocks.num_used_blocks == len(used)

@@ -27,7 +27,7 @@ class WaitingQueue:
         self._entries: dict[str, _Entry] = {}
         # Heaps of entries, short prompts and long ones. An entry that is not in `_entries` is void.
         self._heaps: tuple[list[_Entry], list[_Entry]] = ([], [])
-        # Request that computes -> heap of (tokens it must have computed, key, who waits for that).
+        # Id of a request that computes -> heap of (tokens it must have computed, key, the entry that waits for that).
         self._parked: dict[str, list[tuple[int, tuple[int, int], _Entry]]] = {}
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class WaitingQueue:
         return list(self._parked)
 
     def unpark(self, owner_id: str, num_computed_tokens: int | None = None) -> None:
-        """Put back who waited for so many of the owner's tokens; for any number if None is given."""
+        """Put back the requests that waited for so many of the owner's tokens, or fewer; all if None is given."""
         parked = self._parked.get(owner_id)
         if parked is None:
             return

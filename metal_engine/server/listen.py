@@ -64,7 +64,7 @@ def _bind_tcp(host: str, port: int, scheme: str) -> Listener:
 def _bind_problem(error: OSError, host: str, port: int) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         return ConfigError(
-            "--port", f"{port} is in use on {host}: stop what listens there, or choose another --port"
+            "--port", f"--port {port} is in use on {host}: stop what listens there, or choose another --port"
         )
     if error.errno in (errno.EACCES, errno.EPERM):
         return ConfigError(
@@ -73,7 +73,8 @@ def _bind_problem(error: OSError, host: str, port: int) -> ConfigError:
     if error.errno == errno.EADDRNOTAVAIL:
         return ConfigError("--host", f"{host} is no address of this machine")
     return ConfigError(
-        "--port", f"cannot listen on --host {host} --port {port}: {error.strerror}", is_whole=True
+        "--port",
+        f"cannot listen on --host {host} --port {port}: {error.strerror}",
     )
 
 

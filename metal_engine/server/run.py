@@ -220,7 +220,6 @@ def tls_options(args: ServerArgs) -> dict[str, Any]:
         raise ConfigError(
             "--ssl-certfile",
             f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}",
-            is_whole=True,
         ) from error
     return {
         "ssl_certfile": args.ssl_certfile,
@@ -265,7 +264,6 @@ def run_server(
         raise ConfigError(
             "--port",
             f"cannot listen on {listener.url}: {error.strerror}; choose another --port",
-            is_whole=True,
         ) from error
     stopped = engine.shutdown(0.5 if server.force_exit else _ENGINE_STOP_SECONDS)
     if not stopped:

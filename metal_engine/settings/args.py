@@ -1,6 +1,6 @@
 """What the user asked for, in the command, the environment or a file: one field a setting.
 
-"auto" (None) is said here; what becomes of it is :mod:`metal_engine.settings.config`'s matter.
+None stands for "auto"; :mod:`metal_engine.settings.resolve` settles what that comes to.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ REASONING_MARKS = {
     "seed_oss": ("<seed:think>", "</seed:think>"),
     "think_tokens": ("<|think:start|>", "<|think:end|>"),
 }
-# vLLM's names for the first.
+# vLLM's names for `think`.
 REASONING_PARSER_ALIASES = dict.fromkeys(
     ("deepseek_r1", "qwen3", "glm45", "ernie45", "hunyuan_a13b", "minimax_m2", "holo2", "kimi_k2"), "think"
 )
-# The format of gpt-oss, which has tool calls in it; mlx-lm has no parser for it. The second is vLLM's name.
+# Names of gpt-oss's format, which has tool calls in it and for which mlx-lm has no parser. The second is vLLM's.
 HARMONY_PARSERS = ("gpt_oss", "openai_gptoss")
 
-# The runner keeps a row for each; far beyond what a device computes at once.
+# The runner keeps a row for each sequence; this is far beyond what a device computes at once.
 MAX_NUM_SEQS = 65_536
 
 GIB = 1 << 30
@@ -72,7 +72,7 @@ class EngineArgs:
     dtype: str = setting(
         "auto", "auto (as stored; float32 on a CPU), float32, float16 or bfloat16.", choices=DTYPES
     )
-    seed: int = setting(0, "Seed of what is not seeded per request.")
+    seed: int = setting(0, "Seed for requests that bring none of their own.")
     max_model_len: int | None = setting(
         None,
         "Longest request, prompt and output, in tokens. Default: what the model was trained for, "
@@ -104,7 +104,7 @@ class EngineArgs:
         None, "Directory that keeps KV beyond a restart, so that prompts seen before need not be computed."
     )
     kv_cache_dir_size: int = setting(
-        20 * GIB, "Size of that directory; what was not used for longest goes first.", kind="size"
+        20 * GIB, "Largest size of that directory; what was used longest ago goes first.", kind="size"
     )
     kv_transfer_config: str | None = setting(
         None,
@@ -114,7 +114,7 @@ class EngineArgs:
     max_num_partial_prefills: int = setting(4, "Prompts that may be in progress at once.")
     max_long_partial_prefills: int = setting(1, "Long prompts that may be in progress at once.")
     long_prefill_token_threshold: int = setting(
-        0, "More tokens than this to go: a long prompt. 0: the token budget of a step."
+        0, "A prompt with more tokens than this left to compute is long. 0: the token budget of a step."
     )
     page_aligned_scheduling: bool = setting(False, "End chunks of prompts on block boundaries.")
     scheduling_policy: str = setting(

@@ -1,4 +1,4 @@
-"""What the engine runs with (:class:`EngineConfig`): plain data, nothing "auto" any more. ``resolve`` makes it."""
+"""What the engine runs with: plain data, nothing "auto" any more. :mod:`metal_engine.settings.resolve` makes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from metal_engine.settings.args import GIB
 
-# Left free on a GPU beside what was measured: what the allocator rounds up, and attention over longer contexts.
+# Left free on a GPU beside what was measured: for the allocator's rounding up, and attention over longer contexts.
 MARGIN_BYTES = GIB // 4
 
 
@@ -17,7 +17,7 @@ class ModelInfo:
     ``kv_bytes_per_token`` counts K and V over all layers, in bytes. ``max_position_embeddings`` is the context
     length the checkpoint was trained for, in tokens, if it says. ``vocab_size`` is the number of rows of the LM head.
     ``num_heads`` counts the query heads of a layer.
-    ``default_sampling`` has the sampling parameters of requests that do not say, as the checkpoint recommends.
+    ``default_sampling`` has the sampling parameters that the checkpoint recommends, for requests that give none.
     """
 
     name: str
@@ -52,7 +52,7 @@ class DeviceInfo:
 class SchedulerConfig:
     """Limits the scheduler holds. Tokens are counted per step, sequences at any one time.
 
-    What the knobs below ``max_model_len`` do is in docs/scheduling.md; as they stand here they are off.
+    docs/scheduling.md says what those after ``max_model_len`` do; by their defaults here they limit nothing.
     """
 
     max_num_batched_tokens: int
@@ -60,7 +60,7 @@ class SchedulerConfig:
     max_model_len: int
     max_num_partial_prefills: int = 1
     max_long_partial_prefills: int = 1
-    long_prefill_token_threshold: int = 1 << 62  # more tokens than this to go: a long prompt
+    long_prefill_token_threshold: int = 1 << 62  # a prompt with more tokens left than this is long
     page_aligned_scheduling: bool = False
     scheduling_policy: str = "fcfs"
     max_attention_work: int = 1 << 62  # (query row, visible key) pairs of a step

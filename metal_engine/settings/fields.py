@@ -1,28 +1,20 @@
-"""Settings: dataclass fields that are also command-line flags, environment variables and keys of a YAML file.
+"""Dataclass fields that users can set, declared once each, and how a text becomes the value of one.
 
 A field made with :func:`setting` carries its help text and how to read it, so every command, the documentation
-and the error messages are made from one declaration. Precedence: command line, environment, config file, default.
+and the error messages are made from one declaration. :mod:`metal_engine.settings.sources` reads what users gave.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from metal_engine.errors import ConfigError
 
 ENV_PREFIX = "METAL_ENGINE_"
-
-# Variables with the prefix that are no flags: they are read before or beside any command.
-OTHER_VARIABLES = {
-    "METAL_ENGINE_CACHE": "Folder for downloads, instead of the user's cache directory.",
-    "METAL_ENGINE_BLAS": "BLAS library to load on Linux instead of the bundled OpenBLAS; `none` loads none.",
-}
 
 
 def flag(name: str) -> str:
@@ -74,7 +66,7 @@ class Setting:
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in ``--help``."""
+        """The word that stands for the value in ``--help``."""
         if self.choices:
             return "NAME"
         return {"int": "N", "count": "N", "float": "X", "size": "BYTES", "bool": ""}.get(self.kind, "TEXT")
@@ -150,18 +142,10 @@ def parse(setting: Setting, value: Any, source: str) -> Any:
     Raises:
         ConfigError: it is not of the setting's kind; its ``flag`` is ``source``.
     """
+    read, wanted = _KINDS[setting.kind]
     try:
-        parsed = _PARSERS[setting.kind](value)
+        parsed = read(value)
     except (ValueError, TypeError, OverflowError):
-        wanted = {
-            "int": "a whole number",
-            "float": "a number",
-            "bool": "true or false",
-            "count": "a whole number such as 4096, 4k (4,000) or 4K (4,096)",
-            "size": "a size such as 2GiB, 512MB or 1073741824",
-            "str": "a text",
-            "list": "a text or a list of texts",
-        }[setting.kind]
         raise ConfigError(source, f"must be {wanted}{_got(setting, value)}") from None
     if setting.choices and parsed not in setting.choices:
         raise ConfigError(source, f"must be one of {', '.join(setting.choices)}{_got(setting, value)}")
@@ -172,22 +156,19 @@ def _got(setting: Setting, value: Any) -> str:
     return "" if setting.secret else f", got {value!r}"
 
 
-def _parse_str(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise TypeError
-    return str(value)  # YAML reads an unquoted 1.0 as a number
+def _scalar(make: Callable[[Any], Any], *types: type) -> Callable[[Any], Any]:
+    """Returns a parser of texts and of the types that YAML may make of them."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, types):
+            raise TypeError
+        return make(value)
+
+    return read
 
 
-def _parse_int(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise TypeError
-    return int(value)
-
-
-def _parse_float(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise TypeError
-    return float(value)
+_parse_str = _scalar(str, str, int, float)  # YAML reads an unquoted 1.0 as a number
+_parse_int = _scalar(int, str, int)
 
 
 def _parse_bool(value: Any) -> bool:
@@ -209,101 +190,13 @@ def _parse_list(value: Any) -> tuple[str, ...]:
     return tuple(map(_parse_str, value)) if isinstance(value, list | tuple) else (_parse_str(value),)
 
 
-_PARSERS = {
-    "str": _parse_str,
-    "int": _parse_int,
-    "float": _parse_float,
-    "bool": _parse_bool,
-    "count": _parse_count,
-    "size": _parse_size,
-    "list": _parse_list,
+# Kind of a setting -> how it is read, and what it must be.
+_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "str": (_parse_str, "a text"),
+    "int": (_parse_int, "a whole number"),
+    "float": (_scalar(float, str, int, float), "a number"),
+    "bool": (_parse_bool, "true or false"),
+    "count": (_parse_count, "a whole number such as 4096, 4k (4,000) or 4K (4,096)"),
+    "size": (_parse_size, "a size such as 2GiB, 512MB or 1073741824"),
+    "list": (_parse_list, "a text or a list of texts"),
 }
-
-# --- from all sources to one set of values ---
-
-
-def resolve(
-    settings: Iterable[Setting],
-    command_line: Mapping[str, Any],
-    environ: Mapping[str, str],
-    config_file: Path | None = None,
-    *,
-    known: Iterable[Setting] = (),
-) -> dict[str, Any]:
-    """Values of those ``settings`` that were given anywhere, by name.
-
-    Args:
-        command_line: field name -> what was given there; ``None`` means not given.
-        known: settings of other commands, which the file and the environment may hold as well.
-
-    Raises:
-        ConfigError: an unknown key or variable, or a value of the wrong kind; the message says where.
-    """
-    settings = list(settings)
-    everything = {s.name: s for s in (*known, *settings)}
-    file_values = {} if config_file is None else read_config_file(config_file, everything)
-    _check_variables(environ, everything)
-    values: dict[str, Any] = {}
-    for one in settings:
-        if command_line.get(one.name) is not None:
-            values[one.name] = parse(one, command_line[one.name], one.flag)
-        elif one.variable in environ and (environ[one.variable] or one.secret):
-            text = environ[one.variable]
-            given = [part.strip() for part in text.split(",")] if one.kind == "list" else text
-            values[one.name] = parse(one, given, f"the environment variable {one.variable}")
-        elif one.name in file_values:
-            values[one.name] = parse(one, file_values[one.name], f"{config_file}: {one.flag.lstrip('-')}")
-    return values
-
-
-def _top_level_keys(node: Any) -> list[str]:
-    pairs = node.value if node is not None and node.id == "mapping" else []
-    return [str(key.value).replace("-", "_") for key, _ in pairs]
-
-
-def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
-    """A YAML file's settings by field name; keys may be written with hyphens or underscores.
-
-    Raises:
-        ConfigError: it cannot be read, is no mapping, or has a key that is no setting.
-    """
-    import yaml
-
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-        keys = _top_level_keys(yaml.compose(text, Loader=yaml.SafeLoader))
-    except OSError as error:
-        raise ConfigError(
-            "--config", f"cannot read --config {path}: {error.strerror}", is_whole=True
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError("--config", f"{path} is not valid YAML: {reason}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError("--config", f"{path} must hold `flag: value` lines, not a {type(content).__name__}")
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if name not in known:
-            similar = _similar(name, known)
-            raise ConfigError(None, f"{path}: unknown setting {str(key)!r}{similar.replace('_', '-')}")
-        if keys.count(name) > 1:  # written with hyphens or underscores; YAML itself keeps the last
-            raise ConfigError(None, f"{path}: {key!r} is given twice")
-        if value is not None:
-            values[name] = value
-    return values
-
-
-def _check_variables(environ: Mapping[str, str], known: Mapping[str, Setting]) -> None:
-    variables = {one.variable for one in known.values()} | OTHER_VARIABLES.keys()
-    for name in environ:
-        if name.startswith(ENV_PREFIX) and name not in variables:
-            raise ConfigError(None, f"unknown environment variable {name}{_similar(name, variables)}")
-
-
-def _similar(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -1,6 +1,6 @@
-"""From what the user asked for to what the engine runs with: every "auto" settled.
+"""Makes what the engine runs with out of what the user asked for: settles every "auto".
 
-That needs facts about the loaded model and the device, both given here as plain data, so this module imports neither.
+That takes facts about the loaded model and the device. Both are given as plain data, so this module imports neither.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _CPU_FLOPS = 1.5e11
 _CPU_STEP_SECONDS = 1.0
 # On a CPU the pool is made of ordinary memory that other programs want too.
 _CPU_POOL_BYTES = 2 * GIB
-# Attention's part of a step, at most, and the rates that turn it into pairs of a query row and a key: seconds
-# for one pair in one head of one layer on such a CPU, and FLOP/s that even a small GPU reaches.
+# The most time that attention takes in a step, and the rates that turn it into pairs of a query row and a key:
+# seconds for one pair in one head of one layer on such a CPU, and FLOP/s that even a small GPU reaches.
 _ATTENTION_SECONDS = 1.0
 _CPU_SECONDS_PER_SCORE = 10e-9
 _GPU_ATTENTION_FLOPS = 2e12
@@ -42,8 +42,7 @@ def resolve_config(
     """Settle every "auto", now that model and device are known.
 
     Args:
-        measure_step: runs a step of so many tokens of so many requests and returns the bytes it took besides
-            weights and KV cache.
+        measure_step: runs a step of (tokens, requests) and returns the bytes it took besides weights and KV cache.
 
     Raises:
         ConfigError: the settings cannot work together; the message names the flag to change.
@@ -104,7 +103,7 @@ def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
 
 
 def _long_threshold(args: EngineArgs, budget: int) -> int:
-    """Long is what takes more than a step; with one slot nothing is, and prompts go strictly in order."""
+    """A prompt is long if it takes more than a step. With one slot none is, and prompts go strictly in order."""
     return budget if args.max_num_partial_prefills > 1 else 1 << 62
 
 
@@ -118,7 +117,7 @@ def _attention_work(model: ModelInfo, device: DeviceInfo) -> int:
 
 
 def _fingerprint(args: EngineArgs, model: ModelInfo) -> str:
-    """What K and V depend on besides the tokens, as far as it is known by name."""
+    """Names what K and V depend on besides the tokens, as far as it has a name."""
     return repr((args.model, args.revision, model.model_type, model.dtype, model.num_params, args.block_size))
 
 
@@ -152,7 +151,6 @@ def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> N
             named,
             f"a KV cache of {pool_bytes} bytes is more than the {device.memory_bytes} bytes of memory there are; lower "
             f"{named}",
-            is_whole=True,
         )
 
 
@@ -162,7 +160,7 @@ def _pool_flag(args: EngineArgs) -> str:
 
 
 def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:
-    """As asked, or the checkpoint's context length; never more than the pool holds."""
+    """Returns the length asked for, or the checkpoint's context length; never more tokens than the pool holds."""
     limit = model.max_position_embeddings
     wanted = args.max_model_len if args.max_model_len is not None else limit or _UNKNOWN_CONTEXT
     if limit is not None and wanted > limit:

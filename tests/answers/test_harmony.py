@@ -15,9 +15,9 @@ from metal_engine.cli.main import make_parsers
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.settings.args import ServerArgs
 from tests.answers.test_pieces import cuts, deltas, run
-from tests.support.fakes import TOOL_TEMPLATE, fake_config, tiny_tokenizer
 from tests.support.serving import MODEL, serve
 from tests.support.tool_formats import TOOLS, TRAINS, WEATHER, Call
+from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, tiny_tokenizer
 
 ANALYSIS = "<|channel|>analysis<|message|>2 < 3, so.\n\nSay so.<|end|>"
 NEXT = "<|start|>assistant"

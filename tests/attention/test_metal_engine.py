@@ -9,24 +9,26 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_engine.attention.backend import AttentionBackend, AttentionMetadata, AttentionPlan
+from metal_engine.attention.backend import AttentionBackend, StepAttention
 from metal_engine.attention.metal.backend import MetalBackend, UnsupportedAttentionError
 from metal_engine.attention.portable.backend import MlxOpsBackend
-from metal_engine.checkpoints.gguf.model import gguf_eos_token_ids, load_gguf_model, read_gguf_header
-from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
+from metal_engine.checkpoints.gguf.header import read_gguf_header
+from metal_engine.checkpoints.gguf.model import load_gguf_model
+from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.kv_cache.rows import StepRows
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
-from tests.attention.test_portable import Step
-from tests.support.fakes import tiny_tokenizer
 from tests.support.running import run
 from tests.support.simulated import TOLERANCE, attend, backend, relative_error
-from tests.support.tiny_models import tiny_model
 from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.packed_step import Step
+from tools.fixtures.tiny_models import tiny_model
 from tools.metal_sim import record_launches
 
 SHAPE = {
@@ -54,10 +56,10 @@ def make_engine(
             model_type="llama",
             dtype="float32",
             vocab_size=vocab_size,
-            num_layers=len(paged.kv_specs),
+            num_layers=len(paged.pool.states),
             num_params=1,
             weight_bytes=0,
-            kv_bytes_per_token=paged.kv_bytes_per_token,
+            kv_bytes_per_token=paged.pool.bytes_per_token,
             max_position_embeddings=2048,
         ),
         device=DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30),
@@ -136,16 +138,16 @@ class _Recorder:
     name: str = "recorder"
     seen: list[tuple[Step, dict[str, object]]] = field(default_factory=list)
 
-    def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
-        plan = self.inner.plan(metadata)
+    def for_step(self, rows: StepRows) -> StepAttention:
+        attention = self.inner.for_step(rows)
         recorder = self
 
         class Recording:
-            def attend(self, q, k_cache, v_cache, **options):
-                # Copies: the caches are written in place by later steps.
-                arrays = [mx.array(np.array(a)) for a in (q, k_cache, v_cache)]
-                recorder.seen.append((Step(metadata, *arrays), options))
-                return plan.attend(q, k_cache, v_cache, **options)
+            def attend(self, q, state, **options):
+                # Copies: states are written in place by later steps.
+                arrays = [mx.array(np.array(a)) for a in (q, state.key_blocks, state.value_blocks)]
+                recorder.seen.append((Step(rows, *arrays), options))
+                return attention.attend(q, state, **options)
 
         return Recording()
 
@@ -161,17 +163,17 @@ def test_real_activations_of_the_demo_model(demo_path: Path, dtype: mx.Dtype) ->
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     for i, n in enumerate((20, 7, 90)):
         engine.add_request(str(i), engine.prepare(rng.integers(100, 40_000, n).tolist(), params))
-    layers = len(paged.kv_specs)
+    layers = len(paged.pool.states)
     for _ in range(12):
         recorder.seen.clear()
         engine.step()
-        lengths = recorder.seen[0][0].metadata.query_lens
+        lengths = recorder.seen[0][0].rows.query_lens
         if (lengths == 1).any() and (lengths > 1).any():
             break
     else:
         pytest.fail("no mixed step came")
     for step, options in (recorder.seen[0], recorder.seen[layers - 1]):
-        cast = Step(step.metadata, *(a.astype(dtype) for a in (step.q, step.k_cache, step.v_cache)))
+        cast = Step(step.rows, *(a.astype(dtype) for a in (step.q, step.k_cache, step.v_cache)))
         assert {k for k, v in options.items() if v is not None} == {"scale"}
         out, _ = attend(cast, scale=options["scale"])
         assert relative_error(out, cast.reference(scale=options["scale"])) <= TOLERANCE[dtype]

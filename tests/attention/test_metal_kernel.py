@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_engine.attention.backend import AttentionMetadata
 from metal_engine.attention.choice import choose_backend
 from metal_engine.attention.metal.backend import (
     BLOCK_SIZES,
@@ -25,10 +24,11 @@ from metal_engine.attention.metal.backend import (
     check_supported,
     stage_keys,
 )
-from metal_engine.attention.metal.planning import plan_items
+from metal_engine.attention.metal.planning import plan_work_items
 from metal_engine.errors import ConfigError
-from tests.attention.test_portable import make_step
+from metal_engine.kv_cache.rows import step_rows
 from tests.support.simulated import TOLERANCE, attend, backend, check, every_row_by_itself, relative_error
+from tools.fixtures.packed_step import make_step
 from tools.metal_sim import metal_kernel
 from tools.metal_sim.build import build, language_flags
 from tools.metal_sim.toolchain import run_clang
@@ -164,16 +164,11 @@ def test_splits_do_not_change_the_result(target):
 def test_a_long_context_is_split_in_company_too(others):
     """Or one threadgroup would still run when all others have long finished."""
     query_lens, seq_lens = np.array([(1, 131_072), *others], np.int32).T
-    metadata = AttentionMetadata(
-        cu_seqlens_q=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
-        seq_lens=seq_lens,
-        block_table=np.zeros((len(seq_lens), 8192), np.int32),
-        slot_mapping=mx.zeros((int(query_lens.sum()),), mx.int32),
-        block_size=16,
-    )
+    block_table = np.zeros((len(seq_lens), 8192), np.int32)
+    rows = step_rows(block_table, seq_lens - query_lens, query_lens, 16)
     target = 96
-    items = plan_items(
-        metadata, group=4, num_kv_heads=8, window=None, target_threadgroups=target, key_step=64
+    items = plan_work_items(
+        rows, group=4, num_kv_heads=8, window=None, target_threadgroups=target, key_step=64
     )
     lengths = items.table[:, 4] - items.table[:, 3]
     # No item is longer than two fair shares of the step.
@@ -196,7 +191,7 @@ def test_alone_equals_in_company():
     """A decode in a mixed batch gets exactly what it gets alone: the choices are per segment."""
     step = make_step([(1, 99), (20, 41), (1, 700), (64, 0)], num_heads=4, num_kv_heads=2, head_dim=64)
     packed, _ = attend(step, scale=0.125)
-    starts = step.metadata.cu_seqlens_q
+    starts = step.rows.cu_seqlens_q
     for i in range(4):
         alone, _ = attend(step.alone(i), scale=0.125)
         np.testing.assert_array_equal(packed[starts[i] : starts[i + 1]], alone)
@@ -285,13 +280,13 @@ def test_unsupported_shapes_are_named(change, message):
 
 def test_step_and_arrays_must_agree():
     step = make_step([(3, 4)], num_heads=2, num_kv_heads=1, head_dim=64)
-    plan = backend().plan(step.metadata)
+    attention = backend().for_step(step.rows)
     with pytest.raises(ValueError, match="do not belong"):
-        plan.attend(step.q[:2], step.k_cache, step.v_cache, scale=1.0)
+        attention.attend(step.q[:2], step.state, scale=1.0)
     with pytest.raises(ValueError, match="float16"):
-        plan.attend(step.q.astype(mx.float16), step.k_cache, step.v_cache, scale=1.0)
+        attention.attend(step.q.astype(mx.float16), step.state, scale=1.0)
     with pytest.raises(ValueError, match="window"):
-        plan.attend(step.q, step.k_cache, step.v_cache, scale=1.0, window=0)
+        attention.attend(step.q, step.state, scale=1.0, window=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
@@ -316,7 +311,7 @@ def test_small_steps_run_the_same_kernel_as_large_ones(segments):
 
         setattr(attention, name, recorded)
     step = make_step([(n, kv - n) for n, kv in segments], num_heads=1, num_kv_heads=1, head_dim=64)
-    out = np.array(attention.plan(step.metadata).attend(step.q, step.k_cache, step.v_cache, scale=0.125))
+    out = np.array(attention.for_step(step.rows).attend(step.q, step.state, scale=0.125))
     assert relative_error(out, step.reference(scale=0.125)) <= 1e-5
     always_small = {"numbers", "window_size", "sinks"}  # their sizes are the model's, not the step's
     assert all(min(s) >= 8 for n, s in sizes.items() if n not in always_small)
@@ -329,7 +324,7 @@ def test_arrays_of_matrices_stay_in_registers(monkeypatch, tmp_path):
         "tools.metal_sim.kernel.build", lambda unit, name: units.append(unit) or build(unit, name)
     )
     step = make_step([(1, 7)], num_heads=4, num_kv_heads=2, head_dim=256, dtype=mx.float16)
-    MetalBackend(metal_kernel).plan(step.metadata).attend(step.q, step.k_cache, step.v_cache, scale=1.0)
+    MetalBackend(metal_kernel).for_step(step.rows).attend(step.q, step.state, scale=1.0)
 
     def arrays(unit):
         source, ir = tmp_path / "kernel.cl", tmp_path / "kernel.ll"
@@ -345,10 +340,10 @@ def test_arrays_of_matrices_stay_in_registers(monkeypatch, tmp_path):
 
 def test_tables_are_made_once_per_kind_of_layer():
     step = make_step([(3, 40), (1, 9)], num_heads=2, num_kv_heads=1, head_dim=64)
-    plan = backend().plan(step.metadata)
+    attention = backend().for_step(step.rows)
     for window in (None, None, 16, 16):
-        plan.attend(step.q, step.k_cache, step.v_cache, scale=1.0, window=window)
-    assert len(plan._uploaded) == 2
+        attention.attend(step.q, step.state, scale=1.0, window=window)
+    assert len(attention._uploaded) == 2
 
 
 def test_choice_of_backend(monkeypatch):
@@ -393,7 +388,7 @@ def test_on_a_mac(dtype, head_dim, window, softcap):
         dtype=DTYPES[dtype], window=window, shared_blocks=1,
     )  # fmt: skip
     options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap}
-    plan = MetalBackend().plan(step.metadata)
-    out = np.array(plan.attend(step.q, step.k_cache, step.v_cache, **options).astype(mx.float32))
+    attention = MetalBackend().for_step(step.rows)
+    out = np.array(attention.attend(step.q, step.state, **options).astype(mx.float32))
     expected = step.reference(**options)
     assert np.linalg.norm(out - expected) / np.linalg.norm(expected) <= TOLERANCE[DTYPES[dtype]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -11,26 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal_engine.attention.backend import AttentionMetadata
 from metal_engine.attention.portable.backend import MlxOpsBackend
 from metal_engine.attention.portable.exp2 import exp2
 from metal_engine.attention.portable.groups import (
     CPU_LIMITS,
     GPU_LIMITS,
     Dims,
-    Item,
     Limits,
-    group_items,
+    Segment,
+    group_segments,
     in_lanes,
 )
-from tests.support.attention_reference import paged_attention
+from metal_engine.kv_cache.rows import step_rows
+from tools.fixtures.packed_step import Step, kv_state, make_step
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
 
 # Makes small inputs go through several tiles, spans, pieces and batches.
-TINY = Limits(scores=1, span=1, tile_rows=5, small_area=24, batch_slack=8, batch_waste=0.5, min_keys=7)
+TINY = Limits(scores=1, span=1, tile_rows=5, small_area=24, group_slack=8, group_waste=0.5, min_keys=7)
 # The same, but nothing with several rows is batched.
-TILED = Limits(scores=1, span=1, tile_rows=3, small_area=0, batch_slack=0, batch_waste=0.0, min_keys=16)
+TILED = Limits(scores=1, span=1, tile_rows=3, small_area=0, group_slack=0, group_waste=0.0, min_keys=16)
 # Decodes on two streams.
 LANES = replace(TINY, lane_elements=0)
 
@@ -39,108 +39,6 @@ FRESH = [(7, 0), (1, 0), (33, 0)]
 CHUNKS = [(16, 16), (5, 43), (40, 9)]
 DECODES = [(1, 0), (1, 70), (1, 31), (1, 32), (1, 5), (1, 69)]
 MIXED = [(1, 37), (19, 0), (1, 64), (12, 50), (3, 20), (1, 15), (41, 3), (2, 2)]
-
-
-def _mostly_in_order(rng: np.random.Generator, count: int) -> np.ndarray:
-    """0 to ``count`` - 1, in up to three pieces that have changed places."""
-    pieces = np.split(np.arange(count), np.sort(rng.integers(0, count, 2)))
-    return np.concatenate([pieces[i] for i in rng.permutation(3)])
-
-
-@dataclass
-class Step:
-    """A packed step. NaN in every slot that no row may read; the padding of the block table is garbage."""
-
-    metadata: AttentionMetadata
-    q: mx.array  # [N, Hq, D]
-    k_cache: mx.array  # [num_blocks, block_size, Hkv, D]
-    v_cache: mx.array  # [num_blocks, block_size, Hkv, Dv]
-
-    def attend(self, limits: Limits | None = None, **options: object) -> np.ndarray:
-        plan = MlxOpsBackend(limits).plan(self.metadata)
-        out = plan.attend(self.q, self.k_cache, self.v_cache, **options)
-        assert out.dtype == self.q.dtype
-        return np.array(out.astype(mx.float32))
-
-    def reference(self, **options: object) -> np.ndarray:
-        arrays = (np.array(a.astype(mx.float32)) for a in (self.q, self.k_cache, self.v_cache))
-        m = self.metadata
-        return paged_attention(*arrays, m.cu_seqlens_q, m.seq_lens, m.block_table, **options)
-
-    def alone(self, i: int) -> Step:
-        """Only request i."""
-        m = self.metadata
-        start, end = m.cu_seqlens_q[i], m.cu_seqlens_q[i + 1]
-        metadata = AttentionMetadata(
-            cu_seqlens_q=np.array([0, end - start], np.int32),
-            seq_lens=m.seq_lens[i : i + 1],
-            block_table=m.block_table[i : i + 1],
-            slot_mapping=m.slot_mapping[start:end],
-            block_size=m.block_size,
-        )
-        return Step(metadata, self.q[start:end], self.k_cache, self.v_cache)
-
-
-def make_step(
-    segments: list[tuple[int, int]],
-    *,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 16,
-    v_head_dim: int | None = None,
-    block_size: int = 16,
-    dtype: mx.Dtype = mx.float32,
-    window: int | None = None,
-    shared_blocks: int = 0,
-    in_order: bool = False,
-    poison: bool = True,
-    seed: int = 0,
-) -> Step:
-    """A packed step of random numbers.
-
-    Args:
-        shared_blocks: later requests begin with so many of the first request's blocks, as far as both contexts
-            cover them.
-        in_order: requests have consecutive blocks, mostly.
-        window: slots before every row's window hold NaN, too.
-    """
-    rng = np.random.default_rng(seed)
-    query_lens, context_lens = np.array(segments).T
-    seq_lens = query_lens + context_lens
-    num_blocks = -(-seq_lens // block_size)
-    total = int(num_blocks.sum()) + 3
-    free = iter(_mostly_in_order(rng, total) if in_order else rng.permutation(total))
-    # Any integer may stand in the padding.
-    block_table = rng.choice([-1, -(2**31), 2**31 - 1, total, 0], (len(segments), int(num_blocks.max()) + 2))
-    for i, n in enumerate(num_blocks):
-        shared = min(shared_blocks, *(context_lens[[0, i]] // block_size)) if i else 0
-        block_table[i, :shared] = block_table[0, :shared]
-        block_table[i, shared:n] = [next(free) for _ in range(n - shared)]
-
-    valid = np.zeros((total, block_size), bool)
-    for row, seq_len, context_len in zip(block_table, seq_lens, context_lens, strict=True):
-        first = 0 if window is None else max(0, context_len - window + 1)
-        positions = np.arange(first, seq_len)
-        valid[row[positions // block_size], positions % block_size] = True
-
-    def cache(dim: int) -> mx.array:
-        values = rng.standard_normal((total, block_size, num_kv_heads, dim)).astype(np.float32)
-        if poison:
-            values[~valid] = np.nan
-        return mx.array(values).astype(dtype)
-
-    positions = np.concatenate([np.arange(c, s) for c, s in zip(context_lens, seq_lens, strict=True)])
-    request = np.repeat(np.arange(len(segments)), query_lens)
-    slots = block_table[request, positions // block_size] * block_size + positions % block_size
-    metadata = AttentionMetadata(
-        cu_seqlens_q=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
-        seq_lens=seq_lens.astype(np.int32),
-        block_table=block_table.astype(np.int32),
-        slot_mapping=mx.array(slots.astype(np.int32)),
-        block_size=block_size,
-    )
-    q = mx.array(rng.standard_normal((len(request), num_heads, head_dim)).astype(np.float32)).astype(dtype)
-    return Step(metadata, q, cache(head_dim), cache(head_dim if v_head_dim is None else v_head_dim))
 
 
 def error(actual: np.ndarray, expected: np.ndarray) -> float:
@@ -198,7 +96,7 @@ def test_head_dims(head_dim: int, v_head_dim: int) -> None:
 def test_block_sizes_and_shared_blocks(block_size: int) -> None:
     segments = [(5, 70), (1, 70), (9, 33), (1, 64), (1, 90), (30, 0)]
     step = make_step(segments, block_size=block_size, shared_blocks=3)
-    assert step.metadata.block_table[0, 0] == step.metadata.block_table[1, 0]
+    assert step.rows.block_table[0, 0] == step.rows.block_table[1, 0]
     for limits in (None, TINY):
         check(step, limits)
 
@@ -228,7 +126,7 @@ RUNS = Limits(scores=300, span=500, tile_rows=5, run_keys=16)
 def test_decodes_over_runs(seed: int, window: int | None, dtype: mx.Dtype) -> None:
     segments = [*MIXED, (1, 70), (1, 63), (1, 64), (1, 200), (1, 16)]
     step = make_step(segments, in_order=True, window=window, dtype=dtype, v_head_dim=8, seed=seed)
-    work = MlxOpsBackend(RUNS).plan(step.metadata).work(window, Dims(4, 2, 16))
+    work = MlxOpsBackend(RUNS).for_step(step.rows).work(window, Dims(4, 2, 16))
     assert bool(work.run_decodes) == (window is None or window >= 16)
     options = {"scale": 0.4, "window": window, "softcap": 3.0}
     check(step, RUNS, **options)
@@ -240,12 +138,12 @@ def test_decodes_over_runs(seed: int, window: int | None, dtype: mx.Dtype) -> No
 def test_what_is_read_in_place_is_not_gathered() -> None:
     lengths = [900, 1500, 3000, 639]
     step = make_step([(1, n - 1) for n in lengths], num_heads=9, num_kv_heads=3, head_dim=8, poison=False)
-    table = step.metadata.block_table
+    table = step.rows.block_table
     table[0, :57] = np.arange(57)  # all in order
     table[1, :94] = [*range(100, 150), *range(250, 206, -1)]  # the first half
     table[2, :188] = np.arange(600, 600 - 2 * 188, -2)  # nothing
     table[3, :40] = np.arange(60, 100)  # in order, but few
-    work = MlxOpsBackend(CPU_LIMITS).plan(step.metadata).work(None, DIMS)
+    work = MlxOpsBackend(CPU_LIMITS).for_step(step.rows).work(None, DIMS)
     (runs,) = [group.runs for group in work.run_decodes if len(group.runs) == 1 and group.rest is None]
     assert runs == [[(0, 900)]]
     (group,) = [group for group in work.run_decodes if group.rest is not None]
@@ -254,14 +152,14 @@ def test_what_is_read_in_place_is_not_gathered() -> None:
     assert work.keys_gathered == 700 + 3000 + 639
 
 
-def test_long_runs_are_read_in_pieces() -> None:
-    """A cache of another type is converted piece by piece; keys outside the run never exceed a span."""
+def test_long_runs_are_read_in_parts() -> None:
+    """A cache of another type is converted part by part; keys outside the run never exceed a span."""
     limits = Limits(scores=300, span=32 * 40, tile_rows=5, run_keys=16, min_keys=7)
     step = make_step([(1, 199), (1, 299), (1, 5)], poison=False, dtype=mx.float16)
-    table = step.metadata.block_table
+    table = step.rows.block_table
     table[0, :13] = np.arange(13)
     table[1, :19] = [*range(5, 15), *range(25, 16, -1)]  # the rest is too much to gather
-    (decodes,) = MlxOpsBackend(limits).plan(step.metadata).work(None, Dims(4, 2, 16)).run_decodes
+    (decodes,) = MlxOpsBackend(limits).for_step(step.rows).work(None, Dims(4, 2, 16)).run_decodes
     assert decodes.runs == [[(slot, min(40, 200 - slot)) for slot in range(0, 200, 40)]]
     check(step, limits)
     check(step, limits, softcap=2.0)
@@ -274,12 +172,12 @@ def test_large_scores() -> None:
         assert error(step.attend(limits, scale=200.0), step.reference(scale=200.0)) < 2e-4
 
 
-def test_layers_with_different_windows_share_a_plan() -> None:
+def test_layers_with_different_windows_share_a_step() -> None:
     step = make_step(MIXED)
-    plan = MlxOpsBackend(TINY).plan(step.metadata)
+    attention = MlxOpsBackend(TINY).for_step(step.rows)
     outs = {}
     for window in (None, 8, None, 8, 30):
-        out = np.array(plan.attend(step.q, step.k_cache, step.v_cache, scale=0.25, window=window))
+        out = np.array(attention.attend(step.q, step.state, scale=0.25, window=window))
         assert error(out, step.reference(scale=0.25, window=window)) < 1e-5
         assert (out == outs.setdefault(window, out)).all()
 
@@ -306,7 +204,7 @@ def steps(draw: st.DrawFn) -> tuple[Step, Limits, dict[str, object]]:
         span=draw(st.sampled_from([1, 500, 100_000])),
         tile_rows=draw(st.integers(1, 9)),
         small_area=draw(st.sampled_from([0, 60, 100_000])),
-        batch_slack=draw(st.sampled_from([0, 40, 100_000])),
+        group_slack=draw(st.sampled_from([0, 40, 100_000])),
         run_keys=draw(st.none() | st.integers(1, 20)),
         lane_elements=draw(st.sampled_from([None, 0, 2_000])),
         min_keys=draw(st.integers(1, 20)),
@@ -325,7 +223,7 @@ def test_any_mix(case: tuple[Step, Limits, dict[str, object]]) -> None:
 def test_alone_equals_packed(limits: Limits | None) -> None:
     step = make_step(MIXED, window=25)
     packed = step.attend(limits, scale=0.3, window=25)
-    cu = step.metadata.cu_seqlens_q
+    cu = step.rows.cu_seqlens_q
     for i in range(len(MIXED)):
         assert error(step.alone(i).attend(limits, scale=0.3, window=25), packed[cu[i] : cu[i + 1]]) < 1e-5
 
@@ -334,11 +232,8 @@ def test_chunks_equal_one_prefill() -> None:
     whole = make_step([(90, 0)])
     expected = whole.attend(scale=0.3)
     for start in range(0, 90, 18):
-        m = whole.metadata
-        metadata = AttentionMetadata(
-            np.array([0, 18], np.int32), np.array([start + 18], np.int32), m.block_table, m.slot_mapping, 16
-        )
-        chunk = Step(metadata, whole.q[start : start + 18], whole.k_cache, whole.v_cache)
+        rows = step_rows(whole.rows.block_table, np.array([start], np.int32), [18], 16)
+        chunk = Step(rows, whole.q[start : start + 18], whole.k_cache, whole.v_cache)
         assert error(chunk.attend(TINY, scale=0.3), expected[start : start + 18]) < 1e-5
 
 
@@ -350,7 +245,7 @@ DIMS = Dims(9, 3, 64)
 
 def work_of(segments: list[tuple[int, int]], window: int | None = None) -> tuple[int, int, int]:
     """(units, keys gathered, scores computed) with the CPU's limits, whatever machine this is."""
-    work = MlxOpsBackend(CPU_LIMITS).plan(make_step(segments, head_dim=1).metadata).work(window, DIMS)
+    work = MlxOpsBackend(CPU_LIMITS).for_step(make_step(segments, head_dim=1).rows).work(window, DIMS)
     return len(work.units), work.keys_gathered, work.scores_computed
 
 
@@ -372,9 +267,9 @@ def test_a_short_decode_does_not_pay_for_a_long_one() -> None:
     ],
 )
 def test_two_lanes_gather_about_as_much(lengths: list[int], loads: list[int]) -> None:
-    items = [Item(i, i, 1, 0, length) for i, length in enumerate(lengths)]
-    prompt = [Item(90, 90, 30, 0, 30)]
-    groups = [prompt, *group_items(items, DIMS, replace(CPU_LIMITS, batch_slack=0))]
+    items = [Segment(i, i, 1, 0, length) for i, length in enumerate(lengths)]
+    prompt = [Segment(90, 90, 30, 0, 30)]
+    groups = [prompt, *group_segments(items, DIMS, replace(CPU_LIMITS, group_slack=0))]
     lanes = in_lanes(groups, DIMS, replace(CPU_LIMITS, lane_elements=0))
     assert sorted(item.request for _, group in lanes for item in group) == [*range(len(items)), 90]
     assert (0, prompt) in lanes
@@ -389,17 +284,17 @@ def test_two_lanes_gather_about_as_much(lengths: list[int], loads: list[int]) ->
 def test_two_streams_only_for_many_keys_on_a_cpu() -> None:
     for limits, count, lanes in ((CPU_LIMITS, 16, [0, 1]), (CPU_LIMITS, 1, [0]), (GPU_LIMITS, 64, [0])):
         step = make_step([(1, 154)] * count, head_dim=1, poison=False)
-        work = MlxOpsBackend(limits).plan(step.metadata).work(None, DIMS)
+        work = MlxOpsBackend(limits).for_step(step.rows).work(None, DIMS)
         assert [unit.lane for unit in work.units] == lanes
 
 
 @pytest.mark.parametrize("low", [1, 100, 1000])
 def test_decodes_gather_what_is_there(low: int) -> None:
-    """Padding costs at most an eighth of the real keys, or batch_slack (for each batch)."""
+    """Padding costs at most an eighth of the real keys, or group_slack (for each batch)."""
     rng = np.random.default_rng(low)
     lengths = rng.integers(low, 3 * low + 50, 64)
     units, gathered, scored = work_of([(1, int(n) - 1) for n in lengths])
-    per_batch = CPU_LIMITS.batch_slack // 4  # a decode's key costs 4 units
+    per_batch = CPU_LIMITS.group_slack // 4  # a decode's key costs 4 units
     assert gathered == scored <= lengths.sum() + max(units * per_batch, lengths.sum() // 8)
     # Batches, not requests: all but a few are at least half full.
     assert units <= 4 + gathered * 192 // (CPU_LIMITS.span // 2)
@@ -427,30 +322,30 @@ def test_peak_memory(segments: list[tuple[int, int]]) -> None:
     """No [N, N] array: 8,192 tokens have scores of 805 MB for 3 heads in float32 (8 x 1,024: 101 MB).
 
     Held at once: four arrays of 8,192 rows of 3 * 64 float32 (6.3 MB each: q scaled, the tiles' rows,
-    their outputs, the packed copy), the gathered K and V of two spans (at most 4 MB each), and pieces
-    of scores (1.5 MB). MLX runs ahead of its CPU worker by up to 100 ops: three pieces of 6 temporaries each.
+    their outputs, the packed copy), the gathered K and V of two spans (at most 4 MB each), and tiles
+    of scores (1.5 MB). MLX runs ahead of its CPU worker by up to 100 ops: three tiles of 6 temporaries each.
     """
     step = make_step(segments, num_heads=3, num_kv_heads=1, head_dim=64, poison=False)
-    plan = MlxOpsBackend(CPU_LIMITS).plan(step.metadata)
+    attention = MlxOpsBackend(CPU_LIMITS).for_step(step.rows)
     mx.eval(step.q, step.k_cache, step.v_cache)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(plan.attend(step.q, step.k_cache, step.v_cache, scale=0.125))
+    mx.eval(attention.attend(step.q, step.state, scale=0.125))
     peak = mx.get_peak_memory() - before
-    rows, span, piece = 8192 * 3 * 64 * 4, CPU_LIMITS.span * 4, CPU_LIMITS.scores * 4
-    assert peak < 4 * rows + 4 * span + 18 * piece  # 70 MB
+    rows, span, tile = 8192 * 3 * 64 * 4, CPU_LIMITS.span * 4, CPU_LIMITS.scores * 4
+    assert peak < 4 * rows + 4 * span + 18 * tile  # 70 MB
 
 
 def test_attend_builds_a_graph_and_holds_no_cache() -> None:
     """The next write to the cache is in place although the plan lives on: only its owner holds the cache."""
     step = make_step([(64, 900), (1, 500)], **HEADS)
-    plan = MlxOpsBackend().plan(step.metadata)
+    attention = MlxOpsBackend().for_step(step.rows)
     cache = mx.zeros((4096, 16, 3, 64))  # 50 MB
     mx.eval(step.q, cache)
-    step.metadata.block_table[:] = np.clip(step.metadata.block_table, 0, 4095)
+    step.rows.block_table[:] = np.clip(step.rows.block_table, 0, 4095)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    out = plan.attend(step.q, cache, cache, scale=0.125)
+    out = attention.attend(step.q, kv_state(cache, cache), scale=0.125)
     assert mx.get_peak_memory() - before < 1e6
     mx.eval(out)
     mx.reset_peak_memory()
@@ -477,17 +372,17 @@ def test_exp2() -> None:
 
 
 def test_mismatched_shapes_are_refused(one_request: Step) -> None:
-    plan = MlxOpsBackend().plan(one_request.metadata)
+    attention = MlxOpsBackend().for_step(one_request.rows)
     q, k, v = one_request.q, one_request.k_cache, one_request.v_cache
     with pytest.raises(ValueError, match="2 rows"):
-        plan.attend(q[:2], k, v, scale=1.0)
+        attention.attend(q[:2], kv_state(k, v), scale=1.0)
     with pytest.raises(ValueError, match="fit"):
-        plan.attend(q, k[..., :8], v, scale=1.0)
+        attention.attend(q, kv_state(k[..., :8], v), scale=1.0)
     with pytest.raises(ValueError, match="fit"):
-        plan.attend(q, k[1:], v, scale=1.0)
+        attention.attend(q, kv_state(k[1:], v), scale=1.0)
     with pytest.raises(ValueError, match="blocks hold"):
-        plan.attend(q, k[:, :8], v[:, :8], scale=1.0)
+        attention.attend(q, kv_state(k[:, :8], v[:, :8]), scale=1.0)
     with pytest.raises(ValueError, match="share"):
-        plan.attend(q[:, :3], k, v, scale=1.0)
+        attention.attend(q[:, :3], kv_state(k, v), scale=1.0)
     with pytest.raises(ValueError, match="window"):
-        plan.attend(q, k, v, scale=1.0, window=0)
+        attention.attend(q, kv_state(k, v), scale=1.0, window=0)

@@ -11,7 +11,7 @@ from metal_engine.bench.args import WorkloadArgs
 from metal_engine.bench.datasets import BenchRequest, make_requests
 from metal_engine.bench.tokens import PromptTokenizer, load_prompt_tokenizer
 from metal_engine.errors import ConfigError
-from tests.support.fakes import tiny_tokenizer
+from tools.fixtures.fake_engine import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ import pytest
 from metal_engine.bench.args import BenchServeArgs
 from metal_engine.bench.serve import bench_serve
 from metal_engine.errors import ConfigError
-from tests.support.fakes import tiny_tokenizer
 from tests.support.serving import MODEL, Served
+from tools.fixtures.fake_engine import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,8 +15,8 @@ from metal_engine.checkpoints.loader import load
 from metal_engine.errors import ModelLoadError, UnsupportedModelError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
-from tests.support.architectures import MAMBA
 from tests.support.checkpoint_files import CONFIG, write_checkpoint, write_tokenizer
+from tools.fixtures.architectures import MAMBA
 
 Damage = Callable[[Path], object]
 

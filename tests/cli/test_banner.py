@@ -8,7 +8,7 @@ import io
 from rich.console import Console
 
 from metal_engine.cli.banner import print_banner, startup_facts
-from tests.support.fakes import fake_config
+from tools.fixtures.fake_engine import fake_config
 
 URL = "http://127.0.0.1:8000"
 

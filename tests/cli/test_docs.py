@@ -6,7 +6,6 @@ import ast
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThrou
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.settings.fields import settings_of
 from tools.docs.cli import PAGE, with_tables
+from tools.fixtures.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -106,9 +106,7 @@ class Terminal:
 
     def serve(self, command: str) -> str:
         self.stop()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         log = self.folder / "server.log"
         with log.open("w") as stderr:
             self.server = subprocess.Popen(

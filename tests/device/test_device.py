@@ -15,7 +15,7 @@ from metal_engine.device.blas.load import BlasInfo
 from metal_engine.device.info import device_info, gpu_core_count
 from metal_engine.device.memory import available_memory_bytes, limit_device_memory
 from metal_engine.settings.config import MARGIN_BYTES
-from tests.support.fakes import fake_config
+from tools.fixtures.fake_engine import fake_config
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30

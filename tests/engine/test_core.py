@@ -10,7 +10,7 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import KVCacheLostError, ModelOutput, SchedulerOutput
-from tests.support.fakes import (
+from tools.fixtures.fake_engine import (
     EOS,
     FakeRunner,
     FakeStep,

@@ -17,9 +17,9 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.model_runner import PendingStep
 from metal_engine.sampling_params import SamplingParams
 from tests.support.demo import engine_for
-from tests.support.fakes import tiny_tokenizer
 from tests.support.running import run
-from tests.support.tiny_models import tiny_model
+from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.tiny_models import tiny_model
 
 VOCAB_SIZE = 300
 # The fourth does not fit into the steps of the first three: it waits while they fail.
@@ -164,18 +164,20 @@ def test_a_lost_cache_is_computed_again(
     engine: EngineCore, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
-    paged = engine._runner._model  # type: ignore[attr-defined]
-    eval_caches = paged.eval_caches
+    pool = engine._runner._pool  # type: ignore[attr-defined]
+    evaluate = pool.evaluate
 
     def broken() -> None:
-        monkeypatch.setattr(paged, "eval_caches", eval_caches)
+        monkeypatch.setattr(pool, "evaluate", evaluate)
         raise RuntimeError("the arrays are gone")
 
     if not engine.config.scheduler.async_scheduling:  # where it is always given up
-        monkeypatch.setattr(paged, "eval_caches", broken)
-    before = paged.layer_caches
+        monkeypatch.setattr(pool, "evaluate", broken)
+    allocations = []
+    allocate = pool.allocate
+    monkeypatch.setattr(pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
     failed, outputs = run_with_fault(engine, fault, "eval", 3)
-    assert paged.layer_caches is not before
+    assert len(allocations) == 1, "the pool was to be made anew"
     assert failed and "3" not in failed
     assert outputs == {i: tokens for i, tokens in expected.items() if i not in failed}
 

@@ -13,7 +13,7 @@ from metal_engine.engine.output_processor import OutputProcessor, StopStrings
 from metal_engine.request import Request, RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import TokenOutput
-from tests.support.fakes import EOS, byte_ids, tiny_tokenizer
+from tools.fixtures.fake_engine import EOS, byte_ids, tiny_tokenizer
 
 tokenizer = cache(tiny_tokenizer)
 

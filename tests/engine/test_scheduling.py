@@ -79,7 +79,7 @@ def test_equal_outputs(
     engine = with_knobs(make_engine(budget=96, num_blocks=knobs.pop("num_blocks", 512)), **knobs)
     outputs = run(engine, prompts, GREEDY, at_once=6)
     if knobs.get("caching"):
-        assert engine.scheduler.blocks.num_cached_blocks > 0
+        assert engine.scheduler.blocks._cached
     for prompt, plain, other in zip(prompts, plain_outputs["outputs"], outputs, strict=True):
         assert compare_outputs(reference_model, prompt, plain, other).equal
 

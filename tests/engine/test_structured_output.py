@@ -13,9 +13,9 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.demo import MakeEngine
-from tests.support.fakes import VOCAB_SIZE, byte_ids, tiny_tokenizer
 from tests.support.json_schemas import SCHEMAS
 from tests.support.tiny_engine import run_all, tiny_engine
+from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids, tiny_tokenizer
 
 
 def check(schema: dict[str, Any], text: str) -> None:

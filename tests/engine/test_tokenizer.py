@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from metal_engine.engine.tokenizer import TextTooLongError
-from tests.support.fakes import tiny_tokenizer
+from tools.fixtures.fake_engine import tiny_tokenizer
 
 
 def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 from metal_engine.attention.portable.backend import MlxOpsBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS, Limits
-from metal_engine.models import paged_model
-from metal_engine.models.layer_cache import LayerCache
+from metal_engine.kv_cache import state
+from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.state import KVState
+from metal_engine.kv_cache.writes import BlockWrites, RunWrites, SlotWrites
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import Request
 from metal_engine.runner.model_runner import ModelRunner, PendingStep
@@ -21,7 +24,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
-from tests.support.tiny_models import tiny_model
+from tools.fixtures.tiny_models import tiny_model
 
 NUM_STEPS = 200
 
@@ -106,17 +109,17 @@ def test_writes_stay_in_place_on_metal(config: dict[str, Any], num_ahead: int) -
     measure_in_place(PagedModel(tiny_model(**config)), num_ahead)
 
 
-class KeepsTheOldArray(LayerCache):
+class KeepsTheOldArray(KVState):
     """A mutant: something goes on holding the array that the next write wants to reuse."""
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def write(self, step: StepRows, rows: Mapping[str, mx.array]) -> None:
         self._old = self.keys.reshape(-1)
-        return super().update_and_fetch(keys, values)
+        super().write(step, rows)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
 def test_the_measurement_sees_an_array_that_is_kept(num_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_model, "LayerCache", KeepsTheOldArray)
+    monkeypatch.setattr(state, "KVState", KeepsTheOldArray)
     with pytest.raises(AssertionError):
         measure_in_place(PagedModel(tiny_model(num_hidden_layers=1)), num_ahead)
 
@@ -186,17 +189,18 @@ def _add(scheduler: Scheduler, lengths: list[int], max_tokens: int) -> None:
 @pytest.mark.parametrize("config", [{}, LATENT], ids=["plain", "latent"])
 def test_every_way_of_writing_leaves_the_same_cache(config: dict[str, Any]) -> None:
     caches: dict[str, list[np.ndarray]] = {}
-    num_faster = dict.fromkeys(("slot", "block", "run"), 0)
-    for way in num_faster:
+    ways = {"slot": SlotWrites, "block": BlockWrites, "run": RunWrites}
+    num_faster = dict.fromkeys(ways, 0)
+    for way, group_writes in ways.items():
         mx.random.seed(0)  # the same weights
         paged, runner, scheduler = _aligned_runner(num_blocks=64, **config)
-        runner._writes_blocks, runner._writes_runs = way == "block", way == "run"
+        runner._table._group_writes = group_writes
         _add(scheduler, [5, 100, 64, 33], 4)
         while scheduler.has_requests:
             plan = scheduler.schedule()
             num_faster[way] += way != "slot" and any(n >= 16 for n in plan.num_scheduled_tokens.values())
             scheduler.update(plan, runner.execute(plan).result())
-        caches[way] = [np.array(a) for c in paged.layer_caches for a in c.block_arrays().values()]
+        caches[way] = [np.array(a) for s in paged.pool.states for a in s.block_arrays().values()]
     assert num_faster["run"] >= 3 and num_faster["block"] >= 3
     for way, arrays in caches.items():
         for slot, other in zip(caches["slot"], arrays, strict=True):
@@ -208,7 +212,7 @@ def test_every_way_of_writing_leaves_the_same_cache(config: dict[str, Any]) -> N
 @pytest.mark.parametrize("by_run", [False, True], ids=["by block", "by run"])
 def test_faster_writes_stay_in_place(by_run: bool, num_ahead: int) -> None:
     _, runner, scheduler = _aligned_runner(num_blocks=16_384, ahead=num_ahead > 0)
-    runner._writes_blocks, runner._writes_runs = not by_run, by_run
+    runner._table._group_writes = RunWrites if by_run else BlockWrites
     array_bytes = 16_384 * 16 * 2 * 16 * 4
     _add(scheduler, [500, 400, 480], 2)
     mx.clear_cache()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +28,11 @@ from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 from metal_engine.request import RequestOptions
 from metal_engine.runner.model_runner import PendingStep
 from metal_engine.sampling_params import SamplingParams
-from tests.support.fakes import tiny_tokenizer
 from tests.support.kv_engines import KVEngine, kv_engine
-from tests.support.tiny_models import tiny_model
 from tests.support.valkey_server import ValkeyServer
 from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.tiny_models import tiny_model
 
 BLOCK_SIZE = 8
 LENGTHS = (50, 65, 41, 17, 8, 7, 90, 33)
@@ -118,7 +117,7 @@ def test_cold_then_after_a_restart(make: MakeEngine, check: Check, ahead: bool) 
 
 def test_another_process_finds_it(make: MakeEngine, check: Check, tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from tests.engine import test_kv_transfer as t; "
+        "import sys, pathlib; from tests.kv_transfer import test_engines as t; "
         "from tests.support.kv_engines import kv_engine; "
         "engine = kv_engine(t.tiny_tokenizer(), pathlib.Path(sys.argv[1]), budget=48); "
         "engine.run(t.PROMPTS); engine.core.close()"
@@ -180,10 +179,8 @@ def test_different_chunks_on_each_side(make: MakeEngine, check: Check, budgets: 
 
 def test_blocks_that_the_producer_dropped_are_not_waited_for_long(make: MakeEngine, check: Check) -> None:
     """Its queue of saves has room for two blocks at a time; the consumer waits for the third in vain."""
-    producer = make(kv_role="kv_producer", budget=200)
+    producer = make(kv_role="kv_producer", budget=200, max_save_bytes=2 * make().layout.nbytes)
     consumer = make(kv_role="kv_consumer", handover_timeout=0.2)
-    assert producer.transfer is not None
-    producer.transfer.config = replace(producer.transfer.config, max_save_bytes=2 * producer.layout.nbytes)
     for prompt in PROMPTS:
         producer.run([prompt], 1, options=RequestOptions(do_remote_decode=True))
     assert producer.stats.blocks_dropped > 0
@@ -246,7 +243,7 @@ def test_loading_and_saving_leave_the_cache_in_place(make: MakeEngine, ahead: bo
     make(**settings).run(PROMPTS)
     engine = make(**settings)
     array_bytes = 2048 * BLOCK_SIZE * 2 * 16 * 4
-    assert engine.paged.layer_caches[0].keys.nbytes == array_bytes
+    assert engine.paged.pool.states[0].arrays["keys"].nbytes == array_bytes
     engine.run([make_prompt(77, 30)])
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -434,7 +431,7 @@ def test_the_store_fails_in_the_middle_of_loads(make: MakeEngine, check: Check, 
     disturbed.before["get"] = fail
     # Two blocks a call, so that loads are in their middle.
     engine = make(disturbed)
-    engine.transfer._blocks_per_batch = 2  # type: ignore[union-attr]
+    engine.transfer._blocks_per_call = 2  # type: ignore[union-attr]
     check(engine.run(PROMPTS))
     assert engine.stats.loads_failed > 0
 
@@ -445,7 +442,7 @@ def test_loads_slower_than_the_deadline(make: MakeEngine, check: Check, disturbe
     calls = iter(range(1 << 30))
     disturbed.before["get"] = lambda: None if next(calls) < 6 else (is_over.wait(60), None)[1]
     engine = make(disturbed, load_timeout=0.2)
-    engine.transfer._blocks_per_batch = 2  # type: ignore[union-attr]
+    engine.transfer._blocks_per_call = 2  # type: ignore[union-attr]
     try:
         check(engine.run(PROMPTS))
         assert engine.stats.loads_timed_out > 0
@@ -525,8 +522,8 @@ def test_through_a_server_that_is_killed_while_loading(make: MakeEngine, check: 
         assert second.stats.blocks_loaded > 0
         calls = iter(range(1 << 30))
         third = make(Disturbed(ValkeyStore(server.url, fingerprint)), io_threads=1)
-        third.transfer._blocks_per_batch = 2  # type: ignore[union-attr]
-        third.transfer.store.before["get"] = lambda: server.kill() if next(calls) == 5 else None  # type: ignore[union-attr]
+        third.transfer._blocks_per_call = 2  # type: ignore[union-attr]
+        third.transfer._store.before["get"] = lambda: server.kill() if next(calls) == 5 else None  # type: ignore[union-attr]
         check(third.run(PROMPTS))
         assert third.stats.store_errors > 0 and third.stats.blocks_loaded > 0
     finally:

@@ -13,7 +13,7 @@ from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.request import Request, RequestOptions, RequestStatus
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import KVConnectorMetadata, SchedulerOutput
+from metal_engine.step import KVConnectorMetadata
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 from tests.support.fake_kv_transfer import FakeTransfer
 
@@ -62,7 +62,7 @@ def test_one_step_packs_what_arrived_whole_in_part_and_not_at_all() -> None:
     for i, prompt in enumerate(prompts):
         harness.submit(f"r{i}", prompt, 5)
     harness.submit("short", make_prompt(9, 3), 3)  # has no full block that could be anywhere
-    assert [r.status for r in harness.scheduler.loading.values()] == [
+    assert [r.status for r in harness.scheduler.admissions.loading.values()] == [
         RequestStatus.WAITING_FOR_REMOTE_KVS
     ] * 4
 
@@ -182,7 +182,7 @@ def test_abort_while_loading(after: str) -> None:
     if after != "nothing":
         transfer.deliver(transfer.tickets[0], 3 if after == "some blocks" else 100)
     harness.abort("r")
-    assert not transfer.tickets and not harness.scheduler.loading
+    assert not transfer.tickets and not harness.scheduler.admissions.loading
     harness.drain()
 
 
@@ -307,10 +307,10 @@ def test_requests_that_need_every_prompt_row_do_not_load() -> None:
 def test_blocks_that_are_freed_are_not_saved_any_more() -> None:
     connector = FakeTransfer().connector()
     going, staying = (Request(r, [1] * 9, SamplingParams(), max_tokens=1) for r in ("going", "staying"))
-    connector.blocks_filled(going, [b"a", b"b"], [0, 1])
-    connector.blocks_filled(staying, [b"c"], [2])
-    connector.request_finished(going)
-    meta = connector.build_connector_meta(SchedulerOutput(step_id=0))
+    connector.queue_saves(going, [b"a", b"b"], [0, 1])
+    connector.queue_saves(staying, [b"c"], [2])
+    connector.forget_request(going)
+    meta = connector.build_connector_meta()
     assert meta is not None and meta.saves == [(b"c", 2)]
 
 
@@ -320,8 +320,8 @@ def test_blocks_that_are_freed_are_not_saved_any_more() -> None:
 def _load_into_a_wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
     build = KVConnectorScheduler.build_connector_meta
 
-    def wrong(self: Any, plan: SchedulerOutput) -> KVConnectorMetadata | None:
-        meta = build(self, plan)
+    def wrong(self: Any) -> KVConnectorMetadata | None:
+        meta = build(self)
         if meta is not None and len(meta.loads) > 1:
             meta.loads = dict(zip(meta.loads, reversed(list(meta.loads.values())), strict=True))
         return meta
@@ -332,8 +332,8 @@ def _load_into_a_wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
 def _load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     build = KVConnectorScheduler.build_connector_meta
 
-    def wrong(self: Any, plan: SchedulerOutput) -> KVConnectorMetadata | None:
-        meta = build(self, plan)
+    def wrong(self: Any) -> KVConnectorMetadata | None:
+        meta = build(self)
         if meta is not None:
             meta.loads = {}
         return meta
@@ -342,12 +342,12 @@ def _load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _save_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    filled = KVConnectorScheduler.blocks_filled
+    queue = KVConnectorScheduler.queue_saves
 
     def wrong(self: Any, request: Request, hashes: list[bytes], block_ids: list[int]) -> None:
-        filled(self, request, hashes, [max(0, block_id - 1) for block_id in block_ids])
+        queue(self, request, hashes, [max(0, block_id - 1) for block_id in block_ids])
 
-    monkeypatch.setattr(KVConnectorScheduler, "blocks_filled", wrong)
+    monkeypatch.setattr(KVConnectorScheduler, "queue_saves", wrong)
 
 
 @pytest.mark.parametrize(

@@ -399,17 +399,17 @@ def test_a_corrupt_block_that_cannot_be_removed_does_not_let_the_store_rest(
     assert len(after.blocks) == 1 and transfer.stats.store_errors == 0
 
 
-def test_saving_pauses_between_batches_unless_somebody_waits_for_its_end(
+def test_saving_pauses_between_calls_unless_somebody_waits_for_its_end(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metal_engine.kv_transfer.transfer._SAVE_CPU_SHARE", 1e-12)  # pauses of years
-    monkeypatch.setattr("metal_engine.kv_transfer.transfer._BATCH_BYTES", LAYOUT.nbytes)
+    monkeypatch.setattr("metal_engine.kv_transfer.save_queue._SAVE_CPU_SHARE", 1e-12)  # pauses of years
+    monkeypatch.setattr("metal_engine.kv_transfer.transfer._BYTES_PER_CALL", LAYOUT.nbytes)
     transfer = KVTransfer(
         store, LAYOUT, KVTransferConfig(kv_connector="memory", io_threads=1), KVTransferStats()
     )
     try:
         save(transfer, 1, 2, 3)
-        wait_until(lambda: transfer.stats.as_dict()["blocks_saved"] == 1, "the first batch")
+        wait_until(lambda: transfer.stats.as_dict()["blocks_saved"] == 1, "the first call")
         assert not transfer.flush(0.0)
         assert transfer.stats.as_dict()["blocks_saved"] == 1
         assert transfer.flush(DEADLINE)

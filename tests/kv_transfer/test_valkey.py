@@ -90,13 +90,13 @@ def test_a_block_that_is_too_large_is_refused(server: ValkeyServer) -> None:
         open_store(config, LAYOUT)
 
 
-def test_killed_and_back_again(server: ValkeyServer) -> None:
+def test_killed_and_back_again(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in the middle of loads and saves: they end with errors; when it is back, so is the store."""
+    monkeypatch.setattr("metal_engine.kv_transfer.transfer._BYTES_PER_CALL", 4 * LAYOUT.nbytes)
     clock = Clock()
     config = KVTransferConfig(kv_connector="valkey", save_on_close=0.01)
     store = ValkeyStore(server.url, FINGERPRINT, socket_timeout=2.0)
     transfer = KVTransfer(store, LAYOUT, config, KVTransferStats(), clock)
-    transfer._blocks_per_batch = 4
     store.put(stored(*range(200)))
     killer = threading.Timer(0.01, server.kill)
     killer.start()

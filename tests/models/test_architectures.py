@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from metal_engine.attention.backend import AttentionMetadata
 from metal_engine.attention.portable.backend import MlxOpsBackend
 from metal_engine.errors import UnsupportedModelError
+from metal_engine.kv_cache.rows import step_rows
+from metal_engine.kv_cache.spec import LatentSpec
 from metal_engine.models.check import check_paged_model
-from metal_engine.models.layer_cache import AttentionMask, LayerCache
+from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionMask, LayerCache
 from metal_engine.models.paged_model import PagedModel
-from tests.support.architectures import SUPPORTED, UNSUPPORTED, VOCAB_SIZE, configuration
-from tests.support.tiny_models import random_model
 from tools.docs.models import DOC, models_doc
+from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED, VOCAB_SIZE, configuration
+from tools.fixtures.tiny_models import random_model
 
 BLOCK_SIZE = 4
 TOLERANCE = 1e-4  # of logits, relative to the largest of a row
@@ -47,33 +48,18 @@ class PackedRun:
         blocks = np.random.default_rng(1).permutation(len(self.tokens) * max_blocks)
         self.block_table = blocks.reshape(len(self.tokens), max_blocks).astype(np.int32)
         self.computed = [0] * len(self.tokens)
-        self.paged.allocate(blocks.size, BLOCK_SIZE)
+        self.paged.pool.allocate(blocks.size, BLOCK_SIZE)
 
-    def step(self, shares: list[tuple[int, int]]) -> np.ndarray:
-        """Run one step; logits of each share's last row, [len(shares), vocab_size]."""
-        requests = np.concatenate([np.full(n, r) for r, n in shares])
-        positions = np.concatenate([np.arange(self.computed[r], self.computed[r] + n) for r, n in shares])
+    def step(self, shares: list[tuple[int, int]], num_samples: list[int] | None = None) -> np.ndarray:
+        """Run one step; logits of each share's last row, or of so many of its last rows, [R, vocab_size]."""
+        order, lengths = [r for r, _ in shares], [n for _, n in shares]
+        context_lens = np.array([self.computed[r] for r in order], np.int32)
+        rows = step_rows(self.block_table[order], context_lens, lengths, BLOCK_SIZE, num_samples=num_samples)
+        ids = [self.tokens[r][self.computed[r] : self.computed[r] + n] for r, n in shares]
         for r, n in shares:
             self.computed[r] += n
-        order = [r for r, _ in shares]
-        cu_seqlens_q = np.cumsum([0] + [n for _, n in shares]).astype(np.int32)
-        slots = self.block_table[requests, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        metadata = AttentionMetadata(
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=np.array([self.computed[r] for r in order], np.int32),
-            block_table=self.block_table[order],
-            slot_mapping=mx.array(slots.astype(np.int32)),
-            block_size=BLOCK_SIZE,
-        )
-        ids = np.array([self.tokens[r][p] for r, p in zip(requests, positions, strict=True)], np.int32)
-        logits = self.paged(
-            mx.array(ids),
-            mx.array(positions.astype(np.int32)),
-            metadata,
-            MlxOpsBackend().plan(metadata),
-            mx.array(cu_seqlens_q[1:] - 1),
-        )
-        return np.array(logits)
+        input_ids = mx.array(np.concatenate(ids).astype(np.int32))
+        return np.array(self.paged(input_ids, rows, MlxOpsBackend().for_step(rows)))
 
 
 def largest_error(model: nn.Module, paged: PagedModel) -> float:
@@ -100,6 +86,23 @@ def test_packed_equals_mlx_lm(model_type: str) -> None:
         # More reads where other layers share its K and V.
         assert layer.num_reads in (len(STEPS), 2 * len(STEPS))
     check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
+def test_a_request_may_sample_at_several_rows(model_type: str) -> None:
+    """The last rows of a segment, as many as are asked for: none, one, some, all."""
+    model = random_model(configuration(model_type))
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, VOCAB_SIZE, 12) for _ in range(4)]
+    expected = [np.array(model(mx.array(t)[None], cache=make_prompt_cache(model))[0]) for t in tokens]
+    run = PackedRun(PagedModel(model), tokens)
+    run.step([(0, 7), (1, 5), (2, 3), (3, 4)], [0, 1, 0, 4])
+    got = run.step([(2, 6), (0, 1), (3, 3), (1, 7)], [3, 1, 0, 7])
+    wanted = [(2, 6), (2, 7), (2, 8), (0, 7), *((1, p) for p in range(5, 12))]
+    assert len(got) == len(wanted)
+    for logits, (request, position) in zip(got, wanted, strict=True):
+        own = expected[request][position]
+        assert np.abs(logits - own).max() / np.abs(own).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("model_type", UNSUPPORTED)
@@ -137,9 +140,11 @@ def test_the_check_notices_mistakes_in_any_precision(
 ) -> None:
     paged = PagedModel(random_model(configuration("gemma3_text"), dtype=dtype))
     attend = LayerCache.attend
-    monkeypatch.setattr(
-        LayerCache, "attend", lambda *args, mask, **kw: attend(*args, mask=AttentionMask(None), **kw)
-    )
+
+    def without_window(self: LayerCache, call: AttentionCall, original: Attention) -> mx.array:
+        return attend(self, replace(call, mask=AttentionMask(None)), original)
+
+    monkeypatch.setattr(LayerCache, "attend", without_window)
     with pytest.raises(UnsupportedModelError, match="logits through the paged cache are off"):
         check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
 
@@ -154,7 +159,8 @@ def test_the_table_covers_what_differs() -> None:
     assert opened["gpt_oss"].windows == opened["gemma3_text"].windows == {6}
     assert max(LENGTHS) > 3 * 6
     assert "sinks" in dict(opened["gpt_oss"].model.layers[0].self_attn.parameters())
-    assert opened["deepseek_v3"].kv_specs[0].latent_dim == 16
+    latent = opened["deepseek_v3"].pool.states[0].spec
+    assert isinstance(latent, LatentSpec) and latent.latent_dim == 16
 
 
 def test_docs_are_up_to_date() -> None:

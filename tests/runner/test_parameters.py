@@ -13,7 +13,6 @@ from metal_engine.errors import ParameterError
 from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.runner.test_sampler import assert_distributed, reference_probs
-from tests.support.fakes import EOS, VOCAB_SIZE, byte_ids
 from tests.support.tiny_engine import (
     log_softmax,
     reference_logits,
@@ -22,6 +21,7 @@ from tests.support.tiny_engine import (
     tiny_reference,
     token_ids,
 )
+from tools.fixtures.fake_engine import EOS, VOCAB_SIZE, byte_ids
 
 PROMPT = byte_ids("the thing in the string")
 

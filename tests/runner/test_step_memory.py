@@ -18,7 +18,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, SchedulerConfig
-from tests.support.tiny_models import tiny_model
+from tools.fixtures.tiny_models import tiny_model
 
 NUM_TOKENS, NUM_SEQS = 512, 8
 
@@ -26,7 +26,7 @@ NUM_TOKENS, NUM_SEQS = 512, 8
 def test_real_steps_take_no_more() -> None:
     paged = PagedModel(tiny_model(vocab_size=4096))
     measured = measure_step_bytes(paged, MlxOpsBackend(), 16, None, NUM_TOKENS, NUM_SEQS)
-    assert not paged.layer_caches
+    assert not paged.pool.is_allocated
     cache = CacheConfig(block_size=16, num_blocks=400)
     config = SchedulerConfig(
         max_num_batched_tokens=NUM_TOKENS,
@@ -78,13 +78,12 @@ def test_no_request_is_longer_than_it_may_be(
     seen = []
     call = PagedModel.__call__
 
-    def note(self: PagedModel, input_ids, positions, metadata, *rest):  # type: ignore[no-untyped-def]
-        requests = np.repeat(np.arange(num_seqs), metadata.seq_lens)
-        at = np.array(positions)
-        slots = metadata.block_table[requests, at // 4] * 4 + at % 4
-        assert np.array_equal(slots, np.array(metadata.slot_mapping)) and len(set(slots.tolist())) == len(at)
-        seen.append((metadata.seq_lens.tolist(), at.tolist()))
-        return call(self, input_ids, positions, metadata, *rest)
+    def note(self: PagedModel, input_ids, rows, *rest):  # type: ignore[no-untyped-def]
+        requests, at = np.repeat(np.arange(num_seqs), rows.seq_lens), rows.positions
+        slots = rows.block_table[requests, at // 4] * 4 + at % 4
+        assert np.array_equal(slots, rows.slot_mapping) and len(set(slots.tolist())) == len(at)
+        seen.append((rows.seq_lens.tolist(), at.tolist()))
+        return call(self, input_ids, rows, *rest)
 
     monkeypatch.setattr(PagedModel, "__call__", note)
     paged = PagedModel(tiny_model())
@@ -103,7 +102,7 @@ def test_a_step_that_does_not_fit_names_the_flag(monkeypatch: pytest.MonkeyPatch
         ConfigError, match=r"lower --max-num-batched-tokens \(\[malloc\] Unable to allocate 5 bytes"
     ):
         measure_step_bytes(paged, MlxOpsBackend(), 4, None, 16, 2)
-    assert not paged.layer_caches
+    assert not paged.pool.is_allocated
 
 
 def test_an_engine_knows_what_it_takes() -> None:

@@ -159,7 +159,7 @@ def test_the_latest_arrival_is_preempted_and_resumes_in_order() -> None:
     r2 = harness.tracked["r2"].request
     assert (r2.status, r2.num_computed_tokens, r2.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
     assert harness.scheduler.num_preemptions == harness.scheduler.stats.num_preemptions == 1
-    assert [r.request_id for r in harness.scheduler.waiting] == ["r2", "late"]
+    assert [r.request_id for r in harness.scheduler.admissions.waiting] == ["r2", "late"]
     harness.run(until=lambda: r2.status is RequestStatus.RUNNING)
     new = harness.plans[-1].new_requests[0]
     assert new.request_id == "r2"
@@ -178,7 +178,7 @@ def test_several_preempted_in_one_step_keep_their_order() -> None:
         harness.submit(f"r{i}", make_prompt(i, 2), 4)
     assert list(shares(harness)) == ["r0", "r1", "r2", "r3"]
     assert list(shares(harness)) == ["r0", "r1"]
-    assert [r.request_id for r in harness.scheduler.waiting] == ["r2", "r3"]
+    assert [r.request_id for r in harness.scheduler.admissions.waiting] == ["r2", "r3"]
     harness.drain()
 
 
@@ -539,11 +539,11 @@ def _lose_a_running(scheduler: Scheduler) -> None:
 
 def _wait_and_run(scheduler: Scheduler) -> None:
     for request in scheduler.running.values():
-        scheduler.waiting.push(request, is_long=False)
+        scheduler.admissions.waiting.push(request, is_long=False)
 
 
 def _lose_a_waiting(scheduler: Scheduler) -> None:
-    scheduler.waiting.remove(next(iter(scheduler.waiting)).request_id)
+    scheduler.admissions.waiting.remove(next(iter(scheduler.admissions.waiting)).request_id)
 
 
 def _swap_running(scheduler: Scheduler) -> None:

@@ -11,8 +11,8 @@ import httpx
 from metal_engine.server.openai.protocol import ChatCompletionBody, CompletionBody
 from tests.answers.test_pieces import parsers
 from tests.cli.test_docs import as_pattern, commands
-from tests.support.fakes import EOS, TOOL_TEMPLATE, byte_ids, fake_config, tiny_tokenizer
 from tests.support.serving import Served, serve
+from tools.fixtures.fake_engine import EOS, TOOL_TEMPLATE, byte_ids, fake_config, tiny_tokenizer
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'

@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from tests.support.fakes import VOCAB_SIZE, generated
 from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
+from tools.fixtures.fake_engine import VOCAB_SIZE, generated
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from tests.answers.test_pieces import parsers
-from tests.support.fakes import TOOL_TEMPLATE, fake_config, tiny_tokenizer
 from tests.support.fuzzing import bodies
 from tests.support.serving import DEADLINE, serve
+from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, tiny_tokenizer
 
 SEED = 20261121
 

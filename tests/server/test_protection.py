@@ -19,8 +19,8 @@ from metal_engine.server.run import tls_options
 from metal_engine.settings.args import ServerArgs
 from tests.server.status.test_metrics import scrape
 from tests.server.test_errors import check_error, sse_events
-from tests.support.fakes import byte_ids, fake_config, generated, tiny_tokenizer
 from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
+from tools.fixtures.fake_engine import byte_ids, fake_config, generated, tiny_tokenizer
 
 COMPLETIONS = "/v1/completions"
 

@@ -17,8 +17,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.answers.test_pieces import parsers
-from tests.support.fakes import TOOL_TEMPLATE, fake_config, tiny_tokenizer
 from tests.support.serving import Served, serve
+from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, tiny_tokenizer
 
 CHECKS = [
     not_a_server_error,

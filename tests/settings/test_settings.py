@@ -10,7 +10,8 @@ import pytest
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
-from metal_engine.settings.fields import make_args, parse_count, parse_size, resolve, settings_of
+from metal_engine.settings.fields import make_args, parse_count, parse_size, settings_of
+from metal_engine.settings.sources import read_settings
 
 SETTINGS = settings_of(ServerArgs, EngineArgs)
 BY_NAME = {one.name: one for one in SETTINGS}
@@ -27,7 +28,7 @@ def settle(
         assert tmp_path is not None
         file = tmp_path / "config.yaml"
         file.write_text(yaml)
-    return resolve(SETTINGS, command_line or {}, environ or {}, file, known=settings_of(ChatArgs))
+    return read_settings(SETTINGS, command_line or {}, environ or {}, file, known=settings_of(ChatArgs))
 
 
 def test_precedence(tmp_path: Path) -> None:
@@ -110,11 +111,11 @@ def test_bad_files(yaml: str, message: str, tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path):
         with pytest.raises(ConfigError, match="cannot read --config"):
-            resolve(SETTINGS, {}, {}, path)
+            read_settings(SETTINGS, {}, {}, path)
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not valid YAML"):
-        resolve(SETTINGS, {}, {}, binary)
+        read_settings(SETTINGS, {}, {}, binary)
 
 
 def test_bad_variables_and_flags() -> None:
@@ -131,7 +132,7 @@ def test_bad_variables_and_flags() -> None:
 def test_secrets_stay_secret() -> None:
     key = BY_NAME["api_key"]
     with pytest.raises(ConfigError, match="--api-key") as info:
-        resolve([key], {"api_key": [{"hidden": 1}]}, {})
+        read_settings([key], {"api_key": [{"hidden": 1}]}, {})
     assert "hidden" not in str(info.value)
     # Set but empty is a mistake, which must not leave the server open.
     with pytest.raises(ConfigError, match="--api-key"):

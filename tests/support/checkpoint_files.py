@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tests.support.tiny_models import tiny_model
+from tools.fixtures.tiny_models import TINY_LLAMA, tiny_model
 
 CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
 EOS = "<|end|>"
@@ -19,18 +19,9 @@ EOS = "<|end|>"
 VOCAB_SIZE = 257
 
 CONFIG: dict[str, Any] = {
-    "model_type": "llama",
+    **TINY_LLAMA,
     "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
     "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
     "eos_token_id": VOCAB_SIZE - 1,
 }
 

@@ -10,10 +10,13 @@ import mlx.core as mx
 import pytest
 
 from metal_engine.attention.portable.backend import MlxOpsBackend
-from metal_engine.checkpoints.gguf.model import gguf_eos_token_ids, load_gguf_model, read_gguf_header
-from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
+from metal_engine.checkpoints.gguf.header import read_gguf_header
+from metal_engine.checkpoints.gguf.model import load_gguf_model
+from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.kv_transfer.runner_side import KVConnectorRunner
+from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.settings.config import CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
@@ -75,19 +78,33 @@ def engine_for(
     max_num_seqs: int,
     ahead: bool = False,
     caching: bool = False,
+    connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None = None,
+    fingerprint: str = "",
 ) -> EngineCore:
-    """``ahead``: steps are planned and built while the one before them runs. ``caching``: of prefixes."""
-    cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=caching)
+    """An engine on a model.
+
+    Args:
+        ahead: steps are planned and built while the one before them runs.
+        caching: of prefixes; implied by a ``connector``, whose two halves are given.
+        fingerprint: what cached prefixes are found under.
+    """
+    scheduler_side, runner_side = connector or (None, None)
+    cache = CacheConfig(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=caching or connector is not None,
+        model_fingerprint=fingerprint,
+    )
     config = EngineConfig(
         model=ModelInfo(
             name="test",
             model_type="test",
             dtype="float32",
             vocab_size=vocab_size,
-            num_layers=len(paged.kv_specs),
+            num_layers=len(paged.pool.states),
             num_params=1,
             weight_bytes=0,
-            kv_bytes_per_token=paged.kv_bytes_per_token,
+            kv_bytes_per_token=paged.pool.bytes_per_token,
             max_position_embeddings=8192,
         ),
         device=DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30),
@@ -96,10 +113,11 @@ def engine_for(
             max_num_seqs=max_num_seqs,
             max_model_len=min(8192, cache.num_tokens),
             async_scheduling=ahead,
+            max_num_partial_prefills=1 if connector is None else 4,
         ),
         cache=cache,
         attention_backend="mlx",
         seed=0,
     )
-    runner = ModelRunner(paged, MlxOpsBackend(), config.scheduler, config.cache)
-    return EngineCore(config, runner, tokenizer)
+    runner = ModelRunner(paged, MlxOpsBackend(), config.scheduler, config.cache, runner_side)
+    return EngineCore(config, runner, tokenizer, scheduler_side)

@@ -367,7 +367,7 @@ class SchedulerHarness:
         if is_plain(self.config, self.cache_config):
             check_fcfs(self.scheduler, plan, before, context_lens, num_preemptions, self.depth)
         is_idle = not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions
-        if is_idle and not self.scheduler.loading:
+        if is_idle and not self.scheduler.admissions.loading:
             assert not self.live, "nothing is under way, and nothing is planned"
         self.plans.append(plan)
         if plan.num_scheduled_tokens:
@@ -408,7 +408,7 @@ class SchedulerHarness:
         steps = num_waits = 0
         while self.live and not (until is not None and until()):
             plan = self.step()
-            if not plan.num_scheduled_tokens and self.scheduler.loading:
+            if not plan.num_scheduled_tokens and self.scheduler.admissions.loading:
                 num_waits += 1  # for KV
                 assert num_waits <= 1000
                 continue

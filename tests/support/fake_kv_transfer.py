@@ -13,7 +13,7 @@ from metal_engine.kv_transfer.transfer import LoadTicket
 
 
 class FakeTransfer:
-    """Implements :class:`metal_engine.kv_transfer.scheduler_side.BlockTransfer` over a dict.
+    """Does what the scheduler's side needs of :class:`metal_engine.kv_transfer.transfer.KVTransfer`, over a dict.
 
     Attributes:
         store: hash -> block; the fake runner saves into it.
@@ -34,7 +34,7 @@ class FakeTransfer:
         self._at_once = False
 
     def connector(self) -> KVConnectorScheduler:
-        return KVConnectorScheduler(self, self.config, self.stats)
+        return KVConnectorScheduler(self, self.config, self.stats)  # type: ignore[arg-type]
 
     # --- as the connector sees it ---
 

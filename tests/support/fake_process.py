@@ -16,7 +16,7 @@ from metal_engine.cli.options import one_line_errors
 from metal_engine.server.listen import listen
 from metal_engine.server.run import run_server
 from metal_engine.settings.args import ServerArgs
-from tests.support.fakes import FakeRunner, fake_config, fake_engine, hash_chain
+from tools.fixtures.fake_engine import FakeRunner, fake_config, fake_engine, hash_chain
 
 DEADLY, ENDLESS = 1, 2
 

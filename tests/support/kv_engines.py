@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from tests.support.demo import engine_for
-from tests.support.tiny_models import tiny_model
+from tools.fixtures.tiny_models import tiny_model
 
 
 @dataclass
@@ -88,33 +88,29 @@ def kv_engine(
     """
     model = tiny_model(dtype=dtype) if model is None else model
     paged = PagedModel(model)
-    core = engine_for(
-        paged,
-        tokenizer,
-        vocab_size=256,
-        budget=budget,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        max_num_seqs=16,
-        ahead=ahead,
-    )
-    parts = block_parts(paged.layer_caches)
+    sizes = {"budget": budget, "block_size": block_size, "num_blocks": num_blocks, "max_num_seqs": 16}
+    parts = block_parts([state.spec for state in paged.pool.states], block_size)
     weights = tree_flatten(model.parameters())
     fingerprint = kv_fingerprint(weights, {"rope_theta": 10000.0}, block_size, parts)  # type: ignore[arg-type]
     layout = BlockLayout(parts, fingerprint)
     if store is None:
+        core = engine_for(paged, tokenizer, vocab_size=256, ahead=ahead, **sizes)
         return KVEngine(core, paged, None, layout)
     transfer_config = KVTransferConfig(kv_connector="disk", **config)
     if isinstance(store, Path):
         store = DiskStore(store, fingerprint, max_size=max_size)
     stats = KVTransferStats()
     transfer = KVTransfer(store, layout, transfer_config, stats)
-    core._runner.kv_connector = KVConnectorRunner(transfer, layout)  # type: ignore[attr-defined]
-    connector = KVConnectorScheduler(transfer, transfer_config, stats)
-    engine_config = replace(
-        core.config,
-        scheduler=replace(core.config.scheduler, max_num_partial_prefills=4),
-        cache=replace(core.config.cache, enable_prefix_caching=True, model_fingerprint=fingerprint),
+    core = engine_for(
+        paged,
+        tokenizer,
+        vocab_size=256,
+        ahead=ahead,
+        connector=(
+            KVConnectorScheduler(transfer, transfer_config, stats),
+            KVConnectorRunner(transfer, layout),
+        ),
+        fingerprint=fingerprint,
+        **sizes,
     )
-    core = EngineCore(engine_config, core._runner, core.tokenizer, connector)
     return KVEngine(core, paged, transfer, layout)

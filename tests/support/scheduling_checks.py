@@ -91,7 +91,7 @@ def was_passed_over(
     may_be_long = (
         sum(n > config.long_prefill_token_threshold for n in prefills) < config.max_long_partial_prefills
     )
-    head = scheduler.waiting.head(include_long=may_be_long)
+    head = scheduler.admissions.waiting.head(include_long=may_be_long)
     num_decodes = sum(demand[r] == 1 for r in context_lens)
     unit = blocks.block_size if config.page_aligned_scheduling else 1
     return (
@@ -148,7 +148,7 @@ def check_fcfs(
         slot_is_taken = depth > 1 and oldest not in context_lens and any(demand[r] > 1 for r in context_lens)
         assert oldest in plan.num_scheduled_tokens or slot_is_taken, "the oldest request does not advance"
     # Room left over and a request that could use it: only the pool may stand in between.
-    waiting = next(iter(scheduler.waiting), None)
+    waiting = next(iter(scheduler.admissions.waiting), None)
     if waiting is not None and not waiting.num_output_placeholders and left > 0 and not num_preemptions:
         blocks = scheduler.blocks
         if len(scheduler.running) < scheduler.config.max_num_seqs:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.fakes import echo
 from tests.support.serving import Served, serve
+from tools.fixtures.fake_engine import echo
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from metal_engine.server.app import create_app
 from metal_engine.server.run import Server, make_server, tls_options
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig
-from tests.support.fakes import FakeRunner, NextToken, fake_config, fake_engine, hash_chain
+from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, fake_engine, hash_chain
 
 MODEL = "org/fake-model"
 DEADLINE = 60.0

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.metal.backend import MetalBackend
-from tests.attention.test_portable import Step, make_step
+from tools.fixtures.packed_step import Step, make_step
 from tools.metal_sim import LaunchCounts, metal_kernel, record_launches
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
@@ -24,11 +24,7 @@ def attend(
 ) -> tuple[np.ndarray, list[LaunchCounts]]:
     """Output in float32, and what each launch did."""
     with record_launches() as launches:
-        out = (
-            backend(target_threadgroups)
-            .plan(step.metadata)
-            .attend(step.q, step.k_cache, step.v_cache, **options)
-        )
+        out = backend(target_threadgroups).for_step(step.rows).attend(step.q, step.state, **options)
     assert out.dtype == step.q.dtype
     return np.array(out.astype(mx.float32)), launches
 

@@ -16,8 +16,8 @@ from metal_engine.request import RequestOutput
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig
-from tests.support.fakes import VOCAB_SIZE, fake_config, tiny_tokenizer
-from tests.support.tiny_models import tiny_model
+from tools.fixtures.fake_engine import VOCAB_SIZE, fake_config, tiny_tokenizer
+from tools.fixtures.tiny_models import tiny_model
 
 
 def tiny_reference(seed: int = 0) -> nn.Module:
@@ -26,7 +26,7 @@ def tiny_reference(seed: int = 0) -> nn.Module:
 
 
 def tiny_engine(*, ahead: bool = False, seed: int = 0, **config: Any) -> EngineCore:
-    """``config`` goes to :func:`tests.support.fakes.fake_config`."""
+    """``config`` goes to :func:`tools.fixtures.fake_engine.fake_config`."""
     settings = fake_config(**config)
     settings = replace(
         settings,

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.serving import wait_until
+from tools.fixtures.ports import free_port
 
 
 class ValkeyServer:
     """A server on a free port of this machine, without persistence."""
 
     def __init__(self, *options: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._options = options
         self.start()

@@ -52,27 +52,24 @@ SMOKE = (Shape(2, 1, 64, 4, 2, 64), Shape(1, 32, 48, 4, 2, 64))
 
 
 def make_step(shape: Shape, block_size: int = 16):  # type: ignore[no-untyped-def]
-    """Metadata, q, K cache and V cache of the shape; blocks in random order."""
+    """Rows, q and the layer's state of the shape; blocks in random order."""
     import mlx.core as mx
 
-    from metal_engine.attention.backend import AttentionMetadata
+    from metal_engine.kv_cache.rows import step_rows
+    from tools.fixtures.packed_step import kv_state
 
     blocks = -(-shape.context // block_size)
     order = np.random.default_rng(0).permutation(shape.requests * blocks).astype(np.int32)
     tokens = shape.requests * shape.query
-    metadata = AttentionMetadata(
-        cu_seqlens_q=np.arange(0, tokens + 1, shape.query, dtype=np.int32),
-        seq_lens=np.full(shape.requests, shape.context, np.int32),
-        block_table=order.reshape(shape.requests, blocks),
-        slot_mapping=mx.zeros((tokens,), mx.int32),
-        block_size=block_size,
-    )
+    context_lens = np.full(shape.requests, shape.context - shape.query, np.int32)
+    block_table = order.reshape(shape.requests, blocks)
+    rows = step_rows(block_table, context_lens, [shape.query] * shape.requests, block_size)
     mx.random.seed(0)
     cache = (shape.requests * blocks, block_size, shape.num_kv_heads, shape.head_dim)
     k, v = (mx.random.normal(cache).astype(mx.float16) for _ in range(2))
     q = mx.random.normal((tokens, shape.num_heads, shape.head_dim)).astype(mx.float16)
     mx.eval(q, k, v)
-    return metadata, q, k, v
+    return rows, q, kv_state(k, v)
 
 
 def seconds(call: Callable[[], object], repeat: int) -> float:
@@ -109,21 +106,22 @@ def on_metal(shapes: tuple[Shape, ...]) -> None:
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s\n")
     print("| shape | kernel, ms | compared with | its ms | kernel / it |\n| --- | ---: | --- | ---: | ---: |")
     for shape in shapes:
-        metadata, q, k, v = make_step(shape)
-        plan = backend.plan(metadata)
+        rows, q, state = make_step(shape)
+        attention = backend.for_step(rows)
         scale = shape.head_dim**-0.5
         # One evaluation holds several layers, as a model's step does; else the launch itself is what is timed.
         layers = 16 if shape.query == 1 else 4
-        ours = seconds(lambda: [plan.attend(q + i, k, v, scale=scale) for i in range(layers)], 20) / layers  # noqa: B023
+
+        def kernel(attention=attention, q=q, state=state, scale=scale, layers=layers):  # type: ignore[no-untyped-def]
+            return [attention.attend(q + i, state, scale=scale) for i in range(layers)]
+
+        ours = seconds(kernel, 20) / layers
         if shape.query == 1:
             name, other = "reading K and V", shape.kv_bytes / bandwidth
         else:
             heads = (1, shape.requests * shape.query, shape.num_heads, shape.head_dim)
             queries = q.reshape(heads).swapaxes(1, 2)
-            keys, values = (
-                c.reshape(1, -1, shape.num_kv_heads, shape.head_dim)[:, : shape.context].swapaxes(1, 2)
-                for c in (k, v)
-            )
+            keys, values = (c[None, : shape.context].swapaxes(1, 2) for c in (state.keys, state.values))
             name = "mx.fast.scaled_dot_product_attention"
 
             def reference(queries=queries, keys=keys, values=values, scale=scale, layers=layers):  # type: ignore[no-untyped-def]
@@ -153,9 +151,9 @@ def simulated(shapes: tuple[Shape, ...]) -> None:
             1,
             shape.head_dim,
         )
-        metadata, q, k, v = make_step(single)
+        rows, q, state = make_step(single)
         with record_launches() as launches:
-            MetalBackend(metal_kernel).plan(metadata).attend(q, k, v, scale=shape.head_dim**-0.5)
+            MetalBackend(metal_kernel).for_step(rows).attend(q, state, scale=shape.head_dim**-0.5)
         first = launches[0]
         read = first.buffers["k_cache"].read + first.buffers["v_cache"].read
         print(

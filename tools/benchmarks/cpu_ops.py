@@ -21,11 +21,12 @@ import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 import numpy as np  # noqa: E402
 
-from metal_engine.attention.backend import AttentionMetadata  # noqa: E402
 from metal_engine.attention.portable.backend import MlxOpsBackend  # noqa: E402
 from metal_engine.attention.portable.exp2 import FLOOR, weights_of_scores  # noqa: E402
 from metal_engine.attention.portable.groups import CPU_LIMITS  # noqa: E402
+from metal_engine.kv_cache.rows import step_rows  # noqa: E402
 from metal_engine.models import cpu_ops  # noqa: E402
+from tools.fixtures.packed_step import kv_state  # noqa: E402
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 576, 1536, 9, 3, 64, 30
 
@@ -136,22 +137,18 @@ def decodes() -> None:
     for num_heads, num_kv_heads, head_dim in shapes:
         for requests, keys in ((16, 165), (16, 320), (4, 520), (8, 700), (1, 1040), (8, 1040)):
             blocks = -(-keys // 16)
-            metadata = AttentionMetadata(
-                cu_seqlens_q=np.arange(requests + 1, dtype=np.int32),
-                seq_lens=np.full(requests, keys, np.int32),
-                block_table=np.arange(requests * blocks, dtype=np.int32).reshape(requests, blocks),
-                slot_mapping=mx.zeros((requests,), mx.int32),
-                block_size=16,
-            )
-            layers = [[normal(requests * blocks, 16, num_kv_heads, head_dim) for _ in "kv"] for _ in range(6)]
+            block_table = np.arange(requests * blocks, dtype=np.int32).reshape(requests, blocks)
+            rows = step_rows(block_table, np.full(requests, keys - 1, np.int32), [1] * requests, 16)
+            shape = (requests * blocks, 16, num_kv_heads, head_dim)
+            layers = [kv_state(normal(*shape), normal(*shape)) for _ in range(6)]
             queries, weights = normal(requests, num_heads, head_dim), normal(14 << 18)
             times: dict[str, list[float]] = {"gathered": [], "in place": []}
             for _ in range(5):
                 for name, limits in zip(times, (gathered, in_place), strict=True):
-                    plan = MlxOpsBackend(limits).plan(metadata)
-                    for k, v in layers:
+                    attention = MlxOpsBackend(limits).for_step(rows)
+                    for layer in layers:
                         mx.eval(weights + 1)  # what a step reads between two layers' attention
-                        built = plan.attend(queries, k, v, scale=0.1)
+                        built = attention.attend(queries, layer, scale=0.1)
                         start = time.perf_counter()
                         mx.eval(built)
                         times[name].append(time.perf_counter() - start)

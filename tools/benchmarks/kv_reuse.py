@@ -18,11 +18,13 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from metal_engine.build import build_engine
 from metal_engine.engine.core import EngineCore
+from metal_engine.kv_transfer.stores.choice import open_store
 from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
@@ -64,13 +66,14 @@ class Engine:
         extra = {"path": directory, "max_save_bytes": "2GiB"}
         transfer = {"kv_connector": "disk", "kv_role": role, "kv_connector_extra_config": extra}
         started = time.perf_counter()
-        self.core: EngineCore = build_engine(
-            EngineArgs(model=model, kv_transfer_config=json.dumps(transfer), **settings)
-        )
+        with mock.patch("metal_engine.build.open_store", lambda *args: Screen(open_store(*args))):
+            self.core: EngineCore = build_engine(
+                EngineArgs(model=model, kv_transfer_config=json.dumps(transfer), **settings)
+            )
         self.start_seconds = time.perf_counter() - started
         runner: Any = self.core._runner
         self.transfer = runner.kv_connector._transfer
-        self.store = self.transfer.store = Screen(self.transfer.store)
+        self.store: Screen = self.transfer._store
         self._ids = iter(range(1 << 30))
 
     def add(self, prompt: list[int], max_tokens: int = 1, options: RequestOptions | None = None) -> str:

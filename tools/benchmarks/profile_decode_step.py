@@ -83,7 +83,7 @@ def instrument(profile: Profile) -> None:
     """Wrap the functions that are the parts of a step, for all engines there are."""
     import mlx.core as mx
 
-    from metal_engine.attention.portable import backend as mlx_ops
+    from metal_engine.attention.portable import backend as portable
     from metal_engine.engine.output_processor import OutputProcessor
     from metal_engine.models.layer_cache import LayerCache
     from metal_engine.models.paged_model import PagedModel
@@ -98,7 +98,7 @@ def instrument(profile: Profile) -> None:
         (batch.RequestTable, "pack", "pack"),
         (batch.PackedBatch, "validate", "validate"),
         (model_runner.ModelRunner, "_build", "upload"),
-        (mlx_ops, "plan_work", "attention plan"),
+        (portable, "plan_work", "attention plan"),
         (PagedModel, "__call__", "model graph"),
         (LayerCache, "attend", "attention graph"),
         (LayerCache, "_write", "attention graph"),

@@ -67,10 +67,10 @@ def instrumented(clock: Clock) -> Iterator[None]:
     import mlx.nn as nn
     import mlx_lm.models.llama as llama
 
-    from metal_engine.attention.portable.backend import MlxOpsPlan
+    from metal_engine.attention.portable.backend import MlxOpsStep
+    from metal_engine.kv_cache.pool import StatePool
     from metal_engine.models.cpu_ops import ProductRMSNorm, TableRoPE
     from metal_engine.models.layer_cache import LayerCache
-    from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner import step_sampling
 
     replaced: list[tuple[Any, str, Any]] = []
@@ -91,8 +91,8 @@ def instrumented(clock: Clock) -> Iterator[None]:
         owner.__call__ = call
 
     # Operations are evaluated while the step is built, and what holds the cache's arrays then has them copied.
-    replaced.append((PagedModel, "snapshot", PagedModel.snapshot))
-    PagedModel.snapshot = lambda self: []
+    replaced.append((StatePool, "snapshot", StatePool.snapshot))
+    StatePool.snapshot = lambda self: []
     by_shape(nn.Linear, "GEMM")
     replace(nn.Embedding, "as_linear", "LM head")
     replace(nn.Embedding, "__call__", "embedding")
@@ -100,8 +100,10 @@ def instrumented(clock: Clock) -> Iterator[None]:
     replace(ProductRMSNorm, "__call__", "RMSNorm")
     replace(nn.RoPE, "__call__", "RoPE")
     replace(TableRoPE, "__call__", "RoPE")
-    replace(LayerCache, "update_and_fetch", "KV write", also=lambda cache, *_: (cache.keys, cache.values))
-    replace(MlxOpsPlan, "attend", "attention")
+    replace(
+        LayerCache, "update_and_fetch", "KV write", also=lambda cache, *_: tuple(cache._state.arrays.values())
+    )
+    replace(MlxOpsStep, "attend", "attention")
     replace(llama, "swiglu", "SwiGLU")
     replace(step_sampling, "sample", "sampling")
     try:

@@ -12,19 +12,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from metal_engine.server.listen import listen
 from metal_engine.server.run import run_server
 from metal_engine.settings.args import ServerArgs
 from metal_engine.step import ModelOutput, SchedulerOutput
-from tests.support.fakes import FakeStep, fake_config, fake_engine
+from tools.fixtures.fake_engine import FakeStep, fake_config, fake_engine
 
+ROOT = Path(__file__).resolve().parents[2]
 MAX_NUM_SEQS = 256
 MAX_NUM_QUEUED = 256
 NUM_REFUSED = 100
@@ -73,7 +74,7 @@ def serve(rate: float, profile: str | None) -> None:
         max_model_len=32_768,
     )
     args = ServerArgs(port=0, log_level="warning", max_num_queued_reqs=MAX_NUM_QUEUED)
-    engine = fake_engine(FreeRunner(rate), config)  # type: ignore[arg-type]
+    engine = fake_engine(FreeRunner(rate), config)
     with listen(args) as listener:
         if profile is not None:
             import cProfile
@@ -169,20 +170,10 @@ def main() -> None:
     if args.serve:
         serve(args.rate, args.profile)
         return
-    command = [
-        sys.executable,
-        __file__,
-        "--serve",
-        "--rate",
-        str(args.rate),
-        *(["--profile", args.profile] if args.profile else []),
-    ]
+    profile = ["--profile", str(Path(args.profile).resolve())] if args.profile else []
+    command = [sys.executable, "-m", "tools.benchmarks.server_overhead", "--serve", "--rate", str(args.rate)]
     server = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": "."},
+        [*command, *profile], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert server.stdout is not None
     url = server.stdout.readline().strip()

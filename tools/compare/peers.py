@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from metal_engine.device.blas.openblas_copy import find_packaged, standard_copy
 from metal_engine.device.cache_dir import cache_dir
+from tools.fixtures.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 # Importing torch alone can take a minute on a busy machine.
@@ -118,9 +118,7 @@ def running(name: str, model: Path, *, same_blas: bool, extra: Sequence[str] = (
     Raises:
         RuntimeError: it does not come up; the message has the end of its log.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = command_of(name, model, port, extra)
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
     env["PYTHONPATH"] = str(ROOT) if name == OURS else ""

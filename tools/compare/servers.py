@@ -1,7 +1,7 @@
 """Compare OpenAI-compatible servers for MLX on this machine: same weights, same BLAS, same requests.
 
     python -m tools.compare.servers run --scenario 1 --rounds 3 --results build/compare
-    python -m tools.compare.servers report --results build/compare [--plot docs/compare.png]
+    python -m tools.compare.servers report --results build/compare [--plot docs/images/compare.png]
 
 A round starts each server in turn, asks it what the scenario says, and stops it; every server of a round gets the same
 requests, and no two rounds do. One file is written per server, scenario and round, so a long comparison can be made in

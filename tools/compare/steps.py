@@ -4,8 +4,12 @@
         OPENBLAS_THREAD_TIMEOUT=23,lane_elements=None OPENBLAS_THREAD_TIMEOUT=15,lane_elements=None ""
 
 Each variant is a process of its own with an engine, and waits while the others' steps run. A variant is a list of
-environment variables (upper case) and fields of the CPU's attention limits (lower case); empty: as it is. Ratios are
-medians over turns, to the first variant of the same turn. Name a variant twice to see what is noise.
+environment variables (upper case) and fields of the CPU's attention limits (lower case); empty: as it is. With
+tree=PATH the variant runs in another worktree of this project, with that worktree's own copy of this tool:
+
+    git worktree add ../before main~5 && python -m tools.compare.steps tree=../before ""
+
+Ratios are medians over turns, to the first variant of the same turn. Name a variant twice to see what is noise.
 """
 
 from __future__ import annotations
@@ -20,17 +24,24 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from metal_engine.build import build_engine
+from metal_engine.device.blas.load import load_optimized_blas
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 
 _IS_VARIANT = "METAL_ENGINE_COMPARE_STEPS"  # the variable that makes a process one of the variants
 _STEPS_OF_A_TURN = 5
+_TREE = Path(__file__).resolve().parents[2]
 
 
 def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
     """Take a turn for each line on stdin: one prefill step, or a few decode steps. Prints the seconds of each."""
+    load_optimized_blas()
+    from metal_engine.attention.portable import backend as portable
+
+    portable.CPU_LIMITS = replace(portable.CPU_LIMITS, **limits)  # type: ignore[arg-type]
     budget = max(512, 2 * args.num_requests)
     core = build_engine(
         EngineArgs(
@@ -41,9 +52,6 @@ def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
             kv_cache_memory_bytes=args.kv_cache_mib * 2**20,
         )
     )
-    from metal_engine.attention.portable import backend as mlx_ops
-
-    mlx_ops.CPU_LIMITS = replace(mlx_ops.CPU_LIMITS, **limits)  # type: ignore[arg-type]
     names: list[str] = []
     num_prefill_steps = 2 + args.num_requests * args.prompt_len // (budget - args.num_requests)
     num_steps = num_prefill_steps + args.turns * _STEPS_OF_A_TURN
@@ -74,16 +82,22 @@ def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
 
 
 def _start(variant: str) -> subprocess.Popen[str]:
-    env, limits = dict(os.environ), {}
+    env, limits, tree = dict(os.environ), {}, _TREE
     for setting in filter(None, variant.split(",")):
         name, _, value = setting.partition("=")
-        if name.isupper():
+        if name == "tree":
+            tree = Path(value).resolve()
+        elif name.isupper():
             env[name] = value
         else:
             limits[name] = ast.literal_eval(value)
     env[_IS_VARIANT] = repr(limits)
+    # A module, so that its engine is the one of the folder it runs in. It was a script in earlier commits.
+    script = tree / "tools" / "compare_steps.py"
+    tool = [str(script)] if script.exists() else ["-m", "tools.compare.steps"]
+    command = [sys.executable, *tool, *sys.argv[1:]]
     process = subprocess.Popen(
-        [sys.executable, *sys.argv], env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        command, env=env, cwd=tree, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdout
     if process.stdout.readline().strip() != "ready":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import httpx
 import uvicorn
 
 from tools.disagg.proxy import create_app
+from tools.fixtures.ports import free_port
 
 STORY = "Once upon a time there was a fox who lived at the edge of a wide and quiet forest. "
 PROMPTS = [
@@ -29,12 +29,6 @@ PROMPTS = [
     "The tide comes in twice a day. " * 20 + "At noon",
     STORY * 4 + "At night",
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @contextmanager

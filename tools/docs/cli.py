@@ -7,7 +7,8 @@ from pathlib import Path
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
 from metal_engine.cli.options import help_text
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
-from metal_engine.settings.fields import OTHER_VARIABLES, settings_of
+from metal_engine.settings.fields import settings_of
+from metal_engine.settings.sources import OTHER_VARIABLES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 

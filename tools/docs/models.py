@@ -13,7 +13,7 @@ from pathlib import Path
 DOC = Path(__file__).parents[2] / "docs" / "models.md"
 
 _HEAD = """\
-<!-- Written by tools/docs/models.py from tests/support/architectures.py. Do not edit. -->
+<!-- Written by tools/docs/models.py from tools/fixtures/architectures.py. Do not edit. -->
 # Models
 
 A model is `demo`, a repository on the Hugging Face hub, a local directory (Hugging Face or MLX safetensors, MLX
@@ -27,34 +27,37 @@ quantized weights included), or a `.gguf` file:
 ## Files
 
 - **From the hub**: `--revision` takes a branch, tag or commit, `--download-dir` another folder than the hub's cache.
-  `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean to `huggingface_hub`. What is in the
-  cache is served without a network.
-- **Before loading**, the configuration and the headers of the weight files are read: a missing or truncated shard, a
-  broken JSON file, or weights that do not fit into memory are errors of one line, at once.
-- **Weights**: safetensors in one file or several, of Hugging Face or mlx-lm, tied or untied heads; mlx-lm's quantized
-  ones (4, 6, 8 bits, mixed). On a CPU they are dequantized to float32, on Metal they stay as they are (`--dtype`
-  converts). GGUF: llama, qwen2 and qwen3 in F32, F16, BF16 and the quantized types that `gguf` can dequantize; Q4_0,
-  Q4_1 and Q8_0 stay quantized on Metal.
-- **Tokenizer**: the checkpoint's, or `--tokenizer` names a directory or repository. It must be a fast one. The chat
-  template is `chat_template.jinja`, the one in `tokenizer_config.json` (of several named ones `default`), or
-  `chat_template.json`.
-- **`generation_config.json`**: all end-of-sequence ids, and `temperature`, `top_p`, `top_k` and `min_p` for requests
-  that do not say. `--generation-config vllm` leaves these out, a folder's name takes them from there.
+  `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean to `huggingface_hub`. A model in the
+  cache needs no network.
+- **Before loading**, the engine reads the configuration and the headers of the weight files. A missing or truncated
+  shard, a broken JSON file, or weights that do not fit into memory are errors of one line, at once.
+- **Weights**: safetensors in one file or several, from Hugging Face or mlx-lm, with tied or untied heads, and mlx-lm's
+  quantized ones (4, 6, 8 bits, mixed). A CPU gets them dequantized to float32; on Metal they stay as they are
+  (`--dtype` converts).
+- **GGUF**: llama, qwen2 and qwen3 in F32, F16, BF16 and the quantized types that `gguf` can dequantize. Q4_0, Q4_1 and
+  Q8_0 stay quantized on Metal.
+- **Tokenizer**: the checkpoint's own, or the one in the directory or repository that `--tokenizer` names. It must be a
+  fast one. The chat template is `chat_template.jinja`, the one in `tokenizer_config.json` (of several named ones
+  `default`), or `chat_template.json`.
+- **`generation_config.json`** gives all end-of-sequence ids, and `temperature`, `top_p`, `top_k` and `min_p` for
+  requests that do not set them. `--generation-config vllm` leaves these four out; a folder's name takes them from
+  there.
 - **Code of a checkpoint** runs only with `--trust-remote-code`.
 
 ## Architectures
 
-The architectures are mlx-lm's; which one a checkpoint has is the `model_type` in its `config.json`. No list decides
-what runs: at every load two short requests go through the packed, paged forward, and their logits are compared with
-mlx-lm's own forward of the same weights. What differs is refused with the reason, never served wrong.
+The architectures are mlx-lm's; `model_type` in a checkpoint's `config.json` names its own. No list decides what runs:
+at every load the engine sends two short requests through its packed, paged forward and compares their logits with
+mlx-lm's own forward of the same weights. It refuses a model that differs, with the reason, and never serves it wrong.
 
 """
 
 _SUPPORTED = """\
 ### Verified
 
-Tests run each of these {count} with small random weights: three requests packed, chunked and interleaved over
-shuffled blocks, sliding windows crossed. The relative logit error against mlx-lm's own forward is below 1e-4.
+Tests run each of these {count} with small random weights: three requests that are packed, chunked, interleaved over
+shuffled blocks, and longer than the sliding windows. The relative logit error against mlx-lm's own forward is below
+1e-4.
 
 | `model_type` | attention | layers |
 | --- | --- | --- |
@@ -68,14 +71,14 @@ _UNSUPPORTED = """
 """
 
 _TAIL = """
-Others that mlx-lm has may run too: the check at load decides. A paged cache holds keys and values of every token; a
-model that keeps anything else has nowhere to keep it.
+Other architectures of mlx-lm may run too: the check at load decides. A paged cache holds keys and values of every
+token; a model that keeps anything else has nowhere to keep it.
 """
 
 
 def models_doc() -> str:
     """The text of docs/models.md."""
-    from tests.support.architectures import SUPPORTED, UNSUPPORTED
+    from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED
 
     rows = [
         f"| `{name}` | {_attention(name)} | {_layers(name)} |" for name in sorted(SUPPORTED, key=str.lower)
@@ -86,19 +89,21 @@ def models_doc() -> str:
 
 
 def _attention(model_type: str) -> str:
+    from metal_engine.kv_cache.spec import KVSpec, LatentSpec
     from metal_engine.models.paged_model import PagedModel
-    from tests.support.architectures import configuration
-    from tests.support.tiny_models import random_model
+    from tools.fixtures.architectures import configuration
+    from tools.fixtures.tiny_models import random_model
 
     model = random_model(configuration(model_type))
     paged = PagedModel(model)
     names = {name.rsplit(".", 1)[-1] for name, _ in _parameters(model)}
     found = []
-    if any(spec.latent_dim for spec in paged.kv_specs):
+    specs = [state.spec for state in paged.pool.states]
+    if any(isinstance(spec, LatentSpec) for spec in specs):
         found.append("latent (MLA, one vector per token cached)")
-    elif any(spec.head_dim != spec.v_head_dim for spec in paged.kv_specs):
+    elif any(isinstance(spec, KVSpec) and spec.head_dim != spec.v_head_dim for spec in specs):
         found.append("K and V of different sizes")
-    if len(paged.kv_specs) < len(model.layers):
+    if len(specs) < len(model.layers):
         found.append("layers that share KV")
     if any(hasattr(m, "attn_logit_softcapping") and m.attn_logit_softcapping for m in model.modules()):
         found.append("softcap")
@@ -112,8 +117,8 @@ def _attention(model_type: str) -> str:
 def _layers(model_type: str) -> str:
     from mlx_lm.models import switch_layers
 
-    from tests.support.architectures import configuration
-    from tests.support.tiny_models import random_model
+    from tools.fixtures.architectures import configuration
+    from tools.fixtures.tiny_models import random_model
 
     model = random_model(configuration(model_type))
     experts = (switch_layers.SwitchLinear, switch_layers.QuantizedSwitchLinear)
@@ -131,8 +136,8 @@ def _refusal(model_type: str) -> str:
     from metal_engine.errors import UnsupportedModelError
     from metal_engine.models.check import check_paged_model
     from metal_engine.models.paged_model import PagedModel
-    from tests.support.architectures import VOCAB_SIZE, configuration
-    from tests.support.tiny_models import random_model
+    from tools.fixtures.architectures import VOCAB_SIZE, configuration
+    from tools.fixtures.tiny_models import random_model
 
     try:
         check_paged_model(PagedModel(random_model(configuration(model_type))), MlxOpsBackend(), VOCAB_SIZE)

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.metal.backend import MetalBackend, kernel_text, stage_keys
-from tests.attention.test_portable import make_step
+from tools.fixtures.packed_step import make_step
 from tools.metal_sim import MetalSimError, metal_kernel, record_launches
 from tools.metal_sim.errors import CheckError
 
@@ -221,9 +221,7 @@ def run_case(backend: MetalBackend, case: Case) -> str | None:
     backend.target_threadgroups = case.target_threadgroups
     try:
         with record_launches() as launches:
-            out = backend.plan(step.metadata).attend(
-                step.q, step.k_cache, step.v_cache, sinks=sinks, **options
-            )
+            out = backend.for_step(step.rows).attend(step.q, step.state, sinks=sinks, **options)
     except (MetalSimError, CheckError) as error:
         return str(error)
     expected = step.reference(sinks=None if sinks is None else np.array(sinks), **options)
@@ -232,9 +230,11 @@ def run_case(backend: MetalBackend, case: Case) -> str | None:
     if not errors.max() <= case.tolerance:
         return f"relative error {errors.max():.2g} in {int((~(errors <= case.tolerance)).sum())} of {errors.size} rows"
     # A tile reads no key twice and none outside its range; the planner's table says how many that are.
-    plan = backend.plan(step.metadata)
+    attention = backend.for_step(step.rows)
     keys = stage_keys(case.dtype, case.head_dim)
-    table = plan._items(case.num_heads // case.num_kv_heads, case.num_kv_heads, case.window, keys).items.table
+    table = attention._items(
+        case.num_heads // case.num_kv_heads, case.num_kv_heads, case.window, keys
+    ).items.table
     item_keys = int((table[:, 4] - table[:, 3]).sum()) * case.num_kv_heads
     bound = item_keys * 2 * case.head_dim * case.dtype.size
     buffers = launches[0].buffers

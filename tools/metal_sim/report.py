@@ -61,8 +61,9 @@ SHAPES = (
 
 def run(shape: Shape) -> list[LaunchCounts]:
     """One layer of the shape, its others included, through the simulated backend, in float16."""
-    from metal_engine.attention.backend import AttentionMetadata
     from metal_engine.attention.metal.backend import MetalBackend
+    from metal_engine.kv_cache.rows import step_rows
+    from tools.fixtures.packed_step import kv_state
 
     block_size = 16
     query_lens, seq_lens = np.array((*shape.segments, *shape.others), np.int32).T
@@ -71,17 +72,15 @@ def run(shape: Shape) -> list[LaunchCounts]:
     order = iter(np.random.default_rng(0).permutation(int(blocks.sum())))
     for row, n in zip(table, blocks, strict=True):
         row[:n] = [next(order) for _ in range(n)]
-    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-    metadata = AttentionMetadata(starts, seq_lens, table, mx.zeros((int(starts[-1]),), mx.int32), block_size)
+    rows = step_rows(table, seq_lens - query_lens, query_lens, block_size)
     mx.random.seed(0)
     cache = (int(blocks.sum()), block_size, shape.num_kv_heads, shape.head_dim)
     k, v = (mx.random.normal(cache).astype(mx.float16) for _ in range(2))
     heads = shape.num_kv_heads * shape.group
-    q = mx.random.normal((int(starts[-1]), heads, shape.head_dim)).astype(mx.float16)
+    q = mx.random.normal((rows.num_tokens, heads, shape.head_dim)).astype(mx.float16)
     with record_launches() as launches:
-        MetalBackend(metal_kernel).plan(metadata).attend(
-            q, k, v, scale=shape.head_dim**-0.5, window=shape.window
-        )
+        attention = MetalBackend(metal_kernel).for_step(rows)
+        attention.attend(q, kv_state(k, v), scale=shape.head_dim**-0.5, window=shape.window)
     return launches
 
 

@@ -31,7 +31,7 @@ def mlx_version() -> str:
     if version not in TRIED_MLX:
         raise ToolchainError(
             f"the Metal simulator was tried with MLX {', '.join(TRIED_MLX)}, and this is {version}: run its tests "
-            "(pytest tests/kernels/metal_sim), compare MLX's custom_kernel.cpp, and add the version to "
+            "(pytest tests/tools/metal_sim), compare MLX's custom_kernel.cpp, and add the version to "
             "tools/metal_sim/source.py"
         )
     return version

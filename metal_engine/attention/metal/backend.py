@@ -14,8 +14,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import AttentionMetadata
-from metal_engine.attention.metal.planning import ITEM_FIELDS, Items, plan_items
+from metal_engine.attention.metal.planning import ITEM_FIELDS, WorkItems, plan_work_items
+from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.state import KVState
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 BLOCK_SIZES = (8, 16, 32)
@@ -23,11 +24,11 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 MAX_GROUP = 16
 THREADS = 256  # of a threadgroup: 8 SIMD groups, GROUPS in the kernel
 STAGE_BYTES = 26 << 10  # most threadgroup memory for staged keys, of Metal's 32 KiB
-# Threadgroups that keep a GPU busy: two at a time on a core, for the memory they take, and some to follow.
+# Threadgroups for each core of a GPU, to keep it busy: their memory lets two run at a time, the others follow.
 THREADGROUPS_PER_CORE = 8
 UNKNOWN_GPU_CORES = 12
-# MLX puts smaller inputs into constant memory, which takes another variant of the kernel, compiled when it is first
-# met: in the middle of serving, were the tables of small steps not grown to this.
+# MLX puts inputs with fewer elements into constant memory, and compiles another variant of the kernel for them when it
+# first meets one: in the middle of serving. So the tables of small steps are padded to this.
 DEVICE_ELEMENTS = 8
 
 
@@ -83,7 +84,7 @@ def check_supported(
 
 
 def _on_device(table: np.ndarray) -> mx.array:
-    """``table`` with zero rows at its end until it has DEVICE_ELEMENTS. No kernel reads these."""
+    """``table`` on the device, with zero rows at its end until it has DEVICE_ELEMENTS. No kernel reads these."""
     missing = max(0, DEVICE_ELEMENTS - table.size)
     rows = -(-missing // table.shape[1])
     return mx.array(np.pad(table, ((0, rows), (0, 0))) if rows else table)
@@ -91,18 +92,18 @@ def _on_device(table: np.ndarray) -> mx.array:
 
 @dataclass
 class _Uploaded:
-    """Items on the device."""
+    """Work items on the device."""
 
-    items: Items
+    items: WorkItems
     table: mx.array
     rows: mx.array
 
 
 @dataclass
-class MetalPlan:
+class MetalStep:
     """One step's work; every layer of a kind shares its tables."""
 
-    metadata: AttentionMetadata
+    rows: StepRows
     backend: MetalBackend
     _uploaded: dict[tuple[object, ...], _Uploaded] = field(default_factory=dict)
     _block_table: mx.array | None = None
@@ -110,8 +111,8 @@ class MetalPlan:
     def _items(self, group: int, num_kv_heads: int, window: int | None, key_step: int) -> _Uploaded:
         key = (group, num_kv_heads, window, key_step)
         if key not in self._uploaded:
-            items = plan_items(
-                self.metadata,
+            items = plan_work_items(
+                self.rows,
                 group=group,
                 num_kv_heads=num_kv_heads,
                 window=window,
@@ -124,55 +125,35 @@ class MetalPlan:
     def attend(
         self,
         q: mx.array,  # [N, Hq, D]
-        k_cache: mx.array,  # [num_blocks, block_size, Hkv, D]
-        v_cache: mx.array,  # [num_blocks, block_size, Hkv, D]
+        state: KVState,
         *,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [Hq]
     ) -> mx.array:  # [N, Hq, D], dtype of q
-        """See :meth:`AttentionPlan.attend`."""
+        """See :meth:`metal_engine.attention.backend.StepAttention.attend`."""
+        keys, values = state.key_blocks, state.value_blocks
+        self._check(q, keys, values, window)
         num_tokens, num_heads, head_dim = q.shape
-        _, block_size, num_kv_heads, _ = k_cache.shape
-        check_supported(
-            dtype=q.dtype,
-            head_dim=head_dim,
-            v_head_dim=v_cache.shape[3],
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            block_size=block_size,
-        )
-        if num_tokens != self.metadata.num_tokens or block_size != self.metadata.block_size:
-            raise ValueError(f"q {q.shape} and K cache {k_cache.shape} do not belong to this step")
-        if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype or v_cache.shape != k_cache.shape:
-            raise ValueError(f"q is {q.dtype}; K cache {k_cache.dtype} {k_cache.shape}, V {v_cache.dtype}")
-        if window is not None and window < 1:
-            raise ValueError(f"window must be at least 1, not {window}")
+        _, block_size, num_kv_heads, _ = keys.shape
         group = num_heads // num_kv_heads
-        keys = stage_keys(q.dtype, head_dim)
-        uploaded = self._items(group, num_kv_heads, window, keys)
+        staged_keys = stage_keys(q.dtype, head_dim)
+        uploaded = self._items(group, num_kv_heads, window, staged_keys)
         if self._block_table is None:
-            self._block_table = _on_device(self.metadata.block_table)
+            self._block_table = _on_device(self.rows.block_table)
         sink_values = sinks if sinks is not None else self.backend.no_sinks
         shared = [("T", q.dtype), ("D", head_dim), ("G", group), ("HAS_SINKS", sinks is not None)]
         # MLX has no outputs without elements, and the merge takes these as inputs.
         partial_rows = max(DEVICE_ELEMENTS, uploaded.items.num_partial_rows)
+        numbers = self.backend.constant([scale, softcap or 0.0], mx.float32)
+        window_size = self.backend.constant([window or 0], mx.int32)
         out, partial_out, partial_lse = self.backend.attention(
-            inputs=[
-                q,
-                k_cache,
-                v_cache,
-                self._block_table,
-                uploaded.table,
-                self.backend.constant([scale, softcap or 0.0], mx.float32),
-                self.backend.constant([window or 0], mx.int32),
-                sink_values,
-            ],
+            inputs=[q, keys, values, self._block_table, uploaded.table, numbers, window_size, sink_values],
             template=[
                 *shared,
                 ("BLOCK_SIZE", block_size),
-                ("BK", keys),
+                ("BK", staged_keys),
                 ("ITEM_FIELDS", ITEM_FIELDS),
                 ("HAS_WINDOW", window is not None),
                 ("HAS_SOFTCAP", bool(softcap)),
@@ -194,9 +175,26 @@ class MetalPlan:
         )
         return merged
 
+    def _check(self, q: mx.array, keys: mx.array, values: mx.array, window: int | None) -> None:
+        _, block_size, num_kv_heads, _ = keys.shape
+        check_supported(
+            dtype=q.dtype,
+            head_dim=q.shape[2],
+            v_head_dim=values.shape[3],
+            num_heads=q.shape[1],
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+        )
+        if q.shape[0] != self.rows.num_tokens or block_size != self.rows.block_size:
+            raise ValueError(f"q {q.shape} and keys {keys.shape} do not belong to this step")
+        if keys.dtype != q.dtype or values.dtype != q.dtype or values.shape != keys.shape:
+            raise ValueError(f"q is {q.dtype}; keys {keys.dtype} {keys.shape}, values {values.dtype}")
+        if window is not None and window < 1:
+            raise ValueError(f"window must be at least 1, not {window}")
+
 
 class MetalBackend:
-    """Makes plans. Holds the two kernels; MLX compiles each variant at its first use.
+    """Makes each step's attention. Holds the two kernels; MLX compiles each variant at its first use.
 
     Args:
         kernel_factory: ``mx.fast.metal_kernel`` or the simulator's.
@@ -243,5 +241,6 @@ class MetalBackend:
             self._constants[key] = mx.array(values, dtype)
         return self._constants[key]
 
-    def plan(self, metadata: AttentionMetadata) -> MetalPlan:
-        return MetalPlan(metadata, self)
+    def for_step(self, rows: StepRows) -> MetalStep:
+        """A step's attention; work items are planned when the first layer of a kind attends."""
+        return MetalStep(rows, self)

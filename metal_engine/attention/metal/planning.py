@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metal_engine.attention.backend import AttentionMetadata
+from metal_engine.kv_cache.rows import StepRows
 
 # Fields of an item in the kernel's table (paged_attention.metal): first packed row, tokens, position of the first,
 # first key, end of the keys, request, first partial row or -1. ITEM_FIELDS reaches the kernel as a template argument.
@@ -27,7 +27,7 @@ MIN_SPLIT_KEYS = 512  # a split shorter than this costs more to merge than it sa
 
 
 @dataclass(frozen=True)
-class Items:
+class WorkItems:
     """The work of a step for layers of one kind."""
 
     table: np.ndarray  # [num_items, ITEM_FIELDS] int32
@@ -39,20 +39,20 @@ class Items:
         return self.num_partial_rows > 0
 
 
-def plan_items(
-    metadata: AttentionMetadata,
+def plan_work_items(
+    step: StepRows,
     *,
     group: int,
     num_kv_heads: int,
     window: int | None,
     target_threadgroups: int,
     key_step: int,
-) -> Items:
+) -> WorkItems:
     """Work items of a step. ``key_step``: splits begin at multiples of it after the range's first key."""
     tile_tokens = max(1, TILE_ROWS // group)
     tiles = []  # (first packed row, tokens, first position, first key, end key, request)
     for request, (start, length, context) in enumerate(
-        zip(metadata.cu_seqlens_q[:-1], metadata.query_lens, metadata.context_lens, strict=True)
+        zip(step.cu_seqlens_q[:-1], step.query_lens, step.context_lens, strict=True)
     ):
         for first in range(0, int(length), tile_tokens):
             tokens = min(tile_tokens, int(length) - first)
@@ -67,7 +67,7 @@ def plan_items(
     chunk = -(-chunk // key_step) * key_step
 
     table: list[tuple[int, ...]] = []
-    rows = np.zeros((metadata.num_tokens, 3), np.int32)
+    rows = np.zeros((step.num_tokens, 3), np.int32)
     partial = 0
     for first, tokens, position, begin, end, request in tiles:
         if end - begin < 2 * chunk:
@@ -81,4 +81,4 @@ def plan_items(
             partial += tokens * group
     # Long items first: the GPU starts threadgroups in order, and a long one at the end would run alone.
     order = np.argsort([t[3] - t[4] for t in table], kind="stable")
-    return Items(np.array(table, np.int32)[order], rows, partial)
+    return WorkItems(np.array(table, np.int32)[order], rows, partial)

@@ -1,4 +1,4 @@
-"""Which requests of a step share a batch of attention, and which of two streams computes it."""
+"""Which requests of a step share a batched product of attention, and which of two streams computes it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from dataclasses import dataclass
 class Limits:
     """Sizes that trade speed for memory. Elements are float32 elements of one temporary array."""
 
-    scores: int  # elements of a piece of scores: rows * query heads * keys
+    scores: int  # elements of a tile of scores: rows * query heads * keys
     span: int  # elements of gathered K or V
-    tile_rows: int  # rows of a segment's query tile
-    small_area: int = 16_384  # rows * keys up to which a request with several rows goes into a batch
-    batch_slack: int = 2_048  # padding that is cheaper than one more batch, in units of `_cost`
-    batch_waste: float = 0.125  # padding of a batch relative to its real work
-    run_keys: int | None = (
-        None  # keys in consecutive slots that a decode reads in place, from so many; None: never
-    )
+    tile_rows: int  # rows of a query tile
+    small_area: int = 16_384  # rows * keys up to which a request with several rows goes into a group
+    group_slack: int = 2_048  # padding that is cheaper than one more group, in units of `_cost`
+    group_waste: float = 0.125  # padding of a group relative to its real work
+    # A decode reads keys in consecutive slots where they are, from so many keys on; None: never.
+    run_keys: int | None = None
     lane_elements: int | None = None  # of K, gathered for decodes: from so many on two streams; None: never
-    min_keys: int = 64  # a piece or span has at least so many keys, whatever the other limits say
+    min_keys: int = 64  # a tile or span has at least so many keys, whatever the other limits say
 
 
 # On a CPU a chain of elementwise ops runs several times faster while its arrays stay in the cache, and arrays
@@ -31,7 +30,7 @@ GPU_LIMITS = Limits(scores=16 << 20, span=8 << 20, tile_rows=256)
 
 @dataclass(frozen=True)
 class Dims:
-    """What a plan must know of a layer."""
+    """What planning must know of a layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -39,8 +38,8 @@ class Dims:
 
 
 @dataclass(frozen=True)
-class Item:
-    """One request: its packed rows and the absolute positions [key_start, key_end) that any of them sees."""
+class Segment:
+    """One request's rows in a step, and the absolute positions [key_start, key_end) that any of them sees."""
 
     request: int
     start: int
@@ -58,43 +57,43 @@ class Item:
 
 
 def _cost(num_rows: int, num_keys: int) -> int:
-    """Cost of one request in a batch: gathering a key takes about as long as scoring it for three rows."""
+    """Cost of one request in a group: gathering a key takes about as long as scoring it for three rows."""
     return num_keys * (num_rows + 3)
 
 
-def group_items(items: Iterable[Item], dims: Dims, limits: Limits) -> list[list[Item]]:
-    """Batches of similar items: padding them all to the largest rows and keys costs at most
-    max(batch_slack, batch_waste * real work), and a batch of short contexts needs only one span."""
-    groups: list[list[Item]] = []
+def group_segments(segments: Iterable[Segment], dims: Dims, limits: Limits) -> list[list[Segment]]:
+    """Groups of similar segments: padding them all to the largest rows and keys costs at most
+    max(group_slack, group_waste * real work), and a group of short contexts needs only one span."""
+    groups: list[list[Segment]] = []
     rows = keys = real = 0
-    for item in sorted(items, key=lambda i: (-i.num_rows, -i.num_keys, i.request)):
-        cost, size = _cost(item.num_rows, item.num_keys), len(groups[-1]) + 1 if groups else 0
-        longest = max(keys, item.num_keys)
+    for segment in sorted(segments, key=lambda s: (-s.num_rows, -s.num_keys, s.request)):
+        cost, size = _cost(segment.num_rows, segment.num_keys), len(groups[-1]) + 1 if groups else 0
+        longest = max(keys, segment.num_keys)
         waste = size * _cost(rows, longest) - (real + cost)
         if (
             groups
-            and waste <= max(limits.batch_slack, limits.batch_waste * (real + cost))
+            and waste <= max(limits.group_slack, limits.group_waste * (real + cost))
             and size * rows * dims.num_heads * longest <= limits.scores
             and size * dims.num_kv_heads * dims.head_dim * longest <= limits.span
         ):
-            groups[-1].append(item)
+            groups[-1].append(segment)
             keys, real = longest, real + cost
         else:
-            groups.append([item])
-            rows, keys, real = item.num_rows, item.num_keys, cost
+            groups.append([segment])
+            rows, keys, real = segment.num_rows, segment.num_keys, cost
     for group in groups:
-        group.sort(key=lambda i: i.start)  # packed order needs no permutation of the output
+        group.sort(key=lambda s: s.start)  # packed order needs no permutation of the output
     return groups
 
 
-def in_lanes(groups: list[list[Item]], dims: Dims, limits: Limits) -> list[tuple[int, list[Item]]]:
+def in_lanes(groups: list[list[Segment]], dims: Dims, limits: Limits) -> list[tuple[int, list[Segment]]]:
     """Groups with their lanes, 0 or 1: decodes are divided so that each lane has about as many keys to gather.
 
     A gather takes one core, whatever BLAS has. What has several rows stays on lane 0: its products take all cores.
     """
     # Keys of each decode, padding included; 0 in groups that are not decodes.
     keys = [
-        max(item.num_keys for item in group) if all(item.num_rows == 1 for item in group) else 0
+        max(segment.num_keys for segment in group) if all(segment.num_rows == 1 for segment in group) else 0
         for group in groups
     ]
     room = sum(len(group) * count for group, count in zip(groups, keys, strict=True)) / 2  # on lane 0

@@ -1,11 +1,11 @@
-r"""What `mlx_ops` does in a step, planned on the host: which rows meet which keys, and in what pieces.
+r"""What the portable backend does in a step, planned on the host: which rows meet which keys, in tiles of what size.
 
 A step's rows are cut into *units*, and a unit gathers only keys that some row of it may see:
 
-- a **batch** takes requests with few rows each (decodes, short chunks) as one batched matrix product.
-  Requests of similar length share a batch, so that a short one does not pay for a long one beside it. On a CPU,
-  two streams share the decodes' batches where there is much to gather;
-- a **segment** takes the many rows of one request in query tiles. K and V are gathered once per span of keys,
+- a **group** of requests with few rows each (decodes, short chunks) is one batched matrix product. Requests of
+  similar length share a group, so that a short one does not pay for a long one beside it. On a CPU, two streams
+  share the decodes' groups where there is much to gather;
+- a **long segment**, many rows of one request, goes in query tiles. K and V are gathered once per span of keys,
   for every tile that sees some of it::
 
         keys     |-- span 0 --|-- span 1 --|-- span 2 --|       . not computed
@@ -26,8 +26,9 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import AttentionMetadata, consecutive_runs
-from metal_engine.attention.portable.groups import Dims, Item, Limits, group_items, in_lanes
+from metal_engine.attention.portable.groups import Dims, Limits, Segment, group_segments, in_lanes
+from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.writes import consecutive_runs
 
 # A run is multiplied with all KV heads as one row and queries padded with zeros: for many heads that is too much work.
 MAX_RUN_HEADS = 16
@@ -52,7 +53,7 @@ class Queries:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ScoreTile:
     """The scores of ``queries[query]`` against the keys ``lo : hi`` of a span."""
 
     query: int
@@ -65,8 +66,8 @@ class Piece:
 class Span:
     """Keys that are gathered at once, and who reads them."""
 
-    slots: mx.array  # [T, Hkv, S] rows of the cache seen as [num_blocks * block_size * Hkv, D]
-    pieces: list[Piece]
+    head_rows: mx.array  # [T, Hkv, S] slot * Hkv + head: what KVState.read_heads takes
+    tiles: list[ScoreTile]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class RunDecodes:
     """One row of each of T requests. Most of a request's keys are a run: they have consecutive slots."""
 
     queries: Queries
-    runs: list[list[tuple[int, int]]]  # [T] a run's pieces: first slot, number of keys
+    runs: list[list[tuple[int, int]]]  # [T] a run, in parts of bounded size: first slot, number of keys
     rest: mx.array | None  # [T, S] slots of the other keys; None: there are none
     bias: mx.array | None  # [T, 1, S] 0 or MASKED: requests have different numbers of them
     own_heads: mx.array  # [Hkv, 1, Hkv, 1] 1 where a query's KV head is a key's, else 0
@@ -102,36 +103,36 @@ class Work:
 class Run:
     """The most keys of a decode that have consecutive slots, by their positions."""
 
-    item: Item
+    segment: Segment
     start: int
     end: int
 
     @property
     def num_rest(self) -> int:
-        return self.item.num_keys - (self.end - self.start)
+        return self.segment.num_keys - (self.end - self.start)
 
     def rest(self) -> np.ndarray:
         """Positions of the request's other keys, [num_rest]."""
-        before = np.arange(self.item.key_start, self.start)
-        return np.concatenate([before, np.arange(self.end, self.item.key_end)])
+        before = np.arange(self.segment.key_start, self.start)
+        return np.concatenate([before, np.arange(self.end, self.segment.key_end)])
 
 
-def plan_work(metadata: AttentionMetadata, window: int | None, dims: Dims, limits: Limits) -> Work:
+def plan_work(rows: StepRows, window: int | None, dims: Dims, limits: Limits) -> Work:
     """Cut a step into units and upload their indices and masks."""
-    planner = _Planner(metadata, window, dims, limits)
-    small: list[Item] = []
+    planner = _Planner(rows, window, dims, limits)
+    small: list[Segment] = []
     runs: list[Run] = []
     units: list[Unit] = []
-    for item in planner.items():
-        run = planner.run(item)
+    for segment in planner.segments():
+        run = planner.run(segment)
         if run is not None:
             runs.append(run)
-        elif item.num_rows == 1 or item.num_rows * item.num_keys <= limits.small_area:
-            small.append(item)
+        elif segment.num_rows == 1 or segment.num_rows * segment.num_keys <= limits.small_area:
+            small.append(segment)
         else:
-            units.append(planner.segment(item))
-    groups = in_lanes(group_items(small, dims, limits), dims, limits)
-    units += [replace(planner.batch(group), lane=lane) for lane, group in groups]
+            units.append(planner.tiled(segment))
+    groups = in_lanes(group_segments(small, dims, limits), dims, limits)
+    units += [replace(planner.grouped(group), lane=lane) for lane, group in groups]
     run_decodes = planner.run_decodes(runs)
     return Work(units, run_decodes, planner.order(), planner.keys_gathered, planner.scores_computed)
 
@@ -139,9 +140,9 @@ def plan_work(metadata: AttentionMetadata, window: int | None, dims: Dims, limit
 class _Planner:
     """Index arithmetic of one step for one window."""
 
-    def __init__(self, metadata: AttentionMetadata, window: int | None, dims: Dims, limits: Limits) -> None:
-        self.metadata = metadata
-        self.window = int(metadata.seq_lens.max()) if window is None else window  # no window sees every key
+    def __init__(self, rows: StepRows, window: int | None, dims: Dims, limits: Limits) -> None:
+        self.rows = rows
+        self.window = int(rows.seq_lens.max()) if window is None else window  # no window sees every key
         self.dims = dims
         self.limits = limits
         self.keys_gathered = 0
@@ -149,26 +150,25 @@ class _Planner:
         self._places: list[np.ndarray] = []  # packed row of each row of output; -1 for padding
         self._edges: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
 
-    def items(self) -> list[Item]:
-        m = self.metadata
-        key_start = np.maximum(m.context_lens - self.window + 1, 0)  # the first row sees furthest back
-        columns = (m.cu_seqlens_q[:-1], m.query_lens, key_start, m.seq_lens)
-        return [Item(i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
+    def segments(self) -> list[Segment]:
+        rows = self.rows
+        key_start = np.maximum(rows.context_lens - self.window + 1, 0)  # the first row sees furthest back
+        columns = (rows.cu_seqlens_q[:-1], rows.query_lens, key_start, rows.seq_lens)
+        return [Segment(i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
 
     def order(self) -> mx.array | None:
         places = np.concatenate(self._places)  # [sum of T * R]
-        num_tokens = self.metadata.num_tokens
+        num_tokens = self.rows.num_tokens
         if len(places) == num_tokens and (np.diff(places) > 0).all():
             return None
         order = np.empty(num_tokens, np.int32)
         order[places[places >= 0]] = np.flatnonzero(places >= 0)
         return mx.array(order)
 
-    def slots(self, requests: np.ndarray, positions: np.ndarray) -> mx.array:
-        """Rows of the head-flattened cache for positions [T, S] of requests [T] -> [T, Hkv, S]."""
-        size, heads = self.metadata.block_size, self.dims.num_kv_heads
-        blocks = self.metadata.block_table[requests[:, None], positions // size]  # [T, S]
-        slots = blocks * size + positions % size
+    def head_rows(self, requests: np.ndarray, positions: np.ndarray) -> mx.array:
+        """What gathers positions [T, S] of requests [T], for every KV head: [T, Hkv, S] int32."""
+        heads = self.dims.num_kv_heads
+        slots = self.rows.slots(requests[:, None], positions)  # [T, S]
         self.keys_gathered += slots.size
         return mx.array((slots[:, None, :] * heads + np.arange(heads)[:, None]).astype(np.int32))
 
@@ -176,10 +176,10 @@ class _Planner:
         per_key = num_requests * self.dims.num_kv_heads * self.dims.head_dim
         return max(self.limits.min_keys, self.limits.span // per_key)
 
-    def keys_per_piece(self, num_rows: int) -> int:
+    def keys_per_tile(self, num_rows: int) -> int:
         return max(self.limits.min_keys, self.limits.scores // (num_rows * self.dims.num_heads))
 
-    # A batch, T = 3, R = 1. Padded columns repeat the request's last key, so that only the request's own
+    # A group, T = 3, R = 1. Padded columns repeat the request's last key, so that only the request's own
     # slots are read (what is in others may be NaN, and 0 * NaN is NaN); the mask takes them out.
     #
     #     columns     0 1 2 3 4 5 6 7
@@ -187,10 +187,11 @@ class _Planner:
     #     request 1   0 1 2 3 4 5 6 7      key_end 8
     #     request 2   0 1 2 3 4 . . .      key_end 5
 
-    def batch(self, items: list[Item]) -> Unit:
-        num_requests = len(items)
-        columns = zip(*((i.request, i.start, i.num_rows, i.key_start, i.key_end) for i in items), strict=True)
-        request, start, rows, key_start, key_end = (np.array(c) for c in columns)  # each [T]
+    def grouped(self, segments: list[Segment]) -> Unit:
+        """A unit of several requests with few rows each."""
+        num_requests = len(segments)
+        fields = ((s.request, s.start, s.num_rows, s.key_start, s.key_end) for s in segments)
+        request, start, rows, key_start, key_end = map(np.array, zip(*fields, strict=True))  # each [T]
         num_rows, num_keys = int(rows.max()), int((key_end - key_start).max())
 
         row = np.arange(num_rows)
@@ -202,7 +203,7 @@ class _Planner:
         queries = Queries(num_requests, num_rows, int(start[0]), picked)
         query_pos = ((key_end - rows)[:, None] + row)[:, :, None]  # [T, R, 1]
 
-        step = min(self.keys_per_span(num_requests), self.keys_per_piece(num_requests * num_rows))
+        step = min(self.keys_per_span(num_requests), self.keys_per_tile(num_requests * num_rows))
         spans = []
         for lo in range(0, num_keys, step):
             columns_here = np.arange(lo, min(lo + step, num_keys))
@@ -213,53 +214,50 @@ class _Planner:
             if not visible.all():
                 bias = np.where(visible, np.float32(0), np.float32(MASKED))  # [T, R, S]
                 biases = (mx.array(bias[:, None, :, None, :]),)
-            slots = self.slots(request, np.minimum(key_pos, key_end[:, None] - 1))
-            spans.append(Span(slots, [Piece(0, 0, len(columns_here), biases)]))
+            head_rows = self.head_rows(request, np.minimum(key_pos, key_end[:, None] - 1))
+            spans.append(Span(head_rows, [ScoreTile(0, 0, len(columns_here), biases)]))
             self.scores_computed += visible.size
         return Unit([queries], spans)
 
-    def run(self, item: Item) -> Run | None:
+    def run(self, segment: Segment) -> Run | None:
         """The keys that a decode is to read in place, if there are enough of them: half of its keys or more."""
         least = self.limits.run_keys
         if (
             least is None
-            or item.num_rows > 1
-            or item.num_keys < least
+            or segment.num_rows > 1
+            or segment.num_keys < least
             or self.dims.num_kv_heads > MAX_RUN_HEADS
         ):
             return None
-        size = self.metadata.block_size
-        first = item.key_start // size
-        blocks = self.metadata.block_table[item.request, first : -(-item.key_end // size)]
+        size = self.rows.block_size
+        first = segment.key_start // size
+        blocks = self.rows.block_table[segment.request, first : -(-segment.key_end // size)]
         begin, count, _ = max(consecutive_runs(blocks).tolist(), key=lambda run: run[1])
-        start = max((first + begin) * size, item.key_start)
-        end = min((first + begin + count) * size, item.key_end)
-        is_long = end - start >= max(least, item.num_keys / 2)
+        start = max((first + begin) * size, segment.key_start)
+        end = min((first + begin + count) * size, segment.key_end)
+        is_long = end - start >= max(least, segment.num_keys / 2)
         # The other keys are gathered at once.
-        return (
-            Run(item, start, end)
-            if is_long and item.num_keys - (end - start) <= self.keys_per_span(1)
-            else None
-        )
+        is_rest_small = segment.num_keys - (end - start) <= self.keys_per_span(1)
+        return Run(segment, start, end) if is_long and is_rest_small else None
 
     def run_decodes(self, runs: list[Run]) -> list[RunDecodes]:
         """Requests whose other keys are about as many share their gather."""
-        by_start = {run.item.start: run for run in runs}
-        others = [Item(r.item.request, r.item.start, 1, 0, r.num_rest) for r in runs]
+        by_start = {run.segment.start: run for run in runs}
+        others = [Segment(r.segment.request, r.segment.start, 1, 0, r.num_rest) for r in runs]
         return [
-            self._run_decodes([by_start[item.start] for item in group])
-            for group in group_items(others, self.dims, self.limits)
+            self._run_decodes([by_start[segment.start] for segment in group])
+            for group in group_segments(others, self.dims, self.limits)
         ]
 
     def _run_decodes(self, runs: list[Run]) -> RunDecodes:
-        size, table, most = self.metadata.block_size, self.metadata.block_table, self.keys_per_span(1)
-        start = np.array([run.item.start for run in runs], np.int32)
+        most = self.keys_per_span(1)
+        start = np.array([run.segment.start for run in runs], np.int32)
         self._places.append(start)
         contiguous = bool((np.diff(start) == 1).all())
         queries = Queries(len(runs), 1, int(start[0]), None if contiguous else mx.array(start))
-        pieces = [
+        parts = [
             [
-                (int(table[run.item.request, lo // size]) * size + lo % size, min(most, run.end - lo))
+                (int(self.rows.slots(run.segment.request, lo)), min(most, run.end - lo))
                 for lo in range(run.start, run.end, most)
             ]
             for run in runs
@@ -273,67 +271,66 @@ class _Planner:
             # Padding repeats the request's last key, see above.
             positions = np.stack(
                 [
-                    np.pad(p, (0, num_rest - len(p)), constant_values=r.item.key_end - 1)
+                    np.pad(p, (0, num_rest - len(p)), constant_values=r.segment.key_end - 1)
                     for p, r in zip(rests, runs, strict=True)
                 ]
             )
-            requests = np.array([run.item.request for run in runs])
-            rest = mx.array(
-                (table[requests[:, None], positions // size] * size + positions % size).astype(np.int32)
-            )
+            requests = np.array([run.segment.request for run in runs])
+            rest = mx.array(self.rows.slots(requests[:, None], positions).astype(np.int32))
             is_padding = np.arange(num_rest) >= np.array([[len(p)] for p in rests])  # [T, S]
             if is_padding.any():
                 bias = mx.array(np.where(is_padding, np.float32(MASKED), np.float32(0))[:, None])
         own_heads = mx.eye(self.dims.num_kv_heads)[:, None, :, None]
-        return RunDecodes(queries, pieces, rest, bias, own_heads)
+        return RunDecodes(queries, parts, rest, bias, own_heads)
 
-    def segment(self, item: Item) -> Unit:
-        tile_rows = min(self.limits.tile_rows, item.num_rows)
-        piece_keys = self.keys_per_piece(tile_rows)
+    def tiled(self, segment: Segment) -> Unit:
+        """A unit of one request with many rows."""
+        tile_rows = min(self.limits.tile_rows, segment.num_rows)
+        tile_keys = self.keys_per_tile(tile_rows)
         span_keys = self.keys_per_span(1)
-        tiles = [(r, min(tile_rows, item.num_rows - r)) for r in range(0, item.num_rows, tile_rows)]
-        self._places.append(np.arange(item.start, item.start + item.num_rows))
+        tiles = [(r, min(tile_rows, segment.num_rows - r)) for r in range(0, segment.num_rows, tile_rows)]
+        self._places.append(np.arange(segment.start, segment.start + segment.num_rows))
 
         spans = []
-        for start in range(item.key_start, item.key_end, span_keys):
-            end = min(start + span_keys, item.key_end)
-            pieces = []
+        for start in range(segment.key_start, segment.key_end, span_keys):
+            end = min(start + span_keys, segment.key_end)
+            score_tiles = []
             for t, (first_row, num_rows) in enumerate(tiles):
-                pos = item.context_len + first_row  # of the tile's first query
+                pos = segment.context_len + first_row  # of the tile's first query
                 lo, hi = max(start, pos - self.window + 1), min(end, pos + num_rows)
-                # Pieces of equal length: a full one and a sliver would cost an extra round of small ops.
-                count = -(-(hi - lo) // piece_keys)
+                # Tiles of equal length: a full one and a sliver would cost an extra round of small ops.
+                count = -(-(hi - lo) // tile_keys)
                 for k in range(count):
                     a, b = (lo + (hi - lo) * j // count for j in (k, k + 1))
-                    biases = self.edges(a - pos, b - pos, num_rows, tile_rows, piece_keys)
-                    pieces.append(Piece(t, a - start, b - start, biases))
+                    biases = self.edges(a - pos, b - pos, num_rows, tile_rows, tile_keys)
+                    score_tiles.append(ScoreTile(t, a - start, b - start, biases))
                 self.scores_computed += num_rows * max(hi - lo, 0)
-            slots = self.slots(np.array([item.request]), np.arange(start, end)[None])
-            spans.append(Span(slots, pieces))
-        return Unit([Queries(1, rows, item.start + r) for r, rows in tiles], spans)
+            head_rows = self.head_rows(np.array([segment.request]), np.arange(start, end)[None])
+            spans.append(Span(head_rows, score_tiles))
+        return Unit([Queries(1, rows, segment.start + r) for r, rows in tiles], spans)
 
-    # The mask of a segment's piece depends only on where it lies relative to the tile's first query. So all
+    # The mask of a score tile depends only on where it lies relative to the first query. So all
     # are slices of two small arrays, one per edge (x: masked; columns: key minus the first query's position):
     #
     #     causal   -2 -1  0  1  2         window 2   -2 -1  0  1  2
     #     row 0     .  .  .  x  x                     x  .  .  .  .     row r sees key k
     #     row 1     .  .  .  .  x                     x  x  .  .  .     iff r - window < k <= r
 
-    def edges(self, lo: int, hi: int, num_rows: int, tile_rows: int, piece_keys: int) -> tuple[mx.array, ...]:
+    def edges(self, lo: int, hi: int, num_rows: int, tile_rows: int, tile_keys: int) -> tuple[mx.array, ...]:
         """Biases [num_rows, 1, hi - lo] for keys lo : hi relative to a tile's first query; () if all seen.
 
-        ``tile_rows`` and ``piece_keys`` bound the rows and keys of any piece of the segment.
+        ``tile_rows`` and ``tile_keys`` bound the rows and keys of any of the segment's tiles.
         """
-        if (tile_rows, piece_keys) not in self._edges:
+        if (tile_rows, tile_keys) not in self._edges:
             row = np.arange(tile_rows)[:, None, None]
-            column = np.arange(piece_keys + tile_rows)
-            causal = np.where(column - piece_keys <= row, np.float32(0), np.float32(MASKED))
+            column = np.arange(tile_keys + tile_rows)
+            causal = np.where(column - tile_keys <= row, np.float32(0), np.float32(MASKED))
             window = np.where(column > row, np.float32(0), np.float32(MASKED))
-            self._edges[tile_rows, piece_keys] = mx.array(causal), mx.array(window)
-        causal_edge, window_edge = self._edges[tile_rows, piece_keys]
+            self._edges[tile_rows, tile_keys] = mx.array(causal), mx.array(window)
+        causal_edge, window_edge = self._edges[tile_rows, tile_keys]
         biases = []
         if hi > 1:  # key 1 is past row 0
-            biases.append(causal_edge[:num_rows, :, lo + piece_keys : hi + piece_keys])
+            biases.append(causal_edge[:num_rows, :, lo + tile_keys : hi + tile_keys])
         if lo <= num_rows - 1 - self.window:  # before the last row's window
             biases.append(window_edge[:num_rows, :, lo + self.window : hi + self.window])
         return tuple(biases)

@@ -12,71 +12,72 @@ import mlx.core as mx
 
 from metal_engine.attention.portable.exp2 import LOG2E
 from metal_engine.attention.portable.planning import RunDecodes
-from metal_engine.attention.portable.softmax import State, after, update, weights
+from metal_engine.attention.portable.softmax import Running, Weights, after, update
+from metal_engine.kv_cache.state import KVState
 
 
 def attend_runs(
     decodes: RunDecodes,
-    rows: mx.array,
-    k_cache: mx.array,
-    v_cache: mx.array,
+    queries: mx.array,
+    state: KVState,
     softcap: float | None,
     sinks: mx.array | None,
     last: list[mx.array],
+    weights: Weights,
 ) -> mx.array:
     """Attention of T decodes. For a CPU.
 
     Args:
-        rows: [N, Hq, D] float32, scaled: the step's queries.
-        k_cache: [num_blocks, block_size, Hkv, D], ``v_cache`` likewise with Dv.
-        sinks: [Hq]; see :meth:`metal_engine.attention.backend.AttentionPlan.attend`.
+        queries: [N, Hq, D] float32, scaled: the step's.
+        sinks: [Hq]; see :meth:`metal_engine.attention.backend.StepAttention.attend`.
         last: to be computed before any of this, so that temporary arrays do not add up.
 
     Returns:
         [T, Hq, Dv] float32.
     """
-    num_heads, num_kv_heads = rows.shape[1], k_cache.shape[2]
-    keys, values = (cache.reshape(-1, num_kv_heads * cache.shape[3]) for cache in (k_cache, v_cache))
-    queries = decodes.queries.of(rows, num_kv_heads)  # [T, Hkv, G, D]
+    num_heads, num_kv_heads = queries.shape[1], state.keys.shape[1]
+    queries = decodes.queries.of(queries, num_kv_heads)  # [T, Hkv, G, D]
     if num_kv_heads > 1:
         queries = mx.expand_dims(queries, 3) * decodes.own_heads  # [T, Hkv, G, Hkv, D]
     queries = queries.reshape(len(decodes.runs), num_heads, -1)  # [T, Hq, Hkv * D]
 
     columns = mx.contiguous(queries.swapaxes(1, 2))  # [T, Hkv * D, Hq]
-    states = []
-    for request, pieces in enumerate(decodes.runs):
+    seen_by_request = []
+    for request, parts in enumerate(decodes.runs):
         seen: _Seen | None = None
-        for slot, count in pieces:
-            k, v = (array[slot : slot + count].astype(mx.float32) for array in (keys, values))
+        for slot, count in parts:
+            k, v = state.read_tokens(slice(slot, slot + count))
             # Scores by key, [L, Hq]: so that the product finds both matrices in the order in which it reads them.
-            seen = _add(seen, _capped(k @ after(columns[request], last), softcap), v)
+            scores = _capped(k @ after(columns[request], last), softcap)
+            seen = _add(seen, scores, v, weights)
             last = list(seen[1:])
-        states.append(seen)
-    peaks, totals, outs = (mx.stack(list(arrays)) for arrays in zip(*states, strict=True))
-    state = State(peaks.swapaxes(1, 2), totals.swapaxes(1, 2), outs)  # [T, Hq, 1] twice, [T, Hq, Hkv * Dv]
+        seen_by_request.append(seen)
+    peaks, totals, outs = (mx.stack(list(arrays)) for arrays in zip(*seen_by_request, strict=True))
+    running = Running(
+        peaks.swapaxes(1, 2), totals.swapaxes(1, 2), outs
+    )  # [T, Hq, 1] twice, [T, Hq, Hkv * Dv]
     if decodes.rest is not None:
-        slots = after(decodes.rest, last)
-        k, v = (array[slots].astype(mx.float32) for array in (keys, values))  # [T, S, Hkv * D]
+        k, v = state.read_tokens(after(decodes.rest, last))  # [T, S, Hkv * D]
         scores = _capped(queries @ k.swapaxes(1, 2), softcap)  # [T, Hq, S]
-        state = update(state, scores if decodes.bias is None else scores + decodes.bias, v, on_gpu=False)
+        running = update(running, scores if decodes.bias is None else scores + decodes.bias, v, weights)
     if sinks is not None:  # keys with a value of zero
-        scores = mx.broadcast_to((sinks.astype(mx.float32) * LOG2E)[:, None], state.peak.shape)
-        state = update(state, scores, mx.zeros((len(decodes.runs), 1, 1)), on_gpu=False)
-    return _own_heads(state.out / state.total, num_kv_heads)
+        scores = mx.broadcast_to((sinks.astype(mx.float32) * LOG2E)[:, None], running.peak.shape)
+        running = update(running, scores, mx.zeros((len(decodes.runs), 1, 1)), weights)
+    return _own_heads(running.out / running.total, num_kv_heads)
 
 
 _Seen = tuple[mx.array, mx.array, mx.array]  # of one request: peak [1, Hq], total [1, Hq], out [Hq, Hkv * Dv]
 
 
-def _add(seen: _Seen | None, scores: mx.array, values: mx.array) -> _Seen:
+def _add(seen: _Seen | None, scores: mx.array, values: mx.array, weights: Weights) -> _Seen:
     """What :func:`update` does, with scores by key: [L, Hq]."""
     peak = mx.max(scores, axis=0, keepdims=True)
     if seen is not None:
         peak = mx.maximum(peak, seen[0])
-    by_key = weights(scores, peak, on_gpu=False)
+    by_key = weights(scores, peak)
     total, out = mx.ones((1, len(scores))) @ by_key, by_key.T @ values
     if seen is not None:
-        shrink = weights(seen[0], peak, on_gpu=False)
+        shrink = weights(seen[0], peak)
         total, out = seen[1] * shrink + total, seen[2] * shrink.T + out
     return peak, total, out
 

@@ -98,7 +98,7 @@ class GgufHeader:
 
 
 def read_gguf_header(path: str | Path) -> GgufHeader:
-    """Read everything but the weights.
+    """Read everything of a GGUF file but the weights.
 
     Raises:
         ModelLoadError: not a GGUF file, a version or tensor type unknown here, or cut short.
@@ -153,13 +153,13 @@ class _Cursor:
             raise _Damaged from None  # no such value type: the file is damaged
 
     def _array(self) -> list[Any]:
-        item_type, length = self.scalar("I"), self.scalar("Q")
-        # Before a loop or an allocation of that length. Arrays in arrays are in the format, but in no model.
-        if length > len(self.data) or item_type == GGUFValueType.ARRAY:
+        element_type, length = self.scalar("I"), self.scalar("Q")
+        # Checked before a loop or an allocation of that length. The format has arrays in arrays, but no model has.
+        if length > len(self.data) or element_type == GGUFValueType.ARRAY:
             raise _Damaged
-        code = _SCALARS.get(item_type)
+        code = _SCALARS.get(element_type)
         if code is None:
-            return [self.value(item_type) for _ in range(length)]
+            return [self.value(element_type) for _ in range(length)]
         packed = f"<{length}{code}"
         values = struct.unpack_from(packed, self.data, self.offset)
         self.offset += struct.calcsize(packed)

@@ -19,8 +19,6 @@ from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids
 from metal_engine.checkpoints.gguf.weights import GROUP_SIZE, QuantizedTensor, load_tensor
 from metal_engine.errors import ModelLoadError, UnsupportedModelError
 
-__all__ = ["gguf_config", "gguf_eos_token_ids", "load_gguf_model", "read_gguf_header"]
-
 # mlx-lm's modules carry the same names. llama files interleave the rows of q and k (see gguf_config).
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _INTERLEAVED_ROPE = ("llama",)
@@ -79,7 +77,7 @@ def load_gguf_model(path: str | Path, dtype: mx.Dtype, dequantize: bool) -> tupl
         mx.eval(tensor)
     if kept:
         config["quantization"] = {module: {"group_size": GROUP_SIZE, "bits": b} for module, b in kept.items()}
-    return _build_model(header, config, weights, dtype), config
+    return _build_model(header, config, weights), config
 
 
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
@@ -94,16 +92,8 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         UnsupportedModelError: the architecture, or a variant of it, cannot run here.
         ModelLoadError: a value is missing.
     """
+    _check_architecture(header)
     arch = header.architecture
-    if arch not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
-        raise UnsupportedModelError(
-            f"{header.path.name}: GGUF architecture {arch!r} is not supported ({known} are)"
-        )
-    if header.metadata.get("split.count", 1) > 1:
-        raise UnsupportedModelError(f"{header.path.name} is one part of a split GGUF: merge the parts first")
-    if header.metadata.get(f"{arch}.expert_count", 0):
-        raise UnsupportedModelError(f"{header.path.name}: {arch} with experts is not supported as GGUF")
 
     def get(key: str, default: Any = None) -> Any:
         return header.metadata.get(f"{arch}.{key}", default)
@@ -149,6 +139,20 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     }
 
 
+def _check_architecture(header: GgufHeader) -> None:
+    """Raises UnsupportedModelError unless the file holds the whole of a model that can run here."""
+    arch = header.architecture
+    if arch not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise UnsupportedModelError(
+            f"{header.path.name}: GGUF architecture {arch!r} is not supported ({known} are)"
+        )
+    if header.metadata.get("split.count", 1) > 1:
+        raise UnsupportedModelError(f"{header.path.name} is one part of a split GGUF: merge the parts first")
+    if header.metadata.get(f"{arch}.expert_count", 0):
+        raise UnsupportedModelError(f"{header.path.name}: {arch} with experts is not supported as GGUF")
+
+
 def _rope_scaling(header: GgufHeader) -> dict[str, Any] | None:
     """``rope_scaling`` as mlx-lm reads it. Factors per frequency (Llama 3) are a tensor, see _FactorRoPE."""
     prefix = f"{header.architecture}.rope.scaling."
@@ -181,9 +185,7 @@ def _parameter_name(header: GgufHeader, name: str) -> str:
     return f"{layer}{module}.{match['kind']}"
 
 
-def _build_model(
-    header: GgufHeader, config: dict[str, Any], weights: dict[str, mx.array], dtype: mx.Dtype
-) -> nn.Module:
+def _build_model(header: GgufHeader, config: dict[str, Any], weights: dict[str, mx.array]) -> nn.Module:
     architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model: nn.Module = architecture.Model(architecture.ModelArgs.from_dict(config))
     if "quantization" in config:
@@ -222,11 +224,5 @@ class _FactorRoPE(nn.Module):
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         return mx.fast.rope(
-            x,
-            self.dims,
-            traditional=self.traditional,
-            base=None,
-            scale=1.0,
-            offset=offset,
-            freqs=self._freqs,
+            x, self.dims, traditional=self.traditional, base=None, scale=1.0, offset=offset, freqs=self._freqs
         )

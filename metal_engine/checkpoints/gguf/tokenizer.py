@@ -26,13 +26,13 @@ _SPACE = "▁"
 
 @dataclass(frozen=True)
 class _Bpe:
-    """What a name in ``tokenizer.ggml.pre`` stands for.
+    """The rules that a name in ``tokenizer.ggml.pre`` stands for.
 
     Attributes:
         split: makes the pre-tokenizer that comes before the mapping of bytes to characters.
         nfc: whether text is normalized, as the original tokenizer does.
-        ignore_merges: whether a piece that is a token as a whole is not merged up from bytes.
-        add_bos: when the file does not say.
+        ignore_merges: whether a word that is a token as a whole is left whole, not merged up from bytes.
+        add_bos: whether text begins with this token where the file does not say.
     """
 
     split: Callable[[], list[Any]]
@@ -80,7 +80,7 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     """Build the tokenizer of a GGUF file, chat template included.
 
     Raises:
-        UnsupportedModelError: a kind of tokenizer that is not known here: no wrong tokens, rather none.
+        UnsupportedModelError: the kind of tokenizer is not known here; guessing would give wrong tokens.
         ModelLoadError: the file cannot be read or a part is missing.
     """
     header = read_gguf_header(path)
@@ -139,7 +139,7 @@ def _byte_level_bpe(header: GgufHeader) -> tuple[Tokenizer, bool]:
     rules = _PRE_TOKENIZERS[pre]
     tokens = header.require("tokenizer.ggml.tokens")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    # A space inside a piece is written "Ġ", so the one space separates the two.
+    # A space inside a part is written "Ġ", so the one space separates the two parts.
     merges = [tuple(merge.split(" ", 1)) for merge in header.require("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rules.ignore_merges))
     if rules.nfc:

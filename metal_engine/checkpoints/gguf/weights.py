@@ -41,7 +41,7 @@ class QuantizedTensor:
 def load_tensor(
     header: GgufHeader, name: str, dtype: mx.Dtype, dequantize: bool
 ) -> mx.array | QuantizedTensor:
-    """One tensor, with elements or scales of type ``dtype``.
+    """Loads one tensor, with elements or scales of type ``dtype``.
 
     Without ``dequantize`` Q4_0, Q4_1 and Q8_0 matrices come as :class:`QuantizedTensor`; everything else is
     dequantized. In float32 the result equals ``gguf.quants.dequantize`` bit for bit.
@@ -76,7 +76,7 @@ def _float_tensor(header: GgufHeader, tensor: GgufTensor) -> mx.array:
 
 
 def _repack(header: GgufHeader, tensor: GgufTensor, dtype: mx.Dtype) -> QuantizedTensor:
-    """ggml's blocks of one matrix as MLX's arrays.
+    """Rearranges ggml's blocks of one matrix as MLX's arrays.
 
     ggml, in bytes:  Q4_0 = d[2] qs[16]    Q4_1 = d[2] m[2] qs[16]    Q8_0 = d[2] qs[32]
     Elements:        d * (q - 8)           d * q + m                  d * q, q signed

@@ -27,8 +27,8 @@ BLAS_VARIABLE = "METAL_ENGINE_BLAS"
 
 _MLX_BLAS = "MLX's own BLAS"
 _SYSTEM_LIBRARY = "libopenblas.so.0"
-# Its threads wait for the next product by spinning, for 2^26 cycles (26 ms) unless told otherwise, on cores that
-# everything else could use: between two products other operations run, attention on two streams among them.
+# OpenBLAS's threads wait for the next product by spinning, for 2^26 cycles (26 ms) unless told otherwise. Meanwhile
+# other operations run, attention on two streams among them, and need those cores.
 _THREAD_TIMEOUT = "15"
 # What MLX multiplies float32 matrices with: whoever provides this symbol is the BLAS in use.
 _PROBE = "cblas_sgemm"
@@ -110,7 +110,7 @@ def load_optimized_blas() -> BlasInfo:
 
 
 def blas_in_use() -> str | None:
-    """The path of the library that MLX's matrix products go to, as the dynamic linker has it (Linux).
+    """Returns the path of the library that MLX's matrix products go to, as the dynamic linker has it (Linux).
 
     Before MLX is loaded, that is the one it will be bound to; None means the one MLX was linked with.
     """
@@ -132,7 +132,7 @@ def _mlx_library() -> str | None:
 
 
 def _describe(problem: str) -> BlasInfo:
-    """Look at the library in use, rather than trust that what was loaded is it."""
+    """Describes the library that is in use, which may be another than the one just loaded."""
     path = blas_in_use()
     if path is None:
         return BlasInfo(name=_MLX_BLAS, optimized=False, problem=problem or f"nothing provides {_PROBE}")
@@ -160,7 +160,7 @@ def _describe(problem: str) -> BlasInfo:
 
 
 def _load_chosen(choice: str) -> None:
-    """Load the library the user named. There is no second choice: they might not notice that they got it."""
+    """Load the library the user named, or fail: they might not notice that they got another."""
     try:
         _load(choice)
     except OSError as error:

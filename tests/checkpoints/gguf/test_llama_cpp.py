@@ -5,11 +5,9 @@ The fixture is made by ``tools/fixtures/llama_cpp.py``; ``make test-full`` makes
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +17,7 @@ import pytest
 from metal_engine.checkpoints.demo import GGUF_SHA256
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
+from tools.fixtures.llama_cpp import TEXTS, LlamaCpp, make_fixture
 
 ROOT = Path(__file__).parents[3]
 FIXTURE: dict[str, Any] = json.loads((ROOT / "tests/fixtures/llama_cpp_smollm2.json").read_text())
@@ -71,20 +70,10 @@ def test_first_token_logits(model: Any, case: dict[str, Any]) -> None:
     assert logits.argmax() == case["top_ids"][0]
 
 
-def _tool() -> ModuleType:
-    path = ROOT / "tools/fixtures/llama_cpp.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.full
 def test_fixture_is_what_llama_cpp_says(demo_path: Path) -> None:
     """Fails, not skips, without ``llama-cpp-python``."""
-    made = _tool().make_fixture(demo_path)
+    made = make_fixture(demo_path)
     assert made["texts"] == FIXTURE["texts"]
     for new, old in zip(made["prompts"], FIXTURE["prompts"], strict=True):
         assert new["token_ids"] == old["token_ids"]
@@ -98,15 +87,14 @@ def test_fixture_is_what_llama_cpp_says(demo_path: Path) -> None:
 @pytest.mark.full
 def test_random_texts_and_prompts_live(demo_path: Path, tokenizer: Any, model: Any) -> None:
     """Random mixtures of pieces of the texts: 500 tokenized, the first 10 through both models."""
-    tool = _tool()
-    llama = tool.LlamaCpp(demo_path)
+    llama = LlamaCpp(demo_path)
     generator = random.Random(0)
-    alphabet = "".join(tool.TEXTS)
+    alphabet = "".join(TEXTS)
     for number in range(500):
         pieces = [
             "".join(generator.choices(alphabet, k=generator.randint(1, 12)))
             if generator.random() < 0.5
-            else generator.choice(tool.TEXTS)[generator.randint(0, 10) :][: generator.randint(1, 30)]
+            else generator.choice(TEXTS)[generator.randint(0, 10) :][: generator.randint(1, 30)]
             for _ in range(generator.randint(1, 8))
         ]
         text = "".join(pieces)

@@ -14,7 +14,8 @@ from gguf import GGUFReader, GGUFWriter, RopeScalingType, quants
 from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from metal_engine.checkpoints.gguf.model import gguf_config, load_gguf_model, read_gguf_header
+from metal_engine.checkpoints.gguf.header import read_gguf_header
+from metal_engine.checkpoints.gguf.model import gguf_config, load_gguf_model
 from metal_engine.checkpoints.gguf.weights import QuantizedTensor, load_tensor
 from metal_engine.errors import ModelLoadError, UnsupportedModelError
 from tests.support.gguf_files import ARCHITECTURES, GgufFile, build, logits, random_weights, tiny_config

@@ -16,8 +16,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from metal_engine.checkpoints.gguf.model import gguf_eos_token_ids, read_gguf_header
-from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
+from metal_engine.checkpoints.gguf.header import read_gguf_header
+from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.errors import ModelLoadError, UnsupportedModelError
 
 FIXTURE = Path(__file__).parents[2] / "fixtures/llama_cpp_smollm2.json"

@@ -12,9 +12,9 @@ import pytest
 
 from metal_engine.settings.args import ServerArgs
 from tests.answers.test_pieces import parsers
-from tests.support.fakes import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
 from tests.support.serving import MODEL, Served, serve
 from tests.support.tool_formats import RECORDED, TOOLS
+from tools.fixtures.fake_engine import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
 
 CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
 USER: list[Any] = [{"role": "user", "content": "hi"}]

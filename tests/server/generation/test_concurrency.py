@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from tests.support.fakes import fake_config, generated
 from tests.support.serving import MODEL, Served, serve, wait_until
+from tools.fixtures.fake_engine import fake_config, generated
 
 
 def prompt_of(i: int) -> str:

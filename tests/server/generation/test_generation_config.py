@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from metal_engine.sampling_params import SamplingParams
-from tests.support.fakes import fake_config
 from tests.support.serving import MODEL, Served, serve
+from tools.fixtures.fake_engine import fake_config
 
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05}
 

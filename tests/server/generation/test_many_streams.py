@@ -10,8 +10,8 @@ import time
 import tracemalloc
 
 from metal_engine.settings.args import ServerArgs
-from tests.support.fakes import byte_ids, fake_config
 from tests.support.serving import Served, serve, wait_until
+from tools.fixtures.fake_engine import byte_ids, fake_config
 
 NUM_STREAMS = 500
 NUM_TOKENS = 40

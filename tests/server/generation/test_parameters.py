@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from metal_engine.engine.async_engine import AsyncEngine
-from tests.support.fakes import EOS, byte_ids
 from tests.support.serving import MODEL, Served, serve
 from tests.support.tiny_engine import log_softmax, reference_logits, tiny_engine, tiny_reference
+from tools.fixtures.fake_engine import EOS, byte_ids
 
 PROMPT = "the thing in the string"
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -288,7 +288,7 @@ TEMPLATE = (
 
 
 def test_template_parameters() -> None:
-    from tests.support.fakes import echo, tiny_tokenizer
+    from tools.fixtures.fake_engine import echo, tiny_tokenizer
 
     with serve(echo, tokenizer=tiny_tokenizer(TEMPLATE)) as served:
         create = served.client().chat.completions.create

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from metal_engine.request import RequestOptions
-from tests.support.fakes import fake_config
 from tests.support.serving import MODEL, Served, serve
+from tools.fixtures.fake_engine import fake_config
 
 # 40 tokens: not covered by merges, one a byte. Blocks of the fake engine hold 8.
 PROMPT = "0123456789" * 4

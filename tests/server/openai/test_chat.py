@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.fakes import byte_ids, echo, fake_config, generated, tiny_tokenizer
 from tests.support.serving import MODEL, Served, serve
+from tools.fixtures.fake_engine import byte_ids, echo, fake_config, generated, tiny_tokenizer
 
 CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, str]]]] = [
     # what a client sends, what the template is given

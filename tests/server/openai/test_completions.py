@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from metal_engine.sampling_params import SamplingParams
-from tests.support.fakes import EOS, byte_ids, generated
 from tests.support.serving import MODEL, Served
+from tools.fixtures.fake_engine import EOS, byte_ids, generated
 
 TEXTS = ["Once upon a time", "the thing", "é", "日本語 😀 text", "x" * 300]
 

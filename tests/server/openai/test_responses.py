@@ -14,9 +14,9 @@ from metal_engine.server.openai.responses import ResponseStore, StoredResponse
 from metal_engine.settings.args import ServerArgs
 from tests.answers.test_pieces import parsers
 from tests.server.test_errors import check_error
-from tests.support.fakes import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
 from tests.support.serving import MODEL, Served, serve
 from tests.support.tool_formats import RECORDED, TOOLS
+from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
 
 CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
 FLAT_TOOLS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]

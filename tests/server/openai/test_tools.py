@@ -21,9 +21,9 @@ from metal_engine.server.openai.tools import plan_tools
 from metal_engine.settings.args import ServerArgs
 from tests.answers.test_pieces import THINK, parsers
 from tests.server.test_errors import check_error
-from tests.support.fakes import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
 from tests.support.serving import MODEL, Served, serve
 from tests.support.tool_formats import MALFORMED, RECORDED, TOOLS, Recorded
+from tools.fixtures.fake_engine import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
 CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from metal_engine.engine.core import EngineCore
-from tests.support import fakes
 from tests.support.fake_kv_transfer import FakeTransfer
 from tests.support.serving import MODEL, Served, serve
+from tools.fixtures import fake_engine
 
 # 40 tokens, one a byte; blocks of the fake engine hold 8.
 PROMPT = "0123456789" * 4
@@ -33,7 +33,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     transfer.store = Everything()
     transfer.answer_at_once()
     monkeypatch.setattr(
-        fakes,
+        fake_engine,
         "EngineCore",
         lambda config, runner, tokenizer: EngineCore(config, runner, tokenizer, transfer.connector()),
     )

@@ -16,9 +16,9 @@ from metal_engine.engine.metrics import Histogram
 from metal_engine.server.logs import JSONFormatter, RequestIdFilter, current_request
 from metal_engine.server.status.stats_log import StatsLog
 from metal_engine.settings.args import ServerArgs
-from tests.support.fakes import byte_ids, fake_config
 from tests.support.serving import MODEL, Served, serve, wait_until
 from tools.docs import dashboard
+from tools.fixtures.fake_engine import byte_ids, fake_config
 
 # vLLM's names, as its documentation lists them for the V1 engine, `vllm:` left out.
 VLLM_NAMES = {

@@ -14,10 +14,10 @@ import pytest
 import uvicorn
 
 from metal_engine.request import Request
-from tests.support.fakes import byte_ids, generated
 from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
-from tools.disagg.demo import free_port
 from tools.disagg.proxy import create_app, prefill_body
+from tools.fixtures.fake_engine import byte_ids, generated
+from tools.fixtures.ports import free_port
 
 PROMPT = "0123456789" * 4
 EXPECTED = bytes(generated(byte_ids(PROMPT), 12)).decode()
@@ -114,8 +114,8 @@ def test_a_decode_server_that_waits_for_a_dead_prefill_server_is_asked_again(
             """A request that waits for KV stays where it is, until it is aborted."""
             add(request)
             if request.options.do_remote_prefill:
-                scheduler.waiting.remove(request.request_id)
-                scheduler.loading[request.request_id] = request
+                scheduler.admissions.waiting.remove(request.request_id)
+                scheduler.admissions.loading[request.request_id] = request
 
         monkeypatch.setattr(scheduler, "add_request", lose)
         assert complete(url).choices[0].text == EXPECTED

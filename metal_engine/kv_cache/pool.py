@@ -1,0 +1,119 @@
+"""The states of all layers, over one pool of blocks: allocated, rolled back and given up together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from typing import NoReturn
+
+import mlx.core as mx
+
+from metal_engine.device.streams import synchronize
+from metal_engine.kv_cache.spec import StateSpec, bytes_per_request, bytes_per_token
+from metal_engine.kv_cache.state import LayerState, make_state
+from metal_engine.step import KVCacheLostError
+
+logger = logging.getLogger(__name__)
+
+PoolSnapshot = list[dict[str, mx.array]]
+"""The arrays of each layer's state at some time, by name."""
+
+
+class StatePool:
+    """What all layers keep. Belongs to the thread that runs the steps.
+
+    Args:
+        states: one for each cache of the model, in its order.
+    """
+
+    def __init__(self, states: Iterable[LayerState]) -> None:
+        self.states = list(states)
+        self._size = (0, 1)  # blocks, tokens of a block
+
+    @classmethod
+    def of(cls, specs: Iterable[StateSpec]) -> StatePool:
+        """A pool of the kinds of state that specs describe."""
+        return cls(make_state(spec) for spec in specs)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that all layers together keep of a token."""
+        return sum(bytes_per_token(state.spec) for state in self.states)
+
+    @property
+    def bytes_per_request(self) -> int:
+        """Bytes that all layers together keep of a request, however long it is."""
+        return sum(bytes_per_request(state.spec) for state in self.states)
+
+    @property
+    def is_allocated(self) -> bool:
+        return any(state.arrays for state in self.states)
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Make all arrays, dropping earlier ones."""
+        self._size = (num_blocks, block_size)
+        for state in self.states:
+            state.allocate(num_blocks, block_size)
+        self.evaluate()
+
+    def release(self) -> None:
+        """Drop all arrays, layer by layer: freeing gigabytes holds Python's lock, and other threads want it, too."""
+        for state in reversed(self.states):
+            state.release()
+            time.sleep(0.001)
+
+    def evaluate(self) -> None:
+        """Wait until every write has happened."""
+        mx.eval(list(self._arrays()))
+
+    def written(self) -> mx.array:
+        """An array that is computed when every write has happened.
+
+        It can be evaluated asynchronously. The pool's arrays cannot: they would not be written in place again.
+        """
+        return mx.depends([mx.zeros((1,))], list(self._arrays()))[0]
+
+    def _arrays(self) -> Iterator[mx.array]:
+        for state in self.states:
+            yield from state.arrays.values()
+
+    def snapshot(self) -> PoolSnapshot:
+        """All arrays as they are now. While it is held, a step that is evaluated copies them."""
+        return [state.snapshot() for state in self.states]
+
+    def restore(self, snapshot: PoolSnapshot) -> None:
+        """Forget what has been built, and not evaluated, since a snapshot."""
+        for state, arrays in zip(self.states, snapshot, strict=True):
+            state.restore(arrays)
+
+    def recover(self, error: Exception) -> None:
+        """Make sure, after a step that failed, that the next one finds arrays it can use.
+
+        Layers before the failure have writes pending, of tokens that nobody will read; they are carried out. Where
+        that fails too, the old arrays are gone (writes are in place), so the pool is made anew, and empty.
+
+        Raises:
+            KVCacheLostError: the pool had to be made anew.
+        """
+        try:
+            self.evaluate()
+        except Exception:
+            logger.exception("the KV cache cannot be evaluated any more")
+            self.renew(error)
+
+    def renew(self, error: Exception) -> NoReturn:
+        """Give up all arrays for empty ones because of an error.
+
+        Raises:
+            KVCacheLostError: always.
+        """
+        logger.warning("making the KV cache anew")
+        for state in self.states:
+            state.release()
+        try:
+            synchronize()
+        except Exception:
+            logger.exception("what was still running failed, too")
+        self.allocate(*self._size)
+        raise KVCacheLostError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,198 @@
+"""One step's packed rows: whose they are, where their state lives, which of them sample.
+
+A step packs B requests into N rows. Request i owns the rows ``cu_seqlens_q[i]:cu_seqlens_q[i+1]``, its *segment*::
+
+    rows       |-- request 0: fresh prefill --|-- 1: chunk --|2|3|     2, 3: decodes (query_len 1)
+    cu_seqlens_q 0                             q0             ^ ^ N
+
+    request i  |------ context_len ------|-- query_len --|
+    state      |------------- seq_lens[i] ---------------|
+               position p of a request is in slot block_table[i, p // block_size] * block_size + p % block_size
+
+A request samples at the last ``num_samples[i]`` rows of its segment: none for a chunk that ends within the prompt,
+one for the last known token, more where several next tokens are wanted at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+
+from metal_engine.kv_cache.writes import GroupWrites, SlotWrites, Writes
+
+
+def slots_of(
+    block_table: np.ndarray, requests: np.ndarray | int, positions: np.ndarray | int, block_size: int
+) -> np.ndarray:
+    """Slots of positions of requests, indices that broadcast: the one place where a position becomes a slot."""
+    return block_table[requests, positions // block_size] * block_size + positions % block_size
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of one step, made by :func:`step_rows`. NumPy arrays are on the host, and int32."""
+
+    cu_seqlens_q: np.ndarray  # [B+1] exclusive prefix sum of query lengths
+    seq_lens: np.ndarray  # [B] tokens of each request that have state after this step
+    block_table: np.ndarray  # [B, max_blocks] logical -> physical block; entries past seq_len are padding
+    block_size: int
+    request_of_row: np.ndarray  # [N] index of the request that a row belongs to
+    positions: np.ndarray  # [N] absolute position of each row in its request
+    slot_mapping: np.ndarray  # [N] slot that each row's state is written to
+    logits_indices: np.ndarray  # [R] rows that sample, in packing order
+    sample_requests: np.ndarray  # [R] index of the request that samples there; one may be there several times
+    group_writes: GroupWrites
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def query_lens(self) -> np.ndarray:  # [B]
+        return self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1]
+
+    @property
+    def context_lens(self) -> np.ndarray:  # [B]
+        return self.seq_lens - self.query_lens
+
+    @cached_property
+    def writes(self) -> Writes:
+        """How rows go to their slots, on the device."""
+        return self.group_writes(self.slot_mapping, self.block_size)
+
+    def slots(self, requests: np.ndarray | int, positions: np.ndarray | int) -> np.ndarray:
+        """Slots of positions of this step's requests; both are indices that broadcast."""
+        return slots_of(self.block_table, requests, positions, self.block_size)
+
+    def validate(self, num_blocks: int) -> None:
+        """Raise ValueError where the arrays contradict each other, or leave a pool of ``num_blocks``.
+
+        A bad step must not reach a kernel. Costs a few NumPy passes over N and over the block table.
+        """
+        for name in _ARRAYS:
+            array = getattr(self, name)
+            if array.dtype != np.int32:
+                raise ValueError(f"bad step: {name} is {array.dtype}, not int32")
+            if array.ndim != (2 if name == "block_table" else 1):
+                raise ValueError(f"bad step: {name} has shape {array.shape}")
+        self._validate_segments()
+        self._validate_slots(num_blocks)
+        self._validate_samples()
+
+    def _validate_segments(self) -> None:
+        num_tokens, num_requests = self.num_tokens, self.num_requests
+        if num_tokens == 0:
+            raise ValueError("bad step: no tokens")
+        cu, query_lens = self.cu_seqlens_q, self.query_lens
+        if len(cu) != num_requests + 1 or cu[0] != 0 or cu[-1] != num_tokens or (query_lens <= 0).any():
+            raise ValueError(
+                f"bad step: cu_seqlens_q {cu.tolist()} does not rise strictly from 0 to {num_tokens}"
+            )
+        requests = np.repeat(np.arange(num_requests), query_lens)
+        if len(self.request_of_row) != num_tokens or (self.request_of_row != requests).any():
+            raise ValueError("bad step: request_of_row disagrees with cu_seqlens_q")
+        if (self.context_lens < 0).any():
+            raise ValueError("bad step: a sequence is shorter than its query")
+        offsets = (self.context_lens - cu[:-1])[self.request_of_row]
+        if (self.positions != np.arange(num_tokens) + offsets).any():
+            raise ValueError("bad step: the positions of a request do not run up to its seq_len - 1")
+
+    def _validate_slots(self, num_blocks: int) -> None:
+        num_used = -(-self.seq_lens // self.block_size)  # [B] blocks
+        if self.block_table.shape[0] != self.num_requests or self.block_table.shape[1] < num_used.max():
+            raise ValueError("bad step: block_table is too small")
+        used = self.block_table[np.arange(self.block_table.shape[1]) < num_used[:, None]]  # not the padding
+        if used.min() < 0 or used.max() >= num_blocks:
+            raise ValueError("bad step: block_table leaves the pool")
+        slots = self.slots(self.request_of_row, self.positions)
+        if len(self.slot_mapping) != self.num_tokens or (self.slot_mapping != slots).any():
+            raise ValueError("bad step: slot_mapping disagrees with block_table")
+        if len(np.unique(self.slot_mapping)) != self.num_tokens:
+            raise ValueError("bad step: two tokens share a slot")
+
+    def _validate_samples(self) -> None:
+        requests = self.sample_requests
+        in_order = len(requests) == 0 or (
+            requests[0] >= 0 and requests[-1] < self.num_requests and (requests[1:] >= requests[:-1]).all()
+        )
+        if not in_order:
+            raise ValueError("bad step: sample_requests are not requests in packing order")
+        counts = np.bincount(requests, minlength=self.num_requests)
+        if (counts > self.query_lens).any():
+            raise ValueError("bad step: a request samples at more rows than it has")
+        last_rows = _last_rows(self.cu_seqlens_q, counts)
+        if len(self.logits_indices) != len(requests) or (self.logits_indices != last_rows).any():
+            raise ValueError("bad step: logits_indices are not the last rows of the requests that sample")
+
+
+_ARRAYS = [field.name for field in fields(StepRows) if field.type == "np.ndarray"]
+
+
+def step_rows(
+    block_table: np.ndarray,
+    context_lens: np.ndarray,
+    query_lens: Sequence[int] | np.ndarray,
+    block_size: int,
+    *,
+    num_samples: Sequence[int] | np.ndarray | None = None,
+    group_writes: GroupWrites = SlotWrites,
+) -> StepRows:
+    """Lay out a step: rows of requests in packing order.
+
+    Rows of requests with query lengths 4, 1 and 3, of which the last two sample once::
+
+        request_of_row   0 0 0 0 1 2 2 2
+        cu_seqlens_q     0       4 5     8
+        positions        c0 c0+1 c0+2 c0+3 c1 c2 c2+1 c2+2     c: context_lens
+        logits_indices           4     7
+
+    Args:
+        block_table: [B, max_blocks] int32; entries that no request's tokens reach may be anything.
+        context_lens: [B] int32, tokens that have state already.
+        query_lens: [B] tokens of this step.
+        num_samples: [B] how many of its last rows a request samples at; None: one each.
+        group_writes: how rows are written to their slots.
+
+    Raises:
+        ValueError: the arguments differ in length, or a block table is too short.
+    """
+    query_lens = np.asarray(query_lens, np.int32)
+    num_requests = len(query_lens)
+    if block_table.shape[0] != num_requests or len(context_lens) != num_requests:
+        raise ValueError("bad step: block_table, context_lens and query_lens differ in length")
+    cu_seqlens_q = np.zeros(num_requests + 1, np.int32)
+    np.cumsum(query_lens, out=cu_seqlens_q[1:])
+    seq_lens = context_lens + query_lens
+    if (seq_lens > block_table.shape[1] * block_size).any():
+        raise ValueError("bad step: block_table is too small")
+    request_of_row = np.repeat(np.arange(num_requests, dtype=np.int32), query_lens)
+    starts = cu_seqlens_q[:-1]
+    positions = np.arange(cu_seqlens_q[-1], dtype=np.int32) + (context_lens - starts)[request_of_row]
+    counts = np.ones(num_requests, np.int32) if num_samples is None else np.asarray(num_samples, np.int32)
+    return StepRows(
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        block_size=block_size,
+        request_of_row=request_of_row,
+        positions=positions,
+        slot_mapping=slots_of(block_table, request_of_row, positions, block_size),
+        logits_indices=_last_rows(cu_seqlens_q, counts),
+        sample_requests=np.repeat(np.arange(num_requests, dtype=np.int32), counts),
+        group_writes=group_writes,
+    )
+
+
+def _last_rows(cu_seqlens_q: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The last ``counts``, [B], rows of each request, [R] int32."""
+    ends = np.repeat(cu_seqlens_q[1:], counts)
+    # Counted back from the end: a request's last one is at its last row.
+    back = np.repeat(np.cumsum(counts), counts) - np.arange(len(ends))
+    return (ends - back).astype(np.int32)

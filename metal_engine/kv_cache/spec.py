@@ -1,0 +1,90 @@
+"""What a layer keeps of the requests it serves, by name, shape and type: known before any of it is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One row of an array: what is kept of one token, or of one request."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.size
+
+
+class StateSpec(Protocol):
+    """What one layer keeps.
+
+    Attributes:
+        dtype: type in which the layer computes.
+        token_arrays: by name, a row for each token: in blocks, found through block tables.
+        request_arrays: by name, a row for each request: as recurrent layers keep it.
+    """
+
+    @property
+    def dtype(self) -> mx.Dtype: ...
+
+    @property
+    def token_arrays(self) -> Mapping[str, ArraySpec]: ...
+
+    @property
+    def request_arrays(self) -> Mapping[str, ArraySpec]: ...
+
+
+def bytes_per_token(spec: StateSpec) -> int:
+    """Bytes that a layer keeps of each token."""
+    return sum(array.nbytes for array in spec.token_arrays.values())
+
+
+def bytes_per_request(spec: StateSpec) -> int:
+    """Bytes that a layer keeps of each request, however long it is."""
+    return sum(array.nbytes for array in spec.request_arrays.values())
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """Ordinary attention: a key and a value for each KV head of each token."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: mx.Dtype
+
+    @property
+    def token_arrays(self) -> Mapping[str, ArraySpec]:
+        return {
+            "keys": ArraySpec((self.num_kv_heads, self.head_dim), self.dtype),
+            "values": ArraySpec((self.num_kv_heads, self.v_head_dim), self.dtype),
+        }
+
+    @property
+    def request_arrays(self) -> Mapping[str, ArraySpec]:
+        return {}
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention, as mlx-lm runs it on one token: one KV head, whose key is a latent vector of
+    ``latent_dim`` numbers followed by a position part of ``rope_dim``. The latent is the value, too."""
+
+    latent_dim: int
+    rope_dim: int
+    dtype: mx.Dtype
+
+    @property
+    def token_arrays(self) -> Mapping[str, ArraySpec]:
+        return {"keys": ArraySpec((1, self.latent_dim + self.rope_dim), self.dtype)}
+
+    @property
+    def request_arrays(self) -> Mapping[str, ArraySpec]:
+        return {}

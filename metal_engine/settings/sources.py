@@ -1,0 +1,102 @@
+"""Where users give settings: the command line, then the environment, then a YAML file; the first that has one wins."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from metal_engine.errors import ConfigError
+from metal_engine.settings.fields import ENV_PREFIX, Setting, parse
+
+# Variables with the prefix that are no flags: they are read before or beside any command.
+OTHER_VARIABLES = {
+    "METAL_ENGINE_CACHE": "Folder for downloads, instead of the user's cache directory.",
+    "METAL_ENGINE_BLAS": "BLAS library to load on Linux instead of the bundled OpenBLAS; `none` loads none.",
+}
+
+
+def read_settings(
+    settings: Iterable[Setting],
+    command_line: Mapping[str, Any],
+    environ: Mapping[str, str],
+    config_file: Path | None = None,
+    *,
+    known: Iterable[Setting] = (),
+) -> dict[str, Any]:
+    """Returns the values of those ``settings`` that were given anywhere, by name.
+
+    Args:
+        command_line: field name -> what was given there; ``None`` means not given.
+        known: settings of other commands, which the file and the environment may hold as well.
+
+    Raises:
+        ConfigError: an unknown key or variable, or a value of the wrong kind; the message says where.
+    """
+    settings = list(settings)
+    everything = {s.name: s for s in (*known, *settings)}
+    file_values = {} if config_file is None else read_config_file(config_file, everything)
+    _check_variables(environ, everything)
+    values: dict[str, Any] = {}
+    for one in settings:
+        if command_line.get(one.name) is not None:
+            values[one.name] = parse(one, command_line[one.name], one.flag)
+        elif one.variable in environ and (environ[one.variable] or one.secret):
+            text = environ[one.variable]
+            given = [part.strip() for part in text.split(",")] if one.kind == "list" else text
+            values[one.name] = parse(one, given, f"the environment variable {one.variable}")
+        elif one.name in file_values:
+            values[one.name] = parse(one, file_values[one.name], f"{config_file}: {one.flag.lstrip('-')}")
+    return values
+
+
+def _top_level_keys(node: Any) -> list[str]:
+    pairs = node.value if node is not None and node.id == "mapping" else []
+    return [str(key.value).replace("-", "_") for key, _ in pairs]
+
+
+def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
+    """A YAML file's settings by field name; keys may be written with hyphens or underscores.
+
+    Raises:
+        ConfigError: it cannot be read, is no mapping, or has a key that is no setting.
+    """
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        keys = _top_level_keys(yaml.compose(text, Loader=yaml.SafeLoader))
+    except OSError as error:
+        raise ConfigError("--config", f"cannot read --config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError("--config", f"{path} is not valid YAML: {reason}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError("--config", f"{path} must hold `flag: value` lines, not a {type(content).__name__}")
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            similar = _similar(name, known)
+            raise ConfigError(None, f"{path}: unknown setting {str(key)!r}{similar.replace('_', '-')}")
+        if keys.count(name) > 1:  # written with hyphens or underscores; YAML itself keeps the last
+            raise ConfigError(None, f"{path}: {key!r} is given twice")
+        if value is not None:
+            values[name] = value
+    return values
+
+
+def _check_variables(environ: Mapping[str, str], known: Mapping[str, Setting]) -> None:
+    variables = {one.variable for one in known.values()} | OTHER_VARIABLES.keys()
+    for name in environ:
+        if name.startswith(ENV_PREFIX) and name not in variables:
+            raise ConfigError(None, f"unknown environment variable {name}{_similar(name, variables)}")
+
+
+def _similar(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

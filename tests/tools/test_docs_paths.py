@@ -1,0 +1,90 @@
+"""What README.md, docs/ and the tools say about files, modules, headings and make targets is there."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("metal_engine", "kernels", "tools", "tests", "docs")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Their comments and docstrings hold commands and paths too.
+SOURCES = [
+    ROOT / "Makefile",
+    *sorted((ROOT / "kernels").glob("*.metal")),
+    *sorted((ROOT / "tools").rglob("*.py")),
+]
+
+# A script or module by its path or the end of it; not part of a longer name, URL or glob.
+FILE = re.compile(r"(?<![\w*./~-])[\w-][\w/-]*\.(?:py|sh)\b")
+# Whatever is in one of our folders.
+PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/](?![\w*])")
+MODULE = re.compile(r"(?<![\w./])(?:tools|tests|metal_engine)(?:\.\w+)+")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+TARGET = re.compile(r"`make ([a-z-]+)")
+
+
+@cache
+def _files() -> set[str]:
+    """Every file of the tree, by each of its path's ends: a/b.py and b.py."""
+    paths = [p.relative_to(ROOT) for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.is_file()]
+    return {"/".join(path.parts[i:]) for path in paths for i in range(len(path.parts))}
+
+
+def _is_module(name: str) -> bool:
+    """Whether it is a module or package, or names in one, as in metal_engine.step.Runner.execute."""
+    parts = name.split(".")
+    for i in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:i])
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if source.is_file():
+            return all(re.search(rf"\b{defined}\b", source.read_text()) for defined in parts[i:])
+    return False
+
+
+def _anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def wrong_names(text: str) -> list[str]:
+    """The paths and modules that a text names and the tree does not have."""
+    paths = [name for name in PATH.findall(text) if not (ROOT / name).exists()]
+    return paths + [name for name in MODULE.findall(text) if not _is_module(name)]
+
+
+def wrong_files(text: str) -> list[str]:
+    """The Python files and scripts that a text names by the end of their path and the tree does not have."""
+    return [name for name in FILE.findall(text) if name not in _files()]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *SOURCES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_exist(page: Path) -> None:
+    assert wrong_names(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_links_and_targets_exist(page: Path) -> None:
+    text = page.read_text()
+    assert wrong_files(text) == []
+    links = [link for link in LINK.findall(text) if not link.startswith(("http:", "https:"))]
+    for link in links:
+        name, _, anchor = link.partition("#")
+        linked = page.parent / name if name else page
+        assert linked.exists(), link
+        assert not anchor or anchor in _anchors(linked), link
+    makefile = (ROOT / "Makefile").read_text()
+    for target in TARGET.findall(text):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+
+
+def test_wrong_names_are_noticed() -> None:
+    right = "tools/metal_sim/ docs/cli.md `python -m tools.docs.cli` metal_engine.step.Runner.execute engine/core.py"
+    assert wrong_names(right) == wrong_files(right) == []
+    wrong = ["tests/kernels", "docs/none.png", "tools.bench_steps", "metal_engine.step.Stop"]
+    assert wrong_names("; ".join(wrong)) == wrong
+    assert wrong_files("`mlx_plan.py`, platform/blas.py.") == ["mlx_plan.py", "platform/blas.py"]
