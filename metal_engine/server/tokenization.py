@@ -67,9 +67,7 @@ def add_tokenization_routes(app: FastAPI, served: ServedModel) -> None:
                 ChatCompletionBody, {"messages": body.messages, **(body.model_extra or {})}
             )
             served.parameters.check(conversation)
-            (tokens,) = await asyncio.to_thread(
-                ChatEndpoint(served.parsers).tokenize, conversation, tokenizer
-            )
+            (tokens,) = await asyncio.to_thread(ChatEndpoint(served).tokenize, conversation, tokenizer)
         return Tokens(
             count=len(tokens),
             max_model_len=served.engine.config.scheduler.max_model_len,

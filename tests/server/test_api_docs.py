@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx
 
 from metal_engine.server.openai.protocol import ChatCompletionBody, CompletionBody
-from tests.answers.test_pieces import parsers
 from tests.cli.test_docs import as_pattern, commands
 from tests.support.fakes import EOS, TOOL_TEMPLATE, byte_ids, fake_config, tiny_tokenizer
 from tests.support.serving import Served, serve
+from tests.support.splitting import answer_format
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
@@ -38,7 +38,7 @@ def test_the_commands_print_what_the_page_says() -> None:
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
     num_commands = 0
     with serve(
-        answer, config=config, tokenizer=tokenizer, names=("demo",), parsers=parsers("json_tools")
+        answer, config=config, tokenizer=tokenizer, names=("demo",), answer_format=answer_format("json_tools")
     ) as served:
         for block in re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL):
             for command, expected in commands(block):

@@ -8,15 +8,16 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from metal_engine.answers.chat_answers import AnswerReader
+from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOptions, RequestOutput, TokenLogprobs
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import APIError, engine_dead
-from metal_engine.server.generation.usage import ReasoningCounter
 from metal_engine.server.logs import note
 from metal_engine.server.middleware.lifecycle import SHUTTING_DOWN
-from metal_engine.server.openai.logprobs import TextOffsets, prompt_logprobs
+from metal_engine.server.openai.logprobs import prompt_logprobs
 from metal_engine.server.openai.protocol import (
     CompletionTokensDetails,
     FinishReason,
@@ -25,8 +26,10 @@ from metal_engine.server.openai.protocol import (
     Usage,
 )
 
-# Outputs of a step or more, each with the index of the choice it belongs to.
-Batch = list[tuple[int, RequestOutput]]
+# An output and the index of its choice.
+Arrived = tuple[int, RequestOutput]
+# Outputs of a step or more, each with the index of its choice and with what its text comes to, where that is read.
+Batch = list[tuple[int, RequestOutput, list[AnswerDelta]]]
 
 
 @dataclass
@@ -35,16 +38,18 @@ class Choice:
 
     Attributes:
         echo: the prompt's text, if it is wanted back.
-        offsets: where the texts of tokens with log probabilities begin.
-        reasoning: counts tokens of reasoning, where there may be any.
+        reader: reads the answer; None if it is plain text.
+        token_ends: where the text of each token ends in the choice's text.
+        deltas: what the whole text comes to, after :meth:`Generation.finish`.
     """
 
     index: int
     prompt_token_ids: list[int]
-    offsets: TextOffsets
     echo: str | None = None
-    reasoning: ReasoningCounter | None = None
+    reader: AnswerReader | None = None
     texts: list[str] = field(default_factory=list)
+    token_ends: list[int] = field(default_factory=list)
+    deltas: list[AnswerDelta] = field(default_factory=list)
     text_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_prompt_tokens: int = 0
@@ -58,10 +63,19 @@ class Choice:
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def num_calls(self) -> int:
+        """Tool calls in what has been read of the answer."""
+        return 0 if self.reader is None else self.reader.num_calls
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning in what has been read of the answer."""
+        return 0 if self.reader is None else self.reader.num_reasoning_tokens
+
     def add(self, output: RequestOutput) -> None:
         self.texts.append(output.text)
-        if self.reasoning is not None:
-            self.reasoning.add(output.token_ids)
+        self.token_ends += output.token_ends
         self.text_logprobs += output.text_logprobs or ()
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.num_prompt_tokens = output.num_prompt_tokens
@@ -80,7 +94,7 @@ class Generation:
         echoes: each prompt's text, where it is wanted back.
         is_echo_only: nothing else is.
         shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
-        reasoning_counter: makes a counter for a choice, or None where there is no reasoning.
+        reader: makes a reader for a choice's answer; None if answers are plain text.
 
     Attributes:
         choices: what each sequence has come to; complete once :meth:`outputs` is exhausted.
@@ -100,7 +114,7 @@ class Generation:
         echoes: list[str] | None = None,
         is_echo_only: bool = False,
         shows_prompt_logprobs: bool = False,
-        reasoning_counter: Callable[[Tokenizer], ReasoningCounter | None] = lambda tokenizer: None,
+        reader: Callable[[], AnswerReader | None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._reservation = reservation
@@ -117,16 +131,18 @@ class Generation:
             Choice(
                 i * params.n + j,
                 prompt,
-                TextOffsets(engine.tokenizer, params.skip_special_tokens),
                 echoes[i] if echoes is not None else None,
-                reasoning_counter(engine.tokenizer),
+                reader(),
             )
             for i, prompt in enumerate(prompts)
             for j in range(params.n)
         ]
 
-    async def outputs(self) -> AsyncGenerator[Batch, None]:
+    async def outputs(self, *, read: bool = True) -> AsyncGenerator[Batch, None]:
         """Outputs as they come, those that came together in one batch. Closing it aborts what is unfinished.
+
+        Args:
+            read: whether answers are read as they come.
 
         Raises:
             APIError: a sequence failed; the others are aborted.
@@ -147,13 +163,19 @@ class Generation:
             timer = asyncio.get_running_loop().call_later(self._timeout, self._time_out)
         try:
             async with aclosing(_merge(streams)) as batches:
-                async for batch in batches:
-                    for index, output in batch:
+                async for arrived in batches:
+                    batch: Batch = []
+                    for index, output in arrived:
                         if output.finish_reason in ("error", "abort"):
                             raise self._failure(output)
                         if self._is_echo_only:
                             _hide_output(output)
-                        self.choices[index].add(output)
+                        choice = self.choices[index]
+                        choice.add(output)
+                        deltas: list[AnswerDelta] = []
+                        if read and choice.reader is not None:
+                            deltas = choice.reader.add(output.text, output.token_ends, choice.finish_reason)
+                        batch.append((index, output, deltas))
                     yield batch
         finally:
             self._reservation.release()
@@ -177,10 +199,13 @@ class Generation:
         )
 
     async def finish(self) -> None:
-        """Run to the end. Raises what :meth:`outputs` raises."""
-        async with aclosing(self.outputs()) as batches:
+        """Runs to the end and reads the answers whole. Raises what :meth:`outputs` raises."""
+        async with aclosing(self.outputs(read=False)) as batches:
             async for _ in batches:
                 pass
+        for choice in self.choices:
+            if choice.reader is not None:
+                choice.deltas = choice.reader.add(choice.text, choice.token_ends, choice.finish_reason)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -202,7 +227,7 @@ class Generation:
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=details,
             completion_tokens_details=CompletionTokensDetails(
-                reasoning_tokens=sum(c.reasoning.count for c in self.choices if c.reasoning is not None)
+                reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices)
             ),
         )
 
@@ -228,7 +253,7 @@ class Generation:
 
 
 def _hide_output(output: RequestOutput) -> None:
-    output.text, output.token_ids, output.num_output_tokens = "", [], 0
+    output.text, output.token_ids, output.token_ends, output.num_output_tokens = "", [], [], 0
     output.text_logprobs = None if output.text_logprobs is None else []
     output.finish_reason, output.stop_reason = "length", None
 
@@ -242,7 +267,7 @@ def finish_reason(output: RequestOutput) -> FinishReason | None:
             raise AssertionError(f"unexpected finish reason {other!r}")
 
 
-async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[Batch, None]:
+async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[list[Arrived], None]:
     """Outputs of all streams as they come. Closes every stream when it is closed itself."""
     if len(streams) == 1:  # spares each token a task switch
         async with aclosing(streams[0]) as stream:
@@ -266,7 +291,7 @@ async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGen
             items = [await arrived.get()]
             while not arrived.empty():
                 items.append(arrived.get_nowait())
-            batch: Batch = []
+            batch: list[Arrived] = []
             for index, item in items:
                 if isinstance(item, Exception):
                     raise item

@@ -9,7 +9,9 @@ from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from metal_engine.answers.formats import Parsers
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.chat_answers import AnswerReader
+from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOptions, RequestOutput
@@ -19,7 +21,6 @@ from metal_engine.server.generation.admission import Admission
 from metal_engine.server.generation.generation import Generation
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
-from metal_engine.server.generation.usage import ReasoningCounter
 from metal_engine.server.openai.protocol import GenerationBody, KVTransferParams, Usage
 
 # Sequences of one request; each takes memory before it runs.
@@ -35,8 +36,9 @@ class ServedModel:
     engine: AsyncEngine
     names: tuple[str, ...]
     parameters: ParameterPolicy
-    parsers: Parsers
+    answer_format: AnswerFormat
     admission: Admission
+    auto_tool_choice: bool = True
 
     def check_model(self, model: str | None) -> None:
         """Raises APIError, a 404, for a model that is not this one."""
@@ -61,8 +63,8 @@ class Endpoint(Protocol[BodyT]):
         """The body with what its prompt asks of sampling; the same one if that is nothing. After :meth:`tokenize`."""
         ...
 
-    def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
-        """A counter of one choice's tokens of reasoning; None where there are none. After :meth:`tokenize`."""
+    def reader(self) -> AnswerReader | None:
+        """A reader for one choice's answer; None if answers are plain text. After :meth:`tokenize`."""
         ...
 
     def response(self, generation: Generation) -> BaseModel:
@@ -74,11 +76,18 @@ class Endpoint(Protocol[BodyT]):
         ...
 
     def chunk(
-        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
+        self,
+        generation: Generation,
+        index: int,
+        output: RequestOutput,
+        deltas: list[AnswerDelta],
+        first: bool,
+        usage: Usage | None,
     ) -> bytes:
         """The events of one output in a stream.
 
         Args:
+            deltas: what the output's text comes to; empty if answers are plain text.
             first: it is the first of its choice.
             usage: to be told with it, if the client asked for that.
         """
@@ -123,7 +132,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         echoes=echoes,
         is_echo_only=echoes is not None and body.max_tokens == 0,
         shows_prompt_logprobs=body.prompt_logprobs is not None,
-        reasoning_counter=endpoint.reasoning_counter,
+        reader=endpoint.reader,
     )
 
 

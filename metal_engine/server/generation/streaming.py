@@ -75,9 +75,9 @@ async def stream_events(
         async with aclosing(generation.outputs()) as batches:
             async for batch in batches:
                 data = b""
-                for index, output in batch:
+                for index, output, deltas in batch:
                     usage = generation.usage if continuous_usage else None
-                    data += endpoint.chunk(generation, index, output, index not in started, usage)
+                    data += endpoint.chunk(generation, index, output, deltas, index not in started, usage)
                     started.add(index)
                 if data:
                     yield data

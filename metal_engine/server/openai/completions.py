@@ -6,13 +6,13 @@ from typing import cast
 
 from pydantic import BaseModel
 
+from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput, TokenLogprobs
 from metal_engine.server.errors import APIError, invalid, invalid_prompt
 from metal_engine.server.generation.generation import Choice, Generation, finish_reason
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
-from metal_engine.server.generation.usage import ReasoningCounter
-from metal_engine.server.openai.logprobs import completion_logprobs
+from metal_engine.server.openai.logprobs import completion_logprobs, prompt_offsets
 from metal_engine.server.openai.protocol import (
     Completion,
     CompletionBody,
@@ -29,6 +29,8 @@ class CompletionEndpoint:
 
     def __init__(self) -> None:
         self._templates: dict[int, ChunkTemplate] = {}
+        # By choice, where the text of its last token ends that has been told of, its echo left aside.
+        self._text_ends: dict[int, int] = {}
 
     def tokenize(self, body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         prompts = _prompts(body)
@@ -42,7 +44,7 @@ class CompletionEndpoint:
     def adjust(self, body: CompletionBody) -> CompletionBody:
         return body
 
-    def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
+    def reader(self) -> None:
         return None
 
     def echoes(
@@ -63,7 +65,9 @@ class CompletionEndpoint:
         for choice in generation.choices:
             logprobs = None
             if generation.params.logprobs is not None:
-                logprobs = self._prompt_part(generation, choice, choice.text_logprobs)
+                logprobs = self._logprobs(
+                    generation, choice, choice.text_logprobs, choice.token_ends, first=True
+                )
             choices.append(
                 CompletionChoice(
                     index=choice.index,
@@ -80,7 +84,13 @@ class CompletionEndpoint:
         return b""
 
     def chunk(
-        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
+        self,
+        generation: Generation,
+        index: int,
+        output: RequestOutput,
+        deltas: list[AnswerDelta],
+        first: bool,
+        usage: Usage | None,
     ) -> bytes:
         choice = generation.choices[index]
         text = (choice.echo or "") + output.text if first else output.text
@@ -90,10 +100,8 @@ class CompletionEndpoint:
         if not (output.finished or output.text_logprobs or usage is not None):
             return self._template(generation, index).fill(text)
         logprobs = None
-        if first and output.text_logprobs is not None:
-            logprobs = self._prompt_part(generation, choice, tokens)
-        elif tokens:
-            logprobs = completion_logprobs(generation.tokenizer, choice.offsets, tokens)
+        if tokens or (first and output.text_logprobs is not None):
+            logprobs = self._logprobs(generation, choice, tokens, output.token_ends, first=first)
         chunk = CompletionChoice(
             index=index,
             text=text,
@@ -110,14 +118,32 @@ class CompletionEndpoint:
             template = self._templates[index] = ChunkTemplate(_completion(generation, [choice]))
         return template
 
-    def _prompt_part(
-        self, generation: Generation, choice: Choice, tokens: list[TokenLogprobs]
+    def _logprobs(
+        self,
+        generation: Generation,
+        choice: Choice,
+        tokens: list[TokenLogprobs],
+        token_ends: list[int],
+        *,
+        first: bool,
     ) -> CompletionLogprobs:
-        """Log probabilities of tokens, and of the prompt's before them where it is wanted back."""
-        prompt = choice.prompt_logprobs if choice.echo is not None else None
-        first_token_id = choice.prompt_token_ids[0] if choice.prompt_token_ids else None
+        """Log probabilities of tokens; with the first of them, those of the prompt before where it is wanted back.
+
+        Args:
+            token_ends: where the text of these tokens ends, and maybe of further ones.
+        """
+        begin = len(choice.echo or "")
+        starts = [self._text_ends.get(choice.index, 0), *token_ends]
+        self._text_ends[choice.index] = starts[-1]
+        offsets = [begin + start for start in starts[: len(tokens)]]
+        prompt = choice.prompt_logprobs if first and choice.echo is not None else None
+        if not prompt:
+            return completion_logprobs(generation.tokenizer, tokens, offsets)
+        skip = generation.params.skip_special_tokens
+        before = prompt_offsets(generation.tokenizer, choice.prompt_token_ids, skip_special_tokens=skip)
+        first_token_id = choice.prompt_token_ids[0]
         return completion_logprobs(
-            generation.tokenizer, choice.offsets, [*(prompt or ()), *tokens], first_token_id
+            generation.tokenizer, [*prompt, *tokens], [*before, *offsets], first_token_id
         )
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:

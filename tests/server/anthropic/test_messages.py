@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from metal_engine.settings.args import ServerArgs
-from tests.answers.test_pieces import parsers
 from tests.support.fakes import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
 from tests.support.serving import MODEL, Served, serve
+from tests.support.splitting import answer_format
 from tests.support.tool_formats import RECORDED, TOOLS
 
 CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
@@ -37,7 +37,9 @@ def client(served: Served, key: str = "none") -> anthropic.Anthropic:
 @pytest.fixture(scope="module")
 def _calling() -> Iterator[Served]:
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
-    with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, parsers=parsers("json_tools")) as served:
+    with serve(
+        script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")
+    ) as served:
         yield served
 
 
