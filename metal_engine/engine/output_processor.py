@@ -87,6 +87,8 @@ class StopStrings:
         node = self._node
         if node is None:
             return text, None
+        if not node.depth and node.longer.keys().isdisjoint(text):  # as most text: nothing in it begins one
+            return text, None
         for i, ch in enumerate(text):
             node = node.after(ch)
             if node.stop is not None:
@@ -95,8 +97,9 @@ class StopStrings:
                 return shown if self._include else shown[: -len(node.stop)], node.stop
         self._node = node
         text = self._held + text
-        self._held = text[len(text) - node.depth :]
-        return text[: len(text) - node.depth], None
+        end = len(text) - node.depth
+        self._held = text[end:]
+        return text[:end], None
 
     def flush(self) -> str:
         """What was held back, when no more text comes."""
@@ -104,56 +107,23 @@ class StopStrings:
         return held
 
 
-class _HeldTokens:
-    """Holds back tokens whose text might belong to a stop string, until their text is shown whole."""
-
-    __slots__ = ("_held", "_num_shown", "_shown_end")
-
-    def __init__(self) -> None:
-        self._held: deque[tuple[int, TokenLogprobs | None]] = deque()  # where its text ends
-        self._num_shown = 0
-        self._shown_end = 0  # of the last token that is not held
-
-    def show(
-        self, num_characters: int, ends: list[int], logprobs: list[TokenLogprobs], *, is_last: bool
-    ) -> tuple[list[int], list[TokenLogprobs]]:
-        """Returns ``token_ends`` and ``text_logprobs`` of an output.
-
-        Args:
-            num_characters: how many characters it shows.
-            ends: where new tokens end in the request's text.
-            logprobs: of the first of the new tokens; empty unless asked for.
-            is_last: whether no more text is shown.
-        """
-        self._num_shown += num_characters
-        if not self._held and ends and ends[-1] == self._num_shown:  # as nearly always: all is shown
-            self._shown_end = self._num_shown
-            return ends, logprobs
-        self._held.extend(zip_longest(ends, logprobs))
-        token_ends: list[int] = []
-        text_logprobs: list[TokenLogprobs] = []
-        while self._held and (is_last or self._held[0][0] <= self._num_shown):
-            has_text = self._shown_end < self._num_shown
-            self._shown_end, token_logprobs = self._held.popleft()
-            token_ends.append(min(self._shown_end, self._num_shown))
-            if token_logprobs is not None and (has_text or self._shown_end <= self._num_shown):
-                text_logprobs.append(token_logprobs)
-        return token_ends, text_logprobs
-
-
 class _OutputState:
     """One request's text under construction.
 
     Attributes:
-        text_end: characters of text so far, shown or held back.
+        text_end: characters of text so far.
+        num_shown: of them, those that have been shown.
+        held: tokens whose text might belong to a stop string: where it begins and ends in the request's text, and the
+            token's log probabilities if they are asked for.
         stop_strings: None if there are none: then all text is shown at once.
     """
 
     __slots__ = (
         "detokenizer",
-        "held_tokens",
+        "held",
         "num_output_tokens",
         "num_prompt_tokens",
+        "num_shown",
         "params",
         "prompt_logprobs",
         "stop_strings",
@@ -165,7 +135,8 @@ class _OutputState:
         self.params = params
         self.detokenizer = detokenizer
         self.text_end = 0
-        self.held_tokens = _HeldTokens()
+        self.num_shown = 0
+        self.held: deque[tuple[int, int, TokenLogprobs | None]] = deque()
         self.stop_strings: StopStrings | None = None
         if params.stop:
             self.stop_strings = StopStrings(params.stop, include=params.include_stop_str_in_output)
@@ -174,6 +145,21 @@ class _OutputState:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
+
+    def release(self, *, is_last: bool) -> tuple[list[int], list[TokenLogprobs]]:
+        """Returns ``token_ends`` and ``text_logprobs`` of the tokens that are held no longer.
+
+        Args:
+            is_last: whether no more text is shown. If so, all tokens go.
+        """
+        token_ends: list[int] = []
+        text_logprobs: list[TokenLogprobs] = []
+        while self.held and (is_last or self.held[0][1] <= self.num_shown):
+            begin, end, logprobs = self.held.popleft()
+            token_ends.append(min(end, self.num_shown))
+            if logprobs is not None and (begin < self.num_shown or end <= self.num_shown):
+                text_logprobs.append(logprobs)
+        return token_ends, text_logprobs
 
 
 class OutputProcessor:
@@ -207,6 +193,7 @@ class OutputProcessor:
         params, stop_strings = state.params, state.stop_strings
         finish_reason = output.finish_reason
         stop_reason: str | int | None = output.stop_reason
+        begin = text_end = state.text_end
         shown = ""
         token_ends: list[int] = []
         found: str | None = None
@@ -215,25 +202,28 @@ class OutputProcessor:
         visible = output.token_ids[:-1] if is_hidden else output.token_ids
         for i, token_id in enumerate(visible):
             text = state.detokenizer.add(token_id)
-            state.text_end += len(text)
-            token_ends.append(state.text_end)
+            text_end += len(text)
+            token_ends.append(text_end)
             if stop_strings is not None and state.num_output_tokens + i >= params.min_tokens:
                 text, found = stop_strings.add(text)
             shown += text
             if found is not None:
                 finish_reason, stop_reason = "stop", found
                 break
+        state.text_end = text_end
         state.num_output_tokens += len(output.token_ids)
         is_last = finish_reason is not None
         text_logprobs = [] if output.logprobs is None else output.logprobs[: len(token_ends)]
         if stop_strings is not None:
-            if is_last and found is None:
+            if found is not None:  # tokens behind it have no text
+                token_ends += [text_end] * (len(visible) - len(token_ends))
+            elif is_last:
                 shown += stop_strings.flush()
-            # Tokens behind a stop string have no text.
-            token_ends += [state.text_end] * (len(visible) - len(token_ends))
-            token_ends, text_logprobs = state.held_tokens.show(
-                len(shown), token_ends, text_logprobs, is_last=is_last
-            )
+            state.num_shown += len(shown)
+            if state.held or state.num_shown != text_end:
+                begins = [begin, *token_ends][: len(token_ends)]
+                state.held.extend(zip_longest(begins, token_ends, text_logprobs))
+                token_ends, text_logprobs = state.release(is_last=is_last)
         if is_last:
             del self._states[output.request_id]
         result = RequestOutput(

@@ -97,10 +97,11 @@ class CompletionEndpoint:
         tokens = output.text_logprobs or []
         if not text and not tokens and not output.finished:
             return b""
-        if not (output.finished or output.text_logprobs or usage is not None):
+        has_logprobs = bool(tokens) or (first and output.text_logprobs is not None)
+        if not (output.finished or has_logprobs or usage is not None):
             return self._template(generation, index).fill(text)
         logprobs = None
-        if tokens or (first and output.text_logprobs is not None):
+        if has_logprobs:
             logprobs = self._logprobs(generation, choice, tokens, output.token_ends, first=first)
         chunk = CompletionChoice(
             index=index,

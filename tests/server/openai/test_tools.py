@@ -280,6 +280,27 @@ def test_tokens_of_reasoning_are_counted(text: str, begun: bool, count: int) -> 
         assert plain.completion_tokens_details.reasoning_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("stop", "count"),
+    [("Yes", len(">hm</think>")), ("m</", len(">hm</")), ("</think>Y", len(">hm</think>Y"))],
+)
+def test_tokens_of_reasoning_with_a_stop_string(stop: str, count: int) -> None:
+    """Those that it cuts off count as what the text ends with."""
+    with serve(
+        script("<think>hm</think>Yes."), config=CONFIG, answer_format=AnswerFormat(reasoning=THINK)
+    ) as served:
+        body: dict[str, Any] = {"model": MODEL, "messages": USER, "stop": stop}
+        usage = served.client().chat.completions.create(**body).usage
+        assert usage is not None and usage.completion_tokens_details is not None
+        assert usage.completion_tokens_details.reasoning_tokens == count
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        counts = []
+        for chunk in served.client().chat.completions.create(**body, stream=True, stream_options=options):
+            assert chunk.usage is not None and chunk.usage.completion_tokens_details is not None
+            counts.append(chunk.usage.completion_tokens_details.reasoning_tokens or 0)
+        assert counts == sorted(counts) and counts[-1] == count
+
+
 def test_plain_answers_are_as_they_were(served: Served) -> None:
     message = served.post("/v1/chat/completions", {"messages": USER, "max_tokens": 5}).json()["choices"][0][
         "message"
