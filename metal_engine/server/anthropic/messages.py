@@ -7,17 +7,14 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.answers.deltas import AnswerDelta, ArgumentsDelta, CallStart, TextDelta, assemble
-from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput
 from metal_engine.server.anthropic.protocol import AnthropicOutputTokens, AnthropicResponse, AnthropicUsage
 from metal_engine.server.errors import APIError, anthropic_error
-from metal_engine.server.generation.generation import Choice, Generation
+from metal_engine.server.generation.generation import Arrived, Choice, Generation
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.openai.conversation import Conversation
-from metal_engine.server.openai.protocol import ChatCompletionBody, Usage
+from metal_engine.server.openai.protocol import Usage
 
 Event = dict[str, Any]
 
@@ -27,29 +24,15 @@ def _input(arguments: str) -> dict[str, Any]:
     return from_json(arguments, allow_partial=True) if arguments.strip() else {}
 
 
-class MessagesEndpoint:
+class MessagesEndpoint(Conversation):
     """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request."""
 
     id_prefix = "msg"
 
     def __init__(self, served: ServedModel) -> None:
-        self._conversation = Conversation(served.answer_format, auto_tool_choice=served.auto_tool_choice)
+        super().__init__(served.answer_format, auto_tool_choice=served.auto_tool_choice)
         self._open: str | None = None  # kind of the last block, while more of it may come
         self._num_blocks = 0
-
-    def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
-        return [self._conversation.prompt(body, tokenizer)]
-
-    def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
-        return self._conversation.adjust(body)
-
-    def reader(self) -> AnswerReader:
-        return self._conversation.reader()
-
-    def echoes(
-        self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
-    ) -> list[str] | None:
-        return None
 
     def response(self, generation: Generation) -> BaseModel:
         (choice,) = generation.choices
@@ -75,17 +58,9 @@ class MessagesEndpoint:
         message = AnthropicResponse(id=generation.request_id, model=generation.model, content=[], usage=usage)
         return _encode([{"type": "message_start", "message": message.model_dump()}, {"type": "ping"}])
 
-    def chunk(
-        self,
-        generation: Generation,
-        index: int,
-        output: RequestOutput,
-        deltas: list[AnswerDelta],
-        first: bool,
-        usage: Usage | None,
-    ) -> bytes:
+    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
         events: list[Event] = []
-        for delta in deltas:
+        for delta in arrived[2]:
             kind = delta.kind if isinstance(delta, TextDelta) else "call"
             if isinstance(delta, CallStart) or kind != self._open:
                 events += self._close()

@@ -26,10 +26,10 @@ from metal_engine.server.openai.protocol import (
     Usage,
 )
 
-# An output and the index of its choice.
-Arrived = tuple[int, RequestOutput]
-# Outputs of a step or more, each with the index of its choice and with what its text comes to, where that is read.
-Batch = list[tuple[int, RequestOutput, list[AnswerDelta]]]
+# The index of a choice, an output of it, and what the output's text comes to; nothing where that is not read.
+Arrived = tuple[int, RequestOutput, list[AnswerDelta]]
+# Outputs of a step or more, each with the index of its choice.
+_Batch = list[tuple[int, RequestOutput]]
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Choice:
         echo: the prompt's text, if it is wanted back.
         reader: reads the answer; None if it is plain text.
         token_ends: where the text of each token ends in the choice's text.
+        latest: the last output, which has the counts of tokens.
         deltas: what the whole text comes to, after :meth:`Generation.finish`.
     """
 
@@ -52,10 +53,7 @@ class Choice:
     deltas: list[AnswerDelta] = field(default_factory=list)
     text_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_external_tokens: int = 0
+    latest: RequestOutput = field(default_factory=lambda: RequestOutput(""))
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -78,10 +76,7 @@ class Choice:
         self.token_ends += output.token_ends
         self.text_logprobs += output.text_logprobs or ()
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        self.num_prompt_tokens = output.num_prompt_tokens
-        self.num_output_tokens = output.num_output_tokens
-        self.num_cached_tokens = output.num_cached_tokens
-        self.num_external_tokens = output.num_external_tokens
+        self.latest = output
         self.finish_reason = finish_reason(output)
         self.stop_reason = output.stop_reason
 
@@ -138,7 +133,7 @@ class Generation:
             for j in range(params.n)
         ]
 
-    async def outputs(self, *, read: bool = True) -> AsyncGenerator[Batch, None]:
+    async def outputs(self, *, read: bool = True) -> AsyncGenerator[list[Arrived], None]:
         """Outputs as they come, those that came together in one batch. Closing it aborts what is unfinished.
 
         Args:
@@ -163,9 +158,9 @@ class Generation:
             timer = asyncio.get_running_loop().call_later(self._timeout, self._time_out)
         try:
             async with aclosing(_merge(streams)) as batches:
-                async for arrived in batches:
-                    batch: Batch = []
-                    for index, output in arrived:
+                async for batch in batches:
+                    arrived: list[Arrived] = []
+                    for index, output in batch:
                         if output.finish_reason in ("error", "abort"):
                             raise self._failure(output)
                         if self._is_echo_only:
@@ -175,8 +170,8 @@ class Generation:
                         deltas: list[AnswerDelta] = []
                         if read and choice.reader is not None:
                             deltas = choice.reader.add(output.text, output.token_ends, choice.finish_reason)
-                        batch.append((index, output, deltas))
-                    yield batch
+                        arrived.append((index, output, deltas))
+                    yield arrived
         finally:
             self._reservation.release()
             if timer is not None:
@@ -215,11 +210,11 @@ class Generation:
     @property
     def usage(self) -> Usage:
         firsts = self.choices[:: self.params.n]  # a prompt counts once
-        prompt_tokens = sum(choice.num_prompt_tokens for choice in firsts)
-        completion_tokens = sum(choice.num_output_tokens for choice in self.choices)
+        prompt_tokens = sum(choice.latest.num_prompt_tokens for choice in firsts)
+        completion_tokens = sum(choice.latest.num_output_tokens for choice in self.choices)
         details = PromptTokensDetails(
-            cached_tokens=sum(choice.num_cached_tokens for choice in firsts),
-            kv_store_tokens=sum(choice.num_external_tokens for choice in firsts),
+            cached_tokens=sum(choice.latest.num_cached_tokens for choice in firsts),
+            kv_store_tokens=sum(choice.latest.num_external_tokens for choice in firsts),
         )
         return Usage(
             prompt_tokens=prompt_tokens,
@@ -267,7 +262,7 @@ def finish_reason(output: RequestOutput) -> FinishReason | None:
             raise AssertionError(f"unexpected finish reason {other!r}")
 
 
-async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[list[Arrived], None]:
+async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[_Batch, None]:
     """Outputs of all streams as they come. Closes every stream when it is closed itself."""
     if len(streams) == 1:  # spares each token a task switch
         async with aclosing(streams[0]) as stream:
@@ -291,7 +286,7 @@ async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGen
             items = [await arrived.get()]
             while not arrived.empty():
                 items.append(arrived.get_nowait())
-            batch: list[Arrived] = []
+            batch: _Batch = []
             for index, item in items:
                 if isinstance(item, Exception):
                     raise item

@@ -11,14 +11,13 @@ from pydantic import BaseModel
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import AnswerReader
-from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOptions, RequestOutput
+from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.generation.admission import Admission
-from metal_engine.server.generation.generation import Generation
+from metal_engine.server.generation.generation import Arrived, Generation
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
 from metal_engine.server.openai.protocol import GenerationBody, KVTransferParams, Usage
@@ -75,19 +74,10 @@ class Endpoint(Protocol[BodyT]):
         """What a stream begins with, before there is any output."""
         ...
 
-    def chunk(
-        self,
-        generation: Generation,
-        index: int,
-        output: RequestOutput,
-        deltas: list[AnswerDelta],
-        first: bool,
-        usage: Usage | None,
-    ) -> bytes:
+    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
         """The events of one output in a stream.
 
         Args:
-            deltas: what the output's text comes to; empty if answers are plain text.
             first: it is the first of its choice.
             usage: to be told with it, if the client asked for that.
         """

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.answers.deltas import AnswerDelta, CallStart, TextDelta
-from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.request import TokenLogprobs
 from metal_engine.server.errors import APIError
-from metal_engine.server.generation.generation import Generation, finish_reason
+from metal_engine.server.generation.generation import Arrived, Generation, finish_reason
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
 from metal_engine.server.openai.conversation import Conversation, message_of
@@ -18,7 +16,6 @@ from metal_engine.server.openai.protocol import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
-    ChatCompletionBody,
     ChatCompletionChunk,
     ChatLogprobs,
     Delta,
@@ -26,28 +23,14 @@ from metal_engine.server.openai.protocol import (
 )
 
 
-class ChatEndpoint:
+class ChatEndpoint(Conversation):
     """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request."""
 
     id_prefix = "chatcmpl"
 
     def __init__(self, served: ServedModel) -> None:
-        self._conversation = Conversation(served.answer_format, auto_tool_choice=served.auto_tool_choice)
+        super().__init__(served.answer_format, auto_tool_choice=served.auto_tool_choice)
         self._templates: dict[int, ChunkTemplate] = {}
-
-    def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
-        return [self._conversation.prompt(body, tokenizer)]
-
-    def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
-        return self._conversation.adjust(body)
-
-    def reader(self) -> AnswerReader:
-        return self._conversation.reader()
-
-    def echoes(
-        self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
-    ) -> list[str] | None:
-        return None
 
     def response(self, generation: Generation) -> BaseModel:
         choices = []
@@ -58,7 +41,7 @@ class ChatEndpoint:
                     index=choice.index,
                     message=message_of(choice.deltas),
                     logprobs=_logprobs(generation, choice.text_logprobs),
-                    finish_reason=self._conversation.finish_reason(choice.num_calls, choice.finish_reason),
+                    finish_reason=self.chat_finish_reason(choice.num_calls, choice.finish_reason),
                     stop_reason=choice.stop_reason,
                 )
             )
@@ -74,15 +57,8 @@ class ChatEndpoint:
     def begin(self, generation: Generation) -> bytes:
         return b""
 
-    def chunk(
-        self,
-        generation: Generation,
-        index: int,
-        output: RequestOutput,
-        deltas: list[AnswerDelta],
-        first: bool,
-        usage: Usage | None,
-    ) -> bytes:
+    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
+        index, output, deltas = arrived
         reason = finish_reason(output)
         if not (first or reason is not None or usage is not None or output.text_logprobs):
             return b"".join(self._plain(generation, index, delta) for delta in deltas)
@@ -99,7 +75,7 @@ class ChatEndpoint:
                 ChatChunkChoice(
                     index=index,
                     delta=Delta(),
-                    finish_reason=self._conversation.finish_reason(num_calls, reason),
+                    finish_reason=self.chat_finish_reason(num_calls, reason),
                     stop_reason=output.stop_reason,
                 )
             )

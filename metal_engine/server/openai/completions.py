@@ -6,11 +6,10 @@ from typing import cast
 
 from pydantic import BaseModel
 
-from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.request import TokenLogprobs
 from metal_engine.server.errors import APIError, invalid, invalid_prompt
-from metal_engine.server.generation.generation import Choice, Generation, finish_reason
+from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
 from metal_engine.server.openai.logprobs import completion_logprobs, prompt_offsets
 from metal_engine.server.openai.protocol import (
@@ -83,15 +82,8 @@ class CompletionEndpoint:
     def begin(self, generation: Generation) -> bytes:
         return b""
 
-    def chunk(
-        self,
-        generation: Generation,
-        index: int,
-        output: RequestOutput,
-        deltas: list[AnswerDelta],
-        first: bool,
-        usage: Usage | None,
-    ) -> bytes:
+    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
+        index, output, _ = arrived
         choice = generation.choices[index]
         text = (choice.echo or "") + output.text if first else output.text
         tokens = output.text_logprobs or []

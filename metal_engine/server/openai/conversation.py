@@ -23,7 +23,8 @@ from metal_engine.server.openai.template_messages import template_flags, templat
 
 
 class Conversation:
-    """One chat request. :meth:`prompt` comes first: it learns what :meth:`adjust` and :meth:`reader` go by.
+    """One chat request. The part of :class:`metal_engine.server.generation.preparation.Endpoint` that all endpoints
+    that chat have in common: they extend this class.
 
     Args:
         auto_tool_choice: whether the request may leave it to the model to call tools.
@@ -35,8 +36,7 @@ class Conversation:
         self._streams = False
         self._answers: ChatAnswers
 
-    def prompt(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[int]:
-        """The prompt's token ids. Raises APIError for a body that cannot be a prompt."""
+    def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         plan = self._tool_plan(body, tokenizer)
         self._streams = bool(body.stream)
         flags = {**template_kwargs(body, tokenizer), **template_flags(body)}
@@ -48,10 +48,9 @@ class Conversation:
         except ValueError as error:
             raise invalid_prompt(error, "messages") from error
         continues = bool(body.continue_final_message)
-        self._answers = ChatAnswers.to_prompt(
-            self._format, plan, prompt, tokenizer.decode, continues=continues
-        )
-        return prompt
+        answers_to = ChatAnswers.to_prompt
+        self._answers = answers_to(self._format, plan, prompt, tokenizer.decode, continues=continues)
+        return [prompt]
 
     def _tool_plan(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolPlan:
         choice = body.tool_choice
@@ -76,7 +75,6 @@ class Conversation:
         return plan
 
     def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
-        """The body as it is to be generated. Raises APIError for tools whose calls cannot be forced."""
         changes: dict[str, Any] = {}
         plan = self._answers.plan
         if plan.forced:
@@ -90,12 +88,14 @@ class Conversation:
             changes["skip_special_tokens"] = False
         return body.model_copy(update=changes) if changes else body
 
+    def echoes(self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> None:
+        return None
+
     def reader(self) -> AnswerReader:
-        """A reader for one choice's answer."""
         return self._answers.reader(incremental=self._streams)
 
-    def finish_reason(self, num_calls: int, reason: ChatFinishReason) -> ChatFinishReason:
-        """Why a choice ended: for its calls, unless the client named the one call or the text was cut off."""
+    def chat_finish_reason(self, num_calls: int, reason: ChatFinishReason) -> ChatFinishReason:
+        """OpenAI's finish reason: the calls, unless the client named the one call or the text was cut off."""
         is_call = reason == "stop" and num_calls > 0 and self._answers.plan.name is None
         return "tool_calls" if is_call else reason
 

@@ -8,12 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.answers.deltas import AnswerDelta
-from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput
 from metal_engine.server.errors import APIError
-from metal_engine.server.generation.generation import Generation, finish_reason
+from metal_engine.server.generation.generation import Arrived, Generation, finish_reason
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.openai.conversation import Conversation, message_of
@@ -70,7 +67,7 @@ class ResponseStore:
         self._num_characters -= self._stored.pop(response_id)[1]
 
 
-class ResponsesEndpoint:
+class ResponsesEndpoint(Conversation):
     """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request.
 
     Args:
@@ -83,27 +80,13 @@ class ResponsesEndpoint:
     def __init__(
         self, served: ServedModel, store: ResponseStore, body: ResponsesBody, messages: list[Message]
     ) -> None:
-        self._conversation = Conversation(served.answer_format, auto_tool_choice=served.auto_tool_choice)
+        super().__init__(served.answer_format, auto_tool_choice=served.auto_tool_choice)
         self._body = body
         self._store = store
         self._messages = messages
         self._items = ResponseItems()
         self._deltas: list[AnswerDelta] = []
         self._num_events = 0
-
-    def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
-        return [self._conversation.prompt(body, tokenizer)]
-
-    def adjust(self, body: ChatCompletionBody) -> ChatCompletionBody:
-        return self._conversation.adjust(body)
-
-    def reader(self) -> AnswerReader:
-        return self._conversation.reader()
-
-    def echoes(
-        self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
-    ) -> list[str] | None:
-        return None
 
     def response(self, generation: Generation) -> BaseModel:
         (choice,) = generation.choices
@@ -117,15 +100,8 @@ class ResponsesEndpoint:
         ]
         return self._numbered(events)
 
-    def chunk(
-        self,
-        generation: Generation,
-        index: int,
-        output: RequestOutput,
-        deltas: list[AnswerDelta],
-        first: bool,
-        usage: Usage | None,
-    ) -> bytes:
+    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
+        _, output, deltas = arrived
         return self._numbered(self._take(deltas, finish_reason(output)))
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:

@@ -60,7 +60,7 @@ def test_the_demo_models_template(
     demo_tokenizer: Tokenizer, messages: Any, fields: dict[str, Any], text: str
 ) -> None:
     body = ChatCompletionBody(messages=messages, **fields)
-    ids = Conversation(AnswerFormat(), auto_tool_choice=True).prompt(body, demo_tokenizer)
+    (ids,) = Conversation(AnswerFormat(), auto_tool_choice=True).tokenize(body, demo_tokenizer)
     assert demo_tokenizer.decode(ids) == text
     assert ids == demo_tokenizer.encode(text, add_special_tokens=False)
 

@@ -209,7 +209,7 @@ def test_what_a_forced_choice_asks_for() -> None:
     def schema(choice: Any, **more: Any) -> dict[str, Any]:
         body = Body(messages=USER, tools=TOOLS, tool_choice=choice, **more)  # type: ignore[arg-type]
         conversation = Conversation(AnswerFormat(), auto_tool_choice=True)
-        conversation.prompt(body, tokenizer)
+        conversation.tokenize(body, tokenizer)
         wanted = conversation.adjust(body).structured_outputs
         assert wanted is not None
         return wanted["json"]
