@@ -260,6 +260,10 @@ token_ids = st.lists(
     finish_reason=st.sampled_from(["stop", "length"]),
     merges=st.lists(st.booleans(), min_size=40, max_size=40),
 )
+@example([*b"aab"], [1, 1, 1], ("ab",), False, True, 0, "length", [False] * 40)
+@example([*b"aaab", 261, *b"a"], [2, 4], ("bST",), False, True, 0, "length", [True] * 40)
+@example([*b"aab", EOS, *b"ab"], [6], ("ab",), True, False, 0, "stop", [False] * 40)
+@example([*b"abab"], [1, 1, 1, 1], ("ab",), False, True, 2, "stop", [True] * 40)
 def test_where_tokens_end(
     ids: list[int],
     sizes: list[int],

@@ -87,7 +87,7 @@ class Generation:
     Args:
         reservation: a place for each sequence.
         echoes: each prompt's text, where it is wanted back.
-        is_echo_only: nothing else is.
+        is_echo_only: whether nothing but the prompts' texts is wanted.
         shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
         reader: makes a reader for a choice's answer; None if answers are plain text.
 

@@ -7,7 +7,7 @@ from typing import cast
 from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import TokenLogprobs
+from metal_engine.request import RequestOutput
 from metal_engine.server.errors import APIError, invalid, invalid_prompt
 from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
@@ -28,7 +28,7 @@ class CompletionEndpoint:
 
     def __init__(self) -> None:
         self._templates: dict[int, ChunkTemplate] = {}
-        # By choice, where the text of its last token ends that has been told of, its echo left aside.
+        # Of each choice, where the last token ends that a chunk has told of, in the generated text.
         self._text_ends: dict[int, int] = {}
 
     def tokenize(self, body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
@@ -64,9 +64,7 @@ class CompletionEndpoint:
         for choice in generation.choices:
             logprobs = None
             if generation.params.logprobs is not None:
-                logprobs = self._logprobs(
-                    generation, choice, choice.text_logprobs, choice.token_ends, first=True
-                )
+                logprobs = self._logprobs(generation, choice, choice, first=True)
             choices.append(
                 CompletionChoice(
                     index=choice.index,
@@ -86,15 +84,14 @@ class CompletionEndpoint:
         index, output, _ = arrived
         choice = generation.choices[index]
         text = (choice.echo or "") + output.text if first else output.text
-        tokens = output.text_logprobs or []
-        if not text and not tokens and not output.finished:
+        if not text and not output.text_logprobs and not output.finished:
             return b""
-        has_logprobs = bool(tokens) or (first and output.text_logprobs is not None)
+        has_logprobs = bool(output.text_logprobs) or (first and output.text_logprobs is not None)
         if not (output.finished or has_logprobs or usage is not None):
             return self._template(generation, index).fill(text)
         logprobs = None
         if has_logprobs:
-            logprobs = self._logprobs(generation, choice, tokens, output.token_ends, first=first)
+            logprobs = self._logprobs(generation, choice, output, first)
         chunk = CompletionChoice(
             index=index,
             text=text,
@@ -112,21 +109,16 @@ class CompletionEndpoint:
         return template
 
     def _logprobs(
-        self,
-        generation: Generation,
-        choice: Choice,
-        tokens: list[TokenLogprobs],
-        token_ends: list[int],
-        *,
-        first: bool,
+        self, generation: Generation, choice: Choice, told: Choice | RequestOutput, first: bool
     ) -> CompletionLogprobs:
-        """Log probabilities of tokens; with the first of them, those of the prompt before where it is wanted back.
+        """Log probabilities of all of a choice's tokens, or of those of one output of it.
 
         Args:
-            token_ends: where the text of these tokens ends, and maybe of further ones.
+            first: whether these are the choice's first tokens. The prompt's come before them if it is wanted back.
         """
+        tokens = told.text_logprobs or []
         begin = len(choice.echo or "")
-        starts = [self._text_ends.get(choice.index, 0), *token_ends]
+        starts = [self._text_ends.get(choice.index, 0), *told.token_ends]
         self._text_ends[choice.index] = starts[-1]
         offsets = [begin + start for start in starts[: len(tokens)]]
         prompt = choice.prompt_logprobs if first and choice.echo is not None else None
@@ -134,10 +126,8 @@ class CompletionEndpoint:
             return completion_logprobs(generation.tokenizer, tokens, offsets)
         skip = generation.params.skip_special_tokens
         before = prompt_offsets(generation.tokenizer, choice.prompt_token_ids, skip_special_tokens=skip)
-        first_token_id = choice.prompt_token_ids[0]
-        return completion_logprobs(
-            generation.tokenizer, [*prompt, *tokens], [*before, *offsets], first_token_id
-        )
+        tokens_of_both, first_token_id = [*prompt, *tokens], choice.prompt_token_ids[0]
+        return completion_logprobs(generation.tokenizer, tokens_of_both, before + offsets, first_token_id)
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:
         return (sse(_completion(generation, [], generation.usage)) if include_usage else b"") + DONE
