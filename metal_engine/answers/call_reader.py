@@ -114,7 +114,7 @@ class CallReader:
         return deltas
 
     def _parsed(self, body: str) -> list[ToolCall]:
-        """The calls in a text. Raises any exception for a text that is none, or has one that is not of the tools."""
+        """The calls in a text. Raises an exception of any type if it is no call, or a call of another tool."""
         parsed = self._parser.parse_tool_call(body, self._tools)
         return [self._checked(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
 
