@@ -7,14 +7,19 @@ import operator
 import queue
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.chat_answers import ChatAnswers
+from metal_engine.answers.deltas import ToolCall, assemble
+from metal_engine.answers.tool_plan import Tool, ToolPlan
 from metal_engine.build import build_engine
+from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs
@@ -31,8 +36,14 @@ Message = dict[str, Any]
 class GeneratedOutput:
     """One of the ``n`` outputs for a prompt.
 
-    ``finish_reason`` is ``stop`` or ``length``; ``stop_reason`` the stop string or token id that ended it.
-    ``logprobs`` has one entry for each of ``token_ids``, if asked for.
+    Attributes:
+        text: all that was generated; of a chat, with the marks of reasoning and tool calls in it.
+        finish_reason: ``stop`` or ``length``.
+        stop_reason: the stop string or token id that ended it, if one did.
+        logprobs: one entry for each of ``token_ids``, if asked for.
+        content: of a chat, the text without reasoning and tool calls; None for an answer that is tool calls alone.
+        reasoning: of a chat, what the model wrote as its reasoning, if it did.
+        tool_calls: of a chat, the calls of its tools.
     """
 
     index: int
@@ -41,6 +52,9 @@ class GeneratedOutput:
     finish_reason: str
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,12 +88,26 @@ class GenerationResult:
     def logprobs(self) -> list[TokenLogprobs] | None:
         return self.outputs[0].logprobs
 
+    @property
+    def content(self) -> str | None:
+        return self.outputs[0].content
+
+    @property
+    def reasoning(self) -> str | None:
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.outputs[0].tool_calls
+
 
 class LLM:
     """A model, loaded, ready to generate for many prompts at once.
 
     Args:
         model: ``demo``, a ``.gguf`` file, a local model directory, or a Hugging Face repository.
+        tool_call_parser: format of the model's tool calls, as in ``--tool-call-parser``.
+        reasoning_parser: format of the model's reasoning, as in ``--reasoning-parser``.
         engine_args: any field of :class:`metal_engine.settings.args.EngineArgs`.
 
     Raises:
@@ -87,8 +115,15 @@ class LLM:
         ConfigError: the settings cannot work.
     """
 
-    def __init__(self, model: str, **engine_args: Any) -> None:
-        self._start(EngineArgs(model=model, **engine_args))
+    def __init__(
+        self,
+        model: str,
+        *,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        **engine_args: Any,
+    ) -> None:
+        self._start(EngineArgs(model=model, **engine_args), tool_call_parser, reasoning_parser)
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLM:
@@ -97,7 +132,12 @@ class LLM:
         llm._start(args)
         return llm
 
-    def _start(self, args: EngineArgs) -> None:
+    def _start(
+        self, args: EngineArgs, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> None:
+        self._tool_call_parser = tool_call_parser
+        self._reasoning_parser = reasoning_parser
+        self._answer_formats: dict[str, AnswerFormat] = {}  # by the parser of tool calls
         # One queue per call under way, under the ids of its requests: calls may come from several threads.
         self._queues: dict[str, queue.SimpleQueue[RequestOutput]] = {}
         self._thread = EngineThread(lambda: build_engine(args), self._dispatch)
@@ -147,15 +187,51 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Tool] = (),
         use_tqdm: bool = True,
         **template_kwargs: Any,
     ) -> list[GenerationResult]:
-        """Generate the assistant's answer to one conversation, or to each of several."""
+        """Generate the assistant's answer to one conversation, or to each of several.
+
+        Answers are told apart into content, reasoning and tool calls. If the marks between these are special tokens,
+        ``text`` has its special tokens.
+
+        Args:
+            sampling_params: one for all, or one for each conversation.
+            tools: functions that the model may call, in OpenAI's form.
+            use_tqdm: show a progress bar.
+            template_kwargs: variables of the chat template.
+
+        Raises:
+            ConfigError: the format of the model's tool calls or reasoning is not known here.
+            ValueError: a conversation can never be served; nothing has been generated then.
+            RuntimeError: a step failed, or the engine has stopped.
+        """
         conversations: list[Any] = (
             [messages] if messages and isinstance(messages[0], dict) else list(messages)
         )
-        token_ids = [self.tokenizer.apply_chat_template(list(c), **template_kwargs) for c in conversations]
-        return self._run(token_ids, sampling_params, use_tqdm)
+        plan = ToolPlan(shown=list(tools), parsed=list(tools))
+        if tools:
+            template_kwargs["tools"] = plan.shown
+        prompts = [self.tokenizer.apply_chat_template(list(c), **template_kwargs) for c in conversations]
+        continues = bool(template_kwargs.get("continue_final_message"))
+        answer_format = self._answer_format(self._tool_call_parser if tools else "none")
+        answers = [
+            ChatAnswers.to_prompt(answer_format, plan, prompt, self.tokenizer.decode, continues=continues)
+            for prompt in prompts
+        ]
+        params = self._params_for(prompts, sampling_params)
+        if any(one.needs_special_tokens for one in answers):
+            params = [replace(one, skip_special_tokens=False) for one in params]
+        results = self._run(prompts, params, use_tqdm)
+        return [_read(result, one) for result, one in zip(results, answers, strict=True)]
+
+    def _answer_format(self, tool_call_parser: str) -> AnswerFormat:
+        found = self._answer_formats.get(tool_call_parser)
+        if found is None:
+            found = find_answer_format(self.tokenizer.hf_tokenizer, tool_call_parser, self._reasoning_parser)
+            self._answer_formats[tool_call_parser] = found
+        return found
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -297,6 +373,17 @@ def _generated(index: int, outputs: list[RequestOutput]) -> GeneratedOutput:
         stop_reason=outputs[-1].stop_reason,
         logprobs=logprobs,
     )
+
+
+def _read(result: GenerationResult, answers: ChatAnswers) -> GenerationResult:
+    """The result with its outputs' texts told apart."""
+    outputs = []
+    for output in result.outputs:
+        answer = assemble(answers.reader(incremental=False).add(output.text, (), output.finish_reason))
+        outputs.append(
+            replace(output, content=answer.content, reasoning=answer.reasoning, tool_calls=answer.tool_calls)
+        )
+    return replace(result, outputs=outputs)
 
 
 def _progress_bar(show: bool) -> Progress:

@@ -213,6 +213,10 @@ class RequestOutput:
         request_id: as given on submission.
         text: new text; never half a character, never part of a stop string.
         token_ids: new token ids.
+        token_ends: where the text of each token ends, in characters from the beginning of the request's text. A token
+            comes once, in order, with the output that shows the end of its text. On the last output come those that
+            a stop string has cut off; they end where the text does. The token that stopped generation has no place
+            here if it is no part of the text.
         num_prompt_tokens: length of the prompt in tokens.
         num_output_tokens: tokens generated so far, the new ones included.
         num_cached_tokens: prompt tokens whose KV was there: in the prefix cache, or in a store.
@@ -221,14 +225,15 @@ class RequestOutput:
         stop_reason: the stop string or stop token id that ended generation, if one did.
         error: message, when ``finish_reason`` is ``error``.
         logprobs: of each of ``token_ids``; None unless asked for.
-        text_logprobs: of the tokens that ``text`` ends, so that tokens whose text is held back come later, and
-            those cut off with a stop string or as an end of sequence never; None unless asked for.
+        text_logprobs: of the tokens of ``token_ends``, but for those of whose text nothing is shown because a stop
+            string has cut it off; None unless asked for.
         prompt_logprobs: on the first output, of each prompt token, None for the first of them; None unless asked for.
     """
 
     request_id: str
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    token_ends: list[int] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0

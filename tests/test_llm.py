@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from metal_engine import llm as llm_module
+from metal_engine.engine.core import EngineCore
+from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.llm import LLM
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.support.serving import MODEL, serve
+from tests.support.splitting import answer_format
 from tests.support.tiny_engine import tiny_engine
-from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids
+from tests.support.tool_formats import RECORDED, TOOLS, Recorded
+from tools.fixtures.fake_engine import (
+    TOOL_TEMPLATE,
+    VOCAB_SIZE,
+    FakeRunner,
+    NextToken,
+    byte_ids,
+    fake_config,
+    script,
+    tiny_tokenizer,
+)
 
 
 @pytest.fixture
@@ -114,3 +130,78 @@ def test_a_request_that_cannot_be_added_fails_alone(llm: LLM, monkeypatch: pytes
     (result,) = generate(llm, [8, 9], SamplingParams(max_tokens=3, ignore_eos=True))
     assert len(result.token_ids) == 3
     scheduler.check_integrity()
+
+
+# --- chats ---
+
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+CHAT_CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
+
+
+def answering(
+    monkeypatch: pytest.MonkeyPatch,
+    next_token: NextToken,
+    tokenizer: Tokenizer | None = None,
+    **settings: Any,
+) -> LLM:
+    """An LLM whose model gives these tokens."""
+    runner = FakeRunner(CHAT_CONFIG.cache.block_size, next_token)
+    tokenizer = tokenizer or tiny_tokenizer(TOOL_TEMPLATE)
+    vocab_size = len(tokenizer.hf_tokenizer)
+    config = replace(CHAT_CONFIG, model=replace(CHAT_CONFIG.model, vocab_size=vocab_size))
+    monkeypatch.setattr(llm_module, "build_engine", lambda args: EngineCore(config, runner, tokenizer))
+    return LLM("fake", **settings)
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: r.parser)
+def test_a_chat_is_told_apart_as_the_server_does_it(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"<think>\nhm\n</think>\n{recorded.text}"
+    names = {"tool_call_parser": recorded.parser, "reasoning_parser": "think"}
+    with answering(monkeypatch, script(text), **names) as llm:
+        (result,) = llm.chat(USER, SamplingParams(n=2, max_tokens=1000), tools=TOOLS, use_tqdm=False)
+        (cut,) = llm.chat(USER, SamplingParams(max_tokens=10), tools=TOOLS, use_tqdm=False)
+        (plain,) = llm.chat(USER, use_tqdm=False, sampling_params=SamplingParams(max_tokens=1000))
+    served: Any = {"model": MODEL, "messages": USER, "tools": TOOLS}
+    with serve(
+        script(text),
+        config=CHAT_CONFIG,
+        tokenizer=tiny_tokenizer(TOOL_TEMPLATE),
+        answer_format=answer_format(recorded.parser),
+    ) as s:
+        message: Any = s.client().chat.completions.create(**served).choices[0].message
+    for output in result.outputs:
+        assert (output.text, output.finish_reason) == (text, "stop")
+        assert (output.content, output.reasoning) == (message.content, message.reasoning)
+        assert [(call.name, call.arguments) for call in output.tool_calls] == [
+            (call.function.name, call.function.arguments) for call in message.tool_calls
+        ]
+    assert (result.content, result.reasoning) == (recorded.content or None, "hm")
+    assert [call.name for call in result.tool_calls] == [name for name, _ in recorded.calls]
+    assert (cut.text, cut.content, cut.reasoning, cut.tool_calls) == (text[:10], "", "hm", ())
+    # Without tools there are no calls.
+    assert (plain.content, plain.reasoning, plain.tool_calls) == (recorded.text, "hm", ())
+
+
+def test_a_chat_whose_format_the_tokenizer_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its marks are special tokens, and the template begins the reasoning."""
+    template = "{{ messages[0].content }}{{ '[TOOL_CALLS]' if tools }}[THINK]"
+    hf: Any = tiny_tokenizer(template).hf_tokenizer
+    marks = [AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")]
+    hf.add_tokens(marks, special_tokens=True)
+    tokenizer = Tokenizer(hf)
+    tokens = tokenizer.encode('hm[/THINK]Yes.[TOOL_CALLS]find_trains[ARGS]{"city": "Rome"}')
+    tokens.append(min(tokenizer.eos_token_ids))
+
+    def next_token(so_far: list[int], num_prompt_tokens: int) -> int:
+        return tokens[len(so_far) - num_prompt_tokens]
+
+    with answering(monkeypatch, next_token, tokenizer) as llm:
+        both = llm.chat([USER, USER], SamplingParams(max_tokens=100), tools=TOOLS, use_tqdm=False)
+        (generated,) = generate(llm, "hi", SamplingParams(max_tokens=100))
+    for result in both:
+        assert (result.content, result.reasoning) == ("Yes.", "hm")
+        assert [(c.name, c.arguments) for c in result.tool_calls] == [("find_trains", '{"city": "Rome"}')]
+    assert generated.text == 'hmYes.find_trains{"city": "Rome"}'
+    assert (generated.content, generated.reasoning, generated.tool_calls) == (None, None, ())

@@ -1,4 +1,4 @@
-"""Answers that are tool calls by a JSON schema: the schema, and its texts into pieces."""
+"""Answers that are forced to be tool calls: the JSON schema that forces them, and what their text comes to."""
 
 from __future__ import annotations
 
@@ -7,30 +7,35 @@ import logging
 import re
 from typing import Any
 
+from metal_engine.answers.deltas import AnswerDelta, ArgumentsDelta, CallStart, TextDelta, new_call_id
 from metal_engine.answers.json_reader import JSONObjectReader
-from metal_engine.answers.pieces import CallArguments, CallStart, Piece, TextPiece, new_call_id
 from metal_engine.errors import ParameterError
 
 logger = logging.getLogger(__name__)
 
 Schema = dict[str, Any]
 
-# Of the list of calls, what comes before a call's parameters.
+# What comes before a call's parameters in the list of calls.
 _CALL = re.compile(
     r"""\s*(?:\[|\}\s*,)\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*(?=\{)""", re.DOTALL
 )
-# Keywords whose values are no schemas, so what looks like a reference in them is none.
+# Keywords whose values are data, not schemas: a ``$ref`` in them does not refer to anything.
 _DATA = frozenset({"const", "enum", "default", "examples"})
-# Keywords whose values have schemas by name; the names are no keywords, whatever they look like.
+# Keywords whose values map names to schemas; a name may look like a keyword.
 _BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 
 def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bool) -> Schema:
-    """The JSON schema of an answer that is calls of ``tools`` (in OpenAI's form); of one call's arguments if ``name``
-    names it, else of a list of objects with ``name`` and ``parameters``. What :class:`ForcedCallSplitter` reads.
+    """The JSON schema of an answer that :class:`ForcedCallSplitter` reads.
+
+    Args:
+        tools: those that may be called, in OpenAI's form.
+        name: the tool to call: the answer is its arguments. None for an answer that is a list of calls, objects with
+            ``name`` and ``parameters``.
+        parallel: whether that list may have several calls.
 
     Raises:
-        ParameterError: parameters that are not those of an object.
+        ParameterError: a tool's parameters are not the schema of an object.
     """
     try:
         return _forced_schema(tools, name, parallel)
@@ -42,7 +47,7 @@ def _forced_schema(tools: list[dict[str, Any]], name: str | None, parallel: bool
     schemas = {tool["function"]["name"]: _parameters(i, tool) for i, tool in enumerate(tools)}
     if name is not None:
         return schemas[name]
-    # Each tool's schema moves to a place of its own, with all that is in it: two may define the same name.
+    # Each tool's schema moves to a place of its own with its definitions, for two tools may define the same name.
     definitions: Schema = {}
     calls = []
     for i, (tool_name, schema) in enumerate(schemas.items()):
@@ -60,7 +65,7 @@ def _forced_schema(tools: list[dict[str, Any]], name: str | None, parallel: bool
 
 
 def _parameters(i: int, tool: dict[str, Any]) -> Schema:
-    """The schema of a tool's arguments: of an object, whether it says so or not."""
+    """The schema of a tool's arguments, with the type "object" even if the tool does not say so."""
     schema: Schema = tool["function"].get("parameters") or {}
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
@@ -69,7 +74,7 @@ def _parameters(i: int, tool: dict[str, Any]) -> Schema:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema whose references within itself hold when it is found at ``root``."""
+    """A copy of a schema for the place ``root``: its references to its own parts point there."""
     if isinstance(schema, list):
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, dict):
@@ -88,10 +93,16 @@ def _moved(schema: Any, root: str) -> Any:
 
 
 class ForcedCallSplitter:
-    """The whole text is the arguments of one call, or, without ``name``, a list of calls: both by
-    :func:`forced_schema`. Arguments are given out as they come; those of a text that was cut off are incomplete."""
+    """Implements :class:`metal_engine.answers.splitter.Splitter` for text that a :func:`forced_schema` forced.
 
-    in_reasoning = False
+    Arguments are given out as they come. Those of a text that was cut off are incomplete.
+
+    Args:
+        name: the tool whose arguments the text is; None for a list of calls.
+        parallel: whether more than one call is wanted; if not, further ones are left out.
+    """
+
+    reasoning_bounds = ()
 
     def __init__(self, name: str | None, *, parallel: bool = True) -> None:
         self.num_calls = 0
@@ -100,12 +111,12 @@ class ForcedCallSplitter:
         self._text = ""
         self._reader: JSONObjectReader | None = None  # of the parameters under way
 
-    def add(self, text: str) -> list[Piece]:
+    def add(self, text: str) -> list[AnswerDelta]:
         if self._name is not None:
-            pieces = [] if self.num_calls else [self._start(self._name)]
-            return [*pieces, CallArguments(0, text)] if text else pieces
+            deltas = [] if self.num_calls else [self._start(self._name)]
+            return [*deltas, ArgumentsDelta(0, text)] if text else deltas
         self._text += text
-        pieces = []
+        deltas = []
         while self._text and (self._parallel or self.num_calls < 2):
             if self._reader is None:
                 found = _CALL.match(self._text)
@@ -113,28 +124,28 @@ class ForcedCallSplitter:
                     break
                 self._text = self._text[found.end() :]
                 self._reader = JSONObjectReader()
-                pieces.append(self._start(json.loads(found[1])))
+                deltas.append(self._start(json.loads(found[1])))
             taken = self._reader.add(self._text)
             if taken:
-                pieces.append(CallArguments(self.num_calls - 1, self._text[:taken]))
+                deltas.append(ArgumentsDelta(self.num_calls - 1, self._text[:taken]))
                 self._text = self._text[taken:]
             if self._reader.done:
                 self._reader = None
             if self._reader is not None:
                 break
-        return pieces if self._parallel else [piece for piece in pieces if _index(piece) == 0]
+        return deltas if self._parallel else [delta for delta in deltas if _index(delta) == 0]
 
-    def finish(self, *, truncated: bool) -> list[Piece]:
+    def finish(self, *, truncated: bool) -> list[AnswerDelta]:
         if self._name is not None or self.num_calls or not self._text:
             return []
         logger.warning("malformed tool calls are given as text: %.200r", self._text)
-        return [TextPiece("content", self._text)]
+        return [TextDelta("content", self._text)]
 
-    def _start(self, name: str) -> Piece:
+    def _start(self, name: str) -> AnswerDelta:
         self.num_calls += 1
         return CallStart(self.num_calls - 1, new_call_id(), name)
 
 
-def _index(piece: Piece) -> int:
-    assert not isinstance(piece, TextPiece)
-    return piece.index
+def _index(delta: AnswerDelta) -> int:
+    assert not isinstance(delta, TextDelta)
+    return delta.index

@@ -30,14 +30,14 @@ class JSONObjectReader:
         self._num_hex = 0  # digits of a \\u escape that are due
 
     def add(self, text: str) -> int:
-        """Read on; returns how many of the characters belong to the object."""
+        """Reads on; returns how many of the characters belong to the object."""
         at = 0
         while at < len(text) and not (self.done or self.bad):
             at = self._step(text, at)
         return at
 
     def _step(self, text: str, at: int) -> int:
-        """Take one thing; ``bad`` and the same place if it is none."""
+        """Takes one token of JSON; returns where the next one begins. Sets ``bad`` where there is none."""
         if self._expects in ("string", "key string"):
             return self._string(text, at)
         if self._expects == "scalar":
@@ -53,7 +53,7 @@ class JSONObjectReader:
         return at
 
     def _take(self, ch: str) -> bool:
-        """Judge a character between strings and scalars."""
+        """Takes a character between strings and scalars; returns whether it may stand there."""
         expects = self._expects
         if ch in "]}" and self._open and ch == self._open[-1]:
             if expects not in ("comma", "first key", "first value"):

@@ -1,4 +1,4 @@
-"""How a model writes tool calls and reasoning: told by its tokenizer, or by name. mlx-lm has the parsers."""
+"""Finds the format of a model's answers: its tokenizer tells, or the settings name it. mlx-lm has the parsers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from typing import Any
 from mlx_lm import tokenizer_utils
 from transformers import PreTrainedTokenizerFast
 
+from metal_engine.answers import harmony
+from metal_engine.answers.answer_format import AnswerFormat, ReasoningMarks
 from metal_engine.errors import ConfigError
-from metal_engine.settings.args import REASONING_MARKS, REASONING_PARSER_ALIASES, TOOL_PARSER_ALIASES
+from metal_engine.settings.format_names import (
+    HARMONY_PARSERS,
+    REASONING_MARKS,
+    REASONING_PARSER_ALIASES,
+    REASONING_PARSER_CHOICES,
+    TOOL_PARSER_ALIASES,
+    TOOL_PARSER_CHOICES,
+)
 
-# mlx-lm's parser -> what a call begins with, up to its arguments, where those are a JSON object as the model writes
-# it. They can be passed on as they come.
+# For mlx-lm's parsers that take the arguments as a JSON object, which can be passed on as the model writes it: what
+# a call begins with, up to its arguments.
 _CALL_HEADS = {
     "json_tools": re.compile(
         r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
@@ -23,27 +32,43 @@ _CALL_HEADS = {
 }
 
 
-def call_head(parser: Any | None) -> re.Pattern[str] | None:
-    """What a call begins with in a format of mlx-lm's, up to its arguments; None where they are written otherwise."""
-    return None if parser is None else _CALL_HEADS.get(parser.__name__.rpartition(".")[2])
-
-
-def tool_parser(tokenizer: PreTrainedTokenizerFast, wanted: str) -> Any | None:
-    """mlx-lm's module for a format of tool calls (``tool_call_start``, ``tool_call_end``, ``parse_tool_call``).
+def find_answer_format(
+    tokenizer: PreTrainedTokenizerFast,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
+) -> AnswerFormat:
+    """The format of a model's answers.
 
     Args:
-        wanted: its name; ``auto`` for the one that the tokenizer asks for, if it does; ``none``.
+        tool_call_parser: the name of a format of tool calls; ``auto`` for what the tokenizer says; ``none`` to leave
+            tool calls in the text.
+        reasoning_parser: the same for reasoning.
 
     Raises:
-        ConfigError: the tokenizer asks for one that this mlx-lm does not have.
+        ConfigError: there is no format of that name; or the tokenizer asks for a tool parser that mlx-lm lacks.
     """
-    if wanted == "none":
-        return None
-    name = TOOL_PARSER_ALIASES.get(wanted, wanted)
-    if wanted == "auto":
-        name = tokenizer.init_kwargs.get("tool_parser_type") or tokenizer_utils._infer_tool_parser(tokenizer)
-        if name is None:
-            return None
+    if tool_call_parser not in TOOL_PARSER_CHOICES:
+        raise ConfigError("--tool-call-parser", f"{tool_call_parser}: there is no such format")
+    if reasoning_parser not in REASONING_PARSER_CHOICES:
+        raise ConfigError("--reasoning-parser", f"{reasoning_parser}: there is no such format")
+    if reasoning_parser in HARMONY_PARSERS or (
+        reasoning_parser == "auto" and set(tokenizer.get_vocab()).issuperset(harmony.TOKENS)
+    ):
+        return harmony.harmony_format(calls=tool_call_parser != "none")
+    name = _tool_parser_name(tokenizer, tool_call_parser)
+    tool = None if name is None else _tool_parser(name)
+    marks = _reasoning_marks(tokenizer, reasoning_parser)
+    texts = [*(marks or ()), *((tool.tool_call_start, tool.tool_call_end) if tool else ())]
+    return AnswerFormat(
+        tool=tool,
+        call_head=None if name is None else _CALL_HEADS.get(name),
+        reasoning=None if marks is None else ReasoningMarks(*marks),
+        special=_any_special(tokenizer, texts),
+    )
+
+
+def _tool_parser(name: str) -> Any:
+    """mlx-lm's module for a format of tool calls, a :class:`metal_engine.answers.answer_format.ToolParser`."""
     try:
         return importlib.import_module(f"mlx_lm.tool_parsers.{name}")
     except ModuleNotFoundError as error:
@@ -53,8 +78,18 @@ def tool_parser(tokenizer: PreTrainedTokenizerFast, wanted: str) -> Any | None:
         ) from error
 
 
-def reasoning_marks(tokenizer: PreTrainedTokenizerFast, wanted: str) -> tuple[str, str] | None:
-    """What reasoning is written between; ``wanted`` as in :func:`tool_parser`."""
+def _tool_parser_name(tokenizer: PreTrainedTokenizerFast, wanted: str) -> str | None:
+    """mlx-lm's name for a format; of the one that the tokenizer asks for, if any, where ``auto`` is wanted."""
+    if wanted == "none":
+        return None
+    if wanted != "auto":
+        return TOOL_PARSER_ALIASES.get(wanted, wanted)
+    asked_for = tokenizer.init_kwargs.get("tool_parser_type")
+    return asked_for or tokenizer_utils._infer_tool_parser(tokenizer)
+
+
+def _reasoning_marks(tokenizer: PreTrainedTokenizerFast, wanted: str) -> tuple[str, str] | None:
+    """What reasoning is written between; None if the model does not reason, or ``none`` is wanted."""
     if wanted == "none":
         return None
     if wanted != "auto":
@@ -67,7 +102,7 @@ def reasoning_marks(tokenizer: PreTrainedTokenizerFast, wanted: str) -> tuple[st
     return next(known, None)
 
 
-def any_special(tokenizer: PreTrainedTokenizerFast, marks: Iterable[str]) -> bool:
+def _any_special(tokenizer: PreTrainedTokenizerFast, marks: Iterable[str]) -> bool:
     """Whether some of the marks would be missing from text without special tokens."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return any(text in mark for mark in marks for text in special)

@@ -11,7 +11,7 @@ from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThrou
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import MODEL_HELP, command
 from metal_engine.errors import ConfigError, ParameterError
-from metal_engine.settings.args import HARMONY_PARSERS, ChatArgs, EngineArgs, ServerArgs
+from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.settings.fields import flag, make_args
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ def serve(values: dict[str, Any]) -> None:
     server_args: ServerArgs = make_args(ServerArgs, values)
     set_up_logging(server_args.log_level, server_args.log_format)
     from metal_engine.build import build_engine
+    from metal_engine.checkpoints.answer_formats import find_answer_format
     from metal_engine.cli.banner import print_banner, startup_facts
     from metal_engine.engine.async_engine import AsyncEngine
     from metal_engine.server.listen import listen
@@ -46,41 +47,19 @@ def serve(values: dict[str, Any]) -> None:
         engine = AsyncEngine(lambda: build_engine(args))
         with quit_on_signals():
             engine.start()
-            parsers = make_parsers(engine.tokenizer.hf_tokenizer, server_args)
+            answer_format = find_answer_format(
+                engine.tokenizer.hf_tokenizer, server_args.tool_call_parser, server_args.reasoning_parser
+            )
         status = run_server(
             engine,
             server_args,
             names,
             listener,
             on_ready=lambda url: print_banner(startup_facts(engine.config, url, names)),
-            parsers=parsers,
+            answer_format=answer_format,
         )
     if status:
         raise typer.Exit(status)
-
-
-def make_parsers(tokenizer: Any, args: ServerArgs) -> Any:
-    """What the server needs to know of the model's answers, from its ``transformers`` tokenizer and the settings."""
-    from metal_engine.answers.formats import Parsers, ReasoningMarks
-    from metal_engine.answers.harmony import TOKENS, harmony_parsers
-    from metal_engine.checkpoints.answer_formats import any_special, call_head, reasoning_marks, tool_parser
-
-    if args.reasoning_parser in HARMONY_PARSERS or (
-        args.reasoning_parser == "auto" and set(tokenizer.get_vocab()).issuperset(TOKENS)
-    ):
-        return harmony_parsers(
-            calls=args.tool_call_parser != "none", auto_tool_choice=args.enable_auto_tool_choice
-        )
-    tool = tool_parser(tokenizer, args.tool_call_parser)
-    marks = reasoning_marks(tokenizer, args.reasoning_parser)
-    texts = [*(marks or ()), *((tool.tool_call_start, tool.tool_call_end) if tool else ())]
-    return Parsers(
-        tool=tool,
-        call_head=call_head(tool),
-        reasoning=None if marks is None else ReasoningMarks(*marks),
-        special=any_special(tokenizer, texts),
-        auto_tool_choice=args.enable_auto_tool_choice,
-    )
 
 
 @command(app, {"Chat": ChatArgs, "Engine": EngineArgs})

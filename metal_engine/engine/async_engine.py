@@ -240,6 +240,7 @@ def _merged(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     """Two outputs of one request as one."""
     if later.error is None:  # else it has no counts of its own
         later.token_ids = earlier.token_ids + later.token_ids
+        later.token_ends = earlier.token_ends + later.token_ends
         later.text = earlier.text + later.text
         later.prompt_logprobs = earlier.prompt_logprobs
         if earlier.logprobs is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import lru_cache
+from itertools import zip_longest
 
 from metal_engine.engine.tokenizer import Detokenizer, Tokenizer
 from metal_engine.request import Request, RequestOutput, TokenLogprobs
@@ -86,6 +87,8 @@ class StopStrings:
         node = self._node
         if node is None:
             return text, None
+        if not node.depth and node.longer.keys().isdisjoint(text):  # as most text: nothing in it begins one
+            return text, None
         for i, ch in enumerate(text):
             node = node.after(ch)
             if node.stop is not None:
@@ -94,8 +97,9 @@ class StopStrings:
                 return shown if self._include else shown[: -len(node.stop)], node.stop
         self._node = node
         text = self._held + text
-        self._held = text[len(text) - node.depth :]
-        return text[: len(text) - node.depth], None
+        end = len(text) - node.depth
+        self._held = text[end:]
+        return text[:end], None
 
     def flush(self) -> str:
         """What was held back, when no more text comes."""
@@ -103,56 +107,59 @@ class StopStrings:
         return held
 
 
-class _TextLogprobs:
-    """Log probabilities of tokens whose text has not been shown yet."""
-
-    def __init__(self) -> None:
-        self._held: deque[tuple[int, int, TokenLogprobs]] = deque()  # where its text begins and ends
-        self._end = 0  # of the text so far
-        self._shown = 0
-
-    def add(self, text: str, logprobs: TokenLogprobs) -> None:
-        """A token and the text that it completes."""
-        start, self._end = self._end, self._end + len(text)
-        self._held.append((start, self._end, logprobs))
-
-    def show(self, text: str) -> list[TokenLogprobs]:
-        """Tokens whose text is shown whole, now that ``text`` is."""
-        self._shown += len(text)
-        shown = []
-        while self._held and self._held[0][1] <= self._shown:
-            shown.append(self._held.popleft()[2])
-        return shown
-
-    def end(self) -> list[TokenLogprobs]:
-        """Further tokens whose text begins within what was shown, when no more is."""
-        return [logprobs for start, _, logprobs in self._held if start < self._shown]
-
-
 class _OutputState:
-    """One request's text under construction."""
+    """One request's text under construction.
+
+    Attributes:
+        text_end: characters of text so far.
+        num_shown: of them, those that have been shown.
+        held: tokens whose text might belong to a stop string: where it begins and ends in the request's text, and the
+            token's log probabilities if they are asked for.
+        stop_strings: None if there are none: then all text is shown at once.
+    """
 
     __slots__ = (
         "detokenizer",
+        "held",
         "num_output_tokens",
         "num_prompt_tokens",
+        "num_shown",
         "params",
         "prompt_logprobs",
         "stop_strings",
-        "text_logprobs",
+        "text_end",
     )
 
     def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
         params: SamplingParams = request.sampling_params
         self.params = params
         self.detokenizer = detokenizer
-        self.stop_strings = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        self.text_end = 0
+        self.num_shown = 0
+        self.held: deque[tuple[int, int, TokenLogprobs | None]] = deque()
+        self.stop_strings: StopStrings | None = None
+        if params.stop:
+            self.stop_strings = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_output_tokens = 0
-        self.text_logprobs = None if params.logprobs is None else _TextLogprobs()
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
+
+    def release(self, *, is_last: bool) -> tuple[list[int], list[TokenLogprobs]]:
+        """Returns ``token_ends`` and ``text_logprobs`` of the tokens that are held no longer.
+
+        Args:
+            is_last: whether no more text is shown. If so, all tokens go.
+        """
+        token_ends: list[int] = []
+        text_logprobs: list[TokenLogprobs] = []
+        while self.held and (is_last or self.held[0][1] <= self.num_shown):
+            begin, end, logprobs = self.held.popleft()
+            token_ends.append(min(end, self.num_shown))
+            if logprobs is not None and (begin < self.num_shown or end <= self.num_shown):
+                text_logprobs.append(logprobs)
+        return token_ends, text_logprobs
 
 
 class OutputProcessor:
@@ -172,7 +179,7 @@ class OutputProcessor:
         self._states.pop(request_id, None)
 
     def add_prompt_logprobs(self, request_id: str, part: PromptLogprobs) -> None:
-        """Log probabilities of a part of a prompt; those of a part that is computed again are left as they were."""
+        """Takes log probabilities of a part of a prompt. Of a part that is computed again, the first ones stay."""
         state = self._states.get(request_id)
         if state is not None and state.prompt_logprobs is not None:
             state.prompt_logprobs += part.tokens[len(state.prompt_logprobs) - part.start :]
@@ -183,44 +190,56 @@ class OutputProcessor:
         A stop string found here finishes the output; the caller must then end the request itself.
         """
         state = self._states[output.request_id]
-        finish_reason, stop_reason = output.finish_reason, output.stop_reason
-        shown: list[str] = []
+        params, stop_strings = state.params, state.stop_strings
+        finish_reason = output.finish_reason
+        stop_reason: str | int | None = output.stop_reason
+        begin = text_end = state.text_end
+        shown = ""
+        token_ends: list[int] = []
         found: str | None = None
         # The token that stopped generation (EOS or a stop token) is no part of the text, unless that is asked for.
-        is_hidden = finish_reason == "stop" and not state.params.include_stop_str_in_output
+        is_hidden = finish_reason == "stop" and not params.include_stop_str_in_output
         visible = output.token_ids[:-1] if is_hidden else output.token_ids
         for i, token_id in enumerate(visible):
             text = state.detokenizer.add(token_id)
-            if state.text_logprobs is not None and output.logprobs is not None:
-                state.text_logprobs.add(text, output.logprobs[i])
-            if state.num_output_tokens + i + 1 > state.params.min_tokens:
-                text, found = state.stop_strings.add(text)
-            shown.append(text)
+            text_end += len(text)
+            token_ends.append(text_end)
+            if stop_strings is not None and state.num_output_tokens + i >= params.min_tokens:
+                text, found = stop_strings.add(text)
+            shown += text
             if found is not None:
+                finish_reason, stop_reason = "stop", found
                 break
+        state.text_end = text_end
         state.num_output_tokens += len(output.token_ids)
-        if found is None and finish_reason is not None:
-            shown.append(state.stop_strings.flush())
-        if found is not None:
-            finish_reason = "stop"
+        is_last = finish_reason is not None
+        text_logprobs = [] if output.logprobs is None else output.logprobs[: len(token_ends)]
+        if stop_strings is not None:
+            if found is not None:  # tokens behind it have no text
+                token_ends += [text_end] * (len(visible) - len(token_ends))
+            elif is_last:
+                shown += stop_strings.flush()
+            state.num_shown += len(shown)
+            if state.held or state.num_shown != text_end:
+                begins = [begin, *token_ends][: len(token_ends)]
+                state.held.extend(zip_longest(begins, token_ends, text_logprobs))
+                token_ends, text_logprobs = state.release(is_last=is_last)
+        if is_last:
+            del self._states[output.request_id]
         result = RequestOutput(
             request_id=output.request_id,
-            text="".join(shown),
+            text=shown,
             token_ids=output.token_ids,
+            token_ends=token_ends,
             num_prompt_tokens=state.num_prompt_tokens,
             num_output_tokens=state.num_output_tokens,
             num_cached_tokens=output.num_cached_tokens,
             num_external_tokens=output.num_external_tokens,
             finish_reason=finish_reason,
-            stop_reason=found if found is not None else stop_reason,
+            stop_reason=stop_reason,
             logprobs=output.logprobs,
+            text_logprobs=None if params.logprobs is None else text_logprobs,
             prompt_logprobs=state.prompt_logprobs,
         )
         state.prompt_logprobs = None
-        if state.text_logprobs is not None:
-            result.text_logprobs = state.text_logprobs.show(result.text)
-            if result.finished:
-                result.text_logprobs += state.text_logprobs.end()
-        if result.finished:
-            del self._states[output.request_id]
         return result

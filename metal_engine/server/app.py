@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from metal_engine import __version__
-from metal_engine.answers.formats import Parsers
+from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.server.anthropic.routes import add_anthropic_routes
 from metal_engine.server.errors import install_error_handlers
@@ -34,14 +34,17 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
 
 
 def create_app(
-    engine: AsyncEngine, names: Sequence[str], args: ServerArgs | None = None, parsers: Parsers | None = None
+    engine: AsyncEngine,
+    names: Sequence[str],
+    args: ServerArgs | None = None,
+    answer_format: AnswerFormat | None = None,
 ) -> FastAPI:
     """The application for an engine that has been started; whoever started it also shuts it down.
 
     Args:
         names: what the model is called in the API; answers carry the first.
         args: of which the application takes those that are about requests.
-        parsers: how the model writes tool calls and reasoning; without them, all is plain text.
+        answer_format: how the model writes tool calls and reasoning; without it, answers are plain text.
     """
     args = args or ServerArgs()
     app = FastAPI(title="metal-engine", version=__version__, responses=_ERRORS)
@@ -51,8 +54,9 @@ def create_app(
         engine,
         tuple(names),
         ParameterPolicy(strict=args.strict_params),
-        parsers or Parsers(),
+        answer_format or AnswerFormat(),
         Admission.of(engine, args),
+        auto_tool_choice=args.enable_auto_tool_choice,
     )
     lifecycle = app.state.lifecycle = Lifecycle(engine)
     metrics = ServerMetrics(engine, served.names[0])

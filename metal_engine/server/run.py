@@ -18,7 +18,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from metal_engine.answers.formats import Parsers
+from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ConfigError
 from metal_engine.server.app import create_app
@@ -236,7 +236,7 @@ def run_server(
     names: tuple[str, ...],
     listener: Listener,
     on_ready: Callable[[str], None],
-    parsers: Parsers | None = None,
+    answer_format: AnswerFormat | None = None,
 ) -> int:
     """Serve an engine that has been started, until a signal or its death; then shut it down.
 
@@ -247,7 +247,7 @@ def run_server(
         ConfigError: another process has begun to listen on the address.
     """
     server = make_server(
-        create_app(engine, names, args, parsers),
+        create_app(engine, names, args, answer_format),
         engine,
         shutdown_timeout=args.shutdown_timeout,
         log_stats_interval=args.log_stats_interval,

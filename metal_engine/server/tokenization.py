@@ -73,7 +73,7 @@ def _tokenized(served: ServedModel, body: TokenizeBody) -> Tokens:
     else:
         conversation = validated(ChatCompletionBody, {"messages": body.messages, **(body.model_extra or {})})
         served.parameters.check(conversation)
-        (tokens,) = ChatEndpoint(served.parsers).tokenize(conversation, tokenizer)
+        (tokens,) = ChatEndpoint(served).tokenize(conversation, tokenizer)
     return Tokens(
         count=len(tokens),
         max_model_len=served.engine.config.scheduler.max_model_len,

@@ -9,40 +9,13 @@ from dataclasses import dataclass
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.fields import flag, setting
+from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "metal", "mlx")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-# mlx-lm's formats of tool calls, by its names for them.
-TOOL_PARSERS = (
-    "auto", "none", "function_gemma", "gemma4", "glm47", "json_tools", "kimi_k2", "kimi_k3", "laguna", "longcat",
-    "minicpm5", "minimax_m2", "mistral", "muse_spark", "pythonic", "qwen3_coder",
-)  # fmt: skip
-# vLLM's names for formats that mlx-lm calls otherwise.
-TOOL_PARSER_ALIASES = {
-    "hermes": "json_tools",
-    "qwen3_xml": "qwen3_coder",
-    "glm45": "glm47",
-    "lfm2": "pythonic",
-}
-# Name -> what reasoning is written between.
-REASONING_MARKS = {
-    "think": ("<think>", "</think>"),
-    "gemma4": ("<|channel>thought", "<channel|>"),
-    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
-    "longcat": ("<longcat_think>", "</longcat_think>"),
-    "mistral": ("[THINK]", "[/THINK]"),
-    "seed_oss": ("<seed:think>", "</seed:think>"),
-    "think_tokens": ("<|think:start|>", "<|think:end|>"),
-}
-# vLLM's names for `think`.
-REASONING_PARSER_ALIASES = dict.fromkeys(
-    ("deepseek_r1", "qwen3", "glm45", "ernie45", "hunyuan_a13b", "minimax_m2", "holo2", "kimi_k2"), "think"
-)
-# Names of gpt-oss's format, which has tool calls in it and for which mlx-lm has no parser. The second is vLLM's.
-HARMONY_PARSERS = ("gpt_oss", "openai_gptoss")
 
 # The runner keeps a row for each sequence; this is far beyond what a device computes at once.
 MAX_NUM_SEQS = 65_536
@@ -225,12 +198,12 @@ class ServerArgs:
     tool_call_parser: str = setting(
         "auto",
         "Format of the model's tool calls: auto (what its tokenizer says), none, or a name.",
-        choices=(*TOOL_PARSERS, *TOOL_PARSER_ALIASES),
+        choices=TOOL_PARSER_CHOICES,
     )
     reasoning_parser: str = setting(
         "auto",
         "Format of the model's reasoning: auto (what its tokenizer says), none, or a name.",
-        choices=("auto", "none", *REASONING_MARKS, *REASONING_PARSER_ALIASES, *HARMONY_PARSERS),
+        choices=REASONING_PARSER_CHOICES,
     )
     sse_keep_alive: float = setting(
         15.0,

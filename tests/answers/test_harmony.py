@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from metal_engine.answers.harmony import TOKENS, HarmonySplitter, harmony_parsers
-from metal_engine.answers.pieces import CallArguments, CallStart
-from metal_engine.cli.main import make_parsers
+from metal_engine.answers.deltas import ArgumentsDelta, CallStart
+from metal_engine.answers.harmony import TOKENS, HarmonySplitter, harmony_format
+from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.settings.args import ServerArgs
-from tests.answers.test_pieces import cuts, deltas, run
 from tests.support.serving import MODEL, serve
+from tests.support.splitting import cuts, deltas, run
 from tests.support.tool_formats import TOOLS, TRAINS, WEATHER, Call
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, tiny_tokenizer
 
@@ -53,7 +52,7 @@ RECORDED: list[tuple[str, str, str, list[Call]]] = [
 @pytest.mark.parametrize(("text", "content", "reasoning", "calls"), RECORDED)
 def test_recorded(text: str, content: str, reasoning: str, calls: list[Call], incremental: bool) -> None:
     for parts in cuts(text):
-        splitter = HarmonySplitter(harmony_parsers(), TOOLS, incremental=incremental)
+        splitter = HarmonySplitter(harmony_format(), TOOLS, incremental=incremental)
         assert run(splitter, parts)[:3] == (content, reasoning, calls), parts
         assert splitter.num_calls == len(calls)
 
@@ -62,19 +61,19 @@ def test_no_markup_of_an_answer_that_is_cut_off() -> None:
     text, content, reasoning, _ = RECORDED[0]
     for end in range(len(text)):
         for parts in ([text[:end]], list(text[:end])):
-            shown = run(HarmonySplitter(harmony_parsers(), TOOLS), parts, truncated=True)
+            shown = run(HarmonySplitter(harmony_format(), TOOLS), parts, truncated=True)
             assert content.startswith(shown[0].removesuffix("<").removesuffix("<|"))
             assert reasoning.startswith(shown[1].partition("<|")[0].removesuffix("<"))
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    splitter = HarmonySplitter(harmony_parsers(), TOOLS, incremental=True)
+    splitter = HarmonySplitter(harmony_format(), TOOLS, incremental=True)
     head = "<|channel|>commentary to=functions.find_trains <|constrain|>json<|message|>{"
-    assert [type(piece) for ch in head for piece in splitter.add(ch)] == [CallStart, CallArguments]
+    assert [type(delta) for ch in head for delta in splitter.add(ch)] == [CallStart, ArgumentsDelta]
     for ch in '"city": "Rome"':
-        assert splitter.add(ch) == [CallArguments(0, ch)]
+        assert splitter.add(ch) == [ArgumentsDelta(0, ch)]
     assert splitter.add("}") == []
-    assert splitter.finish(truncated=False) == [CallArguments(0, "}")]
+    assert splitter.finish(truncated=False) == [ArgumentsDelta(0, "}")]
 
 
 MALFORMED = [
@@ -88,9 +87,9 @@ MALFORMED = [
 def test_malformed_calls_are_text(text: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     for incremental in (False, True):
-        splitter = HarmonySplitter(harmony_parsers(), TOOLS, incremental=incremental)
-        (piece,) = deltas(splitter, text)
-        assert piece.text == text and splitter.num_calls == 0  # type: ignore[union-attr]
+        splitter = HarmonySplitter(harmony_format(), TOOLS, incremental=incremental)
+        (delta,) = deltas(splitter, text)
+        assert delta.text == text and splitter.num_calls == 0  # type: ignore[union-attr]
     assert len(caplog.records) == 2
 
 
@@ -99,10 +98,11 @@ def test_over_http() -> None:
     hf: Any = tiny_tokenizer(TOOL_TEMPLATE).hf_tokenizer
     hf.add_tokens([AddedToken(token, special=True) for token in TOKENS], special_tokens=True)
     tokenizer = Tokenizer(hf, hf.convert_tokens_to_ids(["<|call|>", "<|return|>"]))
-    known = make_parsers(hf, ServerArgs())
+    known = find_answer_format(hf)
     assert known.harmony and known.special
-    assert not make_parsers(hf, ServerArgs(reasoning_parser="none")).harmony
-    assert make_parsers(tiny_tokenizer().hf_tokenizer, ServerArgs(reasoning_parser="openai_gptoss")).harmony
+    assert not find_answer_format(hf, reasoning_parser="none").harmony
+    plain = tiny_tokenizer().hf_tokenizer
+    assert find_answer_format(plain, reasoning_parser="openai_gptoss").harmony
 
     answer = (
         f"{ANALYSIS}{NEXT}<|channel|>commentary to=functions.get_weather json<|message|>{ARGUMENTS}<|call|>"
@@ -111,7 +111,7 @@ def test_over_http() -> None:
     messages: Any = [{"role": "user", "content": "hi"}]
     config = fake_config(max_model_len=4096, num_blocks=2048, vocab_size=len(hf))
     with serve(
-        lambda so_far, n: tokens[len(so_far) - n], config=config, tokenizer=tokenizer, parsers=known
+        lambda so_far, n: tokens[len(so_far) - n], config=config, tokenizer=tokenizer, answer_format=known
     ) as s:
         client = s.client()
         request: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": TOOLS}
@@ -138,7 +138,7 @@ def test_over_http() -> None:
 
 def test_what_is_no_header_is_not_lost() -> None:
     for parts in cuts(FINAL + "<|end|>and more"):
-        assert run(HarmonySplitter(harmony_parsers()), parts)[0] == "It is: 2 <| 3. and more"
+        assert run(HarmonySplitter(harmony_format()), parts)[0] == "It is: 2 <| 3. and more"
     garbage = "<|channel|>" + "to=" * 2000
     for parts in ([garbage], list(garbage)):
-        assert run(HarmonySplitter(harmony_parsers()), parts)[0] == garbage
+        assert run(HarmonySplitter(harmony_format()), parts)[0] == garbage

@@ -6,11 +6,12 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from metal_engine.engine.async_engine import _merged
 from metal_engine.engine.output_processor import OutputProcessor, StopStrings
-from metal_engine.request import Request, RequestOutput
+from metal_engine.request import Request, RequestOutput, TokenLogprobs
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import TokenOutput
 from tools.fixtures.fake_engine import EOS, byte_ids, tiny_tokenizer
@@ -218,3 +219,107 @@ def test_requests_do_not_mix() -> None:
             for token in byte_ids(text)[i : i + 1]:
                 shown[request_id] += processor.process(TokenOutput(request_id, [token])).text
     assert shown == texts
+
+
+# --- where tokens end ---
+
+
+def logprobs_of(place: int) -> TokenLogprobs:
+    """Log probabilities that tell which of the answer's tokens they belong to."""
+    return TokenLogprobs(place, -1.0, 1, ())
+
+
+def grouped_steps(ids: list[int], sizes: list[int], finish_reason: str) -> list[TokenOutput]:
+    """Steps of so many tokens each; the last one ends the answer, with EOS if it is a stop."""
+    ids = [*ids, EOS] if finish_reason == "stop" else ids
+    steps = []
+    at = 0
+    for size in [*sizes, len(ids)]:
+        if at < len(ids):
+            places = range(at, min(at + size, len(ids)))
+            logprobs = [logprobs_of(place) for place in places]
+            steps.append(TokenOutput("r", [ids[place] for place in places], logprobs=logprobs))
+            at += size
+    steps[-1].finish_reason = finish_reason
+    return steps
+
+
+token_ids = st.lists(
+    st.sampled_from([*b"abST", *"é😀".encode(), 0xFF, 261, 262, EOS, EOS - 1]), min_size=1, max_size=30
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    ids=token_ids,
+    sizes=st.lists(st.integers(1, 4), max_size=30),
+    stop=st.sampled_from([(), ("ST",), ("ab", "STOP"), ("bb", "é"), ("aaab",), ("<|im_end|>a",)]),
+    include=st.booleans(),
+    skip_special=st.booleans(),
+    min_tokens=st.integers(0, 4),
+    finish_reason=st.sampled_from(["stop", "length"]),
+    merges=st.lists(st.booleans(), min_size=40, max_size=40),
+)
+@example([*b"aab"], [1, 1, 1], ("ab",), False, True, 0, "length", [False] * 40)
+@example([*b"aaab", 261, *b"a"], [2, 4], ("bST",), False, True, 0, "length", [True] * 40)
+@example([*b"aab", EOS, *b"ab"], [6], ("ab",), True, False, 0, "stop", [False] * 40)
+@example([*b"abab"], [1, 1, 1, 1], ("ab",), False, True, 2, "stop", [True] * 40)
+def test_where_tokens_end(
+    ids: list[int],
+    sizes: list[int],
+    stop: tuple[str, ...],
+    include: bool,
+    skip_special: bool,
+    min_tokens: int,
+    finish_reason: str,
+    merges: list[bool],
+) -> None:
+    """However many tokens a step has, and however outputs are merged for a slow reader."""
+    params = SamplingParams(
+        stop=stop,
+        include_stop_str_in_output=include,
+        skip_special_tokens=skip_special,
+        min_tokens=min_tokens,
+        ignore_eos=True,
+        logprobs=0,
+    )
+    outputs = run(start(params), grouped_steps(ids, sizes, finish_reason))
+    text = "".join(output.text for output in outputs)
+    num_tokens = sum(len(output.token_ids) for output in outputs)
+    assert num_tokens == outputs[-1].num_output_tokens
+    # What is hidden is EOS, where it has been reached.
+    is_hidden = finish_reason == "stop" and num_tokens == len(ids) + 1 and not include
+    seen = [*ids, EOS][: num_tokens - is_hidden]
+    stop_reason = outputs[-1].stop_reason
+    # Where the text ends that was looked at, a stop string that is not shown included.
+    limit = None if stop_reason is None else len(text) + (0 if include else len(str(stop_reason)))
+    detokenizer = tokenizer().detokenizer(byte_ids("p"), skip_special)
+    ends = [0]
+    for token_id in seen:
+        ends.append(ends[-1] + len(detokenizer.add(token_id)))
+        if limit is not None and ends[-1] >= limit:
+            break
+    expected = [min(end, len(text)) for end in ends[1:]]
+    expected += [len(text)] * (len(seen) - len(expected))
+    assert [end for output in outputs for end in output.token_ends] == expected
+
+    # Each comes with the output that shows its end.
+    shown = num_ended = 0
+    for output in outputs:
+        shown += len(output.text)
+        num_ended += len(output.token_ends)
+        if not output.finished:
+            assert num_ended == sum(end <= shown for end in ends[1 : output.num_output_tokens + 1])
+    told = [entry.token_id for output in outputs for entry in output.text_logprobs or ()]
+    assert told == [
+        place for place, (begin, end) in enumerate(pairwise(ends)) if begin < len(text) or end <= len(text)
+    ]
+
+    merged = [outputs[0]]
+    for output, merge in zip(outputs[1:], merges, strict=False):
+        if merge:
+            merged[-1] = _merged(merged[-1], output)
+        else:
+            merged.append(output)
+    assert [end for output in merged for end in output.token_ends] == expected
+    assert [entry.token_id for output in merged for entry in output.text_logprobs or ()] == told

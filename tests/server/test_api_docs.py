@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 
 from metal_engine.server.openai.protocol import ChatCompletionBody, CompletionBody
-from tests.answers.test_pieces import parsers
 from tests.cli.test_docs import as_pattern, commands
 from tests.support.serving import Served, serve
+from tests.support.splitting import answer_format
 from tools.fixtures.fake_engine import EOS, TOOL_TEMPLATE, byte_ids, fake_config, tiny_tokenizer
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def test_the_commands_print_what_the_page_says() -> None:
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
     num_commands = 0
     with serve(
-        answer, config=config, tokenizer=tokenizer, names=("demo",), parsers=parsers("json_tools")
+        answer, config=config, tokenizer=tokenizer, names=("demo",), answer_format=answer_format("json_tools")
     ) as served:
         for block in re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL):
             for command, expected in commands(block):

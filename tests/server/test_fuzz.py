@@ -8,9 +8,9 @@ import json
 import httpx
 import pytest
 
-from tests.answers.test_pieces import parsers
 from tests.support.fuzzing import bodies
 from tests.support.serving import DEADLINE, serve
+from tests.support.splitting import answer_format
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, tiny_tokenizer
 
 SEED = 20261121
@@ -20,7 +20,7 @@ SEED = 20261121
 def test_random_bodies(number: int) -> None:
     config = fake_config(max_model_len=128, num_blocks=512, max_num_batched_tokens=512)
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
-    with serve(config=config, tokenizer=tokenizer, parsers=parsers("json_tools")) as served:
+    with serve(config=config, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
 
         async def send(client: httpx.AsyncClient, path: str, body: bytes) -> tuple[int, bytes]:
             response = await client.post(path, content=body, headers={"content-type": "application/json"})

@@ -16,8 +16,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.answers.test_pieces import parsers
 from tests.support.serving import Served, serve
+from tests.support.splitting import answer_format
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, tiny_tokenizer
 
 CHECKS = [
@@ -33,7 +33,7 @@ CHECKS = [
 def _small_server() -> Iterator[Served]:
     config = fake_config(max_model_len=64, num_blocks=256)
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
-    with serve(config=config, tokenizer=tokenizer, parsers=parsers("json_tools")) as served:
+    with serve(config=config, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
         yield served
 
 

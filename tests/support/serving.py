@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import httpx
 import openai
 
-from metal_engine.answers.formats import Parsers
+from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ def serve(
     names: tuple[str, ...] = (MODEL,),
     args: ServerArgs | None = None,
     death_grace: float = DEADLINE,
-    parsers: Parsers | None = None,
+    answer_format: AnswerFormat | None = None,
     engine: AsyncEngine | None = None,
 ) -> Iterator[Served]:
     """A server on a fake runner, or on an ``engine`` that has been started; it is shut down at the end."""
@@ -93,7 +93,7 @@ def serve(
     engine = engine or fake_engine(runner, config, tokenizer)
     args = args or ServerArgs(shutdown_timeout=1)
     server = make_server(
-        create_app(engine, names, args, parsers),
+        create_app(engine, names, args, answer_format),
         engine,
         shutdown_timeout=args.shutdown_timeout,
         death_grace=death_grace,

@@ -8,14 +8,15 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from metal_engine.answers.chat_answers import AnswerReader
+from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, TokenLogprobs
 from metal_engine.server.errors import APIError, engine_dead
-from metal_engine.server.generation.usage import ReasoningCounter
 from metal_engine.server.logs import note
 from metal_engine.server.middleware.lifecycle import SHUTTING_DOWN
-from metal_engine.server.openai.logprobs import TextOffsets, prompt_logprobs
+from metal_engine.server.openai.logprobs import prompt_logprobs
 from metal_engine.server.openai.protocol import (
     CompletionTokensDetails,
     FinishReason,
@@ -24,8 +25,10 @@ from metal_engine.server.openai.protocol import (
     Usage,
 )
 
-# Outputs of a step or more, each with the index of the choice it belongs to.
-Batch = list[tuple[int, RequestOutput]]
+# The index of a choice, an output of it, and what the output's text comes to; nothing where that is not read.
+Arrived = tuple[int, RequestOutput, list[AnswerDelta]]
+# Outputs of a step or more, each with the index of its choice.
+_Batch = list[tuple[int, RequestOutput]]
 
 
 @dataclass
@@ -34,22 +37,22 @@ class Choice:
 
     Attributes:
         echo: the prompt's text, if it is wanted back.
-        offsets: where the texts of tokens with log probabilities begin.
-        reasoning: counts tokens of reasoning, where there may be any.
+        reader: reads the answer; None if it is plain text.
+        token_ends: where the text of each token ends in the choice's text.
+        latest: the last output, which has the counts of tokens.
+        deltas: what the whole text comes to, after :meth:`Generation.finish`.
     """
 
     index: int
     prompt_token_ids: list[int]
-    offsets: TextOffsets
     echo: str | None = None
-    reasoning: ReasoningCounter | None = None
+    reader: AnswerReader | None = None
     texts: list[str] = field(default_factory=list)
+    token_ends: list[int] = field(default_factory=list)
+    deltas: list[AnswerDelta] = field(default_factory=list)
     text_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_external_tokens: int = 0
+    latest: RequestOutput = field(default_factory=lambda: RequestOutput(""))
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -57,16 +60,22 @@ class Choice:
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def num_calls(self) -> int:
+        """Tool calls in what has been read of the answer."""
+        return 0 if self.reader is None else self.reader.num_calls
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning in what has been read of the answer."""
+        return 0 if self.reader is None else self.reader.num_reasoning_tokens
+
     def add(self, output: RequestOutput) -> None:
         self.texts.append(output.text)
-        if self.reasoning is not None:
-            self.reasoning.add(output.token_ids)
+        self.token_ends += output.token_ends
         self.text_logprobs += output.text_logprobs or ()
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        self.num_prompt_tokens = output.num_prompt_tokens
-        self.num_output_tokens = output.num_output_tokens
-        self.num_cached_tokens = output.num_cached_tokens
-        self.num_external_tokens = output.num_external_tokens
+        self.latest = output
         self.finish_reason = finish_reason(output)
         self.stop_reason = output.stop_reason
 
@@ -78,9 +87,9 @@ class Generation:
         reservation: a place for each sequence.
         requests: one for each prompt, all of the same parameters.
         echoes: each prompt's text, where it is wanted back.
-        is_echo_only: nothing else is.
+        is_echo_only: whether nothing but the prompts' texts is wanted.
         shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
-        reasoning_counter: makes a counter for a choice, or None where there is no reasoning.
+        reader: makes a reader for a choice's answer; None if answers are plain text.
 
     Attributes:
         choices: what each sequence has come to; complete once :meth:`outputs` is exhausted.
@@ -99,7 +108,7 @@ class Generation:
         echoes: list[str] | None = None,
         is_echo_only: bool = False,
         shows_prompt_logprobs: bool = False,
-        reasoning_counter: Callable[[Tokenizer], ReasoningCounter | None] = lambda tokenizer: None,
+        reader: Callable[[], AnswerReader | None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._reservation = reservation
@@ -117,16 +126,18 @@ class Generation:
             Choice(
                 i * self.params.n + j,
                 request.prompt_token_ids,
-                TextOffsets(engine.tokenizer, self.params.skip_special_tokens),
                 echoes[i] if echoes is not None else None,
-                reasoning_counter(engine.tokenizer),
+                reader(),
             )
             for i, request in enumerate(requests)
             for j in range(self.params.n)
         ]
 
-    async def outputs(self) -> AsyncGenerator[Batch, None]:
+    async def outputs(self, *, read: bool = True) -> AsyncGenerator[list[Arrived], None]:
         """Outputs as they come, those that came together in one batch. Closing it aborts what is unfinished.
+
+        Args:
+            read: whether answers are read as they come.
 
         Raises:
             APIError: a sequence failed; the others are aborted.
@@ -148,13 +159,19 @@ class Generation:
         try:
             async with aclosing(_merge(streams)) as batches:
                 async for batch in batches:
+                    arrived: list[Arrived] = []
                     for index, output in batch:
                         if output.finish_reason in ("error", "abort"):
                             raise self._failure(output)
                         if self._is_echo_only:
                             _hide_output(output)
-                        self.choices[index].add(output)
-                    yield batch
+                        choice = self.choices[index]
+                        choice.add(output)
+                        deltas: list[AnswerDelta] = []
+                        if read and choice.reader is not None:
+                            deltas = choice.reader.add(output.text, output.token_ends, choice.finish_reason)
+                        arrived.append((index, output, deltas))
+                    yield arrived
         finally:
             self._reservation.release()
             if timer is not None:
@@ -177,10 +194,13 @@ class Generation:
         )
 
     async def finish(self) -> None:
-        """Run to the end. Raises what :meth:`outputs` raises."""
-        async with aclosing(self.outputs()) as batches:
+        """Runs to the end and reads the answers whole. Raises what :meth:`outputs` raises."""
+        async with aclosing(self.outputs(read=False)) as batches:
             async for _ in batches:
                 pass
+        for choice in self.choices:
+            if choice.reader is not None:
+                choice.deltas = choice.reader.add(choice.text, choice.token_ends, choice.finish_reason)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -190,11 +210,11 @@ class Generation:
     @property
     def usage(self) -> Usage:
         firsts = self.choices[:: self.params.n]  # a prompt counts once
-        prompt_tokens = sum(choice.num_prompt_tokens for choice in firsts)
-        completion_tokens = sum(choice.num_output_tokens for choice in self.choices)
+        prompt_tokens = sum(choice.latest.num_prompt_tokens for choice in firsts)
+        completion_tokens = sum(choice.latest.num_output_tokens for choice in self.choices)
         details = PromptTokensDetails(
-            cached_tokens=sum(choice.num_cached_tokens for choice in firsts),
-            kv_store_tokens=sum(choice.num_external_tokens for choice in firsts),
+            cached_tokens=sum(choice.latest.num_cached_tokens for choice in firsts),
+            kv_store_tokens=sum(choice.latest.num_external_tokens for choice in firsts),
         )
         return Usage(
             prompt_tokens=prompt_tokens,
@@ -202,7 +222,7 @@ class Generation:
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=details,
             completion_tokens_details=CompletionTokensDetails(
-                reasoning_tokens=sum(c.reasoning.count for c in self.choices if c.reasoning is not None)
+                reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices)
             ),
         )
 
@@ -228,7 +248,7 @@ class Generation:
 
 
 def _hide_output(output: RequestOutput) -> None:
-    output.text, output.token_ids, output.num_output_tokens = "", [], 0
+    output.text, output.token_ids, output.token_ends, output.num_output_tokens = "", [], [], 0
     output.text_logprobs = None if output.text_logprobs is None else []
     output.finish_reason, output.stop_reason = "length", None
 
@@ -242,7 +262,7 @@ def finish_reason(output: RequestOutput) -> FinishReason | None:
             raise AssertionError(f"unexpected finish reason {other!r}")
 
 
-async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[Batch, None]:
+async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[_Batch, None]:
     """Outputs of all streams as they come. Closes every stream when it is closed itself."""
     if len(streams) == 1:  # spares each token a task switch
         async with aclosing(streams[0]) as stream:
@@ -266,7 +286,7 @@ async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGen
             items = [await arrived.get()]
             while not arrived.empty():
                 items.append(arrived.get_nowait())
-            batch: Batch = []
+            batch: _Batch = []
             for index, item in items:
                 if isinstance(item, Exception):
                     raise item

@@ -9,18 +9,18 @@ from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from metal_engine.answers.formats import Parsers
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
-from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
+from metal_engine.request import PreparedRequest, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.generation.admission import Admission
-from metal_engine.server.generation.generation import Generation
+from metal_engine.server.generation.generation import Arrived, Generation
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
-from metal_engine.server.generation.usage import ReasoningCounter
 from metal_engine.server.openai.protocol import GenerationBody, KVTransferParams, Usage
 
 # Sequences of one request; each takes memory before it runs.
@@ -37,8 +37,9 @@ class ServedModel:
     engine: AsyncEngine
     names: tuple[str, ...]
     parameters: ParameterPolicy
-    parsers: Parsers
+    answer_format: AnswerFormat
     admission: Admission
+    auto_tool_choice: bool = True
 
     def check_model(self, model: str | None) -> None:
         """Raises APIError, a 404, for a model that is not this one."""
@@ -66,8 +67,8 @@ class Endpoint(Protocol[ContraBodyT]):
         """
         ...
 
-    def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
-        """A counter of one choice's tokens of reasoning; None where there are none. After :meth:`tokenize`."""
+    def reader(self) -> AnswerReader | None:
+        """A reader for one choice's answer; None if answers are plain text. After :meth:`tokenize`."""
         ...
 
     def response(self, generation: Generation) -> BaseModel:
@@ -78,9 +79,7 @@ class Endpoint(Protocol[ContraBodyT]):
         """What a stream begins with, before there is any output."""
         ...
 
-    def chunk(
-        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
-    ) -> bytes:
+    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
         """The events of one output in a stream.
 
         Args:
@@ -124,7 +123,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         echoes=echoes,
         is_echo_only=echoes is not None and body.max_tokens == 0,
         shows_prompt_logprobs=body.prompt_logprobs is not None,
-        reasoning_counter=endpoint.reasoning_counter,
+        reader=endpoint.reader,
     )
 
 

@@ -75,10 +75,10 @@ async def stream_events(
         async with aclosing(generation.outputs()) as batches:
             async for batch in batches:
                 data = b""
-                for index, output in batch:
+                for arrived in batch:
                     usage = generation.usage if continuous_usage else None
-                    data += endpoint.chunk(generation, index, output, index not in started, usage)
-                    started.add(index)
+                    data += endpoint.chunk(generation, arrived, arrived[0] not in started, usage)
+                    started.add(arrived[0])
                 if data:
                     yield data
     except Exception as error:

@@ -7,13 +7,12 @@ from typing import cast
 from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import APIError, invalid, invalid_prompt
-from metal_engine.server.generation.generation import Choice, Generation, finish_reason
+from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
-from metal_engine.server.generation.usage import ReasoningCounter
-from metal_engine.server.openai.logprobs import completion_logprobs
+from metal_engine.server.openai.logprobs import completion_logprobs, prompt_offsets
 from metal_engine.server.openai.protocol import (
     Completion,
     CompletionBody,
@@ -30,6 +29,8 @@ class CompletionEndpoint:
 
     def __init__(self) -> None:
         self._templates: dict[int, ChunkTemplate] = {}
+        # Of each choice, where the last token ends that a chunk has told of, in the generated text.
+        self._text_ends: dict[int, int] = {}
 
     def tokenize(self, body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         prompts = _prompts(body)
@@ -43,7 +44,7 @@ class CompletionEndpoint:
     def adjust(self, params: SamplingParams) -> SamplingParams:
         return params
 
-    def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
+    def reader(self) -> None:
         return None
 
     def echoes(
@@ -64,7 +65,7 @@ class CompletionEndpoint:
         for choice in generation.choices:
             logprobs = None
             if generation.params.logprobs is not None:
-                logprobs = self._prompt_part(generation, choice, choice.text_logprobs)
+                logprobs = self._logprobs(generation, choice, choice, first=True)
             choices.append(
                 CompletionChoice(
                     index=choice.index,
@@ -80,21 +81,18 @@ class CompletionEndpoint:
     def begin(self, generation: Generation) -> bytes:
         return b""
 
-    def chunk(
-        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
-    ) -> bytes:
+    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
+        index, output, _ = arrived
         choice = generation.choices[index]
         text = (choice.echo or "") + output.text if first else output.text
-        tokens = output.text_logprobs or []
-        if not text and not tokens and not output.finished:
+        if not text and not output.text_logprobs and not output.finished:
             return b""
-        if not (output.finished or output.text_logprobs or usage is not None):
+        has_logprobs = bool(output.text_logprobs) or (first and output.text_logprobs is not None)
+        if not (output.finished or has_logprobs or usage is not None):
             return self._template(generation, index).fill(text)
         logprobs = None
-        if first and output.text_logprobs is not None:
-            logprobs = self._prompt_part(generation, choice, tokens)
-        elif tokens:
-            logprobs = completion_logprobs(generation.tokenizer, choice.offsets, tokens)
+        if has_logprobs:
+            logprobs = self._logprobs(generation, choice, output, first)
         chunk = CompletionChoice(
             index=index,
             text=text,
@@ -111,15 +109,26 @@ class CompletionEndpoint:
             template = self._templates[index] = ChunkTemplate(_completion(generation, [choice]))
         return template
 
-    def _prompt_part(
-        self, generation: Generation, choice: Choice, tokens: list[TokenLogprobs]
+    def _logprobs(
+        self, generation: Generation, choice: Choice, told: Choice | RequestOutput, first: bool
     ) -> CompletionLogprobs:
-        """Log probabilities of tokens, and of the prompt's before them where it is wanted back."""
-        prompt = choice.prompt_logprobs if choice.echo is not None else None
-        first_token_id = choice.prompt_token_ids[0] if choice.prompt_token_ids else None
-        return completion_logprobs(
-            generation.tokenizer, choice.offsets, [*(prompt or ()), *tokens], first_token_id
-        )
+        """Log probabilities of all of a choice's tokens, or of those of one output of it.
+
+        Args:
+            first: whether these are the choice's first tokens. The prompt's come before them if it is wanted back.
+        """
+        tokens = told.text_logprobs or []
+        begin = len(choice.echo or "")
+        starts = [self._text_ends.get(choice.index, 0), *told.token_ends]
+        self._text_ends[choice.index] = starts[-1]
+        offsets = [begin + start for start in starts[: len(tokens)]]
+        prompt = choice.prompt_logprobs if first and choice.echo is not None else None
+        if not prompt:
+            return completion_logprobs(generation.tokenizer, tokens, offsets)
+        skip = generation.params.skip_special_tokens
+        before = prompt_offsets(generation.tokenizer, choice.prompt_token_ids, skip_special_tokens=skip)
+        tokens_of_both, first_token_id = [*prompt, *tokens], choice.prompt_token_ids[0]
+        return completion_logprobs(generation.tokenizer, tokens_of_both, before + offsets, first_token_id)
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:
         return (sse(_completion(generation, [], generation.usage)) if include_usage else b"") + DONE

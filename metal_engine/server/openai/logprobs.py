@@ -19,45 +19,41 @@ from metal_engine.server.openai.protocol import (
 _LOWEST = -9999.0
 
 
-class TextOffsets:
-    """Where each token's text begins, counted in characters, for tokens in the order of the text.
+def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
+    """Where the text of each of a prompt's tokens begins, in characters.
 
     Args:
         skip_special_tokens: whether special tokens have no text.
     """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
-
-    def next(self, token_id: int) -> int:
-        offset = self._offset
-        if not (self._skip_special_tokens and token_id in self._tokenizer.special_token_ids):
-            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
-        return offset
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offset = 0
+    offsets = []
+    for token_id in token_ids:
+        offsets.append(offset)
+        if not (skip_special_tokens and token_id in tokenizer.special_token_ids):
+            offset += len(decoder.decode(tokenizer.token_bytes(token_id)))
+    return offsets
 
 
 def completion_logprobs(
     tokenizer: Tokenizer,
-    offsets: TextOffsets,
     tokens: Sequence[TokenLogprobs | None],
+    offsets: Sequence[int],
     first_token_id: int | None = None,
 ) -> CompletionLogprobs:
     """For ``/v1/completions``; the sampled token is always among the alternatives.
 
     Args:
+        offsets: where the text of each token begins, in characters.
         first_token_id: the token of an entry that is None, as the first of a prompt is.
     """
-    result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets))
     for token in tokens:
         if token is None:
             assert first_token_id is not None
             result.tokens.append(_completion_text(tokenizer, first_token_id))
             result.token_logprobs.append(None)
             result.top_logprobs.append(None)
-            result.text_offset.append(offsets.next(first_token_id))
             continue
         text = _completion_text(tokenizer, token.token_id)
         alternatives: dict[str, float] = {}
@@ -67,7 +63,6 @@ def completion_logprobs(
         result.tokens.append(text)
         result.token_logprobs.append(_finite(token.logprob))
         result.top_logprobs.append(alternatives)
-        result.text_offset.append(offsets.next(token.token_id))
     return result
 
 

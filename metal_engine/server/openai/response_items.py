@@ -1,4 +1,4 @@
-"""Pieces of an answer into the output items of ``/v1/responses``, and the events that tell of them."""
+"""An answer as the output items of ``/v1/responses``, and the events that tell of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from metal_engine.answers.pieces import CallArguments, CallStart, Piece, TextPiece
+from metal_engine.answers.deltas import AnswerDelta, ArgumentsDelta, CallStart, TextDelta
 
 Event = dict[str, Any]
 
@@ -27,30 +27,30 @@ class ResponseItems:
         self._text: list[str] = []
         self._num_reasoning_characters = 0
 
-    def add(self, pieces: list[Piece]) -> list[Event]:
-        """Take pieces; the events (without sequence numbers) that they come to."""
+    def add(self, deltas: list[AnswerDelta]) -> list[Event]:
+        """Takes deltas; returns the events that they come to, without sequence numbers."""
         events: list[Event] = []
-        for piece in pieces:
-            if isinstance(piece, CallStart):
+        for delta in deltas:
+            if isinstance(delta, CallStart):
                 events += self.close()
-                events += self._begin_call(piece)
-            elif isinstance(piece, CallArguments):
-                self._text.append(piece.text)
-                events.append(self._event("response.function_call_arguments.delta", delta=piece.text))
+                events += self._begin_call(delta)
+            elif isinstance(delta, ArgumentsDelta):
+                self._text.append(delta.text)
+                events.append(self._event("response.function_call_arguments.delta", delta=delta.text))
             else:
-                if self._open != piece.kind:
+                if self._open != delta.kind:
                     events += self.close()
-                    events += self._begin_text(piece)
-                self._text.append(piece.text)
-                if piece.kind == "content":
-                    event = self._part_event("response.output_text.delta", delta=piece.text, logprobs=[])
+                    events += self._begin_text(delta)
+                self._text.append(delta.text)
+                if delta.kind == "content":
+                    event = self._part_event("response.output_text.delta", delta=delta.text, logprobs=[])
                 else:
-                    event = self._part_event("response.reasoning_text.delta", delta=piece.text)
+                    event = self._part_event("response.reasoning_text.delta", delta=delta.text)
                 events.append(event)
         return events
 
     def close(self, status: str = "completed") -> list[Event]:
-        """End the open item, if there is one."""
+        """Ends the open item, if there is one; returns the events that tell of it."""
         kind, self._open = self._open, None
         text = "".join(self._text)
         self._text = []
@@ -79,23 +79,23 @@ class ResponseItems:
         events.append(self._item_event("response.output_item.done"))
         return events
 
-    def _begin_call(self, piece: CallStart) -> list[Event]:
+    def _begin_call(self, delta: CallStart) -> list[Event]:
         self._open = "call"
         self.items.append(
             {
                 "id": _new_id("fc"),
                 "type": "function_call",
                 "status": "in_progress",
-                "call_id": piece.id,
-                "name": piece.name,
+                "call_id": delta.id,
+                "name": delta.name,
                 "arguments": "",
             }
         )
         return [self._item_event("response.output_item.added")]
 
-    def _begin_text(self, piece: TextPiece) -> list[Event]:
-        self._open = piece.kind
-        if piece.kind == "content":
+    def _begin_text(self, delta: TextDelta) -> list[Event]:
+        self._open = delta.kind
+        if delta.kind == "content":
             item = {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []}
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         else:

@@ -8,16 +8,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from metal_engine.answers.pieces import Piece
-from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.server.errors import APIError
-from metal_engine.server.generation.generation import Generation, finish_reason
+from metal_engine.server.generation.generation import Arrived, Generation, finish_reason
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse
-from metal_engine.server.generation.usage import ReasoningCounter
-from metal_engine.server.openai.chat import Conversation, message_of
+from metal_engine.server.openai.conversation import Conversation, message_of
 from metal_engine.server.openai.protocol import ChatCompletionBody, Usage
 from metal_engine.server.openai.response_items import Event, ResponseItems
 from metal_engine.server.openai.responses_protocol import Message, Response, ResponsesBody, to_chat
@@ -71,7 +67,7 @@ class ResponseStore:
         self._num_characters -= self._stored.pop(response_id)[1]
 
 
-class ResponsesEndpoint:
+class ResponsesEndpoint(Conversation):
     """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request.
 
     Args:
@@ -84,31 +80,17 @@ class ResponsesEndpoint:
     def __init__(
         self, served: ServedModel, store: ResponseStore, body: ResponsesBody, messages: list[Message]
     ) -> None:
-        self._conversation = Conversation(served.parsers)
+        super().__init__(served.answer_format, auto_tool_choice=served.auto_tool_choice)
         self._body = body
         self._store = store
         self._messages = messages
         self._items = ResponseItems()
-        self._pieces: list[Piece] = []
+        self._deltas: list[AnswerDelta] = []
         self._num_events = 0
-
-    def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
-        return [self._conversation.prompt(body, tokenizer)]
-
-    def adjust(self, params: SamplingParams) -> SamplingParams:
-        return self._conversation.adjust(params)
-
-    def reasoning_counter(self, tokenizer: Tokenizer) -> ReasoningCounter | None:
-        return self._conversation.reasoning_counter(tokenizer)
-
-    def echoes(
-        self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
-    ) -> list[str] | None:
-        return None
 
     def response(self, generation: Generation) -> BaseModel:
         (choice,) = generation.choices
-        self._take(choice.text, choice.finish_reason)
+        self._take(choice.deltas, choice.finish_reason)
         return self._finished(generation, choice.finish_reason)
 
     def begin(self, generation: Generation) -> bytes:
@@ -118,10 +100,9 @@ class ResponsesEndpoint:
         ]
         return self._numbered(events)
 
-    def chunk(
-        self, generation: Generation, index: int, output: RequestOutput, first: bool, usage: Usage | None
-    ) -> bytes:
-        return self._numbered(self._take(output.text, finish_reason(output)))
+    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
+        _, output, deltas = arrived
+        return self._numbered(self._take(deltas, finish_reason(output)))
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:
         (choice,) = generation.choices
@@ -142,10 +123,9 @@ class ResponsesEndpoint:
         failed = {"type": "response.failed", "response": response.model_dump()}
         return self._numbered([*events, failure, failed])
 
-    def _take(self, text: str, reason: str | None) -> list[Event]:
-        pieces = self._conversation.pieces(0, text, reason)
-        self._pieces += pieces
-        events = self._items.add(pieces)
+    def _take(self, deltas: list[AnswerDelta], reason: str | None) -> list[Event]:
+        self._deltas += deltas
+        events = self._items.add(deltas)
         if reason is not None:
             events += self._items.close("completed" if reason == "stop" else "incomplete")
         return events
@@ -172,7 +152,7 @@ class ResponsesEndpoint:
             "total_tokens": usage.total_tokens,
         }
         if response.store:
-            answer = message_of(self._pieces).model_dump(exclude_none=True)
+            answer = message_of(self._deltas).model_dump(exclude_none=True)
             self._store.put(StoredResponse(response.model_dump(), [*self._messages, answer]))
         return response
 

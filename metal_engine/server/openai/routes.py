@@ -24,7 +24,7 @@ def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store
 
     @app.post("/v1/chat/completions", tags=["generation"], response_model=ChatCompletion, responses=EVENTS)
     async def create_chat_completion(body: ChatCompletionBody, request: Request) -> Response:
-        return await answer(ChatEndpoint(served.parsers), body, request)
+        return await answer(ChatEndpoint(served), body, request)
 
     @app.post(
         "/v1/responses", tags=["responses"], response_model=responses_protocol.Response, responses=EVENTS

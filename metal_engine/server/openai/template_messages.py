@@ -17,7 +17,7 @@ def template_messages(messages: list[ChatMessage], instructions: str | None = No
     """Messages for :meth:`metal_engine.engine.tokenizer.Tokenizer.apply_chat_template`.
 
     Args:
-        instructions: for the system, beside its own.
+        instructions: what the system message says beside its own text.
 
     Raises:
         APIError: 400, for content that is not text.
@@ -29,7 +29,7 @@ def template_messages(messages: list[ChatMessage], instructions: str | None = No
     return result
 
 
-# What the server or another field says, or what is no part of a template.
+# Names that the server itself or another field gives a value, or that mean nothing to a template.
 _NOT_FOR_TEMPLATES = frozenset(
     {
         "conversation", "messages", "documents", "tools", "chat_template", "tokenize", "add_generation_prompt",
@@ -40,7 +40,7 @@ _NOT_FOR_TEMPLATES = frozenset(
 
 
 def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the template is told beside the messages: ``chat_template_kwargs``, and the reasoning effort.
+    """The template's variables beside the messages: ``chat_template_kwargs``, and the reasoning effort.
 
     Raises:
         APIError: 400, for names that are not for templates, and for an effort that the template does not know.
@@ -63,6 +63,23 @@ def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str,
             code="unsupported_parameter",
         )
     return kwargs
+
+
+def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
+    """How the prompt ends: where the assistant begins (the default), or within its last message (a prefill)."""
+    if not body.continue_final_message:
+        return {"add_generation_prompt": body.add_generation_prompt is not False}
+    if body.add_generation_prompt:
+        raise invalid(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    if body.messages[-1].role != "assistant":
+        raise invalid(
+            "continue_final_message needs a last message of the role assistant",
+            param="continue_final_message",
+        )
+    return {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from metal_engine.settings.args import ServerArgs
-from tests.answers.test_pieces import parsers
 from tests.support.serving import MODEL, Served, serve
+from tests.support.splitting import answer_format
 from tests.support.tool_formats import RECORDED, TOOLS
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
 
@@ -37,7 +37,9 @@ def client(served: Served, key: str = "none") -> anthropic.Anthropic:
 @pytest.fixture(scope="module")
 def _calling() -> Iterator[Served]:
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
-    with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, parsers=parsers("json_tools")) as served:
+    with serve(
+        script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")
+    ) as served:
         yield served
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from metal_engine.answers.formats import Parsers
+from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.build import read_chat_template
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ConfigError
-from metal_engine.server.openai.chat import ChatEndpoint
+from metal_engine.server.openai.conversation import Conversation
 from metal_engine.server.openai.protocol import ChatCompletionBody
 
 SYSTEM = (
@@ -60,7 +60,7 @@ def test_the_demo_models_template(
     demo_tokenizer: Tokenizer, messages: Any, fields: dict[str, Any], text: str
 ) -> None:
     body = ChatCompletionBody(messages=messages, **fields)
-    (ids,) = ChatEndpoint(Parsers()).tokenize(body, demo_tokenizer)
+    (ids,) = Conversation(AnswerFormat(), auto_tool_choice=True).tokenize(body, demo_tokenizer)
     assert demo_tokenizer.decode(ids) == text
     assert ids == demo_tokenizer.encode(text, add_special_tokens=False)
 

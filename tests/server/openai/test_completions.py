@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.sampling_params import SamplingParams
-from tests.support.serving import MODEL, Served
+from tests.support.serving import MODEL, Served, serve
+from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import EOS, byte_ids, generated
 
 TEXTS = ["Once upon a time", "the thing", "é", "日本語 😀 text", "x" * 300]
@@ -194,3 +198,44 @@ def test_neutral_and_harmless_parameters_are_accepted(served: Served) -> None:
     }  # fmt: skip
     response = served.post("/v1/completions", {"prompt": "a", "max_tokens": 2, **body})
     assert response.status_code == 200, response.text
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Served]:
+    """A model of random weights, for log probabilities."""
+    core = tiny_engine()
+    engine = AsyncEngine(lambda: core)
+    engine.start()
+    with serve(engine=engine) as served:
+        yield served
+        served.settle()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("echo", [False, True])
+def test_text_offsets(tiny: Served, echo: bool, seed: int) -> None:
+    """Of characters in several tokens, of text that is held back or cut off; in a stream, as in one answer."""
+    prompt = "né "
+    body: dict[str, Any] = {
+        "prompt": prompt, "echo": echo, "logprobs": 0, "stop": ["aba", "bb"], "max_tokens": 40, "seed": seed,
+        "temperature": 2.0, "ignore_eos": True, "allowed_token_ids": [*b"ab", *"é".encode(), EOS],
+    }  # fmt: skip
+    whole = tiny.post("/v1/completions", body).json()["choices"][0]
+    with tiny.client().completions.create(
+        model=MODEL, prompt=prompt, stream=True, extra_body={**body, "stream": True}
+    ) as stream:
+        parts = [chunk.choices[0].logprobs for chunk in stream]
+    tokens, offsets = whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"]
+    assert [token for part in parts if part for token in part.tokens or ()] == tokens
+    assert [offset for part in parts if part for offset in part.text_offset or ()] == offsets
+    spelled = {"<|im_end|>": EOS, "bytes:\\xc3": 0xC3, "bytes:\\xa9": 0xA9}
+    ids = [spelled[token] if token in spelled else ord(token) for token in tokens]
+    begin = len(byte_ids(prompt)) if echo else 0
+    assert ids[:begin] == (byte_ids(prompt) if echo else [])
+    assert offsets[:begin] == [0, 1, 1, 2][:begin]
+    detokenizer = tiny.tokenizer.detokenizer(byte_ids(prompt), True)
+    expected = [len(prompt) if echo else 0]
+    for token_id in ids[begin:]:
+        expected.append(expected[-1] + len(detokenizer.add(token_id)))
+    assert offsets[begin:] == expected[:-1]
+    assert expected[-1] >= len(whole["text"]) and (offsets[-1] <= len(whole["text"]))

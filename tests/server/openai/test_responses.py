@@ -9,12 +9,12 @@ from typing import Any
 import openai
 import pytest
 
-from metal_engine.answers.formats import Parsers
+from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.server.openai.responses import ResponseStore, StoredResponse
 from metal_engine.settings.args import ServerArgs
-from tests.answers.test_pieces import parsers
 from tests.server.test_errors import check_error
 from tests.support.serving import MODEL, Served, serve
+from tests.support.splitting import answer_format
 from tests.support.tool_formats import RECORDED, TOOLS
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
 
@@ -27,7 +27,9 @@ ANSWER = f"<think>\nhm\n</think>\n\n{RECORD.text}"
 @pytest.fixture(scope="module")
 def _calling() -> Iterator[Served]:
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
-    with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, parsers=parsers("json_tools")) as served:
+    with serve(
+        script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")
+    ) as served:
         yield served
 
 
@@ -229,7 +231,7 @@ def test_the_store_is_bounded() -> None:
 
 
 def test_nothing_is_stored_if_told_so() -> None:
-    with serve(args=ServerArgs(max_stored_responses=0), parsers=Parsers()) as served:
+    with serve(args=ServerArgs(max_stored_responses=0), answer_format=AnswerFormat()) as served:
         response = served.client().responses.create(model=MODEL, input="hi", max_output_tokens=1)
         with pytest.raises(openai.NotFoundError):
             served.client().responses.retrieve(response.id)

@@ -13,15 +13,16 @@ import anthropic
 import pytest
 from tokenizers import AddedToken
 
-from metal_engine.answers.formats import Parsers
-from metal_engine.cli.main import make_parsers
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.errors import ConfigError
+from metal_engine.server.openai.conversation import Conversation
 from metal_engine.server.openai.protocol import ChatCompletionBody
-from metal_engine.server.openai.tools import plan_tools
 from metal_engine.settings.args import ServerArgs
-from tests.answers.test_pieces import THINK, parsers
 from tests.server.test_errors import check_error
 from tests.support.serving import MODEL, Served, serve
+from tests.support.splitting import THINK, answer_format
 from tests.support.tool_formats import MALFORMED, RECORDED, TOOLS, Recorded
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, byte_ids, fake_config, generated, script, tiny_tokenizer
 
@@ -30,8 +31,10 @@ CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens
 
 
 @contextmanager
-def answering(text: str, known: Parsers) -> Iterator[Served]:
-    with serve(script(text), config=CONFIG, tokenizer=tiny_tokenizer(TOOL_TEMPLATE), parsers=known) as served:
+def answering(text: str, known: AnswerFormat) -> Iterator[Served]:
+    with serve(
+        script(text), config=CONFIG, tokenizer=tiny_tokenizer(TOOL_TEMPLATE), answer_format=known
+    ) as served:
         yield served
         served.settle()
 
@@ -60,7 +63,7 @@ def streamed(served: Served, **body: Any) -> tuple[dict[str, Any], str | None]:
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: r.parser)
 def test_every_format(recorded: Recorded) -> None:
     text = f"<think>\nhm\n</think>\n{recorded.text}"
-    with answering(text, parsers(recorded.parser)) as served:
+    with answering(text, answer_format(recorded.parser)) as served:
         completion = served.client().chat.completions.create(model=MODEL, messages=USER, tools=TOOLS)  # type: ignore[arg-type]
         (choice,) = completion.choices
         message = choice.message
@@ -79,7 +82,7 @@ def test_every_format(recorded: Recorded) -> None:
 @pytest.mark.parametrize("name", ["json_tools", "mistral"])
 def test_a_malformed_call_is_text(name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "metal_engine")
-    with answering(MALFORMED[name], parsers(name)) as served:
+    with answering(MALFORMED[name], answer_format(name)) as served:
         completion = served.client().chat.completions.create(model=MODEL, messages=USER, tools=TOOLS)  # type: ignore[arg-type]
         (choice,) = completion.choices
         assert (choice.message.content, choice.finish_reason) == (MALFORMED[name], "stop")
@@ -92,7 +95,7 @@ def test_a_malformed_call_is_text(name: str, caplog: pytest.LogCaptureFixture) -
 
 
 def test_the_template_is_shown_the_tools() -> None:
-    with answering("x", parsers("json_tools")) as served:
+    with answering("x", answer_format("json_tools")) as served:
         for body, shown in [
             ({"tools": TOOLS}, TOOLS),
             ({"tools": TOOLS, "tool_choice": "auto"}, TOOLS),
@@ -105,7 +108,7 @@ def test_the_template_is_shown_the_tools() -> None:
 
 def test_no_choice_leaves_calls_as_text() -> None:
     recorded = RECORDED[0]
-    with answering(recorded.text, parsers("json_tools")) as served:
+    with answering(recorded.text, answer_format("json_tools")) as served:
         body: dict[str, Any] = {"messages": USER, "tools": TOOLS, "tool_choice": "none"}
         (choice,) = served.post("/v1/chat/completions", body).json()["choices"]
         assert (choice["message"]["content"], choice["finish_reason"]) == (recorded.text, "stop")
@@ -114,7 +117,7 @@ def test_no_choice_leaves_calls_as_text() -> None:
 
 def test_a_begun_call_that_is_none_in_other_endpoints() -> None:
     """It stays incomplete, and says so where the endpoint has a word for it."""
-    with answering(MALFORMED["mistral"], parsers("mistral")) as served:
+    with answering(MALFORMED["mistral"], answer_format("mistral")) as served:
         tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
         with served.client().responses.stream(model=MODEL, input="hi", tools=tools) as stream:
             for _ in stream:
@@ -137,13 +140,13 @@ def test_a_begun_call_that_is_none_in_other_endpoints() -> None:
 
 
 def test_parallel_tool_calls() -> None:
-    with answering(RECORDED[0].text, parsers("json_tools")) as served:
+    with answering(RECORDED[0].text, answer_format("json_tools")) as served:
         message, _ = streamed(served, tools=TOOLS, parallel_tool_calls=False)
         assert [name for name, _ in message["calls"]] == ["get_weather"]
 
 
 def test_cut_off_within_a_call() -> None:
-    with answering(RECORDED[0].text, parsers("json_tools")) as served:
+    with answering(RECORDED[0].text, answer_format("json_tools")) as served:
         message, reason = streamed(served, tools=TOOLS, max_tokens=60)
         assert reason == "length" and not message["calls"]
         assert message["content"] == RECORDED[0].text[:60]
@@ -151,7 +154,9 @@ def test_cut_off_within_a_call() -> None:
 
 def test_a_conversation_with_calls_goes_back_into_the_template() -> None:
     template = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | length }}"
-    with serve(tokenizer=tiny_tokenizer(template), parsers=parsers("json_tools"), config=CONFIG) as served:
+    with serve(
+        tokenizer=tiny_tokenizer(template), answer_format=answer_format("json_tools"), config=CONFIG
+    ) as served:
         call = {
             "id": "c1",
             "type": "function",
@@ -175,7 +180,7 @@ NAMED = {"type": "function", "function": {"name": "find_trains"}}
 
 
 def test_refused_choices() -> None:
-    with answering("x", parsers("json_tools")) as served:
+    with answering("x", answer_format("json_tools")) as served:
         for body, param in [
             (
                 {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
@@ -187,8 +192,9 @@ def test_refused_choices() -> None:
             ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
         ]:
             check_error(served.post("/v1/chat/completions", {"messages": USER, **body}), 400, param)
-    for known, param in [(Parsers(), "tools"), (Parsers(auto_tool_choice=False), "tool_choice")]:
-        with answering("x", known) as served:
+    for auto, param in [(True, "tools"), (False, "tool_choice")]:
+        args = ServerArgs(shutdown_timeout=1, enable_auto_tool_choice=auto)
+        with serve(config=CONFIG, tokenizer=tiny_tokenizer(TOOL_TEMPLATE), args=args) as served:
             body = {"messages": USER, "tools": TOOLS}
             error = check_error(served.post("/v1/chat/completions", body), 400, param)
             assert "--" in error["message"]
@@ -202,7 +208,11 @@ def test_what_a_forced_choice_asks_for() -> None:
 
     def schema(choice: Any, **more: Any) -> dict[str, Any]:
         body = Body(messages=USER, tools=TOOLS, tool_choice=choice, **more)  # type: ignore[arg-type]
-        return plan_tools(body, Parsers(), tokenizer).schema
+        conversation = Conversation(AnswerFormat(), auto_tool_choice=True)
+        conversation.tokenize(body, tokenizer)
+        wanted = conversation.adjust(body).structured_outputs
+        assert wanted is not None
+        return wanted["json"]
 
     assert schema(NAMED) == TOOLS[1]["function"]["parameters"]
     required = schema("required")
@@ -218,7 +228,7 @@ def test_what_a_forced_choice_asks_for() -> None:
 def test_a_prompt_that_begins_the_reasoning() -> None:
     tokenizer = tiny_tokenizer("{{ messages[0].content }}<think>\n")
     with serve(
-        script("hm\n</think>\n\nYes."), tokenizer=tokenizer, parsers=Parsers(reasoning=THINK)
+        script("hm\n</think>\n\nYes."), tokenizer=tokenizer, answer_format=AnswerFormat(reasoning=THINK)
     ) as served:
         message, reason = streamed(served)
         assert (message["reasoning"], message["content"], reason) == ("hm", "Yes.", "stop")
@@ -239,7 +249,10 @@ def test_tokens_of_reasoning_are_counted(text: str, begun: bool, count: int) -> 
     """With a parser for tools too, and tools in the answer: neither changes the count."""
     template = "{{ tools }}{{ messages[0].content }}" + ("<think>\n" if begun else "")
     with serve(
-        script(text), tokenizer=tiny_tokenizer(template), parsers=parsers("json_tools"), config=CONFIG
+        script(text),
+        tokenizer=tiny_tokenizer(template),
+        answer_format=answer_format("json_tools"),
+        config=CONFIG,
     ) as served:
         client = served.client()
         for tools in ([], TOOLS):
@@ -265,6 +278,27 @@ def test_tokens_of_reasoning_are_counted(text: str, begun: bool, count: int) -> 
         plain = client.completions.create(model=MODEL, prompt="a", max_tokens=100).usage
         assert plain is not None and plain.completion_tokens_details is not None
         assert plain.completion_tokens_details.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("stop", "count"),
+    [("Yes", len(">hm</think>")), ("m</", len(">hm</")), ("</think>Y", len(">hm</think>Y"))],
+)
+def test_tokens_of_reasoning_with_a_stop_string(stop: str, count: int) -> None:
+    """Those that it cuts off count as what the text ends with."""
+    with serve(
+        script("<think>hm</think>Yes."), config=CONFIG, answer_format=AnswerFormat(reasoning=THINK)
+    ) as served:
+        body: dict[str, Any] = {"model": MODEL, "messages": USER, "stop": stop}
+        usage = served.client().chat.completions.create(**body).usage
+        assert usage is not None and usage.completion_tokens_details is not None
+        assert usage.completion_tokens_details.reasoning_tokens == count
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        counts = []
+        for chunk in served.client().chat.completions.create(**body, stream=True, stream_options=options):
+            assert chunk.usage is not None and chunk.usage.completion_tokens_details is not None
+            counts.append(chunk.usage.completion_tokens_details.reasoning_tokens or 0)
+        assert counts == sorted(counts) and counts[-1] == count
 
 
 def test_plain_answers_are_as_they_were(served: Served) -> None:
@@ -298,17 +332,17 @@ def test_parsers_are_chosen_from_the_tokenizer() -> None:
         ),
         (tokenizer_with("<|tool_call_start|>", "<|tool_call_end|>"), "pythonic", None, False),
     ]:
-        chosen = make_parsers(hf, ServerArgs())
+        chosen = find_answer_format(hf)
         assert (chosen.tool.__name__.split(".")[-1] if chosen.tool else None) == tool  # type: ignore[union-attr]
         assert (chosen.reasoning and (chosen.reasoning.start, chosen.reasoning.end)) == marks
         assert chosen.special == special
-    named = make_parsers(tokenizer_with(), ServerArgs(tool_call_parser="hermes", reasoning_parser="qwen3"))
+    named = find_answer_format(tokenizer_with(), "hermes", "qwen3")
     assert named.tool.__name__.endswith("json_tools") and named.reasoning == THINK  # type: ignore[union-attr]
-    off = make_parsers(
-        tokenizer_with("<think>", "</think>", template=hermes),
-        ServerArgs(tool_call_parser="none", reasoning_parser="none", enable_auto_tool_choice=False),
-    )
-    assert off == Parsers(auto_tool_choice=False)
+    off = find_answer_format(tokenizer_with("<think>", "</think>", template=hermes), "none", "none")
+    assert off == AnswerFormat()
+    for wrong in (("qwen3", "auto"), ("auto", "hermes")):
+        with pytest.raises(ConfigError, match="there is no such format"):
+            find_answer_format(tokenizer_with(), *wrong)
 
 
 def test_marks_that_are_special_tokens_are_seen() -> None:
@@ -325,11 +359,11 @@ def test_marks_that_are_special_tokens_are_seen() -> None:
         return answer[at] if at < len(answer) else eos
 
     hf_tokens.chat_template = TOOL_TEMPLATE
-    known = make_parsers(hf_tokens, ServerArgs())
+    known = find_answer_format(hf_tokens)
     assert generated([1], 2, next_token) == answer[:2]
     config = fake_config()
     config = replace(config, model=replace(config.model, vocab_size=len(hf_tokens)))
-    with serve(next_token, tokenizer=tokenizer, parsers=known, config=config) as served:
+    with serve(next_token, tokenizer=tokenizer, answer_format=known, config=config) as served:
         message, _ = streamed(served)
         assert (message["reasoning"], message["content"]) == ("hm", "Yes")
         text = served.post("/v1/completions", {"prompt": "a"}).json()["choices"][0]["text"]

@@ -1,4 +1,4 @@
-"""How a model writes tool calls and reasoning into its text. The formats come from outside: mlx-lm has them."""
+"""How a model writes tool calls and reasoning into its text. mlx-lm has the parsers of tool calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ToolParser(Protocol):
 
     Attributes:
         tool_call_start: what a call begins with.
-        tool_call_end: what it ends with; empty if it goes on until the next one, or the end of the text.
+        tool_call_end: what it ends with; empty if a call goes on until the next one, or the end of the text.
     """
 
     tool_call_start: str
@@ -22,7 +22,7 @@ class ToolParser(Protocol):
         """The call between the two marks, or a list of several: objects with ``name`` and ``arguments``.
 
         Raises:
-            Exception: any, for a text that is no call.
+            Exception: of any type, for a text that is not a call.
         """
         ...
 
@@ -36,24 +36,23 @@ class ReasoningMarks:
 
 
 @dataclass(frozen=True)
-class Parsers:
-    """A model's formats.
+class AnswerFormat:
+    """How one model writes its answers.
 
     Attributes:
-        tool: None if the model's format of tool calls is not known, or must not be parsed.
-        call_head: what a call's text begins with, its ``name`` a group, up to where its arguments begin, if it writes
-            them as a JSON object and nothing of consequence after them; else None.
-        reasoning: None if the model does not reason, or must be shown as it is.
-        special: the marks are special tokens, so text without those would not have them.
-        harmony: the format is gpt-oss's (:mod:`metal_engine.answers.harmony`).
-        auto_tool_choice: whether requests may leave it to the model to call tools.
+        tool: parses tool calls; None if their format is not known, or if they are to be left in the text.
+        call_head: matches what a call's text begins with, up to where its arguments begin; its group ``name`` is the
+            tool's name. None for formats that do not write the arguments as a JSON object with nothing of
+            consequence after it.
+        reasoning: None if the model does not reason, or if reasoning is to be left in the text.
+        special: whether marks are special tokens. Text without special tokens would lack them.
+        harmony: whether the format is gpt-oss's (:mod:`metal_engine.answers.harmony`).
     """
 
     tool: ToolParser | None = None
     call_head: Pattern[str] | None = None
     reasoning: ReasoningMarks | None = None
     special: bool = False
-    auto_tool_choice: bool = True
     harmony: bool = False
 
 
@@ -61,7 +60,8 @@ def begins_in_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bo
     """Whether a prompt that ends like this has the model begin within its reasoning.
 
     Args:
-        continues: the prompt ends within the assistant's own message; else only what the template wrote last counts.
+        continues: whether the prompt ends within the assistant's own message. If not, only a mark that the template
+            wrote last counts: one further up is somebody's text.
     """
     at = prompt_end.rfind(marks.start)
     if at < 0 or prompt_end.rfind(marks.end) > at:

@@ -1,0 +1,161 @@
+"""Reads the tool calls that an answer has between marks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from re import Pattern
+from typing import Any
+
+from metal_engine.answers.answer_format import ToolParser
+from metal_engine.answers.deltas import (
+    AnswerDelta,
+    ArgumentsDelta,
+    CallStart,
+    TextDelta,
+    ToolCall,
+    json_text,
+    new_call_id,
+)
+from metal_engine.answers.json_reader import JSONObjectReader
+
+logger = logging.getLogger(__name__)
+
+
+class CallReader:
+    """Reads one answer's calls, each from the text between its marks.
+
+    Args:
+        tools: those that may be called, in OpenAI's form.
+        parallel: whether more than one call is wanted; if not, further ones are left out.
+        head: a format's ``call_head``, to give out a call's arguments as they come. Their last brace comes when the
+            call has proved to be one; should it not, its text is content, as that of any malformed call.
+
+    Attributes:
+        num_calls: calls so far; a call counts once it has proved to be one.
+    """
+
+    def __init__(
+        self,
+        parser: ToolParser,
+        tools: Sequence[dict[str, Any]],
+        *,
+        parallel: bool = True,
+        head: Pattern[str] | None = None,
+    ) -> None:
+        self.num_calls = 0
+        self._parser = parser
+        self._tools = list(tools)
+        self._names = {tool["function"]["name"] for tool in tools}
+        self._parallel = parallel
+        self._head = head
+        self._begun: _BegunCall | None = None
+        self._num_started = 0
+
+    def read_more(self, body: str) -> list[AnswerDelta]:
+        """Returns what is new of a call whose text so far is ``body``, if its arguments are given out as they come."""
+        deltas: list[AnswerDelta] = []
+        begun = self._begun
+        if begun is None:
+            found = self._head.match(body) if self._head is not None else None
+            is_wanted = self._parallel or not self._num_started
+            if found is None or found["name"] not in self._names or not is_wanted:
+                return []
+            begun = self._begun = _BegunCall(self._num_started, found["name"], found.end())
+            self._num_started += 1
+            deltas.append(CallStart(begun.index, new_call_id(), begun.name))
+        if arguments := begun.read(body):
+            deltas.append(ArgumentsDelta(begun.index, arguments))
+        return deltas
+
+    def read_to_end(
+        self, before: str, body: str, end: str, *, complete: bool, truncated: bool
+    ) -> list[AnswerDelta]:
+        """Returns what is new of a call that has ended; its whole text, as content, if it is not a call.
+
+        Args:
+            before: white space before the call, part of its text.
+            end: the mark that ended it.
+            complete: whether it can be a call: its text was not cut off.
+            truncated: whether the answer was cut off.
+        """
+        deltas = self.read_more(body)
+        begun, self._begun = self._begun, None
+        calls: list[ToolCall] = []
+        problem = "it was cut off"
+        if complete:
+            try:
+                calls = self._parsed(body)
+                problem = "there is none in it"
+                if begun is not None and calls and not begun.is_same(calls[0]):
+                    calls, problem = [], f"it began as a call of {begun.name}"
+            except Exception as error:  # noqa: BLE001  (whatever a parser makes of what a model wrote)
+                problem = f"{type(error).__name__}: {error}"
+        if not calls and begun is not None and truncated:
+            logger.warning("the arguments of a call of %s were cut off", begun.name)
+            return deltas
+        if not calls:
+            text = before + self._parser.tool_call_start + body + end
+            logger.warning("a malformed tool call is given as text: %s: %.200r", problem, text)
+            return [*deltas, TextDelta("content", text)]
+        if begun is not None:
+            deltas.append(ArgumentsDelta(begun.index, "}"))
+            self.num_calls += 1
+            calls = calls[1:]
+        for call in calls:
+            if self._num_started and not self._parallel:
+                logger.info("left out a call of %s: parallel_tool_calls is false", call.name)
+                continue
+            deltas.append(CallStart(self._num_started, call.id, call.name))
+            deltas.append(ArgumentsDelta(self._num_started, call.arguments))
+            self._num_started += 1
+            self.num_calls += 1
+        return deltas
+
+    def _parsed(self, body: str) -> list[ToolCall]:
+        """The calls in a text. Raises an exception of any type if it is no call, or a call of another tool."""
+        parsed = self._parser.parse_tool_call(body, self._tools)
+        return [self._checked(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+
+    def _checked(self, call: Any) -> ToolCall:
+        """A parsed call. Raises ValueError if it is not a call of one of the tools."""
+        name, arguments = call["name"], call.get("arguments", {})
+        if name not in self._names:
+            raise ValueError(f"there is no tool {name!r}")
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments are no object: {arguments!r}")
+        given_id = call.get("id")
+        call_id = given_id if isinstance(given_id, str) and given_id else new_call_id()
+        return ToolCall(call_id, name, json_text(arguments))
+
+
+class _BegunCall:
+    """A call whose arguments are given out as they come.
+
+    Args:
+        start: where the arguments begin in the call's text.
+    """
+
+    def __init__(self, index: int, name: str, start: int) -> None:
+        self.index = index
+        self.name = name
+        self._reader = JSONObjectReader()
+        self._at = start
+        self._arguments: list[str] = []
+
+    def read(self, body: str) -> str:
+        """Returns what is new of the arguments in the call's text so far, without their last brace."""
+        end = self._at + self._reader.add(body[self._at :])
+        more, self._at = body[self._at : end], end
+        if more and self._reader.done:
+            more = more[:-1]
+        self._arguments.append(more)
+        return more
+
+    def is_same(self, call: ToolCall) -> bool:
+        """Whether what was given out is this call."""
+        if not self._reader.done or call.name != self.name:
+            return False
+        own = json.loads("".join(self._arguments) + "}")
+        return bool(own == json.loads(call.arguments))

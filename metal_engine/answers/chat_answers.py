@@ -1,0 +1,130 @@
+"""From a chat's prompt to its answers: how each is read while its text comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from metal_engine.answers.answer_format import AnswerFormat, begins_in_reasoning
+from metal_engine.answers.deltas import AnswerDelta
+from metal_engine.answers.forced_calls import ForcedCallSplitter
+from metal_engine.answers.harmony import HarmonySplitter
+from metal_engine.answers.mark_splitter import MarkSplitter
+from metal_engine.answers.splitter import PlainSplitter, Splitter
+from metal_engine.answers.tool_plan import ToolPlan
+
+# Tokens at the end of a prompt that tell whether its template has begun the reasoning.
+_PROMPT_END_TOKENS = 64
+
+
+class AnswerReader:
+    """Reads one answer while it comes, and counts its tokens of reasoning.
+
+    Attributes:
+        num_reasoning_tokens: tokens of reasoning so far. Of the marks, it includes the tokens that end the first one,
+            and all of the second one.
+    """
+
+    def __init__(self, splitter: Splitter) -> None:
+        self.num_reasoning_tokens = 0
+        self._splitter = splitter
+        self._bounds = splitter.reasoning_bounds
+        self._num_passed = 0  # of the bounds: as many lie at or before the last token's end
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls so far; a call counts once it has proved to be one."""
+        return self._splitter.num_calls
+
+    def add(
+        self, text: str, token_ends: Sequence[int], finish_reason: str | None = None
+    ) -> list[AnswerDelta]:
+        """Takes more text, cut anywhere; returns what it comes to.
+
+        Args:
+            token_ends: as in :class:`metal_engine.request.RequestOutput`, those that came with the text.
+            finish_reason: of an answer that ends with this text, ``stop`` or ``length``.
+        """
+        deltas = self._splitter.add(text)
+        if self._bounds:
+            self._count(token_ends)
+        if finish_reason is not None:
+            deltas += self._splitter.finish(truncated=finish_reason == "length")
+        return deltas
+
+    def _count(self, token_ends: Sequence[int]) -> None:
+        bounds = self._bounds
+        passed = self._num_passed
+        for end in token_ends:
+            before = passed
+            while passed < len(bounds) and bounds[passed] <= end:
+                passed += 1
+            # After an odd number of bounds there is reasoning.
+            self.num_reasoning_tokens += before % 2 == 1 or passed > before
+        self._num_passed = passed
+
+
+@dataclass(frozen=True)
+class ChatAnswers:
+    """What the answers to one chat prompt have in common.
+
+    Attributes:
+        format: the model's.
+        plan: what the request's tools come to.
+        in_reasoning: whether the prompt has begun the reasoning already.
+    """
+
+    format: AnswerFormat
+    plan: ToolPlan
+    in_reasoning: bool = False
+
+    @classmethod
+    def to_prompt(
+        cls,
+        answer_format: AnswerFormat,
+        plan: ToolPlan,
+        prompt: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        continues: bool = False,
+    ) -> ChatAnswers:
+        """The answers to a prompt of these tokens.
+
+        Args:
+            decode: makes text of tokens, special ones included.
+            continues: whether the prompt ends within the assistant's own message.
+        """
+        marks = answer_format.reasoning
+        if marks is None:
+            return cls(answer_format, plan)
+        prompt_end = decode(prompt[-_PROMPT_END_TOKENS:])
+        return cls(answer_format, plan, begins_in_reasoning(marks, prompt_end, continues=continues))
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether the answers can be read only from text that has its special tokens."""
+        reads_marks = bool(self.plan.parsed) or self.format.reasoning is not None
+        return self.format.special and reads_marks and not self.plan.forced
+
+    def reader(self, *, incremental: bool) -> AnswerReader:
+        """A reader for one answer.
+
+        Args:
+            incremental: whether to give out calls' arguments as they come, where the format allows it.
+        """
+        return AnswerReader(self._splitter(incremental))
+
+    def _splitter(self, incremental: bool) -> Splitter:
+        plan = self.plan
+        if plan.forced:
+            return ForcedCallSplitter(plan.name, parallel=plan.parallel)
+        if not plan.parsed and self.format.reasoning is None:
+            return PlainSplitter()
+        make = HarmonySplitter if self.format.harmony else MarkSplitter
+        return make(
+            self.format,
+            plan.parsed,
+            in_reasoning=self.in_reasoning,
+            parallel=plan.parallel,
+            incremental=incremental,
+        )

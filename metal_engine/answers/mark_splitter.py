@@ -1,0 +1,140 @@
+"""Splits text in which reasoning and tool calls stand between marks, as most models write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.call_reader import CallReader
+from metal_engine.answers.deltas import AnswerDelta, TextDelta, joined
+from metal_engine.answers.splitter import overlap
+
+
+class MarkSplitter:
+    """Implements :class:`metal_engine.answers.splitter.Splitter`. White space beside a mark belongs to the mark.
+
+    Args:
+        tools: those that may be called, in OpenAI's form; empty to leave tool calls in the text.
+        in_reasoning: whether the prompt has begun the reasoning already.
+        parallel: whether more than one call is wanted; if not, further ones are left out.
+        incremental: whether to give out a call's arguments as they come, where the format allows it.
+    """
+
+    def __init__(
+        self,
+        answer_format: AnswerFormat,
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        in_reasoning: bool = False,
+        parallel: bool = True,
+        incremental: bool = False,
+    ) -> None:
+        self.reasoning_bounds = [0] if in_reasoning else []
+        self._tool = tool = answer_format.tool if tools else None
+        self._calls: CallReader | None = None
+        reasoning = answer_format.reasoning
+        # By state, the marks that may come next and change it.
+        self._marks: dict[str, list[str]] = {"content": [], "reasoning": [], "call": []}
+        if reasoning is not None:
+            self._marks["content"].append(reasoning.start)
+            self._marks["reasoning"].append(reasoning.end)
+        if tool is not None:
+            head = answer_format.call_head if incremental else None
+            self._calls = CallReader(tool, tools, parallel=parallel, head=head)
+            self._marks["content"].append(tool.tool_call_start)
+            self._marks["call"].append(tool.tool_call_end or tool.tool_call_start)
+        self._state: Literal["content", "reasoning", "call"] = "reasoning" if in_reasoning else "content"
+        self._text = ""  # taken, and not given out
+        self._end = 0  # of the text taken, in characters of the answer
+        self._after_mark = in_reasoning
+        self._before_call = ""  # white space
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._calls is None else self._calls.num_calls
+
+    def add(self, text: str, length: int | None = None) -> list[AnswerDelta]:
+        """Takes more text; returns what can be told of it.
+
+        Args:
+            length: how many characters of the answer the text stands for, if it does not stand for itself.
+        """
+        searched = len(self._text)
+        self._text += text
+        self._end += len(text) if length is None else length
+        deltas: list[AnswerDelta] = []
+        while (found := self._next_mark(searched)) is not None:
+            at, mark = found
+            before, self._text = self._text[:at], self._text[at + len(mark) :]
+            deltas += self._cross(before, mark)
+            searched = 0
+        if self._state != "call":
+            deltas += self._give_out()
+        elif self._calls is not None:
+            deltas += self._calls.read_more(self._text)
+        return joined(deltas)
+
+    def finish(self, *, truncated: bool) -> list[AnswerDelta]:
+        rest, self._text = self._text, ""
+        if self._state != "call":
+            if self._after_mark:
+                rest = rest.lstrip()
+            return [TextDelta(self._state, rest)] if rest else []
+        assert self._tool is not None
+        # A model that ends its turn within a call may have forgotten the mark; one that was cut off has not.
+        complete = not truncated or not self._tool.tool_call_end
+        return joined(self._end_call(rest, "", complete=complete, truncated=truncated))
+
+    def _next_mark(self, searched: int) -> tuple[int, str] | None:
+        """Place and text of the first mark; ``searched`` characters have been looked at before."""
+        found = []
+        for mark in self._marks[self._state]:
+            at = self._text.find(mark, max(searched - len(mark) + 1, 0))
+            if at >= 0:
+                found.append((at, mark))
+        return min(found, default=None)
+
+    def _cross(self, before: str, mark: str) -> list[AnswerDelta]:
+        """Goes from one state to the next at a mark; returns what the text before the mark comes to."""
+        state = self._state
+        if state == "call":
+            assert self._tool is not None
+            if not self._tool.tool_call_end:  # the mark begins the next call
+                return self._end_call(before, "")
+            self._state, self._after_mark = "content", True
+            return self._end_call(before, mark)
+        if self._after_mark:
+            before = before.lstrip()
+        shown = before.rstrip()
+        is_call = self._tool is not None and state == "content" and mark == self._tool.tool_call_start
+        if is_call:
+            self._state, self._before_call = "call", before[len(shown) :]
+        else:
+            self._state = "content" if state == "reasoning" else "reasoning"
+            self.reasoning_bounds.append(self._end - len(self._text))
+        self._after_mark = True
+        return [TextDelta(state, shown)] if shown else []
+
+    def _give_out(self) -> list[AnswerDelta]:
+        """Gives out what can no longer become part of a mark, or white space before one."""
+        assert self._state != "call"
+        text = self._text
+        held = max(overlap(text, mark) for mark in self._marks[self._state])
+        end = len(text[: len(text) - held].rstrip())
+        begin = len(text) - len(text.lstrip()) if self._after_mark else 0
+        if end <= begin:
+            return []
+        self._after_mark = False
+        self._text = text[end:]
+        return [TextDelta(self._state, text[begin:end])]
+
+    def _end_call(
+        self, body: str, end: str, *, complete: bool = True, truncated: bool = False
+    ) -> list[AnswerDelta]:
+        assert self._calls is not None
+        before, self._before_call = self._before_call, ""
+        deltas = self._calls.read_to_end(before, body, end, complete=complete, truncated=truncated)
+        if any(isinstance(delta, TextDelta) for delta in deltas):
+            self._after_mark = False
+        return deltas

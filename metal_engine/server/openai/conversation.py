@@ -1,0 +1,113 @@
+"""One chat request, from messages to what its answers come to: what all endpoints that chat share."""
+
+from __future__ import annotations
+
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.chat_answers import AnswerReader, ChatAnswers
+from metal_engine.answers.deltas import AnswerDelta, assemble
+from metal_engine.answers.tool_plan import ToolPlan, plan_tools
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.errors import ParameterError
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from metal_engine.server.errors import invalid, invalid_prompt
+from metal_engine.server.openai.protocol import (
+    AssistantMessage,
+    ChatCompletionBody,
+    ChatFinishReason,
+    FunctionCall,
+    NamedToolChoice,
+    ToolCall,
+)
+from metal_engine.server.openai.template_messages import template_flags, template_kwargs, template_messages
+
+
+class Conversation:
+    """One chat request. The part of :class:`metal_engine.server.generation.preparation.Endpoint` that all endpoints
+    that chat have in common: they extend this class.
+
+    Args:
+        auto_tool_choice: whether the request may leave it to the model to call tools.
+    """
+
+    def __init__(self, answer_format: AnswerFormat, *, auto_tool_choice: bool) -> None:
+        self._format = answer_format
+        self._auto_tool_choice = auto_tool_choice
+        self._streams = False
+        self._answers: ChatAnswers
+
+    def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
+        plan = self._tool_plan(body, tokenizer)
+        self._streams = bool(body.stream)
+        flags = {**template_kwargs(body, tokenizer), **template_flags(body)}
+        if plan.shown:
+            flags["tools"] = plan.shown
+        try:
+            messages = template_messages(body.messages, plan.instructions)
+            prompt = tokenizer.apply_chat_template(messages, **flags)
+        except ValueError as error:
+            raise invalid_prompt(error, "messages") from error
+        continues = bool(body.continue_final_message)
+        answers_to = ChatAnswers.to_prompt
+        self._answers = answers_to(self._format, plan, prompt, tokenizer.decode, continues=continues)
+        return [prompt]
+
+    def _tool_plan(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolPlan:
+        choice = body.tool_choice
+        name = choice.function.name if isinstance(choice, NamedToolChoice) else None
+        try:
+            plan = plan_tools(
+                [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+                "required" if isinstance(choice, NamedToolChoice) else choice,
+                self._format,
+                name=name,
+                parallel=body.parallel_tool_calls is not False,
+                template_takes_tools=tokenizer.template_takes_tools,
+                auto_tool_choice=self._auto_tool_choice,
+            )
+        except ParameterError as error:
+            raise invalid(str(error), param=error.name) from error
+        if plan.forced and body.structured_outputs:
+            raise invalid(
+                'structured_outputs and tool_choice "required", or naming a function, exclude each other',
+                param="structured_outputs",
+            )
+        return plan
+
+    def adjust(self, params: SamplingParams) -> SamplingParams:
+        plan = self._answers.plan
+        if plan.forced:
+            try:
+                schema = plan.schema
+            except ParameterError as error:
+                raise invalid(str(error), param="tools") from error
+            # What the client wants content to be does not matter: there is none.
+            return params.changed(structured_outputs=StructuredOutputsParams(json=schema))
+        if self._answers.needs_special_tokens:
+            return params.changed(skip_special_tokens=False)
+        return params
+
+    def echoes(self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> None:
+        return None
+
+    def reader(self) -> AnswerReader:
+        return self._answers.reader(incremental=self._streams)
+
+    def chat_finish_reason(self, num_calls: int, reason: ChatFinishReason) -> ChatFinishReason:
+        """OpenAI's finish reason: the calls, unless the client named the one call or the text was cut off."""
+        is_call = reason == "stop" and num_calls > 0 and self._answers.plan.name is None
+        return "tool_calls" if is_call else reason
+
+
+def message_of(deltas: list[AnswerDelta]) -> AssistantMessage:
+    """The message that a whole answer's deltas make."""
+    answer = assemble(deltas)
+    calls = [
+        ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+        for call in answer.tool_calls
+    ]
+    return AssistantMessage(
+        content=answer.content,
+        tool_calls=calls or None,
+        reasoning=answer.reasoning,
+        reasoning_content=answer.reasoning,
+    )

@@ -1,0 +1,190 @@
+"""Answers read while they come: the parts of the text, and the tokens of reasoning, wherever outputs are cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal_engine.answers.answer_format import AnswerFormat, ReasoningMarks, begins_in_reasoning
+from metal_engine.answers.chat_answers import AnswerReader, ChatAnswers
+from metal_engine.answers.deltas import AnswerDelta, CallStart, assemble
+from metal_engine.answers.harmony import harmony_format
+from metal_engine.answers.tool_plan import NO_TOOLS, ToolPlan, plan_tools
+from metal_engine.errors import ParameterError
+from tests.support.splitting import THINK, answer_format
+from tests.support.tool_formats import TOOLS
+
+PARSED = ToolPlan(shown=TOOLS, parsed=TOOLS)
+CALL = '<tool_call>{"name": "find_trains", "arguments": {"city": "Rome"}}</tool_call>'
+FRAGMENTS = [
+    "<think>",
+    "</think>",
+    "<thi",
+    "nk>",
+    "</",
+    "think>",
+    "hm ",
+    "\n",
+    "é",
+    "x",
+    CALL,
+    "<tool_call>",
+    "{}",
+]
+CHANNELS = [
+    "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|start|>assistant", "<|end|>", "<|call|>",
+    "<|channel|>commentary to=functions.find_trains<|message|>", '{"city": "Rome"}', "hm ", "\n", "<|", "to=", "x",
+]  # fmt: skip
+
+
+# A text, where its tokens end, and two ways to cut it into outputs: how many tokens each of them has.
+Cut = tuple[str, list[int], list[int], list[int]]
+
+
+@st.composite
+def outputs(draw: st.DrawFn, fragments: list[str]) -> Cut:
+    text = "".join(draw(st.lists(st.sampled_from(fragments), max_size=12)))
+    ends = [*sorted(draw(st.lists(st.integers(0, len(text)), max_size=40))), len(text)]
+    sizes = st.lists(st.integers(1, 6), max_size=12)
+    return text, ends, draw(sizes), draw(sizes)
+
+
+def read(
+    reader: AnswerReader, text: str, ends: list[int], sizes: list[int], reason: str
+) -> tuple[list[AnswerDelta], list[int]]:
+    """What a text comes to in outputs of so many tokens; and the count of reasoning after each output's last token."""
+    deltas: list[AnswerDelta] = []
+    counts = [0] * (len(ends) + 1)
+    at = shown = 0
+    for size in [*sizes, len(ends)]:
+        if at < len(ends):
+            some = ends[at : at + size]
+            at += len(some)
+            deltas += reader.add(text[shown : some[-1]], some, reason if at == len(ends) else None)
+            shown = some[-1]
+            counts[at] = reader.num_reasoning_tokens
+    return deltas, counts
+
+
+FORMATS = [(answer_format("json_tools"), FRAGMENTS), (harmony_format(), CHANNELS)]
+
+
+@pytest.mark.parametrize(("known", "fragments"), FORMATS, ids=["marks", "harmony"])
+@pytest.mark.parametrize("plan", [NO_TOOLS, PARSED], ids=["plain", "tools"])
+@settings(max_examples=300, deadline=None)
+@given(
+    data=st.data(),
+    incremental=st.booleans(),
+    in_reasoning=st.booleans(),
+    reason=st.sampled_from(["stop", "length"]),
+)
+def test_cuts_make_no_difference(
+    known: AnswerFormat,
+    fragments: list[str],
+    plan: ToolPlan,
+    data: st.DataObject,
+    incremental: bool,
+    in_reasoning: bool,
+    reason: str,
+) -> None:
+    text, ends, one, other = data.draw(outputs(fragments))
+    answers = ChatAnswers(known, plan, in_reasoning and not known.harmony)
+    whole, counts = read(answers.reader(incremental=incremental), text, ends, one, reason)
+    again, counts_again = read(answers.reader(incremental=incremental), text, ends, other, reason)
+    # Ids of calls are new each time; a call that proves to be none is given out only where it was cut.
+    if not incremental:
+        a, b = assemble(whole), assemble(again)
+        assert (a.content, a.reasoning) == (b.content, b.reasoning)
+        assert [(c.name, c.arguments) for c in a.tool_calls] == [(c.name, c.arguments) for c in b.tool_calls]
+    assert counts[-1] == counts_again[-1]
+    assert all(x == y for x, y in zip(counts, counts_again, strict=True) if x and y)
+
+
+def in_reasoning_after(text: str, begun: bool) -> list[bool]:
+    """Of each number of the text's characters, whether the next one is reasoning; by definition."""
+    states = [begun]
+    since = 0
+    for end in range(1, len(text) + 1):
+        mark = THINK.end if states[-1] else THINK.start
+        crossed = text[since:end].endswith(mark)
+        since = end if crossed else since
+        states.append(states[-1] != crossed)
+    return states
+
+
+@settings(max_examples=300, deadline=None)
+@given(given_outputs=outputs(FRAGMENTS), begun=st.booleans())
+def test_tokens_of_reasoning(given_outputs: Cut, begun: bool) -> None:
+    """Those before, in or behind which there is reasoning."""
+    text, ends, sizes, _ = given_outputs
+    _, counts = read(
+        ChatAnswers(AnswerFormat(reasoning=THINK), NO_TOOLS, begun).reader(incremental=False),
+        text, ends, sizes, "stop",
+    )  # fmt: skip
+    states = in_reasoning_after(text, begun)
+    tokens = [any(states[begin : end + 1]) for begin, end in pairwise([0, *ends])]
+    for place, count in enumerate(counts):
+        assert count in (0, sum(tokens[:place]))
+    assert counts[-1] == sum(tokens)
+
+
+def test_a_header_may_be_so_long_wherever_it_is_cut() -> None:
+    """And what goes on for longer is text."""
+    for length in range(990, 1010):
+        header = "<|channel|>analysis".ljust(length)
+        text = f"{header}<|message|>hm<|end|>"
+        reader = ChatAnswers(harmony_format(), NO_TOOLS).reader
+        whole = assemble(reader(incremental=False).add(text, (), "stop"))
+        one = reader(incremental=False)
+        cut = [delta for ch in text for delta in one.add(ch, ())]
+        assert assemble(cut + one.add("", (), "stop")) == whole
+        assert whole.reasoning == ("hm" if length <= 1000 else None)
+
+
+def test_what_needs_special_tokens() -> None:
+    marks = ReasoningMarks("[THINK]", "[/THINK]")
+    known = AnswerFormat(tool=answer_format("json_tools").tool, special=True)
+    forced = ToolPlan(shown=TOOLS, forced=True)
+    for each, plan, needs in [
+        (known, NO_TOOLS, False),
+        (known, PARSED, True),
+        (known, forced, False),
+        (AnswerFormat(reasoning=marks, special=True), NO_TOOLS, True),
+        (AnswerFormat(reasoning=marks), PARSED, False),
+    ]:
+        assert ChatAnswers(each, plan).needs_special_tokens == needs
+
+
+def test_a_forced_answer_has_no_reasoning() -> None:
+    forced = ToolPlan(shown=TOOLS, forced=True, name="find_trains")
+    reader = ChatAnswers(AnswerFormat(reasoning=THINK), forced, in_reasoning=True).reader(incremental=True)
+    assert isinstance(reader.add('{"city": "<think>"}', [3, 18], "stop")[0], CallStart)
+    assert reader.num_reasoning_tokens == 0 and reader.num_calls == 1
+
+
+def test_choices_that_do_not_fit() -> None:
+    known = answer_format("json_tools")
+    twice = [*TOOLS, TOOLS[0]]
+    for tools, choice, more, name in [
+        ([], "required", {}, "tool_choice"),
+        (twice, "auto", {}, "tools"),
+        (TOOLS, "required", {"name": "other"}, "tool_choice"),
+        (TOOLS, None, {"template_takes_tools": False}, "tools"),
+        (TOOLS, "auto", {"auto_tool_choice": False}, "tool_choice"),
+    ]:
+        given_settings = {"template_takes_tools": True, "auto_tool_choice": True, **more}
+        with pytest.raises(ParameterError) as caught:
+            plan_tools(tools, choice, known, **given_settings)  # type: ignore[arg-type]
+        assert caught.value.name == name
+    assert plan_tools(TOOLS, "none", known, template_takes_tools=True, auto_tool_choice=True) == NO_TOOLS
+
+
+def test_where_a_prompt_ends() -> None:
+    assert begins_in_reasoning(THINK, "assistant\n<think>\n", continues=False)
+    assert not begins_in_reasoning(THINK, "assistant\n<think>\n\n</think>\n\n", continues=False)
+    assert not begins_in_reasoning(THINK, "say <think> please. assistant\n", continues=False)
+    assert begins_in_reasoning(THINK, "assistant\n<think>Well", continues=True)
+    assert not begins_in_reasoning(THINK, "assistant\n<think>Well</think>So", continues=True)

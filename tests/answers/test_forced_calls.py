@@ -1,0 +1,49 @@
+"""Text that a grammar forced to be calls: cut anywhere, cut off, as it is written."""
+
+from __future__ import annotations
+
+import json
+
+from metal_engine.answers.deltas import ArgumentsDelta, CallStart, TextDelta
+from metal_engine.answers.forced_calls import ForcedCallSplitter
+from tests.support.splitting import cuts, deltas, run
+from tests.support.tool_formats import TRAINS, WEATHER
+
+
+def test_forced_calls() -> None:
+    listed = json.dumps([{"name": name, "parameters": arguments} for name, arguments in (WEATHER, TRAINS)])
+    for parts in cuts(listed):
+        assert run(ForcedCallSplitter(None), parts)[:3] == ("", "", [WEATHER, TRAINS])
+        assert run(ForcedCallSplitter(None, parallel=False), parts)[:3] == ("", "", [WEATHER])
+    arguments = json.dumps(WEATHER[1])
+    for parts in cuts(arguments):
+        assert run(ForcedCallSplitter("get_weather"), parts)[2] == [WEATHER]
+
+
+def test_forced_calls_that_are_cut_off() -> None:
+    """Complete calls are calls; of the last one there is what there is; before the first, it is text."""
+    calls = [{"name": name, "parameters": arguments} for name, arguments in (WEATHER, TRAINS)]
+    listed = json.dumps(calls, ensure_ascii=False)
+    first, second = (listed.index('{"city": ' + city) for city in ('"Z', '"R'))
+    for end in range(1, len(listed)):
+        told = deltas(ForcedCallSplitter(None), listed[:end], truncated=True)
+        arguments = [delta.text for delta in told if isinstance(delta, ArgumentsDelta)]
+        if end <= first:
+            assert told == [TextDelta("content", listed[:end])]
+            continue
+        expected = [listed[first:end][: len(json.dumps(WEATHER[1], ensure_ascii=False))]]
+        expected += [listed[second:end][: len(json.dumps(TRAINS[1]))]] if end > second else []
+        assert arguments == expected
+        assert len(told) == 2 * len(arguments)
+
+
+def test_forced_arguments_come_as_they_are_written() -> None:
+    splitter = ForcedCallSplitter(None)
+    assert [type(delta) for ch in '[ {"name":"a", "parameters": {' for delta in splitter.add(ch)] == [
+        CallStart,
+        ArgumentsDelta,
+    ]
+    for ch in '"b}": [{}]}':
+        assert splitter.add(ch) == [ArgumentsDelta(0, ch)]
+    assert splitter.add("}, ") == []
+    assert not splitter.finish(truncated=False)

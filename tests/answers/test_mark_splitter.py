@@ -1,0 +1,209 @@
+"""Text with marks into content, reasoning and calls: each format, cut anywhere; nothing is lost, nothing leaks."""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+
+import mlx_lm.tool_parsers
+import pytest
+
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.deltas import ArgumentsDelta, CallStart, TextDelta
+from metal_engine.answers.mark_splitter import MarkSplitter
+from metal_engine.settings.format_names import TOOL_PARSER_ALIASES, TOOL_PARSERS
+from tests.support.splitting import THINK, answer_format, cuts, deltas, run
+from tests.support.tool_formats import MALFORMED, RECORDED, TOOLS, TRAINS, WEATHER, Recorded
+
+
+def test_every_parser_of_mlx_lm_is_known_and_tested() -> None:
+    modules = {info.name for info in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)}
+    assert set(TOOL_PARSERS) == modules | {"auto", "none"}
+    assert {r.parser for r in RECORDED} == modules == MALFORMED.keys()
+    assert set(TOOL_PARSER_ALIASES.values()) <= modules
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: r.parser)
+@pytest.mark.parametrize("thought", ["", "I <must> look.\n"])
+@pytest.mark.parametrize("incremental", [False, True])
+def test_recorded_formats(recorded: Recorded, thought: str, incremental: bool) -> None:
+    text = f"<think>\n{thought}</think>\n\n{recorded.text}" if thought else recorded.text
+    for parts in cuts(text):
+        splitter = MarkSplitter(answer_format(recorded.parser), TOOLS, incremental=incremental)
+        content, reasoning, calls, ids = run(splitter, parts)
+        assert splitter.num_calls == len(calls)
+        assert (content, reasoning, calls) == (recorded.content, thought.strip(), recorded.calls)
+        assert not recorded.ids or ids == recorded.ids
+
+
+HEADS = {
+    "json_tools": ('<tool_call>\n{"name": "find_trains", "arguments": ', "}\n</tool_call>"),
+    "mistral": ("[TOOL_CALLS]find_trains[ARGS]", ""),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_arguments_come_as_they_are_written(name: str) -> None:
+    head, tail = HEADS[name]
+    arguments = '{"city": "R\\u00f6m }", "tags": ["a", {"b": -1.5e3}]}'
+    splitter = MarkSplitter(answer_format(name), TOOLS, incremental=True)
+    (start,) = [delta for ch in head + "{" for delta in splitter.add(ch) if isinstance(delta, CallStart)]
+    assert (start.index, start.name) == (0, "find_trains")
+    for ch in arguments[1:-1]:
+        assert splitter.add(ch) == [ArgumentsDelta(0, ch)]
+    # The last brace waits until the call has proved to be one.
+    assert splitter.add("}") == [] and splitter.num_calls == 0
+    assert [*splitter.add(tail), *splitter.finish(truncated=False)] == [ArgumentsDelta(0, "}")]
+    assert splitter.num_calls == 1
+
+
+# Parser -> what comes of the arguments before it proves to be no call.
+SPOILT = [
+    ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"city": Rome}}</tool_call>', '{"city": '),
+    ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"city": 1} or so</tool_call>', '{"city": 1'),
+    ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"a": NaN}}</tool_call>', '{"a": '),
+    ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"a": 1}, "name": "get_weather"}</tool_call>',
+     '{"a": 1'),
+    ("mistral", MALFORMED["mistral"].removeprefix("Hm. "), '{"city": '),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "arguments"), SPOILT)
+def test_a_begun_call_that_is_none_is_text_too(
+    name: str, text: str, arguments: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    splitter = MarkSplitter(answer_format(name), TOOLS, incremental=True)
+    start, begun, content = deltas(splitter, text)
+    assert isinstance(start, CallStart) and splitter.num_calls == 0
+    assert (begun, content) == (ArgumentsDelta(0, arguments), TextDelta("content", text))
+    (record,) = caplog.records
+    assert "malformed" in record.getMessage()
+
+
+def test_a_begun_call_that_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+    text = '<tool_call>{"name": "find_trains", "arguments": {"city": "Ro'
+    splitter = MarkSplitter(answer_format("json_tools"), TOOLS, incremental=True)
+    start, begun = deltas(splitter, text, truncated=True)
+    assert isinstance(start, CallStart) and begun == ArgumentsDelta(0, '{"city": "Ro')
+    assert splitter.num_calls == 0
+    (record,) = caplog.records
+    assert "cut off" in record.getMessage()
+
+
+def test_only_calls_of_tools_begin() -> None:
+    for text in (
+        '<tool_call>{"name": "no_such_tool", "arguments": {"city": "Rome"}}</tool_call>',
+        '<tool_call>{"name": "find_trains", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "find_trains", "arguments": "{}"}</tool_call>',
+    ):
+        (content,) = deltas(MarkSplitter(answer_format("json_tools"), TOOLS, incremental=True), text)
+        assert content == TextDelta("content", text)
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_calls_are_text(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    for parts in cuts(MALFORMED[name]):
+        content, reasoning, calls, _ = run(MarkSplitter(answer_format(name), TOOLS), parts)
+        assert (content, reasoning, calls) == (MALFORMED[name], "", [])
+    caplog.set_level(logging.WARNING)
+    run(MarkSplitter(answer_format(name), TOOLS), [MALFORMED[name]])
+    (record,) = caplog.records
+    assert "malformed" in record.getMessage()
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: r.parser)
+def test_cut_off_anywhere(recorded: Recorded) -> None:
+    """An answer that the token limit ends: no call is made up, and no character of an incomplete one is lost."""
+    for end in range(len(recorded.text)):
+        text = recorded.text[:end]
+        content, _, calls, _ = run(
+            MarkSplitter(answer_format(recorded.parser), TOOLS), [text], truncated=True
+        )
+        assert calls == recorded.calls[: len(calls)]
+        if not calls:
+            assert content == text
+        else:
+            assert content.startswith(recorded.content)
+            assert text.endswith(content.removeprefix(recorded.content))
+
+
+def test_a_call_left_open_by_a_model_that_has_finished() -> None:
+    text = '<tool_call>\n{"name": "find_trains", "arguments": {"city": "Rome"}}\n'
+    for parts in cuts(text):
+        assert run(MarkSplitter(answer_format("json_tools"), TOOLS), parts)[:3] == ("", "", [TRAINS])
+        assert run(MarkSplitter(answer_format("json_tools"), TOOLS), parts, truncated=True)[:3] == (
+            text,
+            "",
+            [],
+        )
+
+
+BAD_CALLS = [
+    '{"name": "no_such_tool", "arguments": {}}',
+    '{"name": "get_weather", "arguments": [1]}',
+    '{"name": "get_weather", "arguments": "{}"}',
+    '{"name": "get_weather", "arguments": {"city": NaN}}',
+    '{"name": 5, "arguments": {}}',
+    '{"name": ["get_weather"], "arguments": {}}',
+    '["get_weather"]', "[]", "5", "null", "", "{}",
+    '{"a":' * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BAD_CALLS)
+def test_calls_of_nothing(body: str) -> None:
+    text = f"<tool_call>{body}</tool_call>"
+    assert run(MarkSplitter(answer_format("json_tools"), TOOLS), [text])[:3] == (text, "", [])
+
+
+def test_text_between_calls_is_content() -> None:
+    call = '<tool_call>{"name": "find_trains", "arguments": {"city": "Rome"}}</tool_call>'
+    text = f"One. {call} Two.\n{call}\n{call} Three. "
+    for parts in cuts(text):
+        content, _, calls, _ = run(MarkSplitter(answer_format("json_tools"), TOOLS), parts)
+        assert content == "One.Two.Three. " and calls == [TRAINS] * 3
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_only_one_call_if_told_so(incremental: bool) -> None:
+    recorded = RECORDED[0]
+    for parts in cuts(recorded.text):
+        splitter = MarkSplitter(answer_format("json_tools"), TOOLS, parallel=False, incremental=incremental)
+        assert run(splitter, parts)[2] == [WEATHER]
+
+
+def test_without_tools_calls_are_text() -> None:
+    for recorded in RECORDED:
+        for parts in ([recorded.text], list(recorded.text)):
+            content, _, calls, _ = run(MarkSplitter(answer_format(recorded.parser), []), parts)
+            assert content == recorded.text and not calls
+
+
+REASONED = [
+    # prompt has begun it, text, content, reasoning
+    (True, "hm\nhm\n</think>\n\nYes. ", "Yes. ", "hm\nhm"),
+    (True, "\n\nhm", "", "hm"),
+    (True, "</think>Yes", "Yes", ""),
+    (False, "<think></think>Yes", "Yes", ""),
+    (False, "<think>\n\n</think>\n\nYes", "Yes", ""),
+    (False, "Yes <think>or no</think> yes", "Yesyes", "or no"),
+    (False, "a < b, <thin> </think> <think", "a < b, <thin> </think> <think", ""),
+    (False, "  spaces  ", "  spaces  ", ""),
+    (False, "<think>never ends ", "", "never ends "),
+]
+
+
+@pytest.mark.parametrize(("begun", "text", "content", "reasoning"), REASONED)
+def test_reasoning(begun: bool, text: str, content: str, reasoning: str) -> None:
+    for parts in cuts(text):
+        splitter = MarkSplitter(AnswerFormat(reasoning=THINK), in_reasoning=begun)
+        assert run(splitter, parts)[:2] == (content, reasoning)
+
+
+def test_content_is_not_held_back_longer_than_it_must() -> None:
+    splitter = MarkSplitter(answer_format("json_tools"), TOOLS)
+    assert splitter.add("one two <") == [TextDelta("content", "one two")]
+    assert splitter.add("b>") == [TextDelta("content", " <b>")]
+    assert splitter.add("<tool_cal") == []
+    assert splitter.add("m") == [TextDelta("content", "<tool_calm")]
