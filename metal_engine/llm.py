@@ -19,7 +19,6 @@ from metal_engine.answers.chat_answers import ChatAnswers
 from metal_engine.answers.deltas import ToolCall, assemble
 from metal_engine.answers.tool_plan import Tool, ToolPlan
 from metal_engine.build import build_engine
-from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs
@@ -227,6 +226,9 @@ class LLM:
         return [_read(result, one) for result, one in zip(results, answers, strict=True)]
 
     def _answer_format(self, tool_call_parser: str) -> AnswerFormat:
+        # Loads MLX, so not before the engine has put its BLAS in place.
+        from metal_engine.checkpoints.answer_formats import find_answer_format
+
         found = self._answer_formats.get(tool_call_parser)
         if found is None:
             found = find_answer_format(self.tokenizer.hf_tokenizer, tool_call_parser, self._reasoning_parser)

@@ -21,6 +21,10 @@ PURE = [
     "settings",
     "answers",
     "errors",
+    # These load it later, when a BLAS is in place.
+    "llm",
+    "cli.main",
+    "build",
 ]
 
 

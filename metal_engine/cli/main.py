@@ -36,7 +36,6 @@ def serve(values: dict[str, Any]) -> None:
     server_args: ServerArgs = make_args(ServerArgs, values)
     set_up_logging(server_args.log_level, server_args.log_format)
     from metal_engine.build import build_engine
-    from metal_engine.checkpoints.answer_formats import find_answer_format
     from metal_engine.cli.banner import print_banner, startup_facts
     from metal_engine.engine.async_engine import AsyncEngine
     from metal_engine.server.listen import listen
@@ -47,6 +46,9 @@ def serve(values: dict[str, Any]) -> None:
         engine = AsyncEngine(lambda: build_engine(args))
         with quit_on_signals():
             engine.start()
+            # Loads MLX, so not before the engine has put its BLAS in place.
+            from metal_engine.checkpoints.answer_formats import find_answer_format
+
             answer_format = find_answer_format(
                 engine.tokenizer.hf_tokenizer, server_args.tool_call_parser, server_args.reasoning_parser
             )

@@ -17,6 +17,7 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ConfigError
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.openai.conversation import Conversation
 from metal_engine.server.openai.protocol import ChatCompletionBody
 from metal_engine.settings.args import ServerArgs
@@ -203,16 +204,13 @@ def test_refused_choices() -> None:
 def test_what_a_forced_choice_asks_for() -> None:
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
 
-    class Body(ChatCompletionBody):
-        structured_outputs: Any = None
-
     def schema(choice: Any, **more: Any) -> dict[str, Any]:
-        body = Body(messages=USER, tools=TOOLS, tool_choice=choice, **more)  # type: ignore[arg-type]
+        body = ChatCompletionBody(messages=USER, tools=TOOLS, tool_choice=choice, **more)  # type: ignore[arg-type]
         conversation = Conversation(AnswerFormat(), auto_tool_choice=True)
         conversation.tokenize(body, tokenizer)
-        wanted = conversation.adjust(body).structured_outputs
-        assert wanted is not None
-        return wanted["json"]
+        wanted = conversation.adjust(SamplingParams()).structured_outputs
+        assert wanted is not None and isinstance(wanted.json, dict)
+        return wanted.json
 
     assert schema(NAMED) == TOOLS[1]["function"]["parameters"]
     required = schema("required")
