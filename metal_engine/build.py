@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from metal_engine.checkpoints.loader import LoadedModel
-    from metal_engine.models.info import model_info
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner.model_runner import ModelRunner
 
@@ -60,6 +59,7 @@ def _build(
     from metal_engine.device.info import device_info
     from metal_engine.errors import UnsupportedModelError
     from metal_engine.models.check import check_paged_model
+    from metal_engine.models.info import model_info
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner.model_runner import ModelRunner
     from metal_engine.runner.step_memory import measure_step_bytes
