@@ -35,11 +35,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Tests marked `own_process` run in one."""
     if pyfuncitem.get_closest_marker("own_process") is None or "METAL_ENGINE_OWN_PROCESS" in os.environ:
         return None
-    options = ["-x", "-p", "no:xdist", "-p", "no:cacheprovider", "--durations=0", "-m", ""]
+    options = ["-x", "-p", "pytest_timeout", "-p", "no:cacheprovider", "--durations=0", "-m", ""]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, pyfuncitem.nodeid],
         cwd=pyfuncitem.config.rootpath,
-        env={**os.environ, "METAL_ENGINE_OWN_PROCESS": "1"},
+        # The plugins take longer to load than these tests to run.
+        env={**os.environ, "METAL_ENGINE_OWN_PROCESS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
     )
