@@ -22,6 +22,9 @@ load_optimized_blas()
 pytest_plugins = ["tests.support.demo", "tests.support.servers"]
 
 
+TESTS = Path(__file__).parent
+
+
 @pytest.fixture(scope="session")
 def demo_path() -> Path:
     """The demo model's GGUF file, fetched if it is not in the cache."""
@@ -48,9 +51,29 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+# The files that take longest, longest first: started last, one of them would be waited for at the end.
+LONG_FILES = (
+    "test_end_to_end.py",
+    "engine/test_golden.py",
+    "attention/test_metal_kernel.py",
+    "engine/test_failed_steps.py",
+    "cli/test_docs.py",
+    "tools/metal_sim/test_faults.py",
+    "tools/test_kernel_tools.py",
+    "server/middleware/test_lifecycle.py",
+    "server/openai/test_forced_calls.py",
+    "engine/test_one_ahead.py",
+    "engine/test_scheduling.py",
+    "server/generation/test_many_streams.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `metal` run by themselves where there is Metal, and are not collected elsewhere."""
+    """Tests marked `metal` run by themselves where there is Metal, and are not collected elsewhere. Long files go
+    first, the others keep their order."""
     import mlx.core as mx
 
     if not mx.metal.is_available():
         items[:] = [item for item in items if item.get_closest_marker("metal") is None]
+    places = {TESTS / name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))

@@ -188,7 +188,7 @@ def test_half_of_many_streams_disconnect(server: str, num_streams: int) -> None:
     async def stream(client: openai.AsyncOpenAI, i: int, leave_after: int | None) -> None:
         chunks = await client.completions.create(
             model="demo",
-            prompt=f"Chapter {i}. " + "It was a dark night. " * rng.randint(0, 12),
+            prompt=f"Chapter {i}. " + "It was a dark night. " * rng.randint(0, 6),
             max_tokens=8,
             stream=True,
             extra_body={"ignore_eos": True},

@@ -71,8 +71,8 @@ class Workload:
 
 
 EVERYTHING = Workload(RAW, CHATS, long=(700, 1500), max_tokens=24)
-# One of each kind, more than run at once; the longest takes several steps at every budget.
-SOME = Workload(RAW[:2] + RAW[3:4] + RAW[5:7] + RAW[8:17], CHATS[:2], long=(520,), max_tokens=8)
+# One of each kind, more than run at once; those that begin together exceed every budget.
+SOME = Workload(RAW[:2] + RAW[3:4] + RAW[5:7] + RAW[8:17], CHATS[:2], long=(320,), max_tokens=8)
 
 
 @pytest.fixture(
@@ -84,16 +84,17 @@ def workload(request: pytest.FixtureRequest) -> Workload:
 
 @pytest.fixture(scope="module")
 def prompts(workload: Workload, demo_tokenizer: Tokenizer) -> list[list[int]]:
-    """17 prompts of 1 to 520 tokens; 26 of 1 to 1,500 in the long run."""
+    """17 prompts of 1 to 320 tokens; 26 of 1 to 1,500 in the long run."""
     raw = [demo_tokenizer.encode(text) for text in workload.raw]
     chats = [
         demo_tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in workload.chats
     ]
     long_text = demo_tokenizer.encode(PROSE * 40)
-    prompts = raw + chats + [long_text[:length] for length in workload.long]
+    prompts = raw + [long_text[:length] for length in workload.long] + chats
     assert len(prompts) == (17 if workload is SOME else 26)
     assert min(map(len, prompts)) == 1
     assert max(map(len, prompts)) == max(workload.long)
+    assert sum(map(len, prompts[:16])) > 512
     return prompts
 
 
