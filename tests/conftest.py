@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from metal_engine.device.blas.load import load_optimized_blas
 
@@ -23,6 +24,10 @@ pytest_plugins = ["tests.support.demo", "tests.support.servers"]
 
 
 TESTS = Path(__file__).parent
+
+# No test depends on the clock.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from metal_engine import LLM, SamplingParams
-from tests.support.checkpoint_files import write_checkpoint
+from tests.support.checkpoint_files import CHAT_TEMPLATE, write_checkpoint, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -62,7 +62,9 @@ def server(demo_path: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For what does not depend on the model: it loads in no time."""
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+    folder = write_checkpoint(tmp_path_factory.mktemp("tiny"))
+    write_tokenizer(folder, chat_template=CHAT_TEMPLATE)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def test_cold_then_after_a_restart(make: MakeEngine, check: Check, ahead: bool) 
 
 def test_another_process_finds_it(make: MakeEngine, check: Check, tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from tests.engine import test_kv_transfer as t; "
+        "import sys, pathlib; from tests.kv_transfer import test_engines as t; "
         "from tests.support.kv_engines import kv_engine; "
         "engine = kv_engine(t.tiny_tokenizer(), pathlib.Path(sys.argv[1]), budget=48); "
         "engine.run(t.PROMPTS); engine.core.close()"
