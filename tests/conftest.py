@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from metal_engine.device.blas.load import load_optimized_blas
 
@@ -20,6 +21,13 @@ load_optimized_blas()
 
 # Fixtures: the demo model, and live servers.
 pytest_plugins = ["tests.support.demo", "tests.support.servers"]
+
+
+TESTS = Path(__file__).parent
+
+# No test depends on the clock.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")
@@ -35,11 +43,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Tests marked `own_process` run in one."""
     if pyfuncitem.get_closest_marker("own_process") is None or "METAL_ENGINE_OWN_PROCESS" in os.environ:
         return None
-    options = ["-x", "-p", "no:xdist", "-p", "no:cacheprovider", "--durations=0", "-m", ""]
+    options = ["-x", "-p", "pytest_timeout", "-p", "no:cacheprovider", "--durations=0", "-m", ""]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, pyfuncitem.nodeid],
         cwd=pyfuncitem.config.rootpath,
-        env={**os.environ, "METAL_ENGINE_OWN_PROCESS": "1"},
+        # The plugins take longer to load than these tests to run.
+        env={**os.environ, "METAL_ENGINE_OWN_PROCESS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
     )
@@ -47,9 +56,29 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+# The files that take longest, longest first: started last, one of them would be waited for at the end.
+LONG_FILES = (
+    "test_end_to_end.py",
+    "engine/test_golden.py",
+    "attention/test_metal_kernel.py",
+    "engine/test_failed_steps.py",
+    "cli/test_docs.py",
+    "tools/metal_sim/test_faults.py",
+    "tools/test_kernel_tools.py",
+    "server/middleware/test_lifecycle.py",
+    "server/openai/test_forced_calls.py",
+    "engine/test_one_ahead.py",
+    "engine/test_scheduling.py",
+    "server/generation/test_many_streams.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `metal` run by themselves where there is Metal, and are not collected elsewhere."""
+    """Tests marked `metal` run by themselves where there is Metal, and are not collected elsewhere. Long files go
+    first, the others keep their order."""
     import mlx.core as mx
 
     if not mx.metal.is_available():
         items[:] = [item for item in items if item.get_closest_marker("metal") is None]
+    places = {TESTS / name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))

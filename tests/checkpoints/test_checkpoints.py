@@ -23,6 +23,8 @@ from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from tests.support.checkpoint_files import CHAT_TEMPLATE, EOS, VOCAB_SIZE, write_checkpoint, write_tokenizer
 
+# Clearing a KV cache of the default size would take most of a test's time.
+SMALL: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
 CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)
 METAL = DeviceInfo(kind="metal", name="test", compute="test", memory_bytes=1 << 30)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 20)
@@ -95,11 +97,11 @@ def test_eos_ids_stop_a_generation(tmp_path: Path) -> None:
     """Whatever comes first when nothing ends generation, made an end-of-sequence id, ends it."""
     folder = write_checkpoint(tmp_path)
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    with LLM(str(folder)) as llm:
+    with LLM(str(folder), **SMALL) as llm:
         free = llm.generate("hello", greedy, use_tqdm=False)[0].token_ids
     stop_at = free[3]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [VOCAB_SIZE - 2, stop_at]}))
-    with LLM(str(folder)) as llm:
+    with LLM(str(folder), **SMALL) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=12)
         result = llm.generate("hello", params, use_tqdm=False)[0]
     assert result.finish_reason == "stop"
@@ -119,7 +121,7 @@ def test_default_sampling_is_the_checkpoints(tmp_path: Path) -> None:
     assert load_args(folder, generation_config=str(other)).default_sampling == {"min_p": 0.1}
     # All end-of-sequence ids count, whatever the sampling defaults are.
     assert 1 in load_args(folder, generation_config="vllm").eos_token_ids
-    with LLM(str(folder)) as llm:
+    with LLM(str(folder), **SMALL) as llm:
         assert llm.default_sampling_params == SamplingParams(**expected)  # type: ignore[arg-type]
 
 

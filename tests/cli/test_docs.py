@@ -67,18 +67,27 @@ def as_pattern(text: str) -> re.Pattern[str]:
 
 
 class Terminal:
-    """Runs the page's commands in a folder of their own; a server goes on until the next one, or the end."""
+    """Runs the page's commands in a folder of their own. A server goes on until the end: the page asks the last one
+    it started, and the same command means the same server again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.server: subprocess.Popen[str] | None = None
+        # By the command that started them.
+        self.servers: dict[str, subprocess.Popen[str]] = {}
+        self.ports: dict[str, int] = {}
         self.port = 0
         command = folder / "bin" / "metal-engine"
         command.parent.mkdir()
         command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m metal_engine "$@"\n')
         command.chmod(0o755)
         path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
-        self.env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+        # An engine tries its largest step when it starts, and clears its KV cache: seconds for the default sizes.
+        small = {
+            "METAL_ENGINE_MAX_NUM_BATCHED_TOKENS": "128",
+            "METAL_ENGINE_MAX_NUM_SEQS": "8",
+            "METAL_ENGINE_KV_CACHE_MEMORY_BYTES": "512MiB",
+        }
+        self.env = {**os.environ, **small, "PATH": path, "PYTHONPATH": str(ROOT)}
 
     def local(self, text: str) -> str:
         """A text of the page with the port that the server really has."""
@@ -104,19 +113,24 @@ class Terminal:
             f"$ {command}\n{printed}\nexpected:\n{self.local(expected)}"
         )
 
+    def log(self, command: str) -> Path:
+        return self.folder / f"server-{self.ports[command]}.log"
+
     def serve(self, command: str) -> str:
-        self.stop()
-        self.port = free_port()
-        log = self.folder / "server.log"
-        with log.open("w") as stderr:
-            self.server = subprocess.Popen(
-                [
-                    "bash",
-                    "-c",
-                    f"{command.replace('metal-engine serve', 'exec metal-engine serve')} --port {self.port}",
-                ],
+        """Start the server, or turn to the one that the command has started; returns what it printed."""
+        if command in self.servers:
+            self.port = self.ports[command]
+            return self.log(command).read_text()
+        self.port = self.ports[command] = free_port()
+        shell = command.replace("metal-engine serve", "exec metal-engine serve")
+        env = dict(self.env)
+        if "--config" in command:  # what the file says of it is to count
+            del env["METAL_ENGINE_KV_CACHE_MEMORY_BYTES"]
+        with self.log(command).open("w") as stderr:
+            self.servers[command] = server = subprocess.Popen(
+                ["bash", "-c", f"{shell} --port {self.port}"],
                 cwd=self.folder,
-                env=self.env,
+                env=env,
                 stderr=stderr,
                 text=True,
             )
@@ -124,19 +138,23 @@ class Terminal:
         while True:
             try:
                 httpx.get(f"http://127.0.0.1:{self.port}/health").raise_for_status()
-                return log.read_text()
+                return self.log(command).read_text()
             except httpx.HTTPError:
-                assert self.server.poll() is None and time.monotonic() < deadline, log.read_text()
+                assert server.poll() is None and time.monotonic() < deadline, self.log(command).read_text()
                 time.sleep(0.2)
 
     def stop(self) -> None:
-        if self.server is None:
-            return
-        self.server.send_signal(signal.SIGTERM)
-        status = self.server.wait(60)
-        self.server = None
-        log = (self.folder / "server.log").read_text()
-        assert status == 0 and "Traceback" not in log, log
+        """End the servers as their users would, and see that they end well."""
+        for command, server in self.servers.items():
+            server.send_signal(signal.SIGTERM)
+            status = server.wait(60)
+            log = self.log(command).read_text()
+            assert status == 0 and "Traceback" not in log, log
+
+    def kill(self) -> None:
+        for server in self.servers.values():
+            server.kill()
+            server.wait()
 
 
 def commands(block: str) -> list[tuple[str, str]]:
@@ -167,9 +185,7 @@ def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
                 num_commands += 1
         terminal.stop()
     finally:
-        if terminal.server is not None:
-            terminal.server.kill()
-            terminal.server.wait()
+        terminal.kill()
     assert num_commands >= 10
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -13,9 +14,6 @@ from metal_engine.sampling_params import SamplingParams
 from tests.support.demo import MakeEngine
 from tests.support.running import run
 from tools.compare.equal_outputs import compare_outputs
-
-MAX_TOKENS = 24
-GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 PROSE = (
     "The harbour was quiet in the early morning. Gulls stood on the wall and looked at the water, and the "
@@ -57,24 +55,54 @@ CHATS = [
 ]
 
 
+@dataclass(frozen=True)
+class Workload:
+    """What an engine is given, and how many tokens it generates for each prompt."""
+
+    raw: list[str]
+    chats: list[str]
+    # Prompts of so many tokens of prose.
+    long: tuple[int, ...]
+    max_tokens: int
+
+    @property
+    def greedy(self) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True)
+
+
+EVERYTHING = Workload(RAW, CHATS, long=(700, 1500), max_tokens=24)
+# One of each kind, more than run at once; those that begin together exceed every budget.
+SOME = Workload(RAW[:2] + RAW[3:4] + RAW[5:7] + RAW[8:17], CHATS[:2], long=(320,), max_tokens=8)
+
+
+@pytest.fixture(
+    scope="module", params=[SOME, pytest.param(EVERYTHING, marks=pytest.mark.full)], ids=["some", "all"]
+)
+def workload(request: pytest.FixtureRequest) -> Workload:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def prompts(demo_tokenizer: Tokenizer) -> list[list[int]]:
-    """26 prompts of 1 to 1,500 tokens."""
-    raw = [demo_tokenizer.encode(text) for text in RAW]
-    chats = [demo_tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in CHATS]
+def prompts(workload: Workload, demo_tokenizer: Tokenizer) -> list[list[int]]:
+    """17 prompts of 1 to 320 tokens; 26 of 1 to 1,500 in the long run."""
+    raw = [demo_tokenizer.encode(text) for text in workload.raw]
+    chats = [
+        demo_tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in workload.chats
+    ]
     long_text = demo_tokenizer.encode(PROSE * 40)
-    prompts = raw + chats + [long_text[:700], long_text[:1500]]
-    assert len(prompts) >= 24
+    prompts = raw + [long_text[:length] for length in workload.long] + chats
+    assert len(prompts) == (17 if workload is SOME else 26)
     assert min(map(len, prompts)) == 1
-    assert max(map(len, prompts)) == 1500
+    assert max(map(len, prompts)) == max(workload.long)
+    assert sum(map(len, prompts[:16])) > 512
     return prompts
 
 
 @pytest.fixture(scope="module")
-def golden(prompts: list[list[int]], reference_model: Any) -> list[list[int]]:
+def golden(workload: Workload, prompts: list[list[int]], reference_model: Any) -> list[list[int]]:
     """mlx-lm's own greedy generation."""
     return [
-        [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=MAX_TOKENS)]
+        [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=workload.max_tokens)]
         for prompt in prompts
     ]
 
@@ -94,24 +122,33 @@ def assert_golden(prompts: list[list[int]], golden: list[list[int]], reference_m
     return check
 
 
-def test_alone(make_engine: MakeEngine, prompts: list[list[int]], assert_golden: Any) -> None:
-    assert_golden(run(make_engine(), prompts, GREEDY, at_once=1))
+def test_alone(
+    make_engine: MakeEngine, workload: Workload, prompts: list[list[int]], assert_golden: Any
+) -> None:
+    assert_golden(run(make_engine(), prompts, workload.greedy, at_once=1))
 
 
 @pytest.mark.parametrize(("budget", "block_size"), [(16, 16), (61, 8), (512, 32)])
 def test_16_at_once(
-    make_engine: MakeEngine, prompts: list[list[int]], assert_golden: Any, budget: int, block_size: int
+    make_engine: MakeEngine,
+    workload: Workload,
+    prompts: list[list[int]],
+    assert_golden: Any,
+    budget: int,
+    block_size: int,
 ) -> None:
     engine = make_engine(budget=budget, block_size=block_size, num_blocks=8192 // block_size)
-    assert_golden(run(engine, prompts, GREEDY, at_once=16))
+    assert_golden(run(engine, prompts, workload.greedy, at_once=16))
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("workload", [EVERYTHING], ids=["all"], indirect=True)
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("budget", [16, 61, 512])
 @pytest.mark.parametrize("at_once", [1, 16, None])
 def test_every_combination(
     make_engine: MakeEngine,
+    workload: Workload,
     prompts: list[list[int]],
     assert_golden: Any,
     budget: int,
@@ -119,7 +156,7 @@ def test_every_combination(
     at_once: int | None,
 ) -> None:
     engine = make_engine(budget=budget, block_size=block_size, num_blocks=8192 // block_size)
-    assert_golden(run(engine, prompts, GREEDY, at_once=at_once))
+    assert_golden(run(engine, prompts, workload.greedy, at_once=at_once))
 
 
 @pytest.mark.parametrize(
@@ -127,11 +164,16 @@ def test_every_combination(
     [(512, 16), pytest.param(512, 8, marks=pytest.mark.full), pytest.param(512, 32, marks=pytest.mark.full)],
 )
 def test_forced_preemption(
-    make_engine: MakeEngine, prompts: list[list[int]], assert_golden: Any, budget: int, block_size: int
+    make_engine: MakeEngine,
+    workload: Workload,
+    prompts: list[list[int]],
+    assert_golden: Any,
+    budget: int,
+    block_size: int,
 ) -> None:
     """The longest prompt and its output just fit; everything else competes for what is left."""
-    num_blocks = -(-(1500 + MAX_TOKENS - 1) // block_size)
+    num_blocks = -(-(max(workload.long) + workload.max_tokens - 1) // block_size)
     engine = make_engine(budget=budget, block_size=block_size, num_blocks=num_blocks)
-    outputs = run(engine, prompts, GREEDY)
+    outputs = run(engine, prompts, workload.greedy)
     assert engine.stats.num_preemptions > 0
     assert_golden(outputs)

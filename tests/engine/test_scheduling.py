@@ -16,7 +16,7 @@ from tests.support.demo import MakeEngine
 from tests.support.running import run
 from tools.compare.equal_outputs import compare_outputs
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 def with_knobs(engine: EngineCore, *, caching: bool = False, **knobs: Any) -> EngineCore:
@@ -29,8 +29,8 @@ def with_knobs(engine: EngineCore, *, caching: bool = False, **knobs: Any) -> En
 @pytest.fixture(scope="module")
 def prompts(demo_tokenizer: Tokenizer) -> list[list[int]]:
     """Two shared beginnings with different ends, one prompt twice, and short ones between them."""
-    guide = "You are a patient guide to a small town. " + "The bakery opens at six, the mill at eight. " * 5
-    story = "Once upon a time there was a fox who lived at the edge of a wide and quiet forest. " * 6
+    guide = "You are a patient guide to a small town. " + "The bakery opens at six, the mill at eight. " * 3
+    story = "Once upon a time there was a fox who lived at the edge of a wide and quiet forest. " * 4
     texts = [
         guide + "Where do I get bread?",
         story + "One day",
@@ -61,7 +61,7 @@ def plain_outputs(prompts: list[list[int]]) -> dict[str, list[list[int]]]:
             "max_long_partial_prefills": 2,
             "page_aligned_scheduling": True,
             "scheduling_policy": "priority",
-            "num_blocks": 34,  # a tight pool: preempted requests come back through the cache
+            "num_blocks": 22,  # a tight pool: preempted requests come back through the cache
         },
     ],
     ids=["caching", "caching and partial prefills", "aligned and capped", "all, in a tight pool"],
@@ -90,17 +90,21 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(
     engine = with_knobs(make_engine(), caching=True)
     messages = [{"role": "user", "content": "Name three rivers, with a sentence about each of them."}]
 
-    def turn(request_id: str, options: RequestOptions | None = None) -> tuple[list[int], list[int], int]:
+    def turn(
+        request_id: str, max_tokens: int = 1, options: RequestOptions | None = None
+    ) -> tuple[list[int], list[int], int]:
         prompt = demo_tokenizer.apply_chat_template(messages)
         engine.add_request(
-            request_id, engine.prepare(prompt, SamplingParams(temperature=0.0, max_tokens=24)), options
+            request_id,
+            engine.prepare(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens)),
+            options,
         )
         outputs = []
         while engine.has_requests:
             outputs += engine.step()
         return prompt, [t for o in outputs for t in o.token_ids], outputs[-1].num_cached_tokens
 
-    prompt, answer, cached = turn("first")
+    prompt, answer, cached = turn("first", max_tokens=24)
     assert cached == 0
     text = demo_tokenizer.decode(answer, skip_special_tokens=True)
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Which is the longest?"}]
@@ -110,4 +114,4 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(
     common = next((i for i, (a, b) in enumerate(zip(seen, second_prompt, strict=False)) if a != b), len(seen))
     assert cached == common // 16 * 16
     assert cached > len(prompt) // 16 * 16, "a part of the answer is cached, too"
-    assert turn("other tenant", RequestOptions(cache_salt="other"))[2] == 0
+    assert turn("other tenant", options=RequestOptions(cache_salt="other"))[2] == 0

@@ -97,8 +97,8 @@ def check_all(schemas: list[dict[str, Any]], texts: list[str | None]) -> int:
 
 
 def test_the_demo_model_keeps_to_schemas(make_engine: MakeEngine, demo_tokenizer: Tokenizer) -> None:
-    schemas = SCHEMAS[5:96:22]
-    assert check_all(schemas, demo_outputs(make_engine, demo_tokenizer, schemas, 60)) >= 3
+    schemas = SCHEMAS[5:96:30]
+    assert check_all(schemas, demo_outputs(make_engine, demo_tokenizer, schemas, 40)) >= 2
 
 
 @pytest.mark.full

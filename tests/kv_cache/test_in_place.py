@@ -41,7 +41,12 @@ LATENT = {
 }
 
 
-MODELS = {"1 layer": {"num_hidden_layers": 1}, "30 layers": {"num_hidden_layers": 30}, "latent": LATENT}
+MODELS = [
+    pytest.param({"num_hidden_layers": 1}, id="1 layer"),
+    pytest.param({"num_hidden_layers": 6}, id="6 layers"),
+    pytest.param({"num_hidden_layers": 30}, id="30 layers", marks=pytest.mark.full),
+    pytest.param(LATENT, id="latent"),
+]
 
 
 class Loop:
@@ -87,14 +92,14 @@ def measure_in_place(paged: PagedModel, num_ahead: int, limits: Limits | None = 
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("config", MODELS)
 def test_writes_stay_in_place_over_200_steps(config: dict[str, Any], num_ahead: int) -> None:
     """Chunks that sample nothing, mixed steps, decodes."""
     measure_in_place(PagedModel(tiny_model(**config)), num_ahead)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("config", MODELS)
 def test_writes_stay_in_place_with_two_streams(config: dict[str, Any], num_ahead: int) -> None:
     """What the second stream has read is let go of before the next step writes."""
     measure_in_place(PagedModel(tiny_model(**config)), num_ahead, replace(CPU_LIMITS, lane_elements=0))
@@ -102,7 +107,7 @@ def test_writes_stay_in_place_with_two_streams(config: dict[str, Any], num_ahead
 
 @pytest.mark.metal
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("config", MODELS)
 def test_writes_stay_in_place_on_metal(config: dict[str, Any], num_ahead: int) -> None:
     """The same on the GPU, where arrays are let go of when a command buffer has completed."""
     assert mx.default_device() == mx.Device(mx.gpu)

@@ -14,12 +14,14 @@ from metal_engine.settings.args import EngineArgs
 from tests.support.checkpoint_files import write_checkpoint
 
 PROMPTS = [[*range(100)], [*range(50), *range(10)], [7, 8, 9]]
+# Clearing a KV cache of the default size would take most of a test's time.
+SMALL: dict[str, object] = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def generate(model: Path, **settings: object) -> tuple[list[list[int]], dict[str, int]]:
     """Tokens of each prompt, and the counts of KV transfer, of an engine of its own."""
-    with LLM(str(model), **settings) as llm:
+    with LLM(str(model), **SMALL, **settings) as llm:
         results = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         stats = llm._core.kv_transfer_stats
     # The engine has been closed: what was to be saved is.
@@ -51,6 +53,6 @@ def test_settings_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> N
     model = str(write_checkpoint(tmp_path / "model"))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot use"):
-        LLM(model, kv_cache_dir=str(tmp_path / "file"))
+        LLM(model, kv_cache_dir=str(tmp_path / "file"), **SMALL)
     with pytest.raises(ConfigError, match="max_size"):
-        LLM(model, kv_cache_dir=str(tmp_path / "kv"), kv_cache_dir_size=1000)
+        LLM(model, kv_cache_dir=str(tmp_path / "kv"), kv_cache_dir_size=1000, **SMALL)

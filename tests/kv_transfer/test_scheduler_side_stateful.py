@@ -126,7 +126,7 @@ class KVMachine(SchedulerMachine):
         self.start()
 
 
-_KV_QUICK = settings(_QUICK, max_examples=100, stateful_step_count=40)
+_KV_QUICK = settings(_QUICK, max_examples=50, stateful_step_count=40)
 
 
 class TestKV(KVMachine.TestCase):

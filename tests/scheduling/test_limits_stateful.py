@@ -106,8 +106,8 @@ class LargeKnobsMachine(KnobsMachine):
     work_caps = st.one_of(st.just(1 << 62), st.integers(100_000, 2_000_000))
 
 
-_KNOBS_QUICK = settings(_QUICK, max_examples=100, stateful_step_count=30)
-_LARGE_QUICK = settings(_QUICK, max_examples=40, stateful_step_count=12)
+_KNOBS_QUICK = settings(_QUICK, max_examples=50, stateful_step_count=30)
+_LARGE_QUICK = settings(_QUICK, max_examples=20, stateful_step_count=12)
 
 
 class TestKnobs(KnobsMachine.TestCase):

@@ -1,23 +1,32 @@
-"""Live servers on fake runners, one of each kind for the session; each test must leave them clean."""
+"""Live servers on fake runners, one of each kind for the session; each test must leave them clean.
+
+Loads servers and clients only where a test asks for one: every test process loads this module.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.serving import Served, serve
-from tools.fixtures.fake_engine import echo
+if TYPE_CHECKING:
+    from tests.support.serving import Served
 
 
 @pytest.fixture(scope="session")
 def _hash_server() -> Iterator[Served]:
+    from tests.support.serving import serve
+
     with serve() as served:
         yield served
 
 
 @pytest.fixture(scope="session")
 def _echo_server() -> Iterator[Served]:
+    from tests.support.fakes import echo
+    from tests.support.serving import serve
+
     with serve(echo) as served:
         yield served
 

@@ -31,17 +31,19 @@ def test_mlx_lm_and_we_generate_the_same(
     folder: Path, reference_model: Any, demo_tokenizer: Tokenizer
 ) -> None:
     prompt = demo_tokenizer.encode(PROMPT)
-    expected = [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=12)]
+    expected = [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=8)]
     model, tokenizer = load(str(folder))
     assert tokenizer.encode(PROMPT) == prompt
     chat = [{"role": "user", "content": "Hello"}]
     assert tokenizer.apply_chat_template(
         chat, add_generation_prompt=True
     ) == demo_tokenizer.apply_chat_template(chat)
-    theirs = [int(t) for t, _ in generate_step(mx.array(prompt), model, max_tokens=12)]
+    theirs = [int(t) for t, _ in generate_step(mx.array(prompt), model, max_tokens=8)]
     assert theirs == expected
-    with LLM(str(folder), num_gpu_blocks_override=64) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(
+        str(folder), num_gpu_blocks_override=64, max_model_len=1024, max_num_batched_tokens=64, max_num_seqs=4
+    ) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         (result,) = llm.generate(PROMPT, params, use_tqdm=False)
     assert compare_outputs(reference_model, prompt, result.token_ids, expected).equal
 

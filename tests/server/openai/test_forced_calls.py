@@ -141,7 +141,7 @@ def test_streams_are_the_same(tiny: Served, parallel: bool) -> None:
 OBJECTS = [schema for schema in SCHEMAS if schema.get("type") == "object"]
 
 
-@pytest.mark.parametrize("step", [15, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", [30, pytest.param(1, marks=pytest.mark.full)])
 def test_schemas_of_many_kinds(tiny: Served, step: int) -> None:
     schemas = OBJECTS[::step]
     num_complete = 0
