@@ -73,17 +73,13 @@ def _build(
         check_paged_model(paged, backend, info.vocab_size)
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         model_type = loaded.config.get("model_type")
-        raise UnsupportedModelError(
-            f"{args.model} (architecture {model_type}) cannot run here: {error}"
-        ) from error
+        raise UnsupportedModelError(f"{args.model} (architecture {model_type}) cannot run here: {error}") from error
     config = resolve_config(
         args,
         info,
         device_info(blas),
         backend.name,
-        lambda *size: measure_step_bytes(
-            paged, backend, args.block_size, info.max_position_embeddings, *size
-        ),
+        lambda *size: measure_step_bytes(paged, backend, args.block_size, info.max_position_embeddings, *size),
     )
     limit_device_memory(config)
     if chat_template is not None:
@@ -129,16 +125,11 @@ def read_chat_template(given: str) -> str:
             text = Path(given).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a text file"
-            raise ConfigError(
-                "--chat-template",
-                f"cannot read --chat-template {given}: {reason}",
-            ) from error
+            raise ConfigError("--chat-template", f"cannot read --chat-template {given}: {reason}") from error
     try:
         # Extensions that templates of published models use.
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
     except jinja2.TemplateSyntaxError as error:
         if "generation" not in str(error):  # a tag of transformers' own
-            raise ConfigError(
-                "--chat-template", f"is not valid Jinja: line {error.lineno}: {error.message}"
-            ) from error
+            raise ConfigError("--chat-template", f"is not valid Jinja: line {error.lineno}: {error.message}") from error
     return text

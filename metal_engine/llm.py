@@ -115,12 +115,7 @@ class LLM:
     """
 
     def __init__(
-        self,
-        model: str,
-        *,
-        tool_call_parser: str = "auto",
-        reasoning_parser: str = "auto",
-        **engine_args: Any,
+        self, model: str, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto", **engine_args: Any
     ) -> None:
         self._start(EngineArgs(model=model, **engine_args), tool_call_parser, reasoning_parser)
 
@@ -131,9 +126,7 @@ class LLM:
         llm._start(args)
         return llm
 
-    def _start(
-        self, args: EngineArgs, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
-    ) -> None:
+    def _start(self, args: EngineArgs, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> None:
         self._tool_call_parser = tool_call_parser
         self._reasoning_parser = reasoning_parser
         self._answer_formats: dict[str, AnswerFormat] = {}  # by the parser of tool calls
@@ -206,9 +199,7 @@ class LLM:
             ValueError: a conversation can never be served; nothing has been generated then.
             RuntimeError: a step failed, or the engine has stopped.
         """
-        conversations: list[Any] = (
-            [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        )
+        conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         plan = ToolPlan(shown=list(tools), parsed=list(tools))
         if tools:
             template_kwargs["tools"] = plan.shown
@@ -235,9 +226,7 @@ class LLM:
             self._answer_formats[tool_call_parser] = found
         return found
 
-    def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Outputs of one prompt as they come. Leaving the iteration early aborts the request."""
         params = sampling_params or self.default_sampling_params
         if params.n != 1:
@@ -262,10 +251,7 @@ class LLM:
         outputs: dict[str, list[RequestOutput]] = {request_id: [] for request_id in ids}
         num_tokens = 0
         # Closed at once if a step fails, so that the other requests do not go on unseen.
-        with (
-            _progress_bar(show_progress) as progress,
-            closing(self._outputs_of(sequences, ids)) as stream,
-        ):
+        with _progress_bar(show_progress) as progress, closing(self._outputs_of(sequences, ids)) as stream:
             task = progress.add_task("Generating", total=len(sequences), rate="")
             for output in stream:
                 outputs[output.request_id].append(output)
@@ -293,9 +279,7 @@ class LLM:
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         return self._core.prepare_all(prompts, params)
 
-    def _outputs_of(
-        self, sequences: list[tuple[PreparedRequest, int]], ids: list[str]
-    ) -> Generator[RequestOutput]:
+    def _outputs_of(self, sequences: list[tuple[PreparedRequest, int]], ids: list[str]) -> Generator[RequestOutput]:
         """Outputs of several requests as they come; aborts what is left if the iteration ends early.
 
         Args:

@@ -115,9 +115,7 @@ class StructuredOutputsParams:
                 raise ParameterError(f"structured_outputs.{name}", f"must be a string, got {short(value)}")
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(value := getattr(self, name), bool | None):
-                raise ParameterError(
-                    f"structured_outputs.{name}", f"must be true or false, got {short(value)}"
-                )
+                raise ParameterError(f"structured_outputs.{name}", f"must be true or false, got {short(value)}")
         if not isinstance(self.json, str | Mapping | bool | None):
             message = f"must be a JSON schema (an object), got {short(self.json)}"
             raise ParameterError("structured_outputs.json", message)
@@ -245,9 +243,7 @@ class SamplingParams:
         if not 0.0 <= self.min_p <= 1.0:
             raise ParameterError("min_p", f"must be in [0, 1], got {self.min_p}")
         if not 1e-3 <= self.repetition_penalty <= 1e3:
-            raise ParameterError(
-                "repetition_penalty", f"must be in [0.001, 1000], got {self.repetition_penalty}"
-            )
+            raise ParameterError("repetition_penalty", f"must be in [0.001, 1000], got {self.repetition_penalty}")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise ParameterError(name, f"must be in [-2, 2], got {getattr(self, name)}")

@@ -150,9 +150,7 @@ def test_tools_that_must_be_called_of_other_endpoints(server: str) -> None:
     assert response.status == "completed" and item.type == "function_call"
     check_call(item.name, json.loads(item.arguments))
     claude = anthropic.Anthropic(base_url=server, api_key="none")
-    inputs: list[Any] = [
-        {"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS
-    ]
+    inputs: list[Any] = [{"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS]
     message = claude.messages.create(
         model="demo", max_tokens=100, messages=ASKED, tools=inputs,
         tool_choice={"type": "any", "disable_parallel_tool_use": True}, extra_body={"temperature": 0},
@@ -166,9 +164,7 @@ def test_completion_with_seed_and_stop(server: str) -> None:
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
 
     def complete(**parameters: object) -> str:
-        return (
-            client.completions.create(model="demo", prompt="One, two, three,", **parameters).choices[0].text
-        )
+        return client.completions.create(model="demo", prompt="One, two, three,", **parameters).choices[0].text
 
     sampled = complete(temperature=1.0, top_p=0.9, seed=7, max_tokens=16)
     assert complete(temperature=1.0, top_p=0.9, seed=7, max_tokens=16) == sampled
@@ -253,18 +249,7 @@ def test_leaving_a_stream_aborts_it(llm: LLM) -> None:
 
 
 def test_chat_command(demo_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "metal_engine",
-        "chat",
-        "demo",
-        "--temperature",
-        "0",
-        "--max-tokens",
-        "20",
-        *SMALL,
-    ]
+    command = [sys.executable, "-m", "metal_engine", "chat", "demo", "--temperature", "0", "--max-tokens", "20", *SMALL]
     lines = "What is the capital of France?\n/reset\nWhat is the capital of France?\n\n"
     done = subprocess.run(command, cwd=ROOT, input=lines, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -297,16 +282,7 @@ def test_repro_block_exhaustion(tiny_checkpoint: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "100.0%" in done.stdout
     # A pool that holds everything proves nothing, and the tool says so.
-    ample = [
-        "--model",
-        str(tiny_checkpoint),
-        "--num-prompts",
-        "4",
-        "--max-tokens",
-        "2",
-        "--pool-fraction",
-        "5",
-    ]
+    ample = ["--model", str(tiny_checkpoint), "--num-prompts", "4", "--max-tokens", "2", "--pool-fraction", "5"]
     done = subprocess.run([*command, *ample], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "preemption never happened" in done.stdout

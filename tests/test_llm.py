@@ -59,9 +59,7 @@ def test_n_outputs(llm: LLM) -> None:
 
 
 def test_logprobs(llm: LLM) -> None:
-    (result,) = generate(
-        llm, "abc", SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=0)
-    )
+    (result,) = generate(llm, "abc", SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=0))
     assert [entry.token_id for entry in result.logprobs] == result.token_ids
     assert all(entry.rank == 1 and entry.top[0][0] == entry.token_id for entry in result.logprobs)
     first, *others = result.prompt_logprobs
@@ -82,9 +80,7 @@ def test_prompts_of_any_integers(llm: LLM, prompt: Any) -> None:
     assert result.prompt_token_ids == [1, 2, 3] and all(type(i) is int for i in result.prompt_token_ids)
 
 
-@pytest.mark.parametrize(
-    "prompt", [[1.0], ["a", 1], [None], [-1], [VOCAB_SIZE], [2**70], np.array([0.5])], ids=str
-)
+@pytest.mark.parametrize("prompt", [[1.0], ["a", 1], [None], [-1], [VOCAB_SIZE], [2**70], np.array([0.5])], ids=str)
 def test_bad_prompts_stop_everything_before_it_runs(llm: LLM, prompt: Any) -> None:
     with pytest.raises(ValueError):
         generate(llm, [byte_ids("fine"), prompt])
@@ -139,10 +135,7 @@ CHAT_CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_t
 
 
 def answering(
-    monkeypatch: pytest.MonkeyPatch,
-    next_token: NextToken,
-    tokenizer: Tokenizer | None = None,
-    **settings: Any,
+    monkeypatch: pytest.MonkeyPatch, next_token: NextToken, tokenizer: Tokenizer | None = None, **settings: Any
 ) -> LLM:
     """An LLM whose model gives these tokens."""
     runner = FakeRunner(CHAT_CONFIG.cache.block_size, next_token)
@@ -154,9 +147,7 @@ def answering(
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: r.parser)
-def test_a_chat_is_told_apart_as_the_server_does_it(
-    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_is_told_apart_as_the_server_does_it(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"<think>\nhm\n</think>\n{recorded.text}"
     names = {"tool_call_parser": recorded.parser, "reasoning_parser": "think"}
     with answering(monkeypatch, script(text), **names) as llm:

@@ -36,18 +36,7 @@ from tools.compare.equal_outputs import Comparison, compare_outputs
 BLOCK_SIZE = 16
 KINDS = ("chat question", "passage to summarize", "code to complete", "raw continuation")
 
-SUBJECTS = [
-    "tides",
-    "bridges",
-    "bread",
-    "glaciers",
-    "violins",
-    "bees",
-    "maps",
-    "volcanoes",
-    "clocks",
-    "whales",
-]
+SUBJECTS = ["tides", "bridges", "bread", "glaciers", "violins", "bees", "maps", "volcanoes", "clocks", "whales"]
 SENTENCES = [
     "The harbour was quiet and the first boats came in slowly with their lamps still lit.",
     "Nobody had expected the letter, and yet everyone knew at once what it would say.",
@@ -75,9 +64,7 @@ def make_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
     def prompt(kind: int) -> list[int]:
         subject = rng.choice(SUBJECTS)
         if kind == 0:
-            return chat(
-                f"What should a beginner know about {subject}? Answer in {rng.randint(2, 9)} sentences."
-            )
+            return chat(f"What should a beginner know about {subject}? Answer in {rng.randint(2, 9)} sentences.")
         if kind == 1:
             passage = " ".join(rng.choice(SENTENCES) for _ in range(rng.randint(4, 12)))
             return chat(f"Summarize this for someone who loves {subject}: {passage}")
@@ -185,9 +172,7 @@ def main() -> int:
             stats.append(llm.stats)
     comparisons = compare_all(args.model, prompts, *results)
 
-    table = Table(
-        "", "ample pool", "tight pool", title=f"{args.num_prompts} prompts, {args.max_tokens} tokens each"
-    )
+    table = Table("", "ample pool", "tight pool", title=f"{args.num_prompts} prompts, {args.max_tokens} tokens each")
     table.add_row("blocks", *(str(s.num_blocks) for s in stats))
     table.add_row("peak usage", *(f"{s.peak_used_blocks / s.num_blocks:.1%}" for s in stats))
     table.add_row("preemptions", *(str(s.num_preemptions) for s in stats))
@@ -211,9 +196,7 @@ def main() -> int:
     for failure in failures:
         console.print(f"[bold red]FAILED[/]: {failure}")
     if not failures:
-        console.print(
-            "[bold green]OK[/]: the pool was exhausted, requests were preempted, all outputs are equal"
-        )
+        console.print("[bold green]OK[/]: the pool was exhausted, requests were preempted, all outputs are equal")
     return 1 if failures else 0
 
 

@@ -69,9 +69,7 @@ class CallReader:
             deltas.append(ArgumentsDelta(begun.index, arguments))
         return deltas
 
-    def read_to_end(
-        self, before: str, body: str, end: str, *, complete: bool, truncated: bool
-    ) -> list[AnswerDelta]:
+    def read_to_end(self, before: str, body: str, end: str, *, complete: bool, truncated: bool) -> list[AnswerDelta]:
         """Returns what is new of a call that has ended; its whole text, as content, if it is not a call.
 
         Args:

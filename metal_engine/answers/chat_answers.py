@@ -36,9 +36,7 @@ class AnswerReader:
         """Tool calls so far; a call counts once it has proved to be one."""
         return self._splitter.num_calls
 
-    def add(
-        self, text: str, token_ends: Sequence[int], finish_reason: str | None = None
-    ) -> list[AnswerDelta]:
+    def add(self, text: str, token_ends: Sequence[int], finish_reason: str | None = None) -> list[AnswerDelta]:
         """Takes more text, cut anywhere; returns what it comes to.
 
         Args:
@@ -122,9 +120,5 @@ class ChatAnswers:
             return PlainSplitter()
         make = HarmonySplitter if self.format.harmony else MarkSplitter
         return make(
-            self.format,
-            plan.parsed,
-            in_reasoning=self.in_reasoning,
-            parallel=plan.parallel,
-            incremental=incremental,
+            self.format, plan.parsed, in_reasoning=self.in_reasoning, parallel=plan.parallel, incremental=incremental
         )

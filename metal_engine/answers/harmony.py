@@ -66,9 +66,7 @@ class HarmonySplitter:
     Text that does not begin with a header is content: a grammar may force such an answer.
     """
 
-    def __init__(
-        self, answer_format: AnswerFormat, tools: Sequence[dict[str, Any]] = (), **options: Any
-    ) -> None:
+    def __init__(self, answer_format: AnswerFormat, tools: Sequence[dict[str, Any]] = (), **options: Any) -> None:
         self._marks = MarkSplitter(answer_format, tools, **options)
         self._text = ""  # taken, and not passed on
         self._in_header = True
@@ -120,9 +118,7 @@ class HarmonySplitter:
         channel, recipient = _NAME.search(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] != "assistant":
             self._end = _CALL
-            return self._replace(
-                at + len(_MESSAGE), f"{HarmonyCalls.tool_call_start}{recipient[1]}{_MESSAGE}"
-            )
+            return self._replace(at + len(_MESSAGE), f"{HarmonyCalls.tool_call_start}{recipient[1]}{_MESSAGE}")
         if channel is not None and channel[1] == "analysis":
             self._end = _END
             return self._replace(at + len(_MESSAGE), f"{_CHANNEL}analysis{_MESSAGE}")

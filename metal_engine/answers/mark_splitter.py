@@ -129,9 +129,7 @@ class MarkSplitter:
         self._text = text[end:]
         return [TextDelta(self._state, text[begin:end])]
 
-    def _end_call(
-        self, body: str, end: str, *, complete: bool = True, truncated: bool = False
-    ) -> list[AnswerDelta]:
+    def _end_call(self, body: str, end: str, *, complete: bool = True, truncated: bool = False) -> list[AnswerDelta]:
         assert self._calls is not None
         before, self._before_call = self._before_call, ""
         deltas = self._calls.read_to_end(before, body, end, complete=complete, truncated=truncated)

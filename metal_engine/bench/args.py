@@ -31,9 +31,7 @@ class WorkloadArgs:
     num_prompts: int = setting(100, "Requests to send.")
     input_len: int = setting(512, "Tokens of a prompt.")
     output_len: int = setting(128, "Tokens to generate for each.")
-    range_ratio: float = setting(
-        0.0, "Lengths are drawn evenly between (1 - X) and (1 + X) times what is asked for."
-    )
+    range_ratio: float = setting(0.0, "Lengths are drawn evenly between (1 - X) and (1 + X) times what is asked for.")
     prefix_len: int = setting(0, "Tokens that all prompts begin with; --input-len counts those that follow.")
     long_ratio: float = setting(0.25, "Share of long prompts in `mixed`.")
     long_input_len: int = setting(2048, "Tokens of a long prompt in `mixed`.")
@@ -102,9 +100,7 @@ class BenchServeArgs(WorkloadArgs):
         except ValueError:
             values = (-1.0,)
         if not all(0 <= value <= 100 for value in values):
-            raise ConfigError(
-                "--percentiles", f"must be numbers from 0 to 100, got {', '.join(self.percentiles)}"
-            )
+            raise ConfigError("--percentiles", f"must be numbers from 0 to 100, got {', '.join(self.percentiles)}")
         return values
 
     @property
@@ -118,9 +114,7 @@ class BenchServeArgs(WorkloadArgs):
             except ValueError:
                 limits[""] = 0.0
         if not limits.keys() <= set(GOODPUT_METRICS) or not all(limit > 0 for limit in limits.values()):
-            raise ConfigError(
-                "--goodput", f"must be {', '.join(GOODPUT_METRICS)} with milliseconds, as in ttft:500"
-            )
+            raise ConfigError("--goodput", f"must be {', '.join(GOODPUT_METRICS)} with milliseconds, as in ttft:500")
         return limits
 
 

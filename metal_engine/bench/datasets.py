@@ -32,9 +32,7 @@ class BenchRequest:
         return self.messages or [{"role": "user", "content": self.prompt}]
 
 
-def make_requests(
-    args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], PromptTokenizer]
-) -> list[BenchRequest]:
+def make_requests(args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], PromptTokenizer]) -> list[BenchRequest]:
     """The requests that ``args`` describe; the same ones for the same seed.
 
     Args:
@@ -121,24 +119,18 @@ def verse_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int
 # --- files ---
 
 
-def _from_file(
-    args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], PromptTokenizer]
-) -> list[BenchRequest]:
+def _from_file(args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], PromptTokenizer]) -> list[BenchRequest]:
     path = Path(args.dataset_path or "").expanduser()
     read = _sharegpt if args.dataset_name == "sharegpt" else _custom
     try:
         requests = list(read(path, args, load_tokenizer))
     except OSError as error:
-        raise ConfigError(
-            "--dataset-path",
-            f"cannot read --dataset-path {path}: {error.strerror}",
-        ) from error
+        raise ConfigError("--dataset-path", f"cannot read --dataset-path {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError("--dataset-path", f"{path} is no {args.dataset_name} file: {error!r}") from error
     if len(requests) < args.num_prompts:
         raise ConfigError(
-            "--num-prompts",
-            f"{path} has {len(requests)} usable prompts, fewer than --num-prompts {args.num_prompts}",
+            "--num-prompts", f"{path} has {len(requests)} usable prompts, fewer than --num-prompts {args.num_prompts}"
         )
     picked = np.random.default_rng(seed).permutation(len(requests))[: args.num_prompts]
     return [requests[i] for i in picked]
@@ -152,9 +144,7 @@ def _objects(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
-def _custom(
-    path: Path, args: WorkloadArgs, load_tokenizer: Callable[[], PromptTokenizer]
-) -> Iterator[BenchRequest]:
+def _custom(path: Path, args: WorkloadArgs, load_tokenizer: Callable[[], PromptTokenizer]) -> Iterator[BenchRequest]:
     for one in _objects(path):
         messages = one.get("messages")
         prompt = one["prompt"] if messages is None else "\n".join(str(m["content"]) for m in messages)
@@ -166,9 +156,7 @@ def _custom(
         yield BenchRequest(prompt, output_len, None, messages)
 
 
-def _sharegpt(
-    path: Path, args: WorkloadArgs, load_tokenizer: Callable[[], PromptTokenizer]
-) -> Iterator[BenchRequest]:
+def _sharegpt(path: Path, args: WorkloadArgs, load_tokenizer: Callable[[], PromptTokenizer]) -> Iterator[BenchRequest]:
     """First turns: the human's text is the prompt, and as many tokens are asked for as the answer had."""
     tokenizer = load_tokenizer()
     for one in _objects(path):

@@ -54,8 +54,7 @@ def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, 
     tokenizer = load_prompt_tokenizer(engine_args.tokenizer or engine_args.model)
     rng = np.random.default_rng(engine_args.seed)
     prompts = [
-        BenchRequest(random_text(tokenizer, rng, args.input_len), args.output_len)
-        for _ in range(args.batch_size)
+        BenchRequest(random_text(tokenizer, rng, args.input_len), args.output_len) for _ in range(args.batch_size)
     ]
     core = build_engine(engine_args)
     seconds = []

@@ -25,9 +25,6 @@ def check_output(path: str | None, flag: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(
-            flag,
-            f"cannot write to {folder} ({flag}): {error.strerror}",
-        ) from error
+        raise ConfigError(flag, f"cannot write to {folder} ({flag}): {error.strerror}") from error
     if Path(path).is_dir():
         raise ConfigError(flag, f"must name a file, and {path} is a folder")

@@ -19,9 +19,7 @@ def check_plots(path: str) -> None:
         raise ConfigError("--plot", "needs matplotlib: pip install 'metal-engine[plots]'") from error
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in kinds:
-        raise ConfigError(
-            "--plot", f"must name a file of a kind that can be drawn, such as run.png, got {path!r}"
-        )
+        raise ConfigError("--plot", f"must name a file of a kind that can be drawn, such as run.png, got {path!r}")
 
 
 def plot_run(records: Sequence[RequestRecord], path: Path) -> None:

@@ -38,10 +38,7 @@ def table(summary: Summary) -> str:
 
 
 def _lines_of(name: str, distribution: Distribution) -> list[str]:
-    lines = [
-        _line(f"Mean {name} (ms):", distribution.mean),
-        _line(f"Median {name} (ms):", distribution.median),
-    ]
+    lines = [_line(f"Mean {name} (ms):", distribution.mean), _line(f"Median {name} (ms):", distribution.median)]
     return lines + [_line(f"P{p:g} {name} (ms):", value) for p, value in distribution.percentiles.items()]
 
 

@@ -85,20 +85,14 @@ async def find_model(args: BenchServeArgs) -> str:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 problem = str(error)
             if time.monotonic() >= deadline:
-                raise ConfigError(
-                    "--base-url",
-                    f"no server at {args.base_url} (--base-url): {problem}",
-                )
+                raise ConfigError("--base-url", f"no server at {args.base_url} (--base-url): {problem}")
             await asyncio.sleep(_READY_POLL_SECONDS)
     if args.model is not None:
         return args.model
     try:
         return str(json.loads(body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(
-            "--model",
-            f"{url} lists no model: name one with --model",
-        ) from error
+        raise ConfigError("--model", f"{url} lists no model: name one with --model") from error
 
 
 async def measure(
@@ -133,9 +127,7 @@ async def measure(
 async def _warm_up(args: BenchServeArgs, client: BenchClient, requests: Sequence[BenchRequest]) -> None:
     # Other text than any measured prompt begins with, or a prefix cache would have it already.
     warmups = [
-        BenchRequest(
-            f"Warm-up {i}: " + requests[i % len(requests)].prompt[-400:], min(8, requests[0].output_len)
-        )
+        BenchRequest(f"Warm-up {i}: " + requests[i % len(requests)].prompt[-400:], min(8, requests[0].output_len))
         for i in range(args.num_warmups)
     ]
     for record in await asyncio.gather(*map(client.send, warmups)):

@@ -50,7 +50,4 @@ def load_prompt_tokenizer(name: str) -> PromptTokenizer:
         return PromptTokenizer(BackendTokenizer.from_pretrained(name))
     except Exception as error:  # tokenizers raises nothing more specific
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            "--tokenizer",
-            f"no tokenizer for {name!r}; name one with --tokenizer: {reason}",
-        ) from error
+        raise ConfigError("--tokenizer", f"no tokenizer for {name!r}; name one with --tokenizer: {reason}") from error

@@ -33,9 +33,7 @@ _CALL_HEADS = {
 
 
 def find_answer_format(
-    tokenizer: PreTrainedTokenizerFast,
-    tool_call_parser: str = "auto",
-    reasoning_parser: str = "auto",
+    tokenizer: PreTrainedTokenizerFast, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
 ) -> AnswerFormat:
     """The format of a model's answers.
 

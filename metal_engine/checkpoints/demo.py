@@ -120,9 +120,7 @@ def _download_wheel(folder: Path, report: Report) -> Path:
 def _run_pip(command: list[str], env: dict[str, str], folder: Path, report: Report) -> tuple[int, str]:
     """Run pip to its end, reporting the growth of ``folder``; returns its return code and what it printed."""
     with tempfile.TemporaryFile("w+", dir=folder, errors="replace") as output:
-        process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
             while True:
                 try:

@@ -32,9 +32,7 @@ def fetch_from_hub(
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(repo, revision=revision, cache_dir=download_dir, allow_patterns=patterns)
-        )
+        return Path(snapshot_download(repo, revision=revision, cache_dir=download_dir, allow_patterns=patterns))
     except Exception as error:  # of the file system or the network, too: the hub's client passes many through
         raise ModelLoadError(_problem(error, repo, revision)) from error
 

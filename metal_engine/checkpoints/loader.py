@@ -84,9 +84,7 @@ def load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
     return _load_directory(path, args, dtype, device)
 
 
-def _load_gguf(
-    path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo, *, name: str
-) -> LoadedModel:
+def _load_gguf(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo, *, name: str) -> LoadedModel:
     header = read_gguf_header(path)
     on_cpu = device.kind == "cpu"
     tensors = header.tensors.values()
@@ -109,9 +107,7 @@ def _load_directory(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
     # Before the weights: the tokenizer loads in a moment, and it may be what is wrong.
     tokenizer = (
-        _other_tokenizer(args)
-        if args.tokenizer
-        else load_tokenizer(path, trust_remote_code=args.trust_remote_code)
+        _other_tokenizer(args) if args.tokenizer else load_tokenizer(path, trust_remote_code=args.trust_remote_code)
     )
     eos_token_ids = checkpoint.eos_token_ids(config, own_generation_config)
     model, config = _load_mlx_lm_model(path, config, args)
@@ -123,9 +119,7 @@ def _load_directory(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device
     return LoadedModel(model, config, tokenizer, eos_token_ids, args.model, sampling)
 
 
-def _load_mlx_lm_model(
-    path: Path, config: dict[str, Any], args: EngineArgs
-) -> tuple[nn.Module, dict[str, Any]]:
+def _load_mlx_lm_model(path: Path, config: dict[str, Any], args: EngineArgs) -> tuple[nn.Module, dict[str, Any]]:
     """Makes mlx-lm's model and configuration, with its errors explained. Weights are not in memory yet."""
     model_type, model_file = config["model_type"], config.get("model_file")
     if model_file is not None and not args.trust_remote_code:

@@ -45,9 +45,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
     return tokenizer
 
 
-def _from_tokenizer_json(
-    folder: Path, config: dict[str, Any], error: Exception
-) -> PreTrainedTokenizerFast | None:
+def _from_tokenizer_json(folder: Path, config: dict[str, Any], error: Exception) -> PreTrainedTokenizerFast | None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None

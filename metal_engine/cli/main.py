@@ -117,9 +117,7 @@ def _latency(values: dict[str, Any]) -> None:
 
 @app.command()
 def doctor(
-    model: Annotated[
-        str | None, typer.Argument(help=f"Try this one too: {MODEL_HELP}", show_default=False)
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help=f"Try this one too: {MODEL_HELP}", show_default=False)] = None,
 ) -> None:
     """Report versions, device and memory, and whether a model runs; for bug reports. Status 1 if something is wrong."""
     set_up_logging("warning")

@@ -20,9 +20,7 @@ from metal_engine.settings.sources import read_settings
 
 MODEL_HELP = "`demo`, a Hugging Face repository, a local model directory, or a .gguf file."
 _MODEL = Setting("model", "str", None, MODEL_HELP, None, False)
-_CONFIG_HELP = (
-    "YAML file of settings, named as the flags are. The environment and the command line win over it."
-)
+_CONFIG_HELP = "YAML file of settings, named as the flags are. The environment and the command line win over it."
 
 # Settings of all commands: one config file or one environment may serve several.
 _known: list[Setting] = []
@@ -30,9 +28,7 @@ _known: list[Setting] = []
 Command = Callable[[dict[str, Any]], None]
 
 
-def command(
-    app: typer.Typer, groups: dict[str, type], *, takes_model: bool = True
-) -> Callable[[Command], Command]:
+def command(app: typer.Typer, groups: dict[str, type], *, takes_model: bool = True) -> Callable[[Command], Command]:
     """Register a function as a command: it is called with the values given anywhere, by field name.
 
     Args:
@@ -47,9 +43,7 @@ def command(
             with one_line_errors():
                 values = read_settings(settings, given, os.environ, config, known=_known)
                 if takes_model and values.get("model") is None:
-                    raise ConfigError(
-                        None, "name a MODEL: `demo`, a repository, a directory, or a .gguf file"
-                    )
+                    raise ConfigError(None, "name a MODEL: `demo`, a repository, a directory, or a .gguf file")
                 function(values)
 
         parameters = []
@@ -71,9 +65,7 @@ def command(
 
 
 def _parameter(name: str, kind: Any, info: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info]
-    )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
 
 
 def _option(one: Setting, heading: str) -> inspect.Parameter:
@@ -81,11 +73,7 @@ def _option(one: Setting, heading: str) -> inspect.Parameter:
     kind: Any = {"bool": bool, "list": list[str]}.get(one.kind, str)
     names = (f"{one.flag}/--no-{one.flag[2:]}",) if one.kind == "bool" else (one.flag,)
     info = typer.Option(
-        *names,
-        help=help_text(one),
-        metavar=one.metavar or None,
-        show_default=False,
-        rich_help_panel=heading,
+        *names, help=help_text(one), metavar=one.metavar or None, show_default=False, rich_help_panel=heading
     )
     return _parameter(one.name, kind | None, info)
 

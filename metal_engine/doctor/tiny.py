@@ -25,11 +25,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig, EngineConfig, ModelInfo, SchedulerConfig
 
 _VOCAB_SIZE = 256
-_PROMPTS = (
-    "one packed step",
-    "metal",
-    "a longer prompt that is computed in several chunks beside the others",
-)
+_PROMPTS = ("one packed step", "metal", "a longer prompt that is computed in several chunks beside the others")
 _MAX_TOKENS = 8
 
 

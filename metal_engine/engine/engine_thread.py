@@ -79,11 +79,7 @@ class EngineThread:
         return self._error
 
     def submit(
-        self,
-        request_id: str,
-        prepared: PreparedRequest,
-        index: int = 0,
-        options: RequestOptions | None = None,
+        self, request_id: str, prepared: PreparedRequest, index: int = 0, options: RequestOptions | None = None
     ) -> None:
         """Queue output ``index`` of a request; what comes of it, be it an error, arrives at ``on_outputs``.
 

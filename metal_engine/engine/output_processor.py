@@ -142,9 +142,7 @@ class _OutputState:
             self.stop_strings = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_output_tokens = 0
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
-            None if params.prompt_logprobs is None else [None]
-        )
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
 
     def release(self, *, is_last: bool) -> tuple[list[int], list[TokenLogprobs]]:
         """Returns ``token_ends`` and ``text_logprobs`` of the tokens that are held no longer.
@@ -170,9 +168,7 @@ class OutputProcessor:
         self._states: dict[str, _OutputState] = {}
 
     def add_request(self, request: Request) -> None:
-        detokenizer = self._tokenizer.detokenizer(
-            request.token_ids, request.sampling_params.skip_special_tokens
-        )
+        detokenizer = self._tokenizer.detokenizer(request.token_ids, request.sampling_params.skip_special_tokens)
         self._states[request.request_id] = _OutputState(request, detokenizer)
 
     def remove_request(self, request_id: str) -> None:

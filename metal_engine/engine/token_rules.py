@@ -61,9 +61,7 @@ class TokenRulesMaker:
         """The mask of ``allowed_token_ids``, [W] int32."""
         if params.allowed_token_ids is None:
             return None
-        ids = np.array(
-            params.allowed_token_ids, np.int64
-        )  # of 262,144 ids: 6 ms that no thread can interrupt
+        ids = np.array(params.allowed_token_ids, np.int64)  # of 262,144 ids: 6 ms that no thread can interrupt
         self._check_token_id("allowed_token_ids", int(ids.max()))
         allowed = np.zeros(-(-self._vocab_size // 32) * 32, bool)
         allowed[ids] = True

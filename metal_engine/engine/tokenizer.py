@@ -180,8 +180,7 @@ class Detokenizer:
         # text. So the context ends before that character, and its tokens follow as if they were new.
         end = self._end_of_text(prompt_token_ids)
         self._stream = DecodeStream(
-            ids=list(prompt_token_ids[max(end - _CONTEXT_TOKENS, 0) : end]),
-            skip_special_tokens=skip_special_tokens,
+            ids=list(prompt_token_ids[max(end - _CONTEXT_TOKENS, 0) : end]), skip_special_tokens=skip_special_tokens
         )
         for token_id in prompt_token_ids[end:]:
             self.add(token_id)

@@ -92,9 +92,7 @@ class StepRows:
             raise ValueError("bad step: no tokens")
         cu, query_lens = self.cu_seqlens_q, self.query_lens
         if len(cu) != num_requests + 1 or cu[0] != 0 or cu[-1] != num_tokens or (query_lens <= 0).any():
-            raise ValueError(
-                f"bad step: cu_seqlens_q {cu.tolist()} does not rise strictly from 0 to {num_tokens}"
-            )
+            raise ValueError(f"bad step: cu_seqlens_q {cu.tolist()} does not rise strictly from 0 to {num_tokens}")
         requests = np.repeat(np.arange(num_requests), query_lens)
         if len(self.request_of_row) != num_tokens or (self.request_of_row != requests).any():
             raise ValueError("bad step: request_of_row disagrees with cu_seqlens_q")

@@ -18,10 +18,7 @@ _SAMPLES = 4096
 
 
 def kv_fingerprint(
-    weights: Iterable[tuple[str, mx.array]],
-    model_config: Mapping[str, Any],
-    block_size: int,
-    parts: Sequence[KVPart],
+    weights: Iterable[tuple[str, mx.array]], model_config: Mapping[str, Any], block_size: int, parts: Sequence[KVPart]
 ) -> str:
     """Returns hex digits that differ wherever KV could.
 

@@ -114,9 +114,7 @@ class BlockLayout:
 def _serialize_zeros(parts: Sequence[KVPart]) -> bytes:
     zeros = np.zeros(max(part.nbytes for part in parts), np.uint8)
     specs = {
-        part.name: TensorSpec(
-            dtype=part.dtype, shape=part.shape, data_ptr=zeros.ctypes.data, data_len=part.nbytes
-        )
+        part.name: TensorSpec(dtype=part.dtype, shape=part.shape, data_ptr=zeros.ctypes.data, data_len=part.nbytes)
         for part in parts
     }
     return bytes(serialize(specs))

@@ -153,7 +153,5 @@ class SaveQueue:
             return
         self._rest.succeeded()
         self._stats.add(
-            blocks_present=sum(present),
-            blocks_saved=len(new),
-            bytes_saved=sum(len(stored) for _, stored in new),
+            blocks_present=sum(present), blocks_saved=len(new), bytes_saved=sum(len(stored) for _, stored in new)
         )

@@ -103,27 +103,19 @@ def _parse(text: str) -> KVTransferConfig:
     values: dict[str, Any] = {
         "kv_connector": _choice(given, "kv_connector", CONNECTORS),
         "kv_role": _choice(given, "kv_role", ROLES),
-        "kv_load_failure_policy": _choice(
-            given, "kv_load_failure_policy", LOAD_FAILURE_POLICIES, "recompute"
-        ),
+        "kv_load_failure_policy": _choice(given, "kv_load_failure_policy", LOAD_FAILURE_POLICIES, "recompute"),
     }
     extra = given.get("kv_connector_extra_config", {})
     where = f"kv_connector_extra_config in {_FLAG}"
     if not isinstance(extra, dict):
-        raise ConfigError(
-            _FLAG,
-            f"{where} must be a JSON object",
-        )
+        raise ConfigError(_FLAG, f"{where} must be a JSON object")
     store_keys = _STORE_KEYS[values["kv_connector"]]
     kinds = _COMMON_KEYS | store_keys
     _check_keys(where, extra, tuple(kinds))
     parsed = {key: _value(f"{key} of {where}", kinds[key], value) for key, value in extra.items()}
     required = _REQUIRED_KEY[values["kv_connector"]]
     if required not in parsed:
-        raise ConfigError(
-            _FLAG,
-            f"{where} needs {required!r} for the {values['kv_connector']} connector",
-        )
+        raise ConfigError(_FLAG, f"{where} needs {required!r} for the {values['kv_connector']} connector")
     options = {key: parsed.pop(key) for key in store_keys if key in parsed}
     return KVTransferConfig(**values, options=options, **parsed)
 
@@ -131,19 +123,13 @@ def _parse(text: str) -> KVTransferConfig:
 def _check_keys(where: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
     for key in given:
         if key not in known:
-            raise ConfigError(
-                _FLAG,
-                f"{where} has no {key!r}; it may have {', '.join(known)}",
-            )
+            raise ConfigError(_FLAG, f"{where} has no {key!r}; it may have {', '.join(known)}")
 
 
 def _choice(given: dict[str, Any], key: str, choices: tuple[str, ...], default: str | None = None) -> str:
     value = given.get(key, default)
     if value not in choices:
-        raise ConfigError(
-            _FLAG,
-            f"{key} in {_FLAG} must be one of {', '.join(choices)}, got {value!r}",
-        )
+        raise ConfigError(_FLAG, f"{key} in {_FLAG} must be one of {', '.join(choices)}, got {value!r}")
     return value
 
 
@@ -168,7 +154,4 @@ def _value(name: str, kind: str, value: Any) -> Any:
         "count": "a whole number of at least 1",
         "size": "a size such as 2GiB",
     }[kind]
-    raise ConfigError(
-        _FLAG,
-        f"{name} must be {wanted}, got {value!r}",
-    )
+    raise ConfigError(_FLAG, f"{name} must be {wanted}, got {value!r}")

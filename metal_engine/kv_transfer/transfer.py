@@ -89,9 +89,7 @@ class KVTransfer:
         self.clock = clock
         self._rest = StoreRest(clock)
         self._blocks_per_call = max(1, _BYTES_PER_CALL // layout.nbytes)
-        self._save_queue = SaveQueue(
-            store, layout, config.max_save_bytes, self._blocks_per_call, stats, clock
-        )
+        self._save_queue = SaveQueue(store, layout, config.max_save_bytes, self._blocks_per_call, stats, clock)
         self._changed = threading.Event()
         # Everything below is guarded by this.
         self._condition = threading.Condition()
@@ -101,8 +99,7 @@ class KVTransfer:
         self._num_reserved_bytes = 0
         self._closed = False
         self._load_threads = [
-            threading.Thread(target=self._run_loads, name=f"kv-load-{i}", daemon=True)
-            for i in range(config.io_threads)
+            threading.Thread(target=self._run_loads, name=f"kv-load-{i}", daemon=True) for i in range(config.io_threads)
         ]
         for thread in self._load_threads:
             thread.start()

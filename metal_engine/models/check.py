@@ -67,9 +67,7 @@ def _check(paged: PagedModel, backend: AttentionBackend, vocab_size: int, rng: n
     paged.pool.allocate(2 * max_blocks, _BLOCK_SIZE)
     try:
         got = [_run_step(paged, backend, tokens, block_table, shares) for shares in steps]
-        for layer, (cache, (num_writes, num_reads)) in enumerate(
-            zip(paged.layer_caches, before, strict=True)
-        ):
+        for layer, (cache, (num_writes, num_reads)) in enumerate(zip(paged.layer_caches, before, strict=True)):
             num_writes, num_reads = cache.num_writes - num_writes, cache.num_reads - num_reads
             if num_writes != 2 or num_reads < 2:  # more reads: layers that share their KV
                 raise UnsupportedModelError(

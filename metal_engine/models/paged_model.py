@@ -55,11 +55,7 @@ class PagedModel:
         self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
 
     def __call__(
-        self,
-        input_ids: mx.array,
-        rows: StepRows,
-        attention: StepAttention,
-        logits_indices: mx.array | None = None,
+        self, input_ids: mx.array, rows: StepRows, attention: StepAttention, logits_indices: mx.array | None = None
     ) -> mx.array:
         """One forward over a packed batch.
 

@@ -116,9 +116,7 @@ def _attention_seam(original: Attention) -> Attention:
 _seam = _attention_seam(mlx_lm_base.scaled_dot_product_attention)
 
 
-def _replace_functions(
-    model: nn.Module, replacements: list[tuple[Callable[..., Any], Callable[..., Any]]]
-) -> None:
+def _replace_functions(model: nn.Module, replacements: list[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
     """Put our functions in the place of mlx-lm's, whatever their names there, wherever the model's layers call them.
 
     A layer calls one through the globals of its module, or of the module of a class it inherits from.

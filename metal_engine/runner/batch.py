@@ -44,9 +44,7 @@ class PackedBatch:
             or (self.sampled_rows < 0).any()
             or len(np.unique(self.sampled_rows)) != len(np.unique(samples_of))
         ):
-            raise ValueError(
-                "bad batch: sampled_rows are not distinct rows, one for each request that samples"
-            )
+            raise ValueError("bad batch: sampled_rows are not distinct rows, one for each request that samples")
         # Flags instead of np.isin, which takes as long as everything else here together.
         samples = np.zeros(self.rows.num_tokens, bool)
         samples[self.rows.logits_indices] = True
@@ -56,9 +54,7 @@ class PackedBatch:
             or (self.pending_samples < 0).any()
             or len(np.unique(self.pending_samples)) != len(self.pending_samples)
         ):
-            raise ValueError(
-                "bad batch: pending_rows are not rows that sample, each after a sample of its own"
-            )
+            raise ValueError("bad batch: pending_rows are not rows that sample, each after a sample of its own")
 
 
 def _all_flagged(flags: np.ndarray, indices: np.ndarray) -> bool:

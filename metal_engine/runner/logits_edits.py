@@ -156,9 +156,7 @@ class StepEdits:
     errors: dict[int, str]
 
     @classmethod
-    def of(
-        cls, rows: np.ndarray, edits: list[RowEdits], tokens: list[np.ndarray], positions: list[int]
-    ) -> StepEdits:
+    def of(cls, rows: np.ndarray, edits: list[RowEdits], tokens: list[np.ndarray], positions: list[int]) -> StepEdits:
         """Pack the edits of some rows.
 
         Args:

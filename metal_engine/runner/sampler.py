@@ -138,9 +138,7 @@ def _mass_limit(below: mx.array, limit: mx.array, top_p: np.ndarray, _top_k: np.
     """
     weights = mx.where(below <= limit, mx.exp(-below), 0)
     wanted = mx.array(top_p)[:, None] * weights.sum(axis=-1, keepdims=True)
-    return mx.minimum(
-        limit, _bisect(below, lambda kept: (weights * kept).sum(axis=-1, keepdims=True) >= wanted)
-    )
+    return mx.minimum(limit, _bisect(below, lambda kept: (weights * kept).sum(axis=-1, keepdims=True) >= wanted))
 
 
 def _mass_limit_of_few(below: mx.array, limit: mx.array, top_p: np.ndarray, top_k: np.ndarray) -> mx.array:

@@ -112,9 +112,7 @@ class Admissions:
             candidate = Candidate(request, self._find_cached(request), self._block_size)
             if not may_be_long and is_long(candidate.num_remaining_tokens, self._config):
                 self.waiting.push(request, is_long=True)  # what was cached when it came is so no longer
-            elif owner := self._prefix_cache.find_owner(
-                request, candidate.num_cached_tokens, prefills.in_progress
-            ):
+            elif owner := self._prefix_cache.find_owner(request, candidate.num_cached_tokens, prefills.in_progress):
                 self.waiting.park(request, *owner)
             else:
                 return candidate

@@ -91,9 +91,7 @@ class PrefillShares:
         num_long: of the requests in progress, those whose prompts were long when they came into this step.
     """
 
-    def __init__(
-        self, step: StepBudget, prefills: list[Request], config: SchedulerConfig, block_size: int
-    ) -> None:
+    def __init__(self, step: StepBudget, prefills: list[Request], config: SchedulerConfig, block_size: int) -> None:
         self.step = step
         self.shares: dict[Request, int] = {}
         self._config = config
@@ -180,9 +178,7 @@ class PrefillShares:
 
     def spread(self) -> None:
         """Deal out what is left of the budget, evenly among the requests that can still use some."""
-        self._unfinished.sort(
-            key=self._missing
-        )  # those that need least first: what they leave is for the others
+        self._unfinished.sort(key=self._missing)  # those that need least first: what they leave is for the others
         served = self._unfinished
         while served and self.step.tokens:
             in_turn, served = served, []

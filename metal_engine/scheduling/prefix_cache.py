@@ -54,10 +54,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self,
-        blocks: BlockManager,
-        config: CacheConfig,
-        on_publish: Callable[[Request, int, int], None] | None = None,
+        self, blocks: BlockManager, config: CacheConfig, on_publish: Callable[[Request, int, int], None] | None = None
     ) -> None:
         self.is_enabled = config.enable_prefix_caching
         self._blocks = blocks

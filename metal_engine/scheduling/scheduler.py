@@ -13,13 +13,7 @@ from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.admission import Admissions, Candidate
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.limits import (
-    MAX_PROMPT_ROWS,
-    PrefillShares,
-    StepBudget,
-    is_long,
-    num_remaining,
-)
+from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillShares, StepBudget, is_long, num_remaining
 from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
@@ -42,10 +36,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        cache_config: CacheConfig,
-        connector: KVConnectorScheduler | None = None,
+        self, config: SchedulerConfig, cache_config: CacheConfig, connector: KVConnectorScheduler | None = None
     ) -> None:
         self.config = config
         self.blocks = BlockManager(cache_config.num_blocks, cache_config.block_size)
@@ -356,9 +347,7 @@ class Scheduler:
             status = _finish_status(request, token_id)
             if request.num_computed_tokens == request.num_tokens and request.status is RequestStatus.RUNNING:
                 self.prefix_cache.publish(request)  # its last block was computed before this token was known
-            output = TokenOutput(
-                request_id, [token_id], request.num_cached_tokens, request.num_external_tokens
-            )
+            output = TokenOutput(request_id, [token_id], request.num_cached_tokens, request.num_external_tokens)
             if (logprobs := model_output.logprobs.get(request_id)) is not None:
                 output.logprobs = [logprobs]
             if status is not None:

@@ -92,9 +92,7 @@ class WaitingQueue:
         Args:
             num_computed_tokens: of each running request.
         """
-        assert self._parked.keys() <= num_computed_tokens.keys(), (
-            "parked with a request that computes nothing"
-        )
+        assert self._parked.keys() <= num_computed_tokens.keys(), "parked with a request that computes nothing"
         for owner_id, parked in self._parked.items():
             assert parked[0][0] > num_computed_tokens[owner_id], f"still parked with {owner_id}"
         found = [e for heap in self._heaps for e in heap] + [p[2] for ps in self._parked.values() for p in ps]

@@ -34,10 +34,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
 
 
 def create_app(
-    engine: AsyncEngine,
-    names: Sequence[str],
-    args: ServerArgs | None = None,
-    answer_format: AnswerFormat | None = None,
+    engine: AsyncEngine, names: Sequence[str], args: ServerArgs | None = None, answer_format: AnswerFormat | None = None
 ) -> FastAPI:
     """The application for an engine that has been started; whoever started it also shuts it down.
 

@@ -112,9 +112,7 @@ def anthropic_error(error: APIError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def error_response(
-    error: APIError, headers: Mapping[str, str] | None = None, *, path: str = ""
-) -> JSONResponse:
+def error_response(error: APIError, headers: Mapping[str, str] | None = None, *, path: str = "") -> JSONResponse:
     """The error as a response, in the shape that the clients of a path know."""
     content = anthropic_error(error) if path.startswith(_ANTHROPIC_PATHS) else error.body.model_dump()
     return JSONResponse(content, status_code=error.status, headers=headers)

@@ -67,15 +67,10 @@ def _bind_problem(error: OSError, host: str, port: int) -> ConfigError:
             "--port", f"--port {port} is in use on {host}: stop what listens there, or choose another --port"
         )
     if error.errno in (errno.EACCES, errno.EPERM):
-        return ConfigError(
-            "--port", f"{port} may not be listened on: {error.strerror}; choose one above 1023"
-        )
+        return ConfigError("--port", f"{port} may not be listened on: {error.strerror}; choose one above 1023")
     if error.errno == errno.EADDRNOTAVAIL:
         return ConfigError("--host", f"{host} is no address of this machine")
-    return ConfigError(
-        "--port",
-        f"cannot listen on --host {host} --port {port}: {error.strerror}",
-    )
+    return ConfigError("--port", f"cannot listen on --host {host} --port {port}: {error.strerror}")
 
 
 def _bind_unix(path: str) -> Listener:

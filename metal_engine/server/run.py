@@ -218,8 +218,7 @@ def tls_options(args: ServerArgs) -> dict[str, Any]:
             context.load_verify_locations(args.ssl_ca_certs)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            "--ssl-certfile",
-            f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}",
+            "--ssl-certfile", f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
         ) from error
     return {
         "ssl_certfile": args.ssl_certfile,
@@ -262,8 +261,7 @@ def run_server(
     except OSError as error:
         engine.shutdown()
         raise ConfigError(
-            "--port",
-            f"cannot listen on {listener.url}: {error.strerror}; choose another --port",
+            "--port", f"cannot listen on {listener.url}: {error.strerror}; choose another --port"
         ) from error
     stopped = engine.shutdown(0.5 if server.force_exit else _ENGINE_STOP_SECONDS)
     if not stopped:

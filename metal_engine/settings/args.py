@@ -36,15 +36,12 @@ class EngineArgs:
     download_dir: str | None = setting(None, "Where repositories are kept. Default: the hub's cache.")
     trust_remote_code: bool = setting(False, "Run code that the model's repository brings.")
     generation_config: str = setting(
-        "auto",
-        "Sampling defaults: auto (the model's own), vllm (none of them), or a folder with such a file.",
+        "auto", "Sampling defaults: auto (the model's own), vllm (none of them), or a folder with such a file."
     )
     chat_template: str | None = setting(
         None, "Chat template instead of the model's own: a file, or the Jinja text itself."
     )
-    dtype: str = setting(
-        "auto", "auto (as stored; float32 on a CPU), float32, float16 or bfloat16.", choices=DTYPES
-    )
+    dtype: str = setting("auto", "auto (as stored; float32 on a CPU), float32, float16 or bfloat16.", choices=DTYPES)
     seed: int = setting(0, "Seed for requests that bring none of their own.")
     max_model_len: int | None = setting(
         None,
@@ -54,9 +51,7 @@ class EngineArgs:
     )
     max_num_seqs: int | None = setting(None, "Requests running at once. Default: 256 on Metal, 64 on a CPU.")
     max_num_batched_tokens: int | None = setting(
-        None,
-        "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU.",
-        kind="count",
+        None, "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU.", kind="count"
     )
     block_size: int = setting(16, "Tokens per KV cache block.")
     num_gpu_blocks_override: int | None = setting(None, "KV cache size in blocks, instead of in bytes.")
@@ -115,9 +110,7 @@ class EngineArgs:
             if value is not None and value < 1:
                 raise ConfigError(flag(name), f"must be at least 1, got {value}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                "--gpu-memory-utilization", f"must be in (0, 1], got {self.gpu_memory_utilization}"
-            )
+            raise ConfigError("--gpu-memory-utilization", f"must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.max_num_seqs is not None and self.max_num_seqs > MAX_NUM_SEQS:
             raise ConfigError("--max-num-seqs", f"must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
         if not 0 <= self.seed < 2**64:
@@ -130,8 +123,7 @@ class EngineArgs:
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
                 "--max-long-partial-prefills",
-                f"{self.max_long_partial_prefills} exceeds "
-                f"--max-num-partial-prefills {self.max_num_partial_prefills}",
+                f"{self.max_long_partial_prefills} exceeds --max-num-partial-prefills {self.max_num_partial_prefills}",
             )
         for name, choices in (
             ("dtype", DTYPES),
@@ -173,9 +165,7 @@ class ServerArgs:
     max_num_queued_tokens: int = setting(
         0, "Prompt tokens of requests without any output yet; beyond it, 503 with Retry-After. 0: no limit."
     )
-    request_timeout: float = setting(
-        0.0, "Seconds after which a request is ended with an error (504); 0: never."
-    )
+    request_timeout: float = setting(0.0, "Seconds after which a request is ended with an error (504); 0: never.")
     ssl_keyfile: str | None = setting(None, "Private key of the certificate (PEM).")
     ssl_keyfile_password: str | None = setting(None, "Password of the private key.", secret=True)
     ssl_certfile: str | None = setting(None, "Certificate (PEM): serve over TLS.")
@@ -183,15 +173,9 @@ class ServerArgs:
         None, "Certificate authorities (PEM): clients must show a certificate of one of them."
     )
     max_body_size: int = setting(16 << 20, "Largest request body, as in 16MiB.", kind="size")
-    shutdown_timeout: float = setting(
-        30.0, "Seconds that running requests may take to finish after SIGTERM or SIGINT."
-    )
-    strict_params: bool = setting(
-        False, "Refuse request parameters that are unknown, instead of ignoring them."
-    )
-    log_level: str = setting(
-        "info", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
-    )
+    shutdown_timeout: float = setting(30.0, "Seconds that running requests may take to finish after SIGTERM or SIGINT.")
+    strict_params: bool = setting(False, "Refuse request parameters that are unknown, instead of ignoring them.")
+    log_level: str = setting("info", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS)
     enable_auto_tool_choice: bool = setting(
         True, "Whether a request with tools may leave it to the model to call them."
     )
@@ -206,8 +190,7 @@ class ServerArgs:
         choices=REASONING_PARSER_CHOICES,
     )
     sse_keep_alive: float = setting(
-        15.0,
-        "Seconds without an event after which a stream is sent a comment, so that it is not cut; 0: never.",
+        15.0, "Seconds without an event after which a stream is sent a comment, so that it is not cut; 0: never."
     )
     max_stored_responses: int = setting(
         1000, "Responses of /v1/responses kept in memory for previous_response_id; 0: none."

@@ -23,12 +23,7 @@ def flag(name: str) -> str:
 
 
 def setting(
-    default: Any,
-    help: str,
-    *,
-    kind: str | None = None,
-    choices: tuple[str, ...] | None = None,
-    secret: bool = False,
+    default: Any, help: str, *, kind: str | None = None, choices: tuple[str, ...] | None = None, secret: bool = False
 ) -> Any:
     """A dataclass field that users can set.
 
@@ -74,9 +69,7 @@ class Setting:
 
 def settings_of(*classes: type) -> list[Setting]:
     """The settings of dataclasses, in order of declaration."""
-    return [
-        _setting(field) for cls in classes for field in dataclasses.fields(cls) if "help" in field.metadata
-    ]
+    return [_setting(field) for cls in classes for field in dataclasses.fields(cls) if "help" in field.metadata]
 
 
 def _setting(field: dataclasses.Field[Any]) -> Setting:

@@ -8,12 +8,7 @@ TOOL_PARSERS = (
     "minicpm5", "minimax_m2", "mistral", "muse_spark", "pythonic", "qwen3_coder",
 )  # fmt: skip
 # vLLM's names for formats that mlx-lm calls otherwise.
-TOOL_PARSER_ALIASES = {
-    "hermes": "json_tools",
-    "qwen3_xml": "qwen3_coder",
-    "glm45": "glm47",
-    "lfm2": "pythonic",
-}
+TOOL_PARSER_ALIASES = {"hermes": "json_tools", "qwen3_xml": "qwen3_coder", "glm45": "glm47", "lfm2": "pythonic"}
 # Name -> what reasoning is written between.
 REASONING_MARKS = {
     "think": ("<think>", "</think>"),

@@ -9,14 +9,7 @@ from collections.abc import Callable
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
-from metal_engine.settings.config import (
-    MARGIN_BYTES,
-    CacheConfig,
-    DeviceInfo,
-    EngineConfig,
-    ModelInfo,
-    SchedulerConfig,
-)
+from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
 
 # A step on a CPU should take about a second at most; two laptop-class cores reach about this rate.
 _CPU_FLOPS = 1.5e11
@@ -164,9 +157,7 @@ def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> in
     limit = model.max_position_embeddings
     wanted = args.max_model_len if args.max_model_len is not None else limit or _UNKNOWN_CONTEXT
     if limit is not None and wanted > limit:
-        raise ConfigError(
-            "--max-model-len", f"{wanted} exceeds the {limit} tokens that {model.name} was trained for"
-        )
+        raise ConfigError("--max-model-len", f"{wanted} exceeds the {limit} tokens that {model.name} was trained for")
     if wanted <= cache.num_tokens:
         return wanted
     if args.max_model_len is not None:

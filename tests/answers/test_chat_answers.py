@@ -19,21 +19,7 @@ from tests.support.tool_formats import TOOLS
 
 PARSED = ToolPlan(shown=TOOLS, parsed=TOOLS)
 CALL = '<tool_call>{"name": "find_trains", "arguments": {"city": "Rome"}}</tool_call>'
-FRAGMENTS = [
-    "<think>",
-    "</think>",
-    "<thi",
-    "nk>",
-    "</",
-    "think>",
-    "hm ",
-    "\n",
-    "é",
-    "x",
-    CALL,
-    "<tool_call>",
-    "{}",
-]
+FRAGMENTS = ["<think>", "</think>", "<thi", "nk>", "</", "think>", "hm ", "\n", "é", "x", CALL, "<tool_call>", "{}"]
 CHANNELS = [
     "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|start|>assistant", "<|end|>", "<|call|>",
     "<|channel|>commentary to=functions.find_trains<|message|>", '{"city": "Rome"}', "hm ", "\n", "<|", "to=", "x",
@@ -76,10 +62,7 @@ FORMATS = [(answer_format("json_tools"), FRAGMENTS), (harmony_format(), CHANNELS
 @pytest.mark.parametrize("plan", [NO_TOOLS, PARSED], ids=["plain", "tools"])
 @settings(max_examples=300, deadline=None)
 @given(
-    data=st.data(),
-    incremental=st.booleans(),
-    in_reasoning=st.booleans(),
-    reason=st.sampled_from(["stop", "length"]),
+    data=st.data(), incremental=st.booleans(), in_reasoning=st.booleans(), reason=st.sampled_from(["stop", "length"])
 )
 def test_cuts_make_no_difference(
     known: AnswerFormat,

@@ -104,15 +104,11 @@ def test_over_http() -> None:
     plain = tiny_tokenizer().hf_tokenizer
     assert find_answer_format(plain, reasoning_parser="openai_gptoss").harmony
 
-    answer = (
-        f"{ANALYSIS}{NEXT}<|channel|>commentary to=functions.get_weather json<|message|>{ARGUMENTS}<|call|>"
-    )
+    answer = f"{ANALYSIS}{NEXT}<|channel|>commentary to=functions.get_weather json<|message|>{ARGUMENTS}<|call|>"
     tokens = tokenizer.encode(answer)
     messages: Any = [{"role": "user", "content": "hi"}]
     config = fake_config(max_model_len=4096, num_blocks=2048, vocab_size=len(hf))
-    with serve(
-        lambda so_far, n: tokens[len(so_far) - n], config=config, tokenizer=tokenizer, answer_format=known
-    ) as s:
+    with serve(lambda so_far, n: tokens[len(so_far) - n], config=config, tokenizer=tokenizer, answer_format=known) as s:
         client = s.client()
         request: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": TOOLS}
         whole = client.chat.completions.create(**request)

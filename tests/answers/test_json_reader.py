@@ -25,9 +25,7 @@ def read(parts: list[str]) -> tuple[int, JSONObjectReader]:
 
 
 @given(st.dictionaries(st.text(), VALUES), st.booleans(), st.sampled_from([None, 2]), st.integers(1, 9))
-def test_objects_are_read_to_their_end(
-    value: dict[str, Any], ascii_only: bool, indent: int | None, size: int
-) -> None:
+def test_objects_are_read_to_their_end(value: dict[str, Any], ascii_only: bool, indent: int | None, size: int) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     for followed in ("", "}", " x"):
         whole = text + followed
@@ -36,25 +34,7 @@ def test_objects_are_read_to_their_end(
 
 
 # What may be missing of the innermost thing, and the brackets after it.
-ENDS = [
-    "",
-    '"',
-    '""',
-    "0",
-    ":0",
-    '":0',
-    '"":0',
-    "rue",
-    "ue",
-    "e",
-    "alse",
-    "ull",
-    "ll",
-    "l",
-    'n"',
-    'n":0',
-    ',"":0',
-]
+ENDS = ["", '"', '""', "0", ":0", '":0', '"":0', "rue", "ue", "e", "alse", "ull", "ll", "l", 'n"', 'n":0', ',"":0']
 ENDS += [zeros * "0" + end for zeros in range(1, 5) for end in ('"', '":0')]
 CLOSERS = ["".join(closers) for number in range(6) for closers in itertools.product("}]", repeat=number)]
 

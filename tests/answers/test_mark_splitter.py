@@ -117,9 +117,7 @@ def test_cut_off_anywhere(recorded: Recorded) -> None:
     """An answer that the token limit ends: no call is made up, and no character of an incomplete one is lost."""
     for end in range(len(recorded.text)):
         text = recorded.text[:end]
-        content, _, calls, _ = run(
-            MarkSplitter(answer_format(recorded.parser), TOOLS), [text], truncated=True
-        )
+        content, _, calls, _ = run(MarkSplitter(answer_format(recorded.parser), TOOLS), [text], truncated=True)
         assert calls == recorded.calls[: len(calls)]
         if not calls:
             assert content == text
@@ -132,11 +130,7 @@ def test_a_call_left_open_by_a_model_that_has_finished() -> None:
     text = '<tool_call>\n{"name": "find_trains", "arguments": {"city": "Rome"}}\n'
     for parts in cuts(text):
         assert run(MarkSplitter(answer_format("json_tools"), TOOLS), parts)[:3] == ("", "", [TRAINS])
-        assert run(MarkSplitter(answer_format("json_tools"), TOOLS), parts, truncated=True)[:3] == (
-            text,
-            "",
-            [],
-        )
+        assert run(MarkSplitter(answer_format("json_tools"), TOOLS), parts, truncated=True)[:3] == (text, "", [])
 
 
 BAD_CALLS = [

@@ -90,9 +90,7 @@ def test_greedy_tokens_equal_mlx_ops(sliding: bool) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
     outputs = []
     for attention in (MlxOpsBackend(), backend()):
-        engine = make_engine(
-            PagedModel(tiny_model(**config)), attention, tiny_tokenizer(), budget=24, num_blocks=10
-        )
+        engine = make_engine(PagedModel(tiny_model(**config)), attention, tiny_tokenizer(), budget=24, num_blocks=10)
         with record_launches() as launches:
             outputs.append(run(engine, prompts, params))
         if attention.name == "metal":
@@ -113,9 +111,7 @@ def test_greedy_tokens_on_a_mac() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
     outputs = []
     for attention in (MlxOpsBackend(), MetalBackend()):
-        engine = make_engine(
-            PagedModel(tiny_model(**SHAPE)), attention, tiny_tokenizer(), budget=24, num_blocks=10
-        )
+        engine = make_engine(PagedModel(tiny_model(**SHAPE)), attention, tiny_tokenizer(), budget=24, num_blocks=10)
         outputs.append(run(engine, prompts, params))
     reference = tiny_model(**SHAPE)
     for prompt, a, b in zip(prompts, *outputs, strict=True):

@@ -46,10 +46,7 @@ SERVING_MIX = [(1, 20 + 13 * i) for i in range(16)] + [(17, 90), (8, 40), (30, 2
 def pairwise(*factors):
     """Rows such that every pair of values of two factors occurs in one: greedy, deterministic."""
     pairs = {
-        (i, a, j, b)
-        for i, j in itertools.combinations(range(len(factors)), 2)
-        for a in factors[i]
-        for b in factors[j]
+        (i, a, j, b) for i, j in itertools.combinations(range(len(factors)), 2) for a in factors[i] for b in factors[j]
     }
 
     def covered(row):
@@ -162,14 +159,7 @@ def test_long_contexts(segments, sinks):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 128])
 def test_big_mix(dtype, window):
-    check(
-        BIG_MIX + SERVING_MIX,
-        num_heads=4,
-        num_kv_heads=2,
-        dtype=DTYPES[dtype],
-        window=window,
-        shared_blocks=1,
-    )
+    check(BIG_MIX + SERVING_MIX, num_heads=4, num_kv_heads=2, dtype=DTYPES[dtype], window=window, shared_blocks=1)
 
 
 @pytest.mark.full
@@ -192,9 +182,7 @@ def test_a_long_context_is_split_in_company_too(others):
     block_table = np.zeros((len(seq_lens), 8192), np.int32)
     rows = step_rows(block_table, seq_lens - query_lens, query_lens, 16)
     target = 96
-    items = plan_work_items(
-        rows, group=4, num_kv_heads=8, window=None, target_threadgroups=target, key_step=64
-    )
+    items = plan_work_items(rows, group=4, num_kv_heads=8, window=None, target_threadgroups=target, key_step=64)
     lengths = items.table[:, 4] - items.table[:, 3]
     # No item is longer than two fair shares of the step.
     assert lengths.max() <= 2 * (lengths.sum() * 8 / target + 64)
@@ -265,9 +253,7 @@ def test_windowed_decode_reads_the_window():
 
 def test_prefill_reads_less_than_half_the_square():
     length, group = 384, 2
-    launches = check(
-        [(length, length)], num_heads=group, num_kv_heads=1, dtype=mx.float16, target_threadgroups=1
-    )
+    launches = check([(length, length)], num_heads=group, num_kv_heads=1, dtype=mx.float16, target_threadgroups=1)
     tiles = -(-length * group // 64)
     bound = lower_bound([(length, length)], 1, 64, 2)
     # Tile i of n reads i / n of the keys: (n + 1) / 2 of them in all.
@@ -289,14 +275,7 @@ def test_prefill_reads_less_than_half_the_square():
     ],
 )
 def test_unsupported_shapes_are_named(change, message):
-    shape = {
-        "dtype": mx.float16,
-        "head_dim": 64,
-        "v_head_dim": 64,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "block_size": 16,
-    }
+    shape = {"dtype": mx.float16, "head_dim": 64, "v_head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "block_size": 16}
     check_supported(**shape)
     with pytest.raises(UnsupportedAttentionError, match=message) as caught:
         check_supported(**{**shape, **change})
@@ -345,9 +324,7 @@ def test_small_steps_run_the_same_kernel_as_large_ones(segments):
 def test_arrays_of_matrices_stay_in_registers(monkeypatch, tmp_path):
     """A GPU's registers have no indices: optimised, the kernel must hold no array of matrices in memory."""
     units = []
-    monkeypatch.setattr(
-        "tools.metal_sim.kernel.build", lambda unit, name: units.append(unit) or build(unit, name)
-    )
+    monkeypatch.setattr("tools.metal_sim.kernel.build", lambda unit, name: units.append(unit) or build(unit, name))
     step = make_step([(1, 7)], num_heads=4, num_kv_heads=2, head_dim=256, dtype=mx.float16)
     MetalBackend(metal_kernel).for_step(step.rows).attend(step.q, step.state, scale=1.0)
 
@@ -382,9 +359,7 @@ def test_choice_of_backend(monkeypatch):
 def test_kernels_are_in_the_wheel(tmp_path):
     """Built as pip builds it, unpacked, and used from there."""
     build = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -395,9 +370,7 @@ def test_kernels_are_in_the_wheel(tmp_path):
         "backend.kernel_text('merge_splits.metal')"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    done = subprocess.run(
-        [sys.executable, "-c", use], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", use], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert str(tmp_path) in done.stdout
 

@@ -56,14 +56,10 @@ def check(step: Step, limits: Limits | None, **options: object) -> None:
     assert error(step.attend(limits, **options), step.reference(**options)) < TOLERANCE[step.q.dtype]
 
 
-@pytest.mark.parametrize(
-    "limits", [None, GPU_LIMITS, TINY, TILED, LANES], ids=["cpu", "gpu", "tiny", "tiled", "lanes"]
-)
+@pytest.mark.parametrize("limits", [None, GPU_LIMITS, TINY, TILED, LANES], ids=["cpu", "gpu", "tiny", "tiled", "lanes"])
 @pytest.mark.parametrize("window", [None, 1, 6, 33, 1000])
 @pytest.mark.parametrize("segments", [FRESH, CHUNKS, DECODES, MIXED], ids=["fresh", "chunk", "decode", "mix"])
-def test_segments_and_windows(
-    segments: list[tuple[int, int]], window: int | None, limits: Limits | None
-) -> None:
+def test_segments_and_windows(segments: list[tuple[int, int]], window: int | None, limits: Limits | None) -> None:
     check(make_step(segments, window=window), limits, window=window)
 
 

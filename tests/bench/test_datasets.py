@@ -30,9 +30,7 @@ def requests(tokenizer: PromptTokenizer, seed: int = 0, **settings: object) -> l
 
 @pytest.mark.parametrize("which", ["tiny", "real"])
 @pytest.mark.parametrize("input_len", [1, 2, 5, 150, 701])
-def test_random_prompts_have_exactly_the_length(
-    which: str, input_len: int, request: pytest.FixtureRequest
-) -> None:
+def test_random_prompts_have_exactly_the_length(which: str, input_len: int, request: pytest.FixtureRequest) -> None:
     tokenizer: PromptTokenizer = request.getfixturevalue(which)
     made = requests(tokenizer, num_prompts=8, input_len=input_len, output_len=7)
     lengths = {len(tokenizer.encode(one.prompt)) for one in made}
@@ -99,9 +97,7 @@ def test_sharegpt(tmp_path: Path, tiny: PromptTokenizer) -> None:
     short = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     path.write_text(json.dumps([{"conversations": c} for c in (turns, short, turns[:1])]))
     (made,) = requests(tiny, dataset_name="sharegpt", dataset_path=str(path), num_prompts=1)
-    assert made == BenchRequest(
-        "What is it?", len(tiny.encode("A fish, I am sure.")), len(tiny.encode("What is it?"))
-    )
+    assert made == BenchRequest("What is it?", len(tiny.encode("A fish, I am sure.")), len(tiny.encode("What is it?")))
 
 
 @pytest.mark.parametrize(

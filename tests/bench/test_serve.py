@@ -42,12 +42,7 @@ def test_counts_are_the_servers(
     saved, picture = tmp_path / "deep" / "result.json", tmp_path / "run.png"
     seen = len(served.runner.seen_params)
     one = args(
-        served.url,
-        tokenizer_folder,
-        endpoint=endpoint,
-        save_result=str(saved),
-        plot=str(picture),
-        api_key="sesame",
+        served.url, tokenizer_folder, endpoint=endpoint, save_result=str(saved), plot=str(picture), api_key="sesame"
     )
     summary = bench_serve(one)
     assert (summary.num_ok, summary.num_failed, summary.output_tokens) == (12, 0, 72)
@@ -74,9 +69,7 @@ def test_concurrency_is_limited(served: Served, tokenizer_folder: str) -> None:
 
 
 def test_a_rate_spreads_requests(served: Served, tokenizer_folder: str) -> None:
-    summary = bench_serve(
-        args(served.url, tokenizer_folder, request_rate=200.0, seed=5, goodput=("e2el:60000",))
-    )
+    summary = bench_serve(args(served.url, tokenizer_folder, request_rate=200.0, seed=5, goodput=("e2el:60000",)))
     from metal_engine.bench.arrivals import arrival_times
 
     assert summary.duration >= arrival_times(12, 200.0, 1.0, 5)[-1]
@@ -103,9 +96,7 @@ def chunk(text: str, finish: str | None = None) -> str:
     return json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": finish}]})
 
 
-USAGE = json.dumps(
-    {"choices": [], "usage": {"prompt_tokens": 20, "completion_tokens": 2, "total_tokens": 22}}
-)
+USAGE = json.dumps({"choices": [], "usage": {"prompt_tokens": 20, "completion_tokens": 2, "total_tokens": 22}})
 
 
 @contextmanager
@@ -150,10 +141,7 @@ def answering(events: list[str]) -> Iterator[str]:
         ([chunk("a"), chunk("b"), USAGE, "[DONE]"], "no finish_reason"),
         ([chunk("", "length"), USAGE, "[DONE]"], "no text"),
         ([chunk("a"), '{"error": {"message": "boom"}}'], "boom"),
-        (
-            [chunk("a", "length"), USAGE.replace('s": 2,', 's": 3,'), "[DONE]"],
-            "3 tokens, but 2 were asked for",
-        ),
+        ([chunk("a", "length"), USAGE.replace('s": 2,', 's": 3,'), "[DONE]"], "3 tokens, but 2 were asked for"),
         ([chunk("a", "length"), USAGE.replace("20", "11"), "[DONE]"], "11 prompt tokens were read"),
         (["{"], "JSON"),
     ],
@@ -197,12 +185,7 @@ def test_the_command_loads_no_mlx(served: Served, tokenizer_folder: str) -> None
         "assert not [m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_lm')]\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ},
-        timeout=120,
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env={**os.environ}, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "Successful requests:" in done.stdout

@@ -78,10 +78,7 @@ CASES: dict[str, tuple[Damage, list[str]]] = {
     "no config": (remove("config.json"), ["has no config.json", "not a model directory"]),
     "broken config": (write("config.json", '{"model_type": "llama",'), ["config.json is not valid JSON"]),
     "config is a list": (write("config.json", "[]"), ["config.json is not a JSON object"]),
-    "config is binary": (
-        lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"),
-        ["not valid JSON"],
-    ),
+    "config is binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), ["not valid JSON"]),
     "config without a type": (drop_config("model_type"), ["names no model_type"]),
     "config without a size": (drop_config("hidden_size"), ["do not fit llama", "hidden_size"]),
     "unknown architecture": (configure(model_type="nosuch"), ["no architecture 'nosuch'"]),
@@ -94,14 +91,8 @@ CASES: dict[str, tuple[Damage, list[str]]] = {
     ),
     "no tokenizer": (remove("tokenizer*"), ["has no tokenizer", "--tokenizer"]),
     "broken tokenizer": (write("tokenizer.json", "{"), ["cannot load the tokenizer"]),
-    "broken tokenizer_config": (
-        write("tokenizer_config.json", "{"),
-        ["tokenizer_config.json is not valid JSON"],
-    ),
-    "broken generation_config": (
-        write("generation_config.json", "{"),
-        ["generation_config.json is not valid"],
-    ),
+    "broken tokenizer_config": (write("tokenizer_config.json", "{"), ["tokenizer_config.json is not valid JSON"]),
+    "broken generation_config": (write("generation_config.json", "{"), ["generation_config.json is not valid"]),
     "truncated": (cut("model.safetensors"), ["model.safetensors is cut short", "half-downloaded"]),
     "truncated in its header": (cut("model.safetensors", 100), ["cut short or no safetensors"]),
     "empty": (cut("model.safetensors", 0), ["cut short or no safetensors"]),
@@ -198,9 +189,7 @@ def test_a_tokenizer_that_needs_its_own_code(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_the_estimate_is_what_the_weights_take(
-    tmp_path: Path, options: dict[str, Any], kind: str, dtype: str
-) -> None:
+def test_the_estimate_is_what_the_weights_take(tmp_path: Path, options: dict[str, Any], kind: str, dtype: str) -> None:
     from mlx.utils import tree_flatten
 
     folder = write_checkpoint(tmp_path, **options)
@@ -236,7 +225,5 @@ def test_a_refused_architecture_is_named(tmp_path: Path) -> None:
     from metal_engine.build import build_engine
 
     folder = write_checkpoint(tmp_path, config=MAMBA_CONFIG)
-    with pytest.raises(
-        UnsupportedModelError, match=r"architecture mamba\) cannot run here: it keeps recurrent"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"architecture mamba\) cannot run here: it keeps recurrent"):
         build_engine(EngineArgs(model=str(folder)))

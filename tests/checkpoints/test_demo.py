@@ -35,9 +35,7 @@ class FakePip:
         self.output = "Saved a wheel\n"
         self.deliver: Callable[[Path], None] = write_wheel
 
-    def __call__(
-        self, command: list[str], env: dict[str, str], folder: Path, report: demo.Report
-    ) -> tuple[int, str]:
+    def __call__(self, command: list[str], env: dict[str, str], folder: Path, report: demo.Report) -> tuple[int, str]:
         self.calls.append(command)
         assert Path(env["TMPDIR"]).is_relative_to(folder)
         report(10)

@@ -24,9 +24,7 @@ def facts() -> dict[str, str]:
         weight_bytes=3 << 30,
         kv_bytes_per_token=1 << 16,
     )
-    return startup_facts(
-        dataclasses.replace(config, model=model, step_bytes=24 << 20), URL, ("demo", "alias")
-    )
+    return startup_facts(dataclasses.replace(config, model=model, step_bytes=24 << 20), URL, ("demo", "alias"))
 
 
 def test_facts() -> None:

@@ -35,9 +35,7 @@ def messages_in(folder: Path) -> list[str]:
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ConfigError":
-                found.append(
-                    " ".join(text_of(argument) for argument in node.args)
-                )  # the flag and its message
+                found.append(" ".join(text_of(argument) for argument in node.args))  # the flag and its message
             elif isinstance(node, ast.expr):
                 found.append(text_of(node))
     return found
@@ -109,9 +107,7 @@ class Terminal:
             assert (done.returncode != 0) == expected.startswith("error:"), printed
         lines = self.local(expected).splitlines()
         pattern = "\n".join(".*" if line == ANYTHING else as_pattern(line).pattern for line in lines)
-        assert re.search(pattern, printed, re.DOTALL), (
-            f"$ {command}\n{printed}\nexpected:\n{self.local(expected)}"
-        )
+        assert re.search(pattern, printed, re.DOTALL), f"$ {command}\n{printed}\nexpected:\n{self.local(expected)}"
 
     def log(self, command: str) -> Path:
         return self.folder / f"server-{self.ports[command]}.log"
@@ -128,11 +124,7 @@ class Terminal:
             del env["METAL_ENGINE_KV_CACHE_MEMORY_BYTES"]
         with self.log(command).open("w") as stderr:
             self.servers[command] = server = subprocess.Popen(
-                ["bash", "-c", f"{shell} --port {self.port}"],
-                cwd=self.folder,
-                env=env,
-                stderr=stderr,
-                text=True,
+                ["bash", "-c", f"{shell} --port {self.port}"], cwd=self.folder, env=env, stderr=stderr, text=True
             )
         deadline = time.monotonic() + 120
         while True:

@@ -97,9 +97,7 @@ def assert_openblas(report: dict[str, object]) -> None:
 @linux_only
 def test_every_blas_symbol_of_mlx_is_bound_to_openblas(cache: Path, copy: Path, tmp_path: Path) -> None:
     """The dynamic linker's own log is the judge."""
-    report, err = run(
-        "report()" + MULTIPLY, cache, LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "bindings")
-    )
+    report, err = run("report()" + MULTIPLY, cache, LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "bindings"))
     assert_openblas(report)
     assert report["path"] == str(copy)
     assert err == ""
@@ -171,9 +169,7 @@ def test_first_use_fills_the_cache(tmp_path: Path) -> None:
 
 @linux_only
 def test_the_same_answer_again(cache: Path) -> None:
-    report, _ = run(
-        "first = blas.load_optimized_blas(); report(same=blas.load_optimized_blas() is first)", cache
-    )
+    report, _ = run("first = blas.load_optimized_blas(); report(same=blas.load_optimized_blas() is first)", cache)
     assert report["same"] is True
 
 

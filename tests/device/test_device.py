@@ -66,10 +66,7 @@ CASES = {
     "used up": (machine("0::/a\n") | v2("a", 4 * GIB, 5 * GIB), 0),
     "v1": (machine("4:cpu:/x\n5:memory:/a\n0::/\n") | v1("a", 4 * GIB, 2 * GIB, GIB), 3 * GIB),
     "v1, no limit": (machine("5:hugetlb,memory:/a\n") | v1("a", NO_V1_LIMIT, GIB), 8 * GIB),
-    "v1, limit of a parent": (
-        machine("5:memory:/a/b\n") | v1("a", 2 * GIB) | v1("a/b", NO_V1_LIMIT),
-        2 * GIB,
-    ),
+    "v1, limit of a parent": (machine("5:memory:/a/b\n") | v1("a", 2 * GIB) | v1("a/b", NO_V1_LIMIT), 2 * GIB),
 }
 
 

@@ -29,17 +29,7 @@ def test_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     healthy, found = findings()
     assert healthy
     assert found["tiny model"].status == OK and "equal mlx-lm's own" in found["tiny model"].text
-    assert {
-        "system",
-        "python",
-        "metal-engine",
-        "mlx",
-        "mlx-lm",
-        "device",
-        "metal",
-        "memory",
-        "cache",
-    } <= found.keys()
+    assert {"system", "python", "metal-engine", "mlx", "mlx-lm", "device", "metal", "memory", "cache"} <= found.keys()
     assert "not fetched" in found["demo model"].text
     assert not any("hidden" in finding.text for finding in found.values())
 

@@ -105,9 +105,7 @@ def runner_of(engine: EngineCore) -> FailingRunner:
     return runner
 
 
-def drain(
-    engine: EngineCore, outputs: dict[str, list[RequestOutput]] | None = None
-) -> dict[str, list[RequestOutput]]:
+def drain(engine: EngineCore, outputs: dict[str, list[RequestOutput]] | None = None) -> dict[str, list[RequestOutput]]:
     """Step until nothing is left; each request's outputs, the given ones first."""
     outputs = {} if outputs is None else outputs
     for _ in range(1000):
@@ -242,9 +240,7 @@ def test_a_failed_step_ends_its_own_requests_only(ahead: bool, at_step: int, err
         assert outputs[request_id][-1].finish_reason == "length"
     for request_id in failed:
         tokens = tokens_of(outputs[request_id])
-        assert tokens == generated(byte_ids(PROMPTS[request_id]), len(tokens)), (
-            "tokens before the failure are right"
-        )
+        assert tokens == generated(byte_ids(PROMPTS[request_id]), len(tokens)), "tokens before the failure are right"
 
 
 def test_a_scheduler_that_raises_waits_for_the_step_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

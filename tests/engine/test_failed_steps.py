@@ -80,9 +80,7 @@ def engine(
     )
 
 
-def run_with_fault(
-    engine: EngineCore, fault: Fault, kind: str, at_step: int
-) -> tuple[set[str], dict[str, list[int]]]:
+def run_with_fault(engine: EngineCore, fault: Fault, kind: str, at_step: int) -> tuple[set[str], dict[str, list[int]]]:
     """Which requests failed, and what the others generated."""
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), engine.prepare(prompt, GREEDY))
@@ -110,10 +108,7 @@ on_device = pytest.mark.own_process
 
 @pytest.mark.parametrize(
     ("kind", "at_step"),
-    [
-        *(("build", step) for step in (0, 1, 2, 5)),
-        *(pytest.param("eval", step, marks=on_device) for step in (1, 5)),
-    ],
+    [*(("build", step) for step in (0, 1, 2, 5)), *(pytest.param("eval", step, marks=on_device) for step in (1, 5))],
 )
 def test_the_engine_goes_on(
     engine: EngineCore, fault: Fault, kind: str, at_step: int, caplog: pytest.LogCaptureFixture
@@ -160,9 +155,7 @@ def test_nothing_cached_outlives_a_failed_step(fault: Fault, monkeypatch: pytest
 
 
 @on_device
-def test_a_lost_cache_is_computed_again(
-    engine: EngineCore, fault: Fault, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_cache_is_computed_again(engine: EngineCore, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
     pool = engine._runner._pool  # type: ignore[attr-defined]
     evaluate = pool.evaluate

@@ -75,9 +75,7 @@ EVERYTHING = Workload(RAW, CHATS, long=(700, 1500), max_tokens=24)
 SOME = Workload(RAW[:2] + RAW[3:4] + RAW[5:7] + RAW[8:17], CHATS[:2], long=(320,), max_tokens=8)
 
 
-@pytest.fixture(
-    scope="module", params=[SOME, pytest.param(EVERYTHING, marks=pytest.mark.full)], ids=["some", "all"]
-)
+@pytest.fixture(scope="module", params=[SOME, pytest.param(EVERYTHING, marks=pytest.mark.full)], ids=["some", "all"])
 def workload(request: pytest.FixtureRequest) -> Workload:
     return request.param
 
@@ -86,9 +84,7 @@ def workload(request: pytest.FixtureRequest) -> Workload:
 def prompts(workload: Workload, demo_tokenizer: Tokenizer) -> list[list[int]]:
     """17 prompts of 1 to 320 tokens; 26 of 1 to 1,500 in the long run."""
     raw = [demo_tokenizer.encode(text) for text in workload.raw]
-    chats = [
-        demo_tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in workload.chats
-    ]
+    chats = [demo_tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in workload.chats]
     long_text = demo_tokenizer.encode(PROSE * 40)
     prompts = raw + [long_text[:length] for length in workload.long] + chats
     assert len(prompts) == (17 if workload is SOME else 26)
@@ -122,9 +118,7 @@ def assert_golden(prompts: list[list[int]], golden: list[list[int]], reference_m
     return check
 
 
-def test_alone(
-    make_engine: MakeEngine, workload: Workload, prompts: list[list[int]], assert_golden: Any
-) -> None:
+def test_alone(make_engine: MakeEngine, workload: Workload, prompts: list[list[int]], assert_golden: Any) -> None:
     assert_golden(run(make_engine(), prompts, workload.greedy, at_once=1))
 
 

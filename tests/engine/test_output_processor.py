@@ -55,9 +55,7 @@ def cut(text: str, cuts: list[int]) -> list[str]:
 )
 @example(text="abc", stops=("abc", "b"), cuts=[2])
 @example(text="aabaab", stops=("aabaac", "ab"), cuts=[])
-def test_stop_strings_are_found_wherever_the_text_is_cut(
-    text: str, stops: tuple[str, ...], cuts: list[int]
-) -> None:
+def test_stop_strings_are_found_wherever_the_text_is_cut(text: str, stops: tuple[str, ...], cuts: list[int]) -> None:
     shown, found = feed(stops, cut(text, cuts))
     assert ("".join(shown), found) == truth(text, stops)
 
@@ -311,9 +309,7 @@ def test_where_tokens_end(
         if not output.finished:
             assert num_ended == sum(end <= shown for end in ends[1 : output.num_output_tokens + 1])
     told = [entry.token_id for output in outputs for entry in output.text_logprobs or ()]
-    assert told == [
-        place for place, (begin, end) in enumerate(pairwise(ends)) if begin < len(text) or end <= len(text)
-    ]
+    assert told == [place for place, (begin, end) in enumerate(pairwise(ends)) if begin < len(text) or end <= len(text)]
 
     merged = [outputs[0]]
     for output, merge in zip(outputs[1:], merges, strict=False):

@@ -95,9 +95,7 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(
     ) -> tuple[list[int], list[int], int]:
         prompt = demo_tokenizer.apply_chat_template(messages)
         engine.add_request(
-            request_id,
-            engine.prepare(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens)),
-            options,
+            request_id, engine.prepare(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens)), options
         )
         outputs = []
         while engine.has_requests:

@@ -72,9 +72,7 @@ def demo_outputs(
 ) -> list[str | None]:
     requests = []
     for i, schema in enumerate(schemas):
-        question = (
-            f"Answer with one short JSON value of this schema: {json.dumps(schema, ensure_ascii=False)}"
-        )
+        question = f"Answer with one short JSON value of this schema: {json.dumps(schema, ensure_ascii=False)}"
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}])
         params = SamplingParams(
             seed=i,
@@ -171,11 +169,7 @@ def test_large_ones_are_compiled_or_refused_and_fail_alone(params: dict[str, Any
         assert error.name.partition(".")[0] == "structured_outputs"
         return
     outputs, others = run_all(
-        engine,
-        [
-            (byte_ids("a"), params_of_it),
-            (byte_ids("b"), SamplingParams(seed=1, max_tokens=9, ignore_eos=True)),
-        ],
+        engine, [(byte_ids("a"), params_of_it), (byte_ids("b"), SamplingParams(seed=1, max_tokens=9, ignore_eos=True))]
     )
     assert outputs[-1].finish_reason in ("stop", "length", "error")
     assert others[-1].finish_reason == "length"

@@ -77,10 +77,7 @@ def write(pool: StatePool, step: StepRows, seed: int = 0) -> list[dict[str, mx.a
     rng = np.random.default_rng(seed)
     shapes = [{"keys": (2, 4), "values": (2, 3)}, {"keys": (1, 8)}, {"sum": (7,)}]
     given = [
-        {
-            n: mx.array(rng.standard_normal((step.num_tokens, *shape)).astype(np.float32))
-            for n, shape in s.items()
-        }
+        {n: mx.array(rng.standard_normal((step.num_tokens, *shape)).astype(np.float32)) for n, shape in s.items()}
         for s in shapes
     ]
     for state, rows in zip(pool.states, given, strict=True):

@@ -158,9 +158,7 @@ def test_different_chunks_on_each_side(make: MakeEngine, check: Check, budgets: 
             producer.core.prepare(prompt, SamplingParams(temperature=0.0, max_tokens=1)),
             RequestOptions(do_remote_decode=True),
         )
-        consumer.core.add_request(
-            str(i), consumer.core.prepare(prompt, params), RequestOptions(do_remote_prefill=True)
-        )
+        consumer.core.add_request(str(i), consumer.core.prepare(prompt, params), RequestOptions(do_remote_prefill=True))
     saw_loading_beside_running = False
     while consumer.core.has_requests:
         if producer.core.has_requests:
@@ -198,9 +196,7 @@ def test_a_second_turn_loads_the_first_answer_too(make: MakeEngine, tokenizer: T
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
-def test_half_precision_comes_back_bit_by_bit(
-    make: MakeEngine, tokenizer: Tokenizer, dtype: mx.Dtype
-) -> None:
+def test_half_precision_comes_back_bit_by_bit(make: MakeEngine, tokenizer: Tokenizer, dtype: mx.Dtype) -> None:
     outputs = make(dtype=dtype).run([PROMPTS[0]])
     engine = make(dtype=dtype)
     assert engine.run([PROMPTS[0]]) == outputs and engine.stats.blocks_loaded == 6
@@ -330,9 +326,7 @@ def test_kv_of_another_model_is_not_found(make: MakeEngine, tokenizer: Tokenizer
     assert outputs == kv_engine(tokenizer, None, model=tiny_model(seed=1)).run(PROMPTS)
 
 
-def test_kv_of_another_model_in_the_wrong_place_is_refused(
-    make: MakeEngine, check: Check, tmp_path: Path
-) -> None:
+def test_kv_of_another_model_in_the_wrong_place_is_refused(make: MakeEngine, check: Check, tmp_path: Path) -> None:
     make(model=tiny_model(seed=1)).run(PROMPTS)
     engine = make()
     (wrong,) = {path.parent.parent for path in files(tmp_path)}
@@ -384,18 +378,14 @@ def test_the_directory_vanishes_while_running(
     make: MakeEngine, check: Check, disturbed: Disturbed, tmp_path: Path
 ) -> None:
     calls = iter(range(1 << 30))
-    disturbed.before["get"] = lambda: (
-        (tmp_path / "kv").rename(tmp_path / "gone") if next(calls) == 4 else None
-    )
+    disturbed.before["get"] = lambda: (tmp_path / "kv").rename(tmp_path / "gone") if next(calls) == 4 else None
     engine = make(disturbed, io_threads=1)
     check(engine.run(PROMPTS))
     assert engine.stats.store_errors == 0 and engine.stats.blocks_saved > 0
     check(make().run(PROMPTS))
 
 
-def test_the_disk_is_full(
-    make: MakeEngine, check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_is_full(make: MakeEngine, check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
 
     def refuse(*args: object) -> None:
@@ -450,9 +440,7 @@ def test_loads_slower_than_the_deadline(make: MakeEngine, check: Check, disturbe
         is_over.set()
 
 
-def test_a_store_that_hangs_does_not_slow_saving(
-    make: MakeEngine, check: Check, disturbed: Disturbed
-) -> None:
+def test_a_store_that_hangs_does_not_slow_saving(make: MakeEngine, check: Check, disturbed: Disturbed) -> None:
     is_over = threading.Event()
     disturbed.before["contains"] = lambda: (is_over.wait(60), None)[1]
     shutil.rmtree(disturbed.inner.root)
@@ -464,9 +452,7 @@ def test_a_store_that_hangs_does_not_slow_saving(
         is_over.set()
 
 
-def test_no_memory_for_saving_costs_no_token(
-    make: MakeEngine, check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_for_saving_costs_no_token(make: MakeEngine, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise MemoryError
 
@@ -540,9 +526,7 @@ def test_the_policy_fail_ends_requests_whose_load_failed(
     engine = make(disturbed, kv_load_failure_policy="fail")
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     engine.core.add_request("fails", engine.core.prepare(PROMPTS[0], params))
-    engine.core.add_request(
-        "short", engine.core.prepare(PROMPTS[5], params)
-    )  # has no block that could be stored
+    engine.core.add_request("short", engine.core.prepare(PROMPTS[5], params))  # has no block that could be stored
     outputs = []
     while engine.core.has_requests:
         outputs += engine.core.step()
@@ -612,6 +596,4 @@ def test_the_fingerprint_sees_every_change() -> None:
         of(weights, base[0], 16, [KVPart("k", "float16", (16, 2, 8), 512)]),
     ]
     assert len(set(different)) == len(different)
-    assert of(weights) == of(
-        dict(reversed(weights.items())), {"rope_theta": 1.0, "_name_or_path": "x"}, 16, parts
-    )
+    assert of(weights) == of(dict(reversed(weights.items())), {"rope_theta": 1.0, "_name_or_path": "x"}, 16, parts)

@@ -21,23 +21,13 @@ BLOCK_SIZE = 4
 
 
 def make_harness(
-    transfer: FakeTransfer | None = None,
-    *,
-    num_blocks: int = 64,
-    budget: int = 64,
-    partial: int = 8,
-    depth: int = 1,
+    transfer: FakeTransfer | None = None, *, num_blocks: int = 64, budget: int = 64, partial: int = 8, depth: int = 1
 ) -> SchedulerHarness:
     return SchedulerHarness(
         SchedulerConfig(
-            max_num_batched_tokens=budget,
-            max_num_seqs=8,
-            max_model_len=200,
-            max_num_partial_prefills=partial,
+            max_num_batched_tokens=budget, max_num_seqs=8, max_model_len=200, max_num_partial_prefills=partial
         ),
-        CacheConfig(
-            block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=True, model_fingerprint="m"
-        ),
+        CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=True, model_fingerprint="m"),
         depth=depth,
         transfer=transfer,
     )
@@ -131,9 +121,7 @@ def test_blocks_cached_beyond_a_hole_are_shared() -> None:
 
 def test_the_deadline_uses_what_has_arrived() -> None:
     prompt = make_prompt(0, 41)
-    transfer = warm_store(
-        prompt, config=KVTransferConfig(kv_connector="fake", load_timeout=10, handover_timeout=30)
-    )
+    transfer = warm_store(prompt, config=KVTransferConfig(kv_connector="fake", load_timeout=10, handover_timeout=30))
     harness = make_harness(transfer)
     harness.submit("r", prompt, 3)
     transfer.deliver(transfer.open_tickets[0], 4)
@@ -350,18 +338,8 @@ def _save_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVConnectorScheduler, "queue_saves", wrong)
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        None,
-        _load_into_a_wrong_block,
-        _load_nothing,
-        _save_the_block_before,
-    ],
-)
-def test_harness_notices(
-    mistake: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("mistake", [None, _load_into_a_wrong_block, _load_nothing, _save_the_block_before])
+def test_harness_notices(mistake: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> None:
         store: dict[bytes, np.ndarray] = {}
         for _ in range(2):

@@ -40,10 +40,7 @@ class KVMachine(SchedulerMachine):
                 scheduling_policy=draw(st.sampled_from(["fcfs", "priority"]), "policy"),
             ),
             CacheConfig(
-                block_size=block_size,
-                num_blocks=num_blocks,
-                enable_prefix_caching=True,
-                model_fingerprint="fake",
+                block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=True, model_fingerprint="fake"
             ),
         )
         self.depth = draw(st.integers(1, 3), "depth")
@@ -57,9 +54,7 @@ class KVMachine(SchedulerMachine):
     def submit(self, prompt: list[int], max_tokens: int, **kwargs: object) -> None:  # type: ignore[override]
         digest = len(prompt) * 31 + max_tokens * 7 + self.num_requests
         options = RequestOptions(
-            priority=digest % 3 - 1,
-            do_remote_prefill=digest % 4 == 0,
-            do_remote_decode=digest % 3 == 0,
+            priority=digest % 3 - 1, do_remote_prefill=digest % 4 == 0, do_remote_decode=digest % 3 == 0
         )
         request_id = f"r{self.num_requests}"
         self.num_requests += 1
@@ -70,9 +65,7 @@ class KVMachine(SchedulerMachine):
         self.harness.scheduler.check_integrity()
 
     @rule(seed=st.integers(0, 2), other=st.integers(3, 5), data=st.data(), max_tokens=st.integers(1, 12))
-    def arrive_with_a_shared_beginning(
-        self, seed: int, other: int, data: st.DataObject, max_tokens: int
-    ) -> None:
+    def arrive_with_a_shared_beginning(self, seed: int, other: int, data: st.DataObject, max_tokens: int) -> None:
         common = data.draw(st.integers(1, max(1, self.capacity - 1)), label="common")
         tail = data.draw(st.integers(0, max(0, min(40, self.capacity - common - 1))), label="tail")
         self.submit(make_prompt(seed, common) + make_prompt(other, tail), max_tokens)

@@ -245,9 +245,7 @@ def test_writers_killed_at_any_point_leave_whole_blocks_only(tmp_path: Path, num
 
 
 def test_two_processes_write_the_same_blocks(tmp_path: Path) -> None:
-    writers = [
-        subprocess.Popen([sys.executable, "-c", _WRITER, tmp_path], stdout=subprocess.PIPE) for _ in range(2)
-    ]
+    writers = [subprocess.Popen([sys.executable, "-c", _WRITER, tmp_path], stdout=subprocess.PIPE) for _ in range(2)]
     try:
         for writer in writers:
             assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
@@ -405,9 +403,7 @@ def test_saving_pauses_between_calls_unless_somebody_waits_for_its_end(
 ) -> None:
     monkeypatch.setattr("metal_engine.kv_transfer.save_queue._SAVE_CPU_SHARE", 1e-12)  # pauses of years
     monkeypatch.setattr("metal_engine.kv_transfer.transfer._BYTES_PER_CALL", LAYOUT.nbytes)
-    transfer = KVTransfer(
-        store, LAYOUT, KVTransferConfig(kv_connector="memory", io_threads=1), KVTransferStats()
-    )
+    transfer = KVTransfer(store, LAYOUT, KVTransferConfig(kv_connector="memory", io_threads=1), KVTransferStats())
     try:
         save(transfer, 1, 2, 3)
         wait_until(lambda: transfer.stats.as_dict()["blocks_saved"] == 1, "the first call")
@@ -445,9 +441,7 @@ def test_threads_give_way_and_live_on_where_that_is_forbidden(
         transfer.close()
 
 
-def test_many_followers_do_not_look_more_often_together(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_followers_do_not_look_more_often_together(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_module, "_POLLS_PER_SECOND", 0.1)
     config = KVTransferConfig(kv_connector="memory", io_threads=1)
     transfer = KVTransfer(store, LAYOUT, config, KVTransferStats())
@@ -521,9 +515,7 @@ def test_a_miss_keeps_no_memory(transfer: KVTransfer) -> None:
     assert transfer._num_reserved_bytes == 0 and transfer.stats.loads_deferred == 0
 
 
-def test_a_load_cancelled_in_the_middle_gives_its_memory_back(
-    transfer: KVTransfer, store: MemoryStore
-) -> None:
+def test_a_load_cancelled_in_the_middle_gives_its_memory_back(transfer: KVTransfer, store: MemoryStore) -> None:
     store.put(stored(1, 2))
     store.open.clear()
     ticket = transfer.start_load("r", hashes(1, 2), follow=False)
@@ -590,16 +582,10 @@ def test_settings_as_given() -> None:
         ('{"kv_connector": "tape", "kv_role": "kv_both"}', "disk, valkey"),
         ('{"kv_connector": "disk", "kv_role": "both"}', "kv_role"),
         ('{"kv_connector": "disk"}', "kv_role"),
-        (
-            '{"kv_connector": "disk", "kv_role": "kv_both", "kv_load_failure_policy": "cry"}',
-            "recompute, fail",
-        ),
+        ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_load_failure_policy": "cry"}', "recompute, fail"),
         ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_port": 1}', "no 'kv_port'"),
         ('{"kv_connector": "disk", "kv_role": "kv_both"}', "needs 'path'"),
-        (
-            '{"kv_connector": "disk", "kv_role": "kv_both", "kv_connector_extra_config": {"url": "x"}}',
-            "'url'",
-        ),
+        ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_connector_extra_config": {"url": "x"}}', "'url'"),
         *(
             (
                 '{"kv_connector": "disk", "kv_role": "kv_both", "kv_connector_extra_config": {"path": "x", '
@@ -607,12 +593,7 @@ def test_settings_as_given() -> None:
                 + "}}",
                 extra.split('"')[1],
             )
-            for extra in (
-                '"max_size": "big"',
-                '"load_timeout": 0',
-                '"io_threads": 1.5',
-                '"load_timeout": true',
-            )
+            for extra in ('"max_size": "big"', '"load_timeout": 0', '"io_threads": 1.5', '"load_timeout": true')
         ),
     ],
 )

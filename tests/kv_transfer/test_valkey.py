@@ -83,9 +83,7 @@ def test_a_block_that_is_too_large_is_refused(server: ValkeyServer) -> None:
     store = ValkeyStore(server.url, FINGERPRINT, max_block_bytes=100)
     with pytest.raises(StoreError, match="max_block_bytes"):
         store.put(stored(1))
-    config = KVTransferConfig(
-        kv_connector="valkey", options={"url": server.url, "max_block_bytes": LAYOUT.nbytes}
-    )
+    config = KVTransferConfig(kv_connector="valkey", options={"url": server.url, "max_block_bytes": LAYOUT.nbytes})
     with pytest.raises(ConfigError, match="max_block_bytes"):
         open_store(config, LAYOUT)
 
@@ -128,9 +126,7 @@ def test_a_server_that_does_not_answer_is_refused_without_its_password() -> None
     server = ValkeyServer()
     server.kill()
     url = f"redis://user:secret@127.0.0.1:{server.port}/0"
-    text = json.dumps(
-        {"kv_connector": "valkey", "kv_role": "kv_both", "kv_connector_extra_config": {"url": url}}
-    )
+    text = json.dumps({"kv_connector": "valkey", "kv_role": "kv_both", "kv_connector_extra_config": {"url": url}})
     config = kv_transfer_config(EngineArgs(model="m", kv_transfer_config=text))
     assert config is not None
     with pytest.raises(ConfigError, match="does not answer") as error:

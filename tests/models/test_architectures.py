@@ -116,9 +116,7 @@ def test_what_cannot_run_is_refused_with_the_reason(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-@pytest.mark.parametrize(
-    "model_type", ["llama", "gemma3_text", "gemma2", "gemma4", "olmo3", "youtu_llm", "dbrx"]
-)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gemma2", "gemma4", "olmo3", "youtu_llm", "dbrx"])
 def test_half_precision_passes_the_check_at_load(model_type: str, dtype: mx.Dtype) -> None:
     for seed in range(3):
         paged = PagedModel(random_model(configuration(model_type), seed, dtype))
@@ -135,9 +133,7 @@ def test_what_the_device_cannot_do_is_a_refusal_too() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_the_check_notices_mistakes_in_any_precision(
-    dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_notices_mistakes_in_any_precision(dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     paged = PagedModel(random_model(configuration("gemma3_text"), dtype=dtype))
     attend = LayerCache.attend
 
@@ -153,9 +149,7 @@ def test_the_table_covers_what_differs() -> None:
     """The comparison means something only if windows are crossed, and sinks and latents are among them."""
     assert len(SUPPORTED) >= 30
     assert len(UNSUPPORTED) >= 6
-    opened = {
-        t: PagedModel(random_model(configuration(t))) for t in ("gpt_oss", "gemma3_text", "deepseek_v3")
-    }
+    opened = {t: PagedModel(random_model(configuration(t))) for t in ("gpt_oss", "gemma3_text", "deepseek_v3")}
     assert opened["gpt_oss"].windows == opened["gemma3_text"].windows == {6}
     assert max(LENGTHS) > 3 * 6
     assert "sinks" in dict(opened["gpt_oss"].model.layers[0].self_attn.parameters())

@@ -97,9 +97,7 @@ def test_rope_from_tables(traditional: bool, dims: int, head_dim: int, scale: fl
 
     angles = positions[:, None] * scale * 1e5 ** (-np.arange(0, dims, 2) / dims)  # [N, dims / 2]
     turn = np.exp(1j * angles)[:, None, None]
-    first, second = (
-        (np.arange(0, dims, 2), np.arange(1, dims, 2)) if traditional else np.split(np.arange(dims), 2)
-    )
+    first, second = (np.arange(0, dims, 2), np.arange(1, dims, 2)) if traditional else np.split(np.arange(dims), 2)
     turned = (x[..., first] + 1j * x[..., second].astype(np.float64)) * turn
     expected = x.astype(np.float64)
     expected[..., first], expected[..., second] = turned.real, turned.imag

@@ -94,9 +94,7 @@ class Traffic:
             block_ids = self.blocks_up_to([], len(token_ids))
             self.held[request_id] = NaiveRequest(token_ids, num_prompt, computed, block_ids)
             plan.new_requests.append(
-                NewRequestData(
-                    request_id, list(token_ids), num_prompt, computed, list(block_ids), SamplingParams()
-                )
+                NewRequestData(request_id, list(token_ids), num_prompt, computed, list(block_ids), SamplingParams())
             )
             plan.num_scheduled_tokens[request_id] = draw(st.integers(1, len(token_ids) - computed))
         for request_id, share in plan.num_scheduled_tokens.items():
@@ -126,9 +124,7 @@ def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int, 
         if not ahead:
             assert not len(batch.pending_rows)
         assert not batch.input_ids[batch.pending_rows].any()
-        batch.input_ids[batch.pending_rows] = [
-            last_samples[i] for i in batch.pending_samples
-        ]  # as on the device
+        batch.input_ids[batch.pending_rows] = [last_samples[i] for i in batch.pending_samples]  # as on the device
         for name in ("input_ids", "positions", "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices"):
             array = batch.input_ids if name == "input_ids" else getattr(batch.rows, name)
             assert array.dtype == np.int32
@@ -241,12 +237,7 @@ def test_a_sample_is_taken_from_the_step_before_only() -> None:
 
 NUM_BLOCKS_OF_BAD = 10
 TWICE = np.array([2, 2], np.int32)
-TOKENS = {
-    "input_ids": [1, 2, 3, 4, 5, 6, 7, 8],
-    "sampled_rows": [7, 0],
-    "pending_rows": [4],
-    "pending_samples": [2],
-}
+TOKENS = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "sampled_rows": [7, 0], "pending_rows": [4], "pending_samples": [2]}
 
 
 def good_batch() -> PackedBatch:

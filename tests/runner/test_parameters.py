@@ -13,14 +13,7 @@ from metal_engine.errors import ParameterError
 from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.runner.test_sampler import assert_distributed, reference_probs
-from tests.support.tiny_engine import (
-    log_softmax,
-    reference_logits,
-    run_all,
-    tiny_engine,
-    tiny_reference,
-    token_ids,
-)
+from tests.support.tiny_engine import log_softmax, reference_logits, run_all, tiny_engine, tiny_reference, token_ids
 from tools.fixtures.fake_engine import EOS, VOCAB_SIZE, byte_ids
 
 PROMPT = byte_ids("the thing in the string")
@@ -109,9 +102,7 @@ def test_frequencies_of_the_second_token(control: dict[str, Any], cut: dict[str,
     assert_distributed(tokens, probs)
 
 
-def second_tokens(
-    engine: Any, prompt: list[int], first: int, controls: dict[str, Any], num: int
-) -> np.ndarray:
+def second_tokens(engine: Any, prompt: list[int], first: int, controls: dict[str, Any], num: int) -> np.ndarray:
     """The second token of ``num`` outputs of different seeds, all of which begin with ``first``."""
     ids = [str(i) for i in range(num)]
     for i, request_id in enumerate(ids):
@@ -174,13 +165,7 @@ def test_logprobs(ahead: bool) -> None:
         (
             byte_ids("third"),
             SamplingParams(
-                seed=1,
-                max_tokens=15,
-                logprobs=20,
-                ignore_eos=True,
-                presence_penalty=1,
-                temperature=3,
-                top_k=9,
+                seed=1, max_tokens=15, logprobs=20, ignore_eos=True, presence_penalty=1, temperature=3, top_k=9
             ),
         ),
     ]
@@ -224,9 +209,7 @@ def test_bad_words_of_one_and_of_several_tokens() -> None:
     free = SamplingParams(temperature=0, max_tokens=8, logit_bias=bias, presence_penalty=2)
     (outputs,) = run_all(engine, [(PROMPT, free)])
     assert "ab" in "".join(output.text for output in outputs)
-    banned = SamplingParams(
-        temperature=0, max_tokens=8, logit_bias=bias, presence_penalty=2, bad_words=["ab"]
-    )
+    banned = SamplingParams(temperature=0, max_tokens=8, logit_bias=bias, presence_penalty=2, bad_words=["ab"])
     for ahead in (False, True):
         (outputs,) = run_all(tiny_engine(ahead=ahead), [(PROMPT, banned)])
         assert "ab" not in "".join(output.text for output in outputs)
@@ -254,12 +237,7 @@ def test_min_tokens_hold_back_stop_strings() -> None:
 
 
 def test_stop_string_in_the_output() -> None:
-    params = {
-        "temperature": 0,
-        "max_tokens": 12,
-        "logit_bias": {97: 100.0},
-        "include_stop_str_in_output": True,
-    }
+    params = {"temperature": 0, "max_tokens": 12, "logit_bias": {97: 100.0}, "include_stop_str_in_output": True}
     (outputs,) = run_all(tiny_engine(), [(PROMPT, SamplingParams(**params, stop="aaa"))])
     assert "".join(output.text for output in outputs) == "aaa"
     (outputs,) = run_all(tiny_engine(), [(PROMPT, SamplingParams(**params, stop_token_ids=[97]))])
@@ -299,10 +277,7 @@ def test_truncated_prompts() -> None:
 
 def test_vocabulary_is_checked() -> None:
     engine = tiny_engine()
-    for params in (
-        SamplingParams(logit_bias={VOCAB_SIZE: 1}),
-        SamplingParams(allowed_token_ids=[1, VOCAB_SIZE]),
-    ):
+    for params in (SamplingParams(logit_bias={VOCAB_SIZE: 1}), SamplingParams(allowed_token_ids=[1, VOCAB_SIZE])):
         with pytest.raises(ParameterError, match="outside the vocabulary"):
             engine.prepare(PROMPT, params)
     for prompt in ([-1], [VOCAB_SIZE]):

@@ -164,14 +164,7 @@ def test_successive_draws_are_independent() -> None:
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 1.0)),
 )
 def test_support(
-    seed: int,
-    vocab_size: int,
-    spread: float,
-    num_ties: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    seed: int, vocab_size: int, spread: float, num_ties: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     """Exactly the tokens the reference keeps are left, but for those within rounding of a limit."""
     rng = np.random.default_rng(seed)
@@ -258,9 +251,7 @@ def test_no_temperature_overflows(temperature: float) -> None:
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_logits_are_sampled_in_float32(dtype: mx.Dtype) -> None:
     half = mx.array(np.random.default_rng(0).normal(0, 2, (200, 300)).astype(np.float32)).astype(dtype)
-    params = [
-        SamplingParams(seed=i, temperature=(0, 0.7, 1)[i % 3], top_p=(1, 0.9)[i % 2]) for i in range(200)
-    ]
+    params = [SamplingParams(seed=i, temperature=(0, 0.7, 1)[i % 3], top_p=(1, 0.9)[i % 2]) for i in range(200)]
     rows, indices = rows_of(*params), np.arange(200, dtype=np.int32)
     tokens = sample(half, rows, indices, indices)
     assert tokens.dtype == mx.int32
@@ -332,9 +323,7 @@ def test_a_draw_does_not_depend_on_the_batch_over_a_real_vocabulary() -> None:
 
 def test_positions_and_seeds_draw_differently() -> None:
     logits = np.zeros(1 << 16, np.float32)
-    streams = {
-        seed: draw(logits, SamplingParams(seed=seed), 40).tolist() for seed in (-1, 0, 1, 2, 2**63 - 1)
-    }
+    streams = {seed: draw(logits, SamplingParams(seed=seed), 40).tolist() for seed in (-1, 0, 1, 2, 2**63 - 1)}
     drawn = [token for stream in streams.values() for token in stream]
     assert len(set(drawn)) > 195, "of 200 draws from 65,536 equally likely tokens hardly any is a repetition"
     # Nor is one seed's stream another's, shifted.

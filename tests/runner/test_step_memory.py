@@ -29,10 +29,7 @@ def test_real_steps_take_no_more() -> None:
     assert not paged.pool.is_allocated
     cache = CacheConfig(block_size=16, num_blocks=400)
     config = SchedulerConfig(
-        max_num_batched_tokens=NUM_TOKENS,
-        max_num_seqs=NUM_SEQS,
-        max_model_len=1024,
-        max_num_partial_prefills=4,
+        max_num_batched_tokens=NUM_TOKENS, max_num_seqs=NUM_SEQS, max_model_len=1024, max_num_partial_prefills=4
     )
     runner, scheduler = ModelRunner(paged, MlxOpsBackend(), config, cache), Scheduler(config, cache)
     rng = np.random.default_rng(0)
@@ -61,19 +58,10 @@ def test_it_grows_with_the_step() -> None:
 
 @pytest.mark.parametrize(
     ("max_positions", "num_tokens", "num_seqs", "lengths"),
-    [
-        (None, 20, 4, [17, 1, 1, 1]),
-        (8, 20, 4, [8, 8, 3, 1]),
-        (8, 8, 8, [1] * 8),
-        (3, 100, 2, [3, 3]),
-    ],
+    [(None, 20, 4, [17, 1, 1, 1]), (8, 20, 4, [8, 8, 3, 1]), (8, 8, 8, [1] * 8), (3, 100, 2, [3, 3])],
 )
 def test_no_request_is_longer_than_it_may_be(
-    max_positions: int | None,
-    num_tokens: int,
-    num_seqs: int,
-    lengths: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    max_positions: int | None, num_tokens: int, num_seqs: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
     call = PagedModel.__call__
@@ -98,9 +86,7 @@ def test_a_step_that_does_not_fit_names_the_flag(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("[malloc] Unable to allocate 5 bytes.\nmore")
 
     monkeypatch.setattr(PagedModel, "__call__", fail)
-    with pytest.raises(
-        ConfigError, match=r"lower --max-num-batched-tokens \(\[malloc\] Unable to allocate 5 bytes"
-    ):
+    with pytest.raises(ConfigError, match=r"lower --max-num-batched-tokens \(\[malloc\] Unable to allocate 5 bytes"):
         measure_step_bytes(paged, MlxOpsBackend(), 4, None, 16, 2)
     assert not paged.pool.is_allocated
 

@@ -77,9 +77,7 @@ def test_free_of_an_unknown_request_does_nothing() -> None:
         st.tuples(st.sampled_from("abcd"), st.none() | st.integers(0, 40), st.integers(0, 3)), max_size=40
     ),
 )
-def test_against_a_naive_pool(
-    num_blocks: int, block_size: int, actions: list[tuple[str, int | None, int]]
-) -> None:
+def test_against_a_naive_pool(num_blocks: int, block_size: int, actions: list[tuple[str, int | None, int]]) -> None:
     """A list and a dict that do the same in the plainest way: same answers, same ids, same order."""
     blocks = BlockManager(num_blocks, block_size)
     free, tables = list(range(num_blocks)), dict[str, list[int]]()

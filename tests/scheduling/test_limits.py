@@ -12,22 +12,10 @@ from hypothesis import strategies as st
 from metal_engine.errors import ConfigError
 from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.limits import (
-    MAX_PROMPT_ROWS,
-    PrefillShares,
-    StepBudget,
-    attention_work,
-    rows_for_work,
-)
+from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillShares, StepBudget, attention_work, rows_for_work
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.config import (
-    MARGIN_BYTES,
-    CacheConfig,
-    DeviceInfo,
-    ModelInfo,
-    SchedulerConfig,
-)
+from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, DeviceInfo, ModelInfo, SchedulerConfig
 from metal_engine.settings.resolve import resolve_config
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 
@@ -182,9 +170,7 @@ def test_a_long_prompt_keeps_its_place_and_is_not_starved_by_a_stream_of_short_o
         harness.step()
         steps += 1
         assert steps <= 2 * 320 // (32 // 4) + 4
-    assert all(len(plan.num_scheduled_tokens) > 1 for plan in harness.plans), (
-        "short ones went ahead all the time"
-    )
+    assert all(len(plan.num_scheduled_tokens) > 1 for plan in harness.plans), "short ones went ahead all the time"
     harness.drain()
 
 
@@ -233,9 +219,7 @@ def test_shares_are_even_and_nothing_is_wasted(
         assert prefills.step.tokens < unit, "something is left, and somebody wants it"
         assert max(unsatisfied) - min(unsatisfied) <= unit, "uneven"
         satisfied = [share for request, share in prefills.shares.items() if share == request.num_tokens]
-        assert max(satisfied, default=0) <= max(unsatisfied) + unit, (
-            "one got its prompt at the cost of others"
-        )
+        assert max(satisfied, default=0) <= max(unsatisfied) + unit, "one got its prompt at the cost of others"
 
 
 def test_prompts_whose_log_probabilities_are_wanted_share_a_limit_of_rows() -> None:
@@ -263,9 +247,7 @@ def test_prompts_whose_log_probabilities_are_wanted_share_a_limit_of_rows() -> N
 
 
 def test_chunks_end_on_block_boundaries() -> None:
-    harness = make_harness(
-        budget=30, block_size=8, page_aligned_scheduling=True, seqs=4, partial=2, threshold=90
-    )
+    harness = make_harness(budget=30, block_size=8, page_aligned_scheduling=True, seqs=4, partial=2, threshold=90)
     harness.submit("a", make_prompt(0, 37), 2)
     harness.submit("b", make_prompt(1, 5), 2)
     assert shares(harness) == {"a": 16, "b": 5}  # b is charged a whole block
@@ -321,9 +303,7 @@ def test_preemption_takes_the_lowest_priority_and_the_latest_arrival() -> None:
     submit_priorities(harness, {"low": 1, "high": -1, "mid": 0, "low2": 1}, length=7)
     harness.run(until=lambda: harness.scheduler.num_preemptions >= 2)
     requests = {name: tracked.request for name, tracked in harness.tracked.items()}
-    order = [
-        name for plan in harness.plans for name in plan.dropped_req_ids if requests[name].num_preemptions
-    ]
+    order = [name for plan in harness.plans for name in plan.dropped_req_ids if requests[name].num_preemptions]
     assert order[0] == "low2"
     assert requests["high"].num_preemptions == 0
     harness.drain()
@@ -444,9 +424,7 @@ def test_auto_settings() -> None:
     config = resolve()
     assert config.long_prefill_token_threshold == config.max_num_batched_tokens
     assert 100_000 < config.max_attention_work < 10_000_000
-    assert resolve(max_num_partial_prefills=1).long_prefill_token_threshold > 10**9, (
-        "one slot: strictly in order"
-    )
+    assert resolve(max_num_partial_prefills=1).long_prefill_token_threshold > 10**9, "one slot: strictly in order"
     gpu = resolve_config(EngineArgs(model="m"), MODEL, replace(CPU, kind="metal"), "mlx").scheduler
     assert gpu.max_attention_work > config.max_attention_work
     assert resolve(max_attention_work=5, long_prefill_token_threshold=9).max_attention_work == 5
@@ -464,9 +442,7 @@ def test_a_gpus_kv_cache_is_what_weights_and_the_measured_step_leave() -> None:
     assert asked == [(2048, 9)] and config.step_bytes == 1 << 30
     total = config.peak_bytes + MARGIN_BYTES
     assert total <= 0.9 * gpu.memory_bytes < total + config.cache.block_size * model.kv_bytes_per_token
-    with pytest.raises(
-        ConfigError, match="raise --gpu-memory-utilization, or lower --max-num-batched-tokens"
-    ):
+    with pytest.raises(ConfigError, match="raise --gpu-memory-utilization, or lower --max-num-batched-tokens"):
         resolve_config(EngineArgs(model="m"), model, gpu, "metal", lambda *_: 1 << 32)
 
 
@@ -474,10 +450,7 @@ def test_a_gpus_kv_cache_is_what_weights_and_the_measured_step_leave() -> None:
     ("args", "message"),
     [
         ({"max_num_partial_prefills": 0}, "--max-num-partial-prefills must be at least 1"),
-        (
-            {"max_num_partial_prefills": 2, "max_long_partial_prefills": 3},
-            "--max-long-partial-prefills 3 exceeds",
-        ),
+        ({"max_num_partial_prefills": 2, "max_long_partial_prefills": 3}, "--max-long-partial-prefills 3 exceeds"),
         ({"long_prefill_token_threshold": -1}, "--long-prefill-token-threshold"),
         ({"scheduling_policy": "lifo"}, "--scheduling-policy must be one of fcfs, priority"),
         ({"max_attention_work": 0}, "--max-attention-work must be at least 1"),

@@ -72,18 +72,14 @@ class KnobsMachine(SchedulerMachine):
         needs_rows = digest % 11 == 0
         kwargs["needs_token_on_host"] = digest % 4 == 0
         if len(prompt) + max_tokens <= self.capacity:
-            self.harness.submit(
-                request_id, prompt, max_tokens, options=options, needs_prompt_rows=needs_rows, **kwargs
-            )
+            self.harness.submit(request_id, prompt, max_tokens, options=options, needs_prompt_rows=needs_rows, **kwargs)
         else:
             with pytest.raises(ValueError):
                 self.harness.submit(request_id, prompt, max_tokens)
         self.harness.scheduler.check_integrity()
 
     @rule(seed=st.integers(0, 2), other=st.integers(3, 5), data=st.data(), max_tokens=st.integers(1, 12))
-    def arrive_with_a_shared_beginning(
-        self, seed: int, other: int, data: st.DataObject, max_tokens: int
-    ) -> None:
+    def arrive_with_a_shared_beginning(self, seed: int, other: int, data: st.DataObject, max_tokens: int) -> None:
         common = data.draw(st.integers(1, max(1, self.capacity - 1)), label="common")
         tail = data.draw(st.integers(0, max(0, min(40, self.capacity - common - 1))), label="tail")
         self.submit(make_prompt(seed, common) + make_prompt(other, tail), max_tokens)

@@ -15,9 +15,7 @@ from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 
 
-def make_harness(
-    budget: int = 64, *, num_blocks: int = 64, depth: int = 1, partial: int = 1
-) -> SchedulerHarness:
+def make_harness(budget: int = 64, *, num_blocks: int = 64, depth: int = 1, partial: int = 1) -> SchedulerHarness:
     return SchedulerHarness(
         SchedulerConfig(
             max_num_batched_tokens=budget, max_num_seqs=8, max_model_len=400, max_num_partial_prefills=partial
@@ -292,9 +290,7 @@ def _publish_what_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
         _publish_what_is_not_computed,
     ],
 )
-def test_harness_notices(
-    mistake: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_harness_notices(mistake: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> None:
         for seeds in ([0, 1] * 6, [0, 0, 1, 1] * 3):
             harness = make_harness(budget=12, num_blocks=16, partial=2)

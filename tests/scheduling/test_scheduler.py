@@ -14,12 +14,7 @@ from tests.support.fake_kv_runner import SchedulerHarness, expected_tokens, make
 
 
 def make_harness(
-    budget: int = 64,
-    seqs: int = 8,
-    model_len: int = 256,
-    block_size: int = 4,
-    num_blocks: int = 64,
-    depth: int = 1,
+    budget: int = 64, seqs: int = 8, model_len: int = 256, block_size: int = 4, num_blocks: int = 64, depth: int = 1
 ) -> SchedulerHarness:
     return SchedulerHarness(
         SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=seqs, max_model_len=model_len),
@@ -39,13 +34,7 @@ def test_prefill_is_chunked_and_only_the_last_chunk_samples() -> None:
     harness = make_harness(budget=10)
     harness.submit("a", make_prompt(0, 25), 3)
     plans = [harness.step() for _ in range(5)]
-    assert [plan.num_scheduled_tokens for plan in plans] == [
-        {"a": 10},
-        {"a": 10},
-        {"a": 5},
-        {"a": 1},
-        {"a": 1},
-    ]
+    assert [plan.num_scheduled_tokens for plan in plans] == [{"a": 10}, {"a": 10}, {"a": 5}, {"a": 1}, {"a": 1}]
     assert [plan.sampled_req_ids for plan in plans] == [[], [], ["a"], ["a"], ["a"]]
     assert [len(plan.new_requests) for plan in plans] == [1, 0, 0, 0, 0]
     harness.drain()
@@ -165,9 +154,7 @@ def test_the_latest_arrival_is_preempted_and_resumes_in_order() -> None:
     assert new.request_id == "r2"
     assert new.num_prompt_tokens == 8
     assert new.token_ids == make_prompt(2, 8) + harness.tracked["r2"].expected[:1]
-    assert harness.plans[-1].num_scheduled_tokens["r2"] == 9, (
-        "its prompt and output are recomputed as one chunk"
-    )
+    assert harness.plans[-1].num_scheduled_tokens["r2"] == 9, "its prompt and output are recomputed as one chunk"
     harness.drain()
 
 
@@ -237,9 +224,7 @@ def test_admission_leaves_a_reserve_beside_running_requests_but_not_for_the_firs
         (30, 4, PromptError, "needs 9 KV cache blocks .* has only 8"),
     ],
 )
-def test_what_can_never_be_served(
-    prompt_len: int, max_tokens: int, kind: type[PromptError], message: str
-) -> None:
+def test_what_can_never_be_served(prompt_len: int, max_tokens: int, kind: type[PromptError], message: str) -> None:
     harness = make_harness(model_len=40, block_size=4, num_blocks=8)
     with pytest.raises(PromptError, match=message) as caught:
         harness.scheduler.check_fits(prompt_len, max_tokens)
@@ -269,9 +254,7 @@ def test_an_id_in_use_is_refused_and_may_be_used_again_later() -> None:
 # --- the end ------------------------------------------------------------------------------------------------
 
 
-def finish(
-    params: SamplingParams, eos: frozenset[int], tokens: list[int]
-) -> tuple[Request, list[int], object]:
+def finish(params: SamplingParams, eos: frozenset[int], tokens: list[int]) -> tuple[Request, list[int], object]:
     """Feed ``tokens`` to one request until it finishes: the request, what it took, the last output."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=2, max_model_len=64),
@@ -347,9 +330,7 @@ def test_abort_in_every_state_frees_blocks(state: str, depth: int) -> None:
     request = harness.submit("a", make_prompt(0, 12), 9)
     reached = {
         "waiting": lambda: True,
-        "prefilling": lambda: (
-            0 < request.num_computed_tokens < 12 and request.status is RequestStatus.RUNNING
-        ),
+        "prefilling": lambda: 0 < request.num_computed_tokens < 12 and request.status is RequestStatus.RUNNING,
         "decoding": lambda: request.num_output_tokens > 0 and request.status is RequestStatus.RUNNING,
         "preempted": lambda: request.status is RequestStatus.PREEMPTED,
         "under way": lambda: request.num_output_tokens > 0 and request.status is RequestStatus.RUNNING,
@@ -559,8 +540,7 @@ def _free_under_a_running(scheduler: Scheduler) -> None:
 
 
 @pytest.mark.parametrize(
-    "corrupt",
-    [_lose_a_running, _wait_and_run, _lose_a_waiting, _swap_running, _compute_too_far, _free_under_a_running],
+    "corrupt", [_lose_a_running, _wait_and_run, _lose_a_waiting, _swap_running, _compute_too_far, _free_under_a_running]
 )
 def test_check_integrity_notices(corrupt) -> None:  # type: ignore[no-untyped-def]
     harness = make_harness(seqs=2)

@@ -41,9 +41,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         self.harness = SchedulerHarness(
             SchedulerConfig(
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len,
+                max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, max_model_len=max_model_len
             ),
             CacheConfig(block_size=block_size, num_blocks=num_blocks),
             depth=data.draw(self.depths, label="depth"),
@@ -144,9 +142,7 @@ class PipelinedSchedulerMachine(SchedulerMachine):
 
 
 # The health checks measure generation against execution; here execution is the point.
-_QUICK = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+_QUICK = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 _FULL = settings(_QUICK, max_examples=1000, stateful_step_count=80)
 
 

@@ -28,9 +28,7 @@ def answer(tokens: list[int], num_prompt_tokens: int) -> int:
 
 def run(served: Served, command: str) -> str:
     command = command.replace("http://127.0.0.1:8000", served.url)
-    return subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True
-    ).stdout
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def test_the_commands_print_what_the_page_says() -> None:
@@ -57,9 +55,5 @@ def test_the_commands_print_what_the_page_says() -> None:
 def test_every_parameter_is_on_the_page() -> None:
     section = TEXT[TEXT.index("## Parameters") : TEXT.index("## Errors")]
     names = set(re.findall(r"`(\w+)`", section))
-    declared = {*CompletionBody.model_fields, *ChatCompletionBody.model_fields} - {
-        "model",
-        "prompt",
-        "messages",
-    }
+    declared = {*CompletionBody.model_fields, *ChatCompletionBody.model_fields} - {"model", "prompt", "messages"}
     assert declared <= names, declared - names

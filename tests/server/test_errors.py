@@ -127,11 +127,7 @@ BAD_CHATS = [
     ({"messages": [{"role": "user"}]}, "messages", None),
     ({"messages": [{"role": "user", "content": 5}]}, "messages", None),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", None),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages",
-        None,
-    ),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages", None),
     ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages", "context_length_exceeded"),
     ({"messages": [{"role": "user", "content": "a" * (1 << 20)}]}, "messages", "context_length_exceeded"),
     ({"messages": USER, "max_tokens": 600}, "max_tokens", "context_length_exceeded"),
@@ -150,13 +146,7 @@ BAD_CHATS = [
     ({"messages": USER, "add_generation_prompt": "no"}, "add_generation_prompt", None),
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages", None),
     (
-        {
-            "messages": [
-                *USER,
-                {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
-                *USER,
-            ]
-        },
+        {"messages": [*USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, *USER]},
         "messages.function_call",
         "unsupported_parameter",
     ),
@@ -182,10 +172,7 @@ BAD_CHATS = [
     ({"messages": USER, "parallel_tool_calls": "no"}, "parallel_tool_calls", None),
     ({"messages": USER, "response_format": "json_object"}, "response_format", None),
     (
-        {
-            "messages": USER,
-            "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}},
-        },
+        {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
         "response_format",
         None,
     ),
@@ -256,9 +243,7 @@ def test_deep_nesting(served: Served, field: str, depth: int) -> None:
     content = f'{{"prompt": "a", "max_tokens": 1, "{field}": {nested}}}'
     if field == "prompt":
         content = f'{{"prompt": {nested}}}'
-    response = httpx.post(
-        served.url + COMPLETIONS, content=content, headers={"content-type": "application/json"}
-    )
+    response = httpx.post(served.url + COMPLETIONS, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400 or (response.status_code == 200 and field == "anything"), response.text
     if response.status_code == 400:
         assert response.json()["error"]["type"] == "invalid_request_error"
@@ -288,9 +273,7 @@ def test_images_are_refused_by_name(served: Served) -> None:
 def test_bad_requests_beside_good_ones(served: Served) -> None:
     """Others finish, with their own text, while a client sends nothing but rubbish."""
     with ThreadPoolExecutor(8) as pool:
-        good = [
-            pool.submit(served.post, COMPLETIONS, {"prompt": f"good {i}", "max_tokens": 40}) for i in range(8)
-        ]
+        good = [pool.submit(served.post, COMPLETIONS, {"prompt": f"good {i}", "max_tokens": 40}) for i in range(8)]
         for content in BROKEN_BODIES:
             headers = {"content-type": "application/json"}
             assert httpx.post(served.url + COMPLETIONS, content=content, headers=headers).status_code == 400
@@ -323,11 +306,7 @@ def test_unknown_routes(served: Served) -> None:
 
 
 def sse_events(text: str) -> list[Any]:
-    return [
-        json.loads(event.removeprefix("data: "))
-        for event in text.strip().split("\n\n")
-        if event != "data: [DONE]"
-    ]
+    return [json.loads(event.removeprefix("data: ")) for event in text.strip().split("\n\n") if event != "data: [DONE]"]
 
 
 def submit_and_hold(served: Served, pool: Any, body: dict[str, Any]) -> Any:

@@ -66,13 +66,7 @@ def test_long_arrays_are_read_whole(separator: str) -> None:
     assert large_bodies.loads(text.encode()) == numbers
     mixed = text[:-1] + ', 1.5, "a", [2]]'
     assert large_bodies.loads(mixed.encode()) == [*numbers, 1.5, "a", [2]]
-    for broken in (
-        text[:-1] + ",]",
-        text[:-1],
-        text.replace("7", "7 7"),
-        text[:-1] + ",,1]",
-        text[:-1] + ",-]",
-    ):
+    for broken in (text[:-1] + ",]", text[:-1], text.replace("7", "7 7"), text[:-1] + ",,1]", text[:-1] + ",-]"):
         with pytest.raises(json.JSONDecodeError):
             large_bodies.loads(broken.encode())
 
@@ -295,11 +289,7 @@ def test_a_request_is_checked_once_and_not_in_the_event_loop(
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_large_body_is_answered_like_a_small_one(served: Served, path: str) -> None:
     text = "abc"
-    prompt = (
-        {"prompt": text}
-        if path.endswith("v1/completions")
-        else {"messages": [{"role": "user", "content": text}]}
-    )
+    prompt = {"prompt": text} if path.endswith("v1/completions") else {"messages": [{"role": "user", "content": text}]}
     filler = {"metadata": {"a": [0] * 40_000}}
     small = served.post(path, {**prompt, "max_tokens": 5}).json()
     large = served.post(path, {**prompt, "max_tokens": 5, **filler}).json()

@@ -48,8 +48,7 @@ def test_a_full_queue(stream: bool) -> None:
         streams = hold(served, 1)
         wait_until(lambda: served.engine.stats.num_running == 1, "one to run")
         streams += [
-            served.client().completions.create(model=MODEL, prompt="abc", max_tokens=5, stream=True)
-            for _ in range(3)
+            served.client().completions.create(model=MODEL, prompt="abc", max_tokens=5, stream=True) for _ in range(3)
         ]
         wait_until(lambda: served.engine.num_waiting == 3, "three to wait")
         for path, body in [
@@ -60,12 +59,7 @@ def test_a_full_queue(stream: bool) -> None:
             response = served.post(path, {**body, "stream": stream})
             error = check_error(response, 503, code="overloaded")
             assert "--max-num-queued-reqs" in error["message"] and response.headers["retry-after"] == "1"
-        body = {
-            "model": MODEL,
-            "max_tokens": 1,
-            "messages": [{"role": "user", "content": "d"}],
-            "stream": stream,
-        }
+        body = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "d"}], "stream": stream}
         response = served.post("/v1/messages", body)
         assert response.status_code == 503 and response.json()["error"]["type"] == "overloaded_error"
         assert scrape(served)["requests_rejected_total"]["overloaded",] == 4
@@ -78,9 +72,7 @@ def test_too_many_queued_tokens() -> None:
         assert served.post(COMPLETIONS, {"prompt": "x" * 200, "max_tokens": 5}).status_code == 200  # alone
         streams = hold(served, 2, "x" * 30)
         wait_until(lambda: served.engine.num_queued_tokens == 60, "both")
-        error = check_error(
-            served.post(COMPLETIONS, {"prompt": ["x" * 20, "y" * 21]}), 503, code="overloaded"
-        )
+        error = check_error(served.post(COMPLETIONS, {"prompt": ["x" * 20, "y" * 21]}), 503, code="overloaded")
         assert "--max-num-queued-tokens" in error["message"]
         streams += hold(served, 1, "x" * 40)
         finish(served, streams)
@@ -144,16 +136,7 @@ def test_no_origin_is_allowed_unless_told(served: Served) -> None:
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tls")
     key, cert = folder / "key.pem", folder / "cert.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-    ]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run([*command, *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
     return key, cert

@@ -43,12 +43,8 @@ def test_precedence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("one", SETTINGS, ids=lambda one: one.name)
 def test_every_setting_from_everywhere(one: Any, tmp_path: Path) -> None:
-    given = {"int": "7", "count": "7", "float": "0.5", "size": "7", "bool": "true", "str": "x", "list": "x"}[
-        one.kind
-    ]
-    wanted = {"int": 7, "count": 7, "float": 0.5, "size": 7, "bool": True, "str": "x", "list": ("x",)}[
-        one.kind
-    ]
+    given = {"int": "7", "count": "7", "float": "0.5", "size": "7", "bool": "true", "str": "x", "list": "x"}[one.kind]
+    wanted = {"int": 7, "count": 7, "float": 0.5, "size": 7, "bool": True, "str": "x", "list": ("x",)}[one.kind]
     if one.choices:
         given = wanted = one.choices[-1]
     key = one.flag.removeprefix("--")
@@ -160,17 +156,14 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(
-    "text", ["", "GiB", "-1", "1e9", "2 Gigs", "1,000", "0x10", "1i", "1ib", "nan", "1..5G"]
-)
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "2 Gigs", "1,000", "0x10", "1i", "1ib", "nan", "1..5G"])
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="no size"):
         parse_size(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
-    [("7", 7), ("4k", 4000), ("4K", 4096), ("1.5K", 1536), ("2m", 2_000_000), ("1M", 1 << 20)],
+    ("text", "count"), [("7", 7), ("4k", 4000), ("4K", 4096), ("1.5K", 1536), ("2m", 2_000_000), ("1M", 1 << 20)]
 )
 def test_counts(text: str, count: int) -> None:
     assert parse_count(text) == count

@@ -46,12 +46,7 @@ def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine
     """An engine on the demo model; each call takes the KV cache of the one before."""
 
     def make(
-        *,
-        budget: int = 512,
-        block_size: int = 16,
-        num_blocks: int = 512,
-        max_num_seqs: int = 64,
-        ahead: bool = False,
+        *, budget: int = 512, block_size: int = 16, num_blocks: int = 512, max_num_seqs: int = 64, ahead: bool = False
     ) -> EngineCore:
         return engine_for(
             paged_demo,

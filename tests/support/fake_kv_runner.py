@@ -20,14 +20,7 @@ from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import KVConnectorMetadata, ModelOutput, SchedulerOutput, TokenOutput
 from tests.support.fake_kv_transfer import FakeTransfer
-from tests.support.scheduling_checks import (
-    check_fcfs,
-    check_plan,
-    demand_of,
-    is_plain,
-    max_steps,
-    was_passed_over,
-)
+from tests.support.scheduling_checks import check_fcfs, check_plan, demand_of, is_plain, max_steps, was_passed_over
 
 # Large, so that a wrong token is not the right one by chance.
 VOCAB_SIZE = 1 << 30
@@ -108,10 +101,7 @@ class FakeKVRunner:
     """
 
     def __init__(
-        self,
-        cache_config: CacheConfig,
-        max_num_seqs: int,
-        save: Callable[[bytes, np.ndarray], None] | None = None,
+        self, cache_config: CacheConfig, max_num_seqs: int, save: Callable[[bytes, np.ndarray], None] | None = None
     ) -> None:
         self.save = save  # takes blocks that a plan says to save
         self.block_size = cache_config.block_size
@@ -141,14 +131,10 @@ class FakeKVRunner:
             assert stop <= len(held.slots), f"{request_id}: tokens up to {stop}, slots for {len(held.slots)}"
             ranges[request_id] = start, stop
             for block_id in held.block_ids[start // self.block_size : -(-stop // self.block_size)]:
-                assert self.num_holders[block_id] == 1, (
-                    f"{request_id} writes to block {block_id}, which is shared"
-                )
+                assert self.num_holders[block_id] == 1, f"{request_id} writes to block {block_id}, which is shared"
                 assert block_id not in meta.loads, f"block {block_id} is loaded and computed"
         assert plan.sampled_req_ids == [
-            request_id
-            for request_id, (_, stop) in ranges.items()
-            if stop == len(self.held[request_id].token_ids)
+            request_id for request_id, (_, stop) in ranges.items() if stop == len(self.held[request_id].token_ids)
         ], "sampled_req_ids are not the requests whose last token is in the step, in packing order"
 
         # As in a layer, all of the step's writes come before its reads: slots to be written are poisoned

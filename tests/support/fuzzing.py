@@ -93,9 +93,9 @@ def _mutate(rng: random.Random, value: Any) -> Any:
             case 0:
                 del value[key]
             case 1:
-                value[
-                    rng.choice(("model", "x", "", "n", "prompt", "type", "logprobs", "\u2028", key + "_"))
-                ] = _odd(rng)
+                value[rng.choice(("model", "x", "", "n", "prompt", "type", "logprobs", "\u2028", key + "_"))] = _odd(
+                    rng
+                )
             case 2:
                 other = rng.choice(rng.choice(SEEDS)[1:])
                 value[key] = json.loads(json.dumps(rng.choice(list(other.values()))))  # type: ignore[union-attr]

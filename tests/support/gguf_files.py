@@ -87,10 +87,7 @@ class GgufFile:
         self._add_metadata(writer)
         enum = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         names = gguf.get_tensor_name_map(enum, self.config["num_hidden_layers"])
-        heads = {
-            "q_proj": self.config["num_attention_heads"],
-            "k_proj": self.config["num_key_value_heads"],
-        }
+        heads = {"q_proj": self.config["num_attention_heads"], "k_proj": self.config["num_key_value_heads"]}
         for name, array in self.weights.items():
             target = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert target is not None, name

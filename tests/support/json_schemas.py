@@ -155,20 +155,9 @@ NESTED = [
     obj(order=obj(id=INT, lines=arr(obj(product=TEXT, price=number(0, 1000)), 1, 2)), paid=BOOL),
     {"type": "array", "prefixItems": [TEXT, INT, BOOL], "items": False, "minItems": 3},
     {"type": "array", "prefixItems": [enum("x", "y")], "items": INT, "minItems": 2, "maxItems": 3},
-    obj(
-        point={
-            "type": "array",
-            "prefixItems": [number(-90, 90), number(-180, 180)],
-            "items": False,
-            "minItems": 2,
-        }
-    ),
+    obj(point={"type": "array", "prefixItems": [number(-90, 90), number(-180, 180)], "items": False, "minItems": 2}),
     obj(questions=arr(obj(text=TEXT, options=arr(TEXT, 2, 2), answer=integer(0, 1)), 1, 1)),
-    obj(
-        meta=obj(
-            tags=arr(pattern("^[a-z]{1,8}$"), 0, 3), version=pattern("^[0-9]+\\.[0-9]+$") | {"maxLength": 8}
-        )
-    ),
+    obj(meta=obj(tags=arr(pattern("^[a-z]{1,8}$"), 0, 3), version=pattern("^[0-9]+\\.[0-9]+$") | {"maxLength": 8})),
 ]
 
 CHOICES = [

@@ -106,10 +106,7 @@ def kv_engine(
         tokenizer,
         vocab_size=256,
         ahead=ahead,
-        connector=(
-            KVConnectorScheduler(transfer, transfer_config, stats),
-            KVConnectorRunner(transfer, layout),
-        ),
+        connector=(KVConnectorScheduler(transfer, transfer_config, stats), KVConnectorRunner(transfer, layout)),
         fingerprint=fingerprint,
         **sizes,
     )

@@ -88,9 +88,7 @@ def was_passed_over(
     """
     config, blocks = scheduler.config, scheduler.blocks
     prefills = [demand[r] for r in context_lens if demand[r] > 1]
-    may_be_long = (
-        sum(n > config.long_prefill_token_threshold for n in prefills) < config.max_long_partial_prefills
-    )
+    may_be_long = sum(n > config.long_prefill_token_threshold for n in prefills) < config.max_long_partial_prefills
     head = scheduler.admissions.waiting.head(include_long=may_be_long)
     num_decodes = sum(demand[r] == 1 for r in context_lens)
     unit = blocks.block_size if config.page_aligned_scheduling else 1

@@ -24,8 +24,8 @@ def _hash_server() -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def _echo_server() -> Iterator[Served]:
-    from tests.support.fakes import echo
     from tests.support.serving import serve
+    from tools.fixtures.fake_engine import echo
 
     with serve(echo) as served:
         yield served

@@ -19,9 +19,7 @@ def backend(target_threadgroups: int = 96) -> MetalBackend:
     return MetalBackend(metal_kernel, target_threadgroups=target_threadgroups)
 
 
-def attend(
-    step: Step, target_threadgroups: int = 96, **options: object
-) -> tuple[np.ndarray, list[LaunchCounts]]:
+def attend(step: Step, target_threadgroups: int = 96, **options: object) -> tuple[np.ndarray, list[LaunchCounts]]:
     """Output in float32, and what each launch did."""
     with record_launches() as launches:
         out = backend(target_threadgroups).for_step(step.rows).attend(step.q, step.state, **options)

@@ -22,9 +22,7 @@ def answer_format(name: str) -> AnswerFormat:
     return find_answer_format(tiny_tokenizer().hf_tokenizer, name, "think")
 
 
-def run(
-    splitter: Splitter, parts: Iterable[str], truncated: bool = False
-) -> tuple[str, str, list, list[str]]:
+def run(splitter: Splitter, parts: Iterable[str], truncated: bool = False) -> tuple[str, str, list, list[str]]:
     """Content, reasoning, calls, ids."""
     deltas = [delta for part in parts for delta in splitter.add(part)]
     deltas += splitter.finish(truncated=truncated)

@@ -32,20 +32,14 @@ def tiny_engine(*, ahead: bool = False, seed: int = 0, **config: Any) -> EngineC
         settings,
         scheduler=replace(settings.scheduler, async_scheduling=ahead),
         cache=CacheConfig(
-            block_size=settings.cache.block_size,
-            num_blocks=settings.cache.num_blocks,
-            enable_prefix_caching=True,
+            block_size=settings.cache.block_size, num_blocks=settings.cache.num_blocks, enable_prefix_caching=True
         ),
     )
-    runner = ModelRunner(
-        PagedModel(tiny_reference(seed)), MlxOpsBackend(), settings.scheduler, settings.cache
-    )
+    runner = ModelRunner(PagedModel(tiny_reference(seed)), MlxOpsBackend(), settings.scheduler, settings.cache)
     return EngineCore(settings, runner, tiny_tokenizer())
 
 
-def run_all(
-    engine: EngineCore, requests: list[tuple[list[int], SamplingParams]]
-) -> list[list[RequestOutput]]:
+def run_all(engine: EngineCore, requests: list[tuple[list[int], SamplingParams]]) -> list[list[RequestOutput]]:
     """Every output of requests that run together."""
     outputs: dict[str, list[RequestOutput]] = {str(i): [] for i in range(len(requests))}
     for i, (prompt, params) in enumerate(requests):

@@ -48,16 +48,14 @@ SAID = PROSE.strip()
 RECORDED = [
     Recorded(
         "json_tools",
-        PROSE
-        + '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 😀", "days": 3}}\n</tool_call>'
+        PROSE + '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 😀", "days": 3}}\n</tool_call>'
         '\n<tool_call>\n{"name": "find_trains", "arguments": {"city": "Rome"}}\n</tool_call>',
         [WEATHER, TRAINS],
         SAID,
     ),
     Recorded(
         "qwen3_coder",
-        PROSE
-        + "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich 😀\n</parameter>\n<parameter=days>\n3\n"
+        PROSE + "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich 😀\n</parameter>\n<parameter=days>\n3\n"
         "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=find_trains>\n<parameter=city>\nRome\n"
         "</parameter>\n</function>\n</tool_call>",
         [WEATHER, TRAINS],
@@ -101,8 +99,7 @@ RECORDED = [
     ),
     Recorded(
         "kimi_k2",
-        PROSE
-        + "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        PROSE + "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
         '{"city": "Zürich 😀", "days": 3}<|tool_call_end|><|tool_call_begin|>functions.find_trains:1'
         '<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>',
         [WEATHER, TRAINS],
@@ -121,8 +118,7 @@ RECORDED = [
     ),
     Recorded(
         "minimax_m2",
-        PROSE
-        + '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Zürich 😀</parameter>\n'
+        PROSE + '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Zürich 😀</parameter>\n'
         '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="find_trains">\n'
         '<parameter name="city">Rome</parameter>\n</invoke>\n</minimax:tool_call>',
         [WEATHER, TRAINS],
@@ -130,24 +126,21 @@ RECORDED = [
     ),
     Recorded(
         "minicpm5",
-        PROSE
-        + '<function name="get_weather"><param name="city">Zürich 😀</param><param name="days">3</param>'
+        PROSE + '<function name="get_weather"><param name="city">Zürich 😀</param><param name="days">3</param>'
         '</function>\n<function name="find_trains"><param name="city"><![CDATA[Rome]]></param></function>',
         [WEATHER, TRAINS],
         SAID,
     ),
     Recorded(
         "muse_spark",
-        PROSE
-        + '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Zürich 😀'
+        PROSE + '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Zürich 😀'
         '</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
         [WEATHER],
         SAID,
     ),
     Recorded(
         "pythonic",
-        PROSE
-        + '<|tool_call_start|>[get_weather(city="Zürich 😀", days=3), find_trains(city="Rome")]<|tool_call_end|>',
+        PROSE + '<|tool_call_start|>[get_weather(city="Zürich 😀", days=3), find_trains(city="Rome")]<|tool_call_end|>',
         [WEATHER, TRAINS],
         SAID,
     ),

@@ -12,11 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("metal_engine", "kernels", "tools", "tests", "docs")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Their comments and docstrings hold commands and paths too.
-SOURCES = [
-    ROOT / "Makefile",
-    *sorted((ROOT / "kernels").glob("*.metal")),
-    *sorted((ROOT / "tools").rglob("*.py")),
-]
+SOURCES = [ROOT / "Makefile", *sorted((ROOT / "kernels").glob("*.metal")), *sorted((ROOT / "tools").rglob("*.py"))]
 
 # A script or module by its path or the end of it; not part of a longer name, URL or glob.
 FILE = re.compile(r"(?<![\w*./~-])[\w-][\w/-]*\.(?:py|sh)\b")

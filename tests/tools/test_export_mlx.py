@@ -27,17 +27,13 @@ def folder(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_mlx_lm_and_we_generate_the_same(
-    folder: Path, reference_model: Any, demo_tokenizer: Tokenizer
-) -> None:
+def test_mlx_lm_and_we_generate_the_same(folder: Path, reference_model: Any, demo_tokenizer: Tokenizer) -> None:
     prompt = demo_tokenizer.encode(PROMPT)
     expected = [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=8)]
     model, tokenizer = load(str(folder))
     assert tokenizer.encode(PROMPT) == prompt
     chat = [{"role": "user", "content": "Hello"}]
-    assert tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True
-    ) == demo_tokenizer.apply_chat_template(chat)
+    assert tokenizer.apply_chat_template(chat, add_generation_prompt=True) == demo_tokenizer.apply_chat_template(chat)
     theirs = [int(t) for t, _ in generate_step(mx.array(prompt), model, max_tokens=8)]
     assert theirs == expected
     with LLM(

@@ -126,9 +126,7 @@ def on_metal(shapes: tuple[Shape, ...]) -> None:
 
             def reference(queries=queries, keys=keys, values=values, scale=scale, layers=layers):  # type: ignore[no-untyped-def]
                 attention = mx.fast.scaled_dot_product_attention
-                return [
-                    attention(queries + i, keys, values, scale=scale, mask="causal") for i in range(layers)
-                ]
+                return [attention(queries + i, keys, values, scale=scale, mask="causal") for i in range(layers)]
 
             other = seconds(reference, 20) / layers
         print(f"| {shape.name} | {ours * 1e3:.3f} | {name} | {other * 1e3:.3f} | {ours / other:.2f} |")
@@ -144,12 +142,7 @@ def simulated(shapes: tuple[Shape, ...]) -> None:
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for shape in shapes:
         single = Shape(
-            shape.requests,
-            shape.query,
-            shape.context,
-            shape.num_heads // shape.num_kv_heads,
-            1,
-            shape.head_dim,
+            shape.requests, shape.query, shape.context, shape.num_heads // shape.num_kv_heads, 1, shape.head_dim
         )
         rows, q, state = make_step(single)
         with record_launches() as launches:

@@ -61,11 +61,7 @@ def elementwise() -> None:
     rope, plain_rope = cpu_ops.TableRoPE(HEAD_DIM, False, 1e5), nn.RoPE(HEAD_DIM, False, 1e5)
     for rows in (1, 16, 512):
         chain = 60 if rows < 512 else 1
-        gate, up, hidden = (
-            normal(rows, 1, INTERMEDIATE),
-            normal(rows, 1, INTERMEDIATE),
-            normal(rows, 1, HIDDEN),
-        )
+        gate, up, hidden = (normal(rows, 1, INTERMEDIATE), normal(rows, 1, INTERMEDIATE), normal(rows, 1, HIDDEN))
         report(
             f"SwiGLU, {rows} rows",
             {"MLX": lambda: nn.silu(gate) * up, "ours": lambda: cpu_ops.swiglu(gate, up)},  # noqa: B023
@@ -172,10 +168,7 @@ def gemm() -> None:
             times.append(time.perf_counter() - start)
         ms = statistics.median(times[2:]) * 1e3
         flop = 2 * rows * sum(w.size for weights in layers for w in weights)
-        print(
-            f"{f'GEMM of all layers, {rows} rows':<44}{ms:10.1f} ms {flop / ms / 1e6:10.0f} GFLOP/s",
-            flush=True,
-        )
+        print(f"{f'GEMM of all layers, {rows} rows':<44}{ms:10.1f} ms {flop / ms / 1e6:10.0f} GFLOP/s", flush=True)
 
 
 if __name__ == "__main__":

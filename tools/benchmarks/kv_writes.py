@@ -58,9 +58,7 @@ def time_in_turns(ways: dict[str, Callable[[], None]], pool: Pool, repeats: int 
 
 def main() -> None:
     rng = np.random.default_rng(0)
-    print(
-        "rows  heads x dim   by slot us   by block us   mixed by block us   by run us   slot / block   slot / run"
-    )
+    print("rows  heads x dim   by slot us   by block us   mixed by block us   by run us   slot / block   slot / run")
     for num_rows in (128, 512, 2048):
         for num_heads, head_dim in ((3, 64), (8, 128)):
             pool = Pool(num_heads, head_dim)

@@ -26,14 +26,9 @@ def ttft(args: argparse.Namespace) -> None:
         )
         engine.warm_up()
         rng = random.Random(0)
-        long = [
-            engine.submit(f"long-{i}", random_prompt(rng, args.long_tokens), 2) for i in range(args.num_long)
-        ]
+        long = [engine.submit(f"long-{i}", random_prompt(rng, args.long_tokens), 2) for i in range(args.num_long)]
         engine.step()  # the long ones are under way
-        short = [
-            engine.submit(f"short-{i}", random_prompt(rng, args.short_tokens), 2)
-            for i in range(args.num_short)
-        ]
+        short = [engine.submit(f"short-{i}", random_prompt(rng, args.short_tokens), 2) for i in range(args.num_short)]
         while engine.core.has_requests and not (args.until_short and all(t.token_times for t in short)):
             engine.step()
         medians[name] = statistics.median(t.ttft for t in short)
@@ -48,15 +43,12 @@ def ttft(args: argparse.Namespace) -> None:
 
 def itl(args: argparse.Namespace) -> None:
     engine = TimedEngine(
-        args.model,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_attention_work=args.max_attention_work,
+        args.model, max_num_batched_tokens=args.max_num_batched_tokens, max_attention_work=args.max_attention_work
     )
     engine.warm_up()
     rng = random.Random(0)
     decodes = [
-        engine.submit(f"decode-{i}", random_prompt(rng, 16), args.decode_tokens)
-        for i in range(args.num_decodes)
+        engine.submit(f"decode-{i}", random_prompt(rng, 16), args.decode_tokens) for i in range(args.num_decodes)
     ]
     for _ in range(4):
         engine.step()

@@ -26,10 +26,7 @@ def burst(engine: TimedEngine, name: str, prefix: list[int], args: argparse.Name
     engine.run()
     computed = sum(step.num_prefill_tokens for step in engine.steps)
     cached = sum(t.num_cached_tokens for t in timed)
-    print(
-        f"{name:5} {describe([t.ttft for t in timed])}; {computed} tokens computed, {cached} cached",
-        flush=True,
-    )
+    print(f"{name:5} {describe([t.ttft for t in timed])}; {computed} tokens computed, {cached} cached", flush=True)
     return [t.ttft for t in timed]
 
 
@@ -55,9 +52,7 @@ def main() -> None:
         engine.close()
     medians = {name: statistics.median(values) for name, values in ttfts.items()}
     print(f"median TTFT: off / warm = {medians['off'] / medians['warm']:.1f}, ", end="")
-    print(
-        f"cold / warm = {medians['cold'] / medians['warm']:.1f}, off / cold = {medians['off'] / medians['cold']:.1f}"
-    )
+    print(f"cold / warm = {medians['cold'] / medians['warm']:.1f}, off / cold = {medians['off'] / medians['cold']:.1f}")
 
 
 if __name__ == "__main__":

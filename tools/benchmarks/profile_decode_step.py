@@ -155,10 +155,7 @@ def print_table(by_mode: dict[bool, list[dict[str, float]]]) -> None:
         print(f"| {part} | {times[0]:,.0f} | {times[1]:,.0f} | {what} |")
     for name, left_out in (("host", WAITING), ("total", ())):
         sums = [
-            1e6
-            * statistics.median(
-                s["total"] - sum(s.get(part, 0.0) for part in left_out) for s in by_mode[ahead]
-            )
+            1e6 * statistics.median(s["total"] - sum(s.get(part, 0.0) for part in left_out) for s in by_mode[ahead])
             for ahead in (False, True)
         ]
         print(f"| **{name}** | {sums[0]:,.0f} | {sums[1]:,.0f} | |")

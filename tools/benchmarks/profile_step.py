@@ -100,9 +100,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
     replace(ProductRMSNorm, "__call__", "RMSNorm")
     replace(nn.RoPE, "__call__", "RoPE")
     replace(TableRoPE, "__call__", "RoPE")
-    replace(
-        LayerCache, "update_and_fetch", "KV write", also=lambda cache, *_: tuple(cache._state.arrays.values())
-    )
+    replace(LayerCache, "update_and_fetch", "KV write", also=lambda cache, *_: tuple(cache._state.arrays.values()))
     replace(MlxOpsStep, "attend", "attention")
     replace(llama, "swiglu", "SwiGLU")
     replace(step_sampling, "sample", "sampling")

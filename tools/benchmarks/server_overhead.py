@@ -67,11 +67,7 @@ def serve(rate: float, profile: str | None) -> None:
     """The server's process: prints its URL, then for each line it reads the CPU seconds it has taken."""
     threading.Thread(target=_tell_cpu_seconds, daemon=True).start()
     config = fake_config(
-        num_blocks=200_000,
-        block_size=16,
-        max_num_batched_tokens=8192,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_model_len=32_768,
+        num_blocks=200_000, block_size=16, max_num_batched_tokens=8192, max_num_seqs=MAX_NUM_SEQS, max_model_len=32_768
     )
     args = ServerArgs(port=0, log_level="warning", max_num_queued_reqs=MAX_NUM_QUEUED)
     engine = fake_engine(FreeRunner(rate), config)
@@ -147,9 +143,7 @@ async def overload(url: str) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
@@ -161,9 +155,7 @@ def main() -> None:
         help="tokens per second that the runner makes at most; without it, the engine runs ahead of the server, which "
         "then sends several tokens as one event",
     )
-    parser.add_argument(
-        "--overload", action="store_true", help="time to a 503 while the queue is full instead"
-    )
+    parser.add_argument("--overload", action="store_true", help="time to a 503 while the queue is full instead")
     parser.add_argument("--profile", help="write the server's profile (event loop only) to this file")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -172,9 +164,7 @@ def main() -> None:
         return
     profile = ["--profile", str(Path(args.profile).resolve())] if args.profile else []
     command = [sys.executable, "-m", "tools.benchmarks.server_overhead", "--serve", "--rate", str(args.rate)]
-    server = subprocess.Popen(
-        [*command, *profile], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    server = subprocess.Popen([*command, *profile], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert server.stdout is not None
     url = server.stdout.readline().strip()
     try:

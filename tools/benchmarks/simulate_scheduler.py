@@ -183,9 +183,7 @@ class Study:
                         )
                         if (max_num_seqs, page_aligned) == (128, False):
                             self.curves.setdefault(f"{name}, output {output}", {})[str(partial)] = result
-                        rows.append(
-                            [str(max_num_seqs), "on" if page_aligned else "off", str(partial), *result.row()]
-                        )
+                        rows.append([str(max_num_seqs), "on" if page_aligned else "off", str(partial), *result.row()])
             print_table(["seqs", "aligned", "partial"], rows)
 
     def thresholds(self) -> None:

@@ -42,10 +42,7 @@ class StepTimeModel:
 
 def _features(steps: list[dict[str, float]]) -> np.ndarray:
     return np.array(
-        [
-            [1.0, s["num_decodes"] + s["num_prefill_tokens"], s["prefill_work"], s["num_decodes"]]
-            for s in steps
-        ]
+        [[1.0, s["num_decodes"] + s["num_prefill_tokens"], s["prefill_work"], s["num_decodes"]] for s in steps]
     )
 
 
@@ -84,9 +81,7 @@ def measure(path: Path, machine: str) -> None:
     """Steps of the demo model: chunks of all sizes at all contexts, decodes in batches, and both together."""
     from tools.benchmarks.engine_timing import TimedEngine, random_prompt
 
-    engine = TimedEngine(
-        "demo", enable_prefix_caching=False, max_num_batched_tokens=512, max_num_partial_prefills=1
-    )
+    engine = TimedEngine("demo", enable_prefix_caching=False, max_num_batched_tokens=512, max_num_partial_prefills=1)
     engine.warm_up()
     scheduler = engine.core.scheduler
     unlimited = replace(scheduler.config, max_attention_work=1 << 62)

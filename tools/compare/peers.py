@@ -127,9 +127,7 @@ def running(name: str, model: Path, *, same_blas: bool, extra: Sequence[str] = (
     log = Path(tempfile.gettempdir()) / f"compare-{name}-{port}.log"
     with log.open("wb") as output:
         # A session of its own, so that whatever it starts can be ended with it.
-        process = subprocess.Popen(
-            command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_until_up(name, process, url, log)

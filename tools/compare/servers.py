@@ -47,9 +47,7 @@ def demo_directory() -> Path:
     return folder
 
 
-async def _run_phase(
-    args: BenchServeArgs, model: str, groups: Sequence[Group]
-) -> dict[str, list[RequestRecord]]:
+async def _run_phase(args: BenchServeArgs, model: str, groups: Sequence[Group]) -> dict[str, list[RequestRecord]]:
     async with BenchClient(args, model) as client:
         start = time.perf_counter()
 
@@ -84,9 +82,7 @@ def measure(scenario: Scenario, server: Running, model: Path, seed: int) -> Resu
         for name, records in asyncio.run(_run_phase(args, str(model), phase)).items():
             failed = [r.error for r in records if r.error]
             if failed:
-                raise RuntimeError(
-                    f"{server.name} failed {len(failed)} of {len(records)} in {name}: {failed[0]}"
-                )
+                raise RuntimeError(f"{server.name} failed {len(failed)} of {len(records)} in {name}: {failed[0]}")
             groups[name] = {
                 "summary": summarize(records).to_json(),
                 "requests": [request_json(record) for record in records],

@@ -96,9 +96,7 @@ def _start(variant: str) -> subprocess.Popen[str]:
     script = tree / "tools" / "compare_steps.py"
     tool = [str(script)] if script.exists() else ["-m", "tools.compare.steps"]
     command = [sys.executable, *tool, *sys.argv[1:]]
-    process = subprocess.Popen(
-        command, env=env, cwd=tree, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    process = subprocess.Popen(command, env=env, cwd=tree, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout
     if process.stdout.readline().strip() != "ready":
         raise SystemExit(f"variant {variant!r} did not come up")
@@ -123,9 +121,7 @@ def _take_turns(processes: list[subprocess.Popen[str]], turns: int) -> list[list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variants", nargs="+")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--step", choices=("decode", "prefill"), default="decode")
@@ -149,9 +145,7 @@ def main() -> None:
     print(f"{args.step} steps of {args.num_requests} requests, prompts of {args.prompt_len} tokens")
     for variant, taken in zip(args.variants, seconds, strict=True):
         ratio = statistics.median(s / first for s, first in zip(taken, seconds[0], strict=True))
-        print(
-            f"  {statistics.median(taken) * 1e3:8.1f} ms   {ratio:.3f} of the first   {variant or 'as it is'}"
-        )
+        print(f"  {statistics.median(taken) * 1e3:8.1f} ms   {ratio:.3f} of the first   {variant or 'as it is'}")
 
 
 if __name__ == "__main__":

@@ -24,11 +24,7 @@ from tools.disagg.proxy import create_app
 from tools.fixtures.ports import free_port
 
 STORY = "Once upon a time there was a fox who lived at the edge of a wide and quiet forest. "
-PROMPTS = [
-    STORY * 8 + "One morning",
-    "The tide comes in twice a day. " * 20 + "At noon",
-    STORY * 4 + "At night",
-]
+PROMPTS = [STORY * 8 + "One morning", "The tide comes in twice a day. " * 20 + "At noon", STORY * 4 + "At night"]
 
 
 @contextmanager

@@ -139,9 +139,7 @@ class _Exchange:
     async def _prefill(self) -> bool:
         """Whether the prefill server has taken the request and computed it."""
         try:
-            answer = await self._client.post(
-                self._prefill_url, json=prefill_body(self._body), headers=self._headers
-            )
+            answer = await self._client.post(self._prefill_url, json=prefill_body(self._body), headers=self._headers)
         except httpx.HTTPError as error:
             logger.warning("the prefill server does not answer: %s: %s", type(error).__name__, error)
             return False
@@ -152,10 +150,7 @@ class _Exchange:
     async def _decode(self, transfer: dict[str, bool]) -> tuple[httpx.Response, AsyncIterator[bytes], bytes]:
         """The decode server's answer, from its first bytes on."""
         request = self._client.build_request(
-            "POST",
-            self._decode_url,
-            json=self._body | {"kv_transfer_params": transfer},
-            headers=self._headers,
+            "POST", self._decode_url, json=self._body | {"kv_transfer_params": transfer}, headers=self._headers
         )
         answer = await self._client.send(request, stream=True)
         try:

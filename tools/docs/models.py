@@ -80,9 +80,7 @@ def models_doc() -> str:
     """The text of docs/models.md."""
     from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED
 
-    rows = [
-        f"| `{name}` | {_attention(name)} | {_layers(name)} |" for name in sorted(SUPPORTED, key=str.lower)
-    ]
+    rows = [f"| `{name}` | {_attention(name)} | {_layers(name)} |" for name in sorted(SUPPORTED, key=str.lower)]
     refused = [f"| `{name}` | {_refusal(name)} |" for name in sorted(UNSUPPORTED)]
     supported = _SUPPORTED.format(count=len(SUPPORTED))
     return _HEAD + supported + "\n".join(rows) + "\n" + _UNSUPPORTED + "\n".join(refused) + "\n" + _TAIL

@@ -109,15 +109,7 @@ def build(unit: str, name: str) -> Built:
         undefined = ["-undefined", "dynamic_lookup"] if os.uname().sysname == "Darwin" else []
         done = run_clang(
             [
-                *(
-                    "-x",
-                    "ir",
-                    ir,
-                    *flags,
-                    *_NO_VECTORS,
-                    "-fsanitize=kernel-address,local-bounds",
-                    *instrument,
-                ),
+                *("-x", "ir", ir, *flags, *_NO_VECTORS, "-fsanitize=kernel-address,local-bounds", *instrument),
                 *("-emit-llvm", "-S", "-o", optimised),
             ]
         )

@@ -128,9 +128,7 @@ def _recursion(ir: str) -> list[str]:
 def _program_scope_variables(ir: str) -> list[str]:
     """Variables outside functions, and static ones inside, must be constant."""
     nodes = re.findall(r"^@[\w.$]+ = .*\baddrspace\(1\) (?:global|constant)\b.*!dbg (!\d+)", ir, re.M)
-    return [
-        f"{_described(ir, n)} lives outside functions, so its address space must be constant" for n in nodes
-    ]
+    return [f"{_described(ir, n)} lives outside functions, so its address space must be constant" for n in nodes]
 
 
 def _opencl_only(unit: str) -> list[str]:
@@ -138,17 +136,13 @@ def _opencl_only(unit: str) -> list[str]:
     text = re.sub(r"//[^\n]*|/\*.*?\*/", lambda m: re.sub(r"[^\n]", " ", m[0]), unit, flags=re.S)
     problems = []
     for found in re.finditer(r"\blong\s+long\b", text):
-        problems.append(
-            f"{_place(unit, found.start())}: error: 'long long' is no type of Metal's; long has 64 bits"
-        )
+        problems.append(f"{_place(unit, found.start())}: error: 'long long' is no type of Metal's; long has 64 bits")
     for found in re.finditer(rf"\(\s*{VECTOR}\s*\)\s*(?=\()", text):
         inside = text[found.end() + 1 : matching(text, found.end()) - 1]
         while inside != (inside := re.sub(r"\([^()]*\)", "", inside)):
             pass
         if "," in inside:
-            what = (
-                f"{found[0].strip()}(..., ...) is a vector in OpenCL, and a cast of the last value in Metal"
-            )
+            what = f"{found[0].strip()}(..., ...) is a vector in OpenCL, and a cast of the last value in Metal"
             problems.append(f"{_place(unit, found.start())}: error: {what}")
     return problems
 
@@ -173,9 +167,7 @@ def _unqualified_pointers(ir: str) -> list[str]:
             generic = set()
         elif found := re.match(r"\s*(%[\w.]+) = alloca ptr addrspace\(4\)", line):
             generic.add(found[1])
-        declared = re.search(
-            r"dbg\.declare\(metadata ptr (?:addrspace\(\d+\) )?(%[\w.]+), metadata (!\d+)", line
-        )
+        declared = re.search(r"dbg\.declare\(metadata ptr (?:addrspace\(\d+\) )?(%[\w.]+), metadata (!\d+)", line)
         if not declared or declared[1] not in generic:
             continue
         fields = variables.get(declared[2], "")

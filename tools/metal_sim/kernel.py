@@ -121,10 +121,7 @@ class SimulatedKernel:
         return BufferSpec(p.name, value, "constant")
 
     def compile(
-        self,
-        inputs: Sequence[mx.array],
-        output_dtypes: Sequence[mx.Dtype],
-        template: Sequence[tuple[str, Any]],
+        self, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence[tuple[str, Any]]
     ) -> tuple[LoadedKernel, tuple[Parameter, ...]]:
         """Trace, check and build, or take what was built before."""
         described = [_class_of(a.dtype, a.ndim, a.size) for a in inputs]
@@ -149,22 +146,14 @@ class SimulatedKernel:
 
         def resized(size: int) -> list[dict[str, Any]]:
             return [
-                {
-                    **i,
-                    "shape": [CONSTANT_ELEMENTS if n in large else size, *i["shape"][1:]]
-                    if i["shape"]
-                    else [],
-                }
+                {**i, "shape": [CONSTANT_ELEMENTS if n in large else size, *i["shape"][1:]] if i["shape"] else []}
                 for n, i in zip(self.input_names, inputs, strict=True)
             ]
 
         return [v for v in (resized(1), resized(CONSTANT_ELEMENTS)) if v != inputs]
 
     def _request(
-        self,
-        inputs: list[dict[str, Any]],
-        output_dtypes: Sequence[mx.Dtype],
-        template: Sequence[tuple[str, Any]],
+        self, inputs: list[dict[str, Any]], output_dtypes: Sequence[mx.Dtype], template: Sequence[tuple[str, Any]]
     ) -> dict[str, Any]:
         return {
             "constructor": self._constructor,
@@ -186,11 +175,7 @@ class SimulatedKernel:
         generated_at = text.rfind("template", 0, signature_at)
         if not text[:signature_at].rstrip().endswith(">") or generated_at < 0:
             generated_at = signature_at
-        parts = [
-            f'#line 1 "{self.name}:header"\n',
-            text[:generated_at],
-            f'\n#line 1 "{self.name}:generated"\n',
-        ]
+        parts = [f'#line 1 "{self.name}:header"\n', text[:generated_at], f'\n#line 1 "{self.name}:generated"\n']
         body_at = text.find(self.source, signature_at) if self.source.strip() else -1
         if body_at < 0:
             return "".join([*parts, text[generated_at:]])

@@ -106,9 +106,7 @@ MUTANTS = (
     # merging slots and splits
     Mutant(ATTENTION, "if (first > 0) {", "if (false) {"),
     Mutant(
-        ATTENTION,
-        "(ulong(partial_row + r) * num_kv_heads + kv_head) * D",
-        "(ulong(partial_row + r) + kv_head) * D",
+        ATTENTION, "(ulong(partial_row + r) * num_kv_heads + kv_head) * D", "(ulong(partial_row + r) + kv_head) * D"
     ),
     Mutant(ATTENTION, "(partial_row + row) * num_kv_heads + kv_head]", "(partial_row + row) + kv_head]"),
     Mutant(ATTENTION, "* CARRIED_STRIDE + column", "* COLUMNS + column"),
@@ -124,9 +122,7 @@ MUTANTS = (
         equivalent="the peak only keeps 2^x from overflowing, and where the sink's does, the true output is 0 too",
     ),
     Mutant(ATTENTION, "row_peak + precise::log2(row_total)", "row_peak"),
-    Mutant(
-        ATTENTION, "lane_column == 0) {", "lane_column == 2) {", equivalent="all lanes of a row hold the same"
-    ),
+    Mutant(ATTENTION, "lane_column == 0) {", "lane_column == 2) {", equivalent="all lanes of a row hold the same"),
     Mutant(ATTENTION, "num_rows <= 8 ? 1", "num_rows <= 9 ? 1"),
     Mutant(ATTENTION, "num_rows <= 16 ? 2", "num_rows <= 17 ? 2"),
     Mutant(ATTENTION, "num_rows <= 32 ? 4", "num_rows <= 33 ? 4"),
@@ -174,25 +170,9 @@ CASES = (
     Case([(1, 1500), (6, 1300), (3, 20)], 2, 1, target_threadgroups=1000, sinks=True),
     Case([(11, 1700)], 3, 1, target_threadgroups=1000, window=1690),
     # Outputs that leave in several pieces; scores far apart, so that a wrong peak overflows.
-    Case(
-        [(1, 1100)] * 4 + [(40, 90)],
-        2,
-        1,
-        target_threadgroups=1000,
-        head_dim=256,
-        scale=100.0,
-        tolerance=1e-2,
-    ),
+    Case([(1, 1100)] * 4 + [(40, 90)], 2, 1, target_threadgroups=1000, head_dim=256, scale=100.0, tolerance=1e-2),
     # Half precision: other widths of loads and rows, rounded weights. Split, and with a tail of whole rows.
-    Case(
-        [(1, 1300), (3, 1100), (20, 90)],
-        4,
-        2,
-        mx.float16,
-        target_threadgroups=1000,
-        window=1250,
-        tolerance=2e-3,
-    ),
+    Case([(1, 1300), (3, 1100), (20, 90)], 4, 2, mx.float16, target_threadgroups=1000, window=1250, tolerance=2e-3),
     Case(
         [(1, 1200), (2, 1030), (1, 9)],
         3,
@@ -232,9 +212,7 @@ def run_case(backend: MetalBackend, case: Case) -> str | None:
     # A tile reads no key twice and none outside its range; the planner's table says how many that are.
     attention = backend.for_step(step.rows)
     keys = stage_keys(case.dtype, case.head_dim)
-    table = attention._items(
-        case.num_heads // case.num_kv_heads, case.num_kv_heads, case.window, keys
-    ).items.table
+    table = attention._items(case.num_heads // case.num_kv_heads, case.num_kv_heads, case.window, keys).items.table
     item_keys = int((table[:, 4] - table[:, 3]).sum()) * case.num_kv_heads
     bound = item_keys * 2 * case.head_dim * case.dtype.size
     buffers = launches[0].buffers

@@ -27,10 +27,7 @@ class _Buffer(ctypes.Structure):
         ("host", ctypes.c_void_p),
         ("bytes", _U64),
         *[(n, _U32) for n in ("item", "kind", "initialised", "copy_in")],
-        *[
-            (n, _U64)
-            for n in ("read_bytes", "written_bytes", "unique_read", "unique_written", "reads", "writes")
-        ],
+        *[(n, _U64) for n in ("read_bytes", "written_bytes", "unique_read", "unique_written", "reads", "writes")],
     ]
 
 
@@ -205,9 +202,7 @@ class LoadedKernel:
         self._image = _image_of(self._entry or 0)
         self._granule = 4
         if self.threadgroup_memory > MAX_THREADGROUP_MEMORY:
-            sizes = ", ".join(
-                f"{n} {v.bytes}" for n, v in zip(built.variables, self._variables or (), strict=True)
-            )
+            sizes = ", ".join(f"{n} {v.bytes}" for n, v in zip(built.variables, self._variables or (), strict=True))
             raise CheckError(
                 f"{name} declares {self.threadgroup_memory} bytes of threadgroup memory; Metal has "
                 f"{MAX_THREADGROUP_MEMORY} ({sizes})"
@@ -324,12 +319,7 @@ class LoadedKernel:
             text = f"{thread}: {text}"
         at = f"{place}: " if place else ""
         return MetalSimError(
-            f"{self.name}: {at}{kind}: {text}",
-            kind=kind,
-            buffer=name,
-            index=index,
-            place=place,
-            other_place=other,
+            f"{self.name}: {at}{kind}: {text}", kind=kind, buffer=name, index=index, place=place, other_place=other
         )
 
     def _subject(self, f: _Fault, buffers: list[BufferSpec]) -> tuple[str | None, int | None, str]:

@@ -42,9 +42,7 @@ class RawKernel:
         parameters = self.signature.buffers
         if len(arrays) != len(parameters):
             names = ", ".join(p.name for p in parameters)
-            raise CheckError(
-                f"{self.signature.name} takes {len(parameters)} buffers ({names}), not {len(arrays)}"
-            )
+            raise CheckError(f"{self.signature.name} takes {len(parameters)} buffers ({names}), not {len(arrays)}")
         specs = []
         for p, a in zip(parameters, arrays, strict=True):
             array = np.zeros(0, np.uint8) if a is None else np.ascontiguousarray(a)

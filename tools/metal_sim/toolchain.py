@@ -62,10 +62,7 @@ def cache_dir() -> Path:
 def fingerprint() -> str:
     """Changes whenever the clang, the machine's kind or a file that shapes compiled code does."""
     h = hashlib.sha256()
-    code = [
-        HERE / f"{n}.py"
-        for n in ("build", "check", "signature", "source", "toolchain", "trace", "trace_child")
-    ]
+    code = [HERE / f"{n}.py" for n in ("build", "check", "signature", "source", "toolchain", "trace", "trace_child")]
     for path in sorted([*INCLUDE.rglob("*"), *(HERE / "runtime").rglob("*"), *code]):
         if path.is_file():
             h.update(path.name.encode())

@@ -15,8 +15,7 @@ def generated_source(request: dict) -> str:
 
     kernel = mx.fast.metal_kernel(**request["constructor"])
     template = [
-        (name, getattr(mx, value["dtype"]) if isinstance(value, dict) else value)
-        for name, value in request["template"]
+        (name, getattr(mx, value["dtype"]) if isinstance(value, dict) else value) for name, value in request["template"]
     ]
 
     def call(*inputs: mx.array) -> list[mx.array]:

@@ -52,13 +52,7 @@ def stage_keys(dtype: mx.Dtype, head_dim: int) -> int:
 
 
 def check_supported(
-    *,
-    dtype: mx.Dtype,
-    head_dim: int,
-    v_head_dim: int,
-    num_heads: int,
-    num_kv_heads: int,
-    block_size: int,
+    *, dtype: mx.Dtype, head_dim: int, v_head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
 ) -> None:
     """Raise UnsupportedAttentionError, naming the shape, unless the kernel covers it."""
     shape = (
@@ -204,9 +198,7 @@ class MetalBackend:
     name = "metal"
 
     def __init__(
-        self,
-        kernel_factory: Callable[..., Any] = mx.fast.metal_kernel,
-        target_threadgroups: int | None = None,
+        self, kernel_factory: Callable[..., Any] = mx.fast.metal_kernel, target_threadgroups: int | None = None
     ):
         self._constants: dict[tuple[object, ...], mx.array] = {}
         # Made of data, once: mx.zeros would be one more kernel for the GPU in every layer.
@@ -214,16 +206,7 @@ class MetalBackend:
         self.target_threadgroups = target_threadgroups or THREADGROUPS_PER_CORE * UNKNOWN_GPU_CORES
         self.attention = kernel_factory(
             name="paged_attention",
-            input_names=[
-                "q",
-                "k_cache",
-                "v_cache",
-                "block_table",
-                "items",
-                "numbers",
-                "window_size",
-                "sinks",
-            ],
+            input_names=["q", "k_cache", "v_cache", "block_table", "items", "numbers", "window_size", "sinks"],
             output_names=["out", "partial_out", "partial_lse"],
             source=kernel_text("paged_attention.metal"),
         )

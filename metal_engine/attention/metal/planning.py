@@ -40,13 +40,7 @@ class WorkItems:
 
 
 def plan_work_items(
-    step: StepRows,
-    *,
-    group: int,
-    num_kv_heads: int,
-    window: int | None,
-    target_threadgroups: int,
-    key_step: int,
+    step: StepRows, *, group: int, num_kv_heads: int, window: int | None, target_threadgroups: int, key_step: int
 ) -> WorkItems:
     """Work items of a step. ``key_step``: splits begin at multiples of it after the range's first key."""
     tile_tokens = max(1, TILE_ROWS // group)

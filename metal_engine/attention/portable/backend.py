@@ -16,14 +16,7 @@ from metal_engine.attention.portable.exp2 import LOG2E
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Dims, Limits
 from metal_engine.attention.portable.planning import Queries, Unit, Work, plan_work
 from metal_engine.attention.portable.runs import attend_runs
-from metal_engine.attention.portable.softmax import (
-    Running,
-    Weights,
-    after,
-    cpu_weights,
-    plain_weights,
-    update,
-)
+from metal_engine.attention.portable.softmax import Running, Weights, after, cpu_weights, plain_weights, update
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.device.streams import second_stream
 from metal_engine.kv_cache.rows import StepRows
@@ -71,9 +64,7 @@ class MlxOpsStep:
         lasts: list[list[mx.array]] = [[], []]
         for unit in work.units:
             with mx.stream(second_stream()) if unit.lane else nullcontext():
-                done, lasts[unit.lane] = self._attend_unit(
-                    unit, queries, state, softcap, sinks, lasts[unit.lane]
-                )
+                done, lasts[unit.lane] = self._attend_unit(unit, queries, state, softcap, sinks, lasts[unit.lane])
             outputs += done
         last = lasts[0] + lasts[1]
         for decodes in work.run_decodes:

@@ -222,12 +222,7 @@ class _Planner:
     def run(self, segment: Segment) -> Run | None:
         """The keys that a decode is to read in place, if there are enough of them: half of its keys or more."""
         least = self.limits.run_keys
-        if (
-            least is None
-            or segment.num_rows > 1
-            or segment.num_keys < least
-            or self.dims.num_kv_heads > MAX_RUN_HEADS
-        ):
+        if least is None or segment.num_rows > 1 or segment.num_keys < least or self.dims.num_kv_heads > MAX_RUN_HEADS:
             return None
         size = self.rows.block_size
         first = segment.key_start // size

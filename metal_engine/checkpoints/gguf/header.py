@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf.constants import (
-    GGML_QUANT_SIZES,
-    GGUF_DEFAULT_ALIGNMENT,
-    GGMLQuantizationType,
-    GGUFValueType,
-)
+from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
 from metal_engine.errors import ModelLoadError
 
@@ -171,9 +166,7 @@ def _parse(path: Path, data: memoryview) -> GgufHeader:
     version = cursor.scalar("I")
     if version not in _VERSIONS:
         # Version 1 is long gone; a huge number is a big-endian file.
-        raise ModelLoadError(
-            f"{path.name}: GGUF version {version} cannot be read (2 and 3 can, little-endian)"
-        )
+        raise ModelLoadError(f"{path.name}: GGUF version {version} cannot be read (2 and 3 can, little-endian)")
     num_tensors, num_values = cursor.scalar("Q"), cursor.scalar("Q")
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
@@ -189,9 +182,7 @@ def _parse(path: Path, data: memoryview) -> GgufHeader:
     if not isinstance(alignment, int) or alignment < 1:
         raise _Damaged
     start = -(-cursor.offset // alignment) * alignment
-    tensors = {
-        name: _tensor(path, name, dims, raw_type, start + offset) for name, dims, raw_type, offset in infos
-    }
+    tensors = {name: _tensor(path, name, dims, raw_type, start + offset) for name, dims, raw_type, offset in infos}
     if any(tensor.offset + tensor.nbytes > len(data) for tensor in tensors.values()):
         raise _Damaged
     return GgufHeader(path, metadata, tensors)

@@ -103,9 +103,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     num_kv_heads = get("attention.head_count_kv", num_heads)
     ffn_size = header.require(f"{arch}.feed_forward_length")
     if any(isinstance(value, list) for value in (num_heads, num_kv_heads, ffn_size)):
-        raise UnsupportedModelError(
-            f"{header.path.name}: {arch} with layers of unequal sizes is not supported"
-        )
+        raise UnsupportedModelError(f"{header.path.name}: {arch} with layers of unequal sizes is not supported")
     head_dim = get("attention.key_length", hidden_size // num_heads)
     # mlx-lm's qwen2 has no head_dim of its own; none of the three has values of another size or partial RoPE.
     others = {get("attention.value_length", head_dim), get("rope.dimension_count", head_dim)}
@@ -144,9 +142,7 @@ def _check_architecture(header: GgufHeader) -> None:
     arch = header.architecture
     if arch not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
-        raise UnsupportedModelError(
-            f"{header.path.name}: GGUF architecture {arch!r} is not supported ({known} are)"
-        )
+        raise UnsupportedModelError(f"{header.path.name}: GGUF architecture {arch!r} is not supported ({known} are)")
     if header.metadata.get("split.count", 1) > 1:
         raise UnsupportedModelError(f"{header.path.name} is one part of a split GGUF: merge the parts first")
     if header.metadata.get(f"{arch}.expert_count", 0):
@@ -178,9 +174,7 @@ def _parameter_name(header: GgufHeader, name: str) -> str:
     match = _TENSOR_NAME.fullmatch(name)
     module = _MODULES.get(match["module"]) if match else None
     if match is None or module is None:
-        raise UnsupportedModelError(
-            f"{header.path.name}: {header.architecture} has no place for tensor {name}"
-        )
+        raise UnsupportedModelError(f"{header.path.name}: {header.architecture} has no place for tensor {name}")
     layer = f"model.layers.{match['layer']}." if match["layer"] else ""
     return f"{layer}{module}.{match['kind']}"
 
@@ -195,9 +189,7 @@ def _build_model(header: GgufHeader, config: dict[str, Any], weights: dict[str, 
         model.load_weights(list(weights.items()))
     except ValueError as error:
         problem = " ".join(str(error).split())[:200]
-        raise ModelLoadError(
-            f"{header.path.name} is not a complete {header.architecture}: {problem}"
-        ) from error
+        raise ModelLoadError(f"{header.path.name} is not a complete {header.architecture}: {problem}") from error
     if _ROPE_FACTORS in header.tensors:
         factors = load_tensor(header, _ROPE_FACTORS, mx.float32, dequantize=True)
         assert isinstance(factors, mx.array)

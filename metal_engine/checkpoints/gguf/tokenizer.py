@@ -90,9 +90,7 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     elif kind == "llama":
         tokenizer, add_bos = _sentencepiece_bpe(header), True
     else:
-        raise UnsupportedModelError(
-            f"{header.path.name}: tokenizer {kind!r} is not supported; use --tokenizer"
-        )
+        raise UnsupportedModelError(f"{header.path.name}: tokenizer {kind!r} is not supported; use --tokenizer")
     _add_special_tokens(header, tokenizer)
     special = _special_tokens(header)
     bos, eos = (
@@ -123,9 +121,7 @@ def gguf_eos_token_ids(header: GgufHeader) -> list[int]:
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     ids = {token_id for token_id in named if token_id is not None}
     types = metadata.get("tokenizer.ggml.token_type", [])
-    for token_id, (token, kind) in enumerate(
-        zip(metadata.get("tokenizer.ggml.tokens", []), types, strict=False)
-    ):
+    for token_id, (token, kind) in enumerate(zip(metadata.get("tokenizer.ggml.tokens", []), types, strict=False)):
         if kind == TokenType.CONTROL and token in _END_OF_TURN:
             ids.add(token_id)
     return sorted(ids)
@@ -181,9 +177,7 @@ def _sentencepiece_bpe(header: GgufHeader) -> Tokenizer:
     return tokenizer
 
 
-def _merges_from_scores(
-    header: GgufHeader, vocab: dict[str, int], scores: list[float]
-) -> list[tuple[str, str]]:
+def _merges_from_scores(header: GgufHeader, vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """SentencePiece merges the two neighbours whose union scores best; BPE wants the pairs in that order."""
     types = header.require("tokenizer.ggml.token_type")
     merges = []

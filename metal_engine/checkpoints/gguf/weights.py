@@ -38,9 +38,7 @@ class QuantizedTensor:
     bits: int
 
 
-def load_tensor(
-    header: GgufHeader, name: str, dtype: mx.Dtype, dequantize: bool
-) -> mx.array | QuantizedTensor:
+def load_tensor(header: GgufHeader, name: str, dtype: mx.Dtype, dequantize: bool) -> mx.array | QuantizedTensor:
     """Loads one tensor, with elements or scales of type ``dtype``.
 
     Without ``dequantize`` Q4_0, Q4_1 and Q8_0 matrices come as :class:`QuantizedTensor`; everything else is
@@ -97,9 +95,7 @@ def _repack(header: GgufHeader, tensor: GgufTensor, dtype: mx.Dtype) -> Quantize
         packed = np.concatenate([_pairs(low), _pairs(high)], axis=-1)
         biases = _half_column(blocks, 2) if tensor.type == T.Q4_1 else -8.0 * scales
     words = np.ascontiguousarray(packed).view(np.uint32).reshape(rows.shape[0], -1)
-    return QuantizedTensor(
-        mx.array(words), mx.array(scales).astype(dtype), mx.array(biases).astype(dtype), bits
-    )
+    return QuantizedTensor(mx.array(words), mx.array(scales).astype(dtype), mx.array(biases).astype(dtype), bits)
 
 
 def _half_column(blocks: np.ndarray, offset: int) -> np.ndarray:

@@ -45,9 +45,7 @@ def library_at(address: int) -> str | None:
 def loaded_libraries() -> list[str]:
     """Paths of the loaded libraries, in the order in which they were loaded (Linux)."""
     paths: list[str] = []
-    callback_type = ctypes.CFUNCTYPE(
-        ctypes.c_int, ctypes.POINTER(_DlPhdrInfo), ctypes.c_size_t, ctypes.c_void_p
-    )
+    callback_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_DlPhdrInfo), ctypes.c_size_t, ctypes.c_void_p)
 
     def visit(info: ctypes._Pointer[_DlPhdrInfo], size: int, data: int | None) -> int:
         paths.append(os.fsdecode(info.contents.dlpi_name or b""))

@@ -28,7 +28,6 @@ def open_store(config: KVTransferConfig, layout: BlockLayout) -> KVStore:
         raise ConfigError(None, f"KV transfer: {error}") from error
     if limit < layout.max_stored_bytes:
         raise ConfigError(
-            None,
-            f"KV transfer: a block has up to {layout.max_stored_bytes} bytes, more than the {key} of {limit}",
+            None, f"KV transfer: a block has up to {layout.max_stored_bytes} bytes, more than the {key} of {limit}"
         )
     return store

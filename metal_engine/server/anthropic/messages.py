@@ -46,11 +46,7 @@ class MessagesEndpoint(Conversation):
             given = _input(call.arguments)
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
         return AnthropicResponse(
-            id=generation.request_id,
-            model=generation.model,
-            content=content,
-            usage=_usage(generation),
-            **_stop(choice),
+            id=generation.request_id, model=generation.model, content=content, usage=_usage(generation), **_stop(choice)
         )
 
     def begin(self, generation: Generation) -> bytes:
@@ -74,13 +70,7 @@ class MessagesEndpoint(Conversation):
     def end(self, generation: Generation, include_usage: bool) -> bytes:
         (choice,) = generation.choices
         events = self._close()
-        events.append(
-            {
-                "type": "message_delta",
-                "delta": _stop(choice),
-                "usage": _usage(generation).model_dump(),
-            }
-        )
+        events.append({"type": "message_delta", "delta": _stop(choice), "usage": _usage(generation).model_dump()})
         return _encode([*events, {"type": "message_stop"}])
 
     def error(self, generation: Generation, error: APIError) -> bytes:
@@ -131,9 +121,7 @@ def _usage(generation: Generation) -> AnthropicUsage:
         input_tokens=usage.prompt_tokens - cached,
         output_tokens=usage.completion_tokens,
         cache_read_input_tokens=cached,
-        output_tokens_details=AnthropicOutputTokens(
-            thinking_tokens=usage.completion_tokens_details.reasoning_tokens
-        ),
+        output_tokens_details=AnthropicOutputTokens(thinking_tokens=usage.completion_tokens_details.reasoning_tokens),
     )
 
 

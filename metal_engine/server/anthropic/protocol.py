@@ -142,9 +142,7 @@ def to_chat(body: CountTokensBody) -> ChatCompletionBody:
 
 def _tool(i: int, tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise invalid(
-            f"tools[{i}]: type {tool.type!r} is not supported; the server runs no tools", param="tools"
-        )
+        raise invalid(f"tools[{i}]: type {tool.type!r} is not supported; the server runs no tools", param="tools")
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -178,9 +176,7 @@ def _messages(body: CountTokensBody) -> list[Message]:
 
 
 def _problem(error: Exception) -> str:
-    return (
-        str(error) if isinstance(error, ValueError) else f"a field is missing or of the wrong type: {error}"
-    )
+    return str(error) if isinstance(error, ValueError) else f"a field is missing or of the wrong type: {error}"
 
 
 def _user_turn(content: str | list[dict[str, Any]]) -> list[Message]:
@@ -230,9 +226,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
     texts = []
     for block in content:
         if block["type"] != "text":
-            raise ValueError(
-                f"blocks of type {block['type']!r} are not supported here; the model takes text only"
-            )
+            raise ValueError(f"blocks of type {block['type']!r} are not supported here; the model takes text only")
         texts.append(block["text"])
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("a text block's text must be a string")

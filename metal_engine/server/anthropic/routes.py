@@ -26,12 +26,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": AnthropicError}
 
 
 def add_anthropic_routes(app: FastAPI, served: ServedModel, answer: Answerer) -> None:
-    @app.post(
-        "/v1/messages",
-        tags=["messages"],
-        response_model=AnthropicResponse,
-        responses={**EVENTS, **_ERRORS},
-    )
+    @app.post("/v1/messages", tags=["messages"], response_model=AnthropicResponse, responses={**EVENTS, **_ERRORS})
     async def create_message(body: MessagesBody, request: Request) -> Response:
         try:
             chat = await off_loop_if_large(request, protocol.to_chat, body)

@@ -54,8 +54,5 @@ class Admission:
 
 def _overloaded(reason: str) -> APIError:
     return APIError(
-        503,
-        f"the server is overloaded: {reason}",
-        code=OVERLOADED,
-        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
+        503, f"the server is overloaded: {reason}", code=OVERLOADED, headers={"retry-after": str(RETRY_AFTER_SECONDS)}
     )

@@ -123,12 +123,7 @@ class Generation:
         self.model = model
         self.created = int(time.time())
         self.choices = [
-            Choice(
-                i * self.params.n + j,
-                request.prompt_token_ids,
-                echoes[i] if echoes is not None else None,
-                reader(),
-            )
+            Choice(i * self.params.n + j, request.prompt_token_ids, echoes[i] if echoes is not None else None, reader())
             for i, request in enumerate(requests)
             for j in range(self.params.n)
         ]

@@ -134,9 +134,7 @@ def unknown_parameters(body: GenerationBody) -> list[str]:
         if name not in _UNSUPPORTED:
             unknown[name] = None
         elif not any(_same(value, neutral) for neutral in _UNSUPPORTED[name]):
-            raise invalid(
-                f" is not supported (got {short(value)})", name, "unsupported_parameter", where=name
-            )
+            raise invalid(f" is not supported (got {short(value)})", name, "unsupported_parameter", where=name)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is only allowed when stream is true", param="stream_options")
     return list(unknown)

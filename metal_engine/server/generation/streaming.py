@@ -143,9 +143,7 @@ class EventStreamResponse(Response):
 
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self.events) as events:
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             # Looks now and then, so that tokens need not reset a timer each.
             keeper = asyncio.ensure_future(self._send_comments(send)) if self._keep_alive else None
             try:

@@ -42,9 +42,7 @@ def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
             return
         scope[ERROR_CODE] = "invalid_api_key"
         error = APIError(401, _WRONG_KEY if given else _NO_KEY, code="invalid_api_key")
-        response = error_response(
-            error, {"www-authenticate": "Bearer", "connection": "close"}, path=scope["path"]
-        )
+        response = error_response(error, {"www-authenticate": "Bearer", "connection": "close"}, path=scope["path"])
         await response(scope, receive, send)
 
     return guarded
@@ -83,12 +81,8 @@ def _too_large(max_bytes: int) -> str:
     return f"the request body is larger than {max_bytes} bytes (--max-body-size)"
 
 
-async def _refuse(
-    scope: Scope, receive: Receive, send: Send, max_bytes: int, *, expects_continue: bool
-) -> None:
-    response = error_response(
-        APIError(413, _too_large(max_bytes)), {"connection": "close"}, path=scope["path"]
-    )
+async def _refuse(scope: Scope, receive: Receive, send: Send, max_bytes: int, *, expects_continue: bool) -> None:
+    response = error_response(APIError(413, _too_large(max_bytes)), {"connection": "close"}, path=scope["path"])
     await send({"type": "http.response.start", "status": 413, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": bytes(response.body), "more_body": True})
     if not expects_continue:  # such a client waits for the answer before it sends anything

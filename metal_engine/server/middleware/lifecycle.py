@@ -72,9 +72,7 @@ class Lifecycle:
             if self.draining:
                 error = APIError(503, "the server is shutting down", code=SHUTTING_DOWN)
                 scope[ERROR_CODE] = error.code
-                response = error_response(
-                    error, {"connection": "close", "retry-after": "1"}, path=scope["path"]
-                )
+                response = error_response(error, {"connection": "close", "retry-after": "1"}, path=scope["path"])
                 await response(scope, receive, send)
                 return
             self._num_active += 1

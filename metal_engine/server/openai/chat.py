@@ -121,13 +121,7 @@ def _delta(delta: AnswerDelta) -> Delta:
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
 
-def _chunk(
-    generation: Generation, choices: list[ChatChunkChoice], usage: Usage | None = None
-) -> ChatCompletionChunk:
+def _chunk(generation: Generation, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
     return ChatCompletionChunk(
-        id=generation.request_id,
-        created=generation.created,
-        model=generation.model,
-        choices=choices,
-        usage=usage,
+        id=generation.request_id, created=generation.created, model=generation.model, choices=choices, usage=usage
     )

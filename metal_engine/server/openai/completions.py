@@ -13,13 +13,7 @@ from metal_engine.server.errors import APIError, invalid, invalid_prompt
 from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
 from metal_engine.server.openai.logprobs import completion_logprobs, prompt_offsets
-from metal_engine.server.openai.protocol import (
-    Completion,
-    CompletionBody,
-    CompletionChoice,
-    CompletionLogprobs,
-    Usage,
-)
+from metal_engine.server.openai.protocol import Completion, CompletionBody, CompletionChoice, CompletionLogprobs, Usage
 
 
 class CompletionEndpoint:
@@ -47,9 +41,7 @@ class CompletionEndpoint:
     def reader(self) -> None:
         return None
 
-    def echoes(
-        self, body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
-    ) -> list[str] | None:
+    def echoes(self, body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str] | None:
         if not body.echo:
             return None
         given = _prompts(body)
@@ -151,13 +143,7 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
     return cast(list[str | list[int]], prompt)
 
 
-def _completion(
-    generation: Generation, choices: list[CompletionChoice], usage: Usage | None = None
-) -> Completion:
+def _completion(generation: Generation, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
     return Completion(
-        id=generation.request_id,
-        created=generation.created,
-        model=generation.model,
-        choices=choices,
-        usage=usage,
+        id=generation.request_id, created=generation.created, model=generation.model, choices=choices, usage=usage
     )

@@ -106,8 +106,5 @@ def message_of(deltas: list[AnswerDelta]) -> AssistantMessage:
         for call in answer.tool_calls
     ]
     return AssistantMessage(
-        content=answer.content,
-        tool_calls=calls or None,
-        reasoning=answer.reasoning,
-        reasoning_content=answer.reasoning,
+        content=answer.content, tool_calls=calls or None, reasoning=answer.reasoning, reasoning_content=answer.reasoning
     )

@@ -63,9 +63,7 @@ class ResponseItems:
             item["arguments"] = text
             if not _is_json(text):  # cut off, or proved to be no call
                 item["status"] = "incomplete"
-            events.append(
-                self._event("response.function_call_arguments.done", arguments=text, name=item["name"])
-            )
+            events.append(self._event("response.function_call_arguments.done", arguments=text, name=item["name"]))
         elif kind == "content":
             part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
             item["content"] = [part]

@@ -43,9 +43,7 @@ class ResponseStore:
         size = len(repr(stored.messages)) + len(repr(stored.response))
         self._stored[stored.response["id"]] = stored, size
         self._num_characters += size
-        while self._stored and (
-            len(self._stored) > self._max_responses or self._num_characters > self._max_characters
-        ):
+        while self._stored and (len(self._stored) > self._max_responses or self._num_characters > self._max_characters):
             _, (_, gone) = self._stored.popitem(last=False)
             self._num_characters -= gone
 
@@ -77,9 +75,7 @@ class ResponsesEndpoint(Conversation):
 
     id_prefix = "resp"
 
-    def __init__(
-        self, served: ServedModel, store: ResponseStore, body: ResponsesBody, messages: list[Message]
-    ) -> None:
+    def __init__(self, served: ServedModel, store: ResponseStore, body: ResponsesBody, messages: list[Message]) -> None:
         super().__init__(served.answer_format, auto_tool_choice=served.auto_tool_choice)
         self._body = body
         self._store = store
@@ -95,9 +91,7 @@ class ResponsesEndpoint(Conversation):
 
     def begin(self, generation: Generation) -> bytes:
         response = self._response(generation, "in_progress").model_dump()
-        events = [
-            {"type": kind, "response": response} for kind in ("response.created", "response.in_progress")
-        ]
+        events = [{"type": kind, "response": response} for kind in ("response.created", "response.in_progress")]
         return self._numbered(events)
 
     def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
@@ -114,12 +108,7 @@ class ResponsesEndpoint(Conversation):
         response.error = {"code": "server_error", "message": error.message}
         events = self._items.close("incomplete")
         response.output = self._items.items
-        failure = {
-            "type": "error",
-            "code": error.code or "server_error",
-            "message": error.message,
-            "param": None,
-        }
+        failure = {"type": "error", "code": error.code or "server_error", "message": error.message, "param": None}
         failed = {"type": "response.failed", "response": response.model_dump()}
         return self._numbered([*events, failure, failed])
 
@@ -172,9 +161,7 @@ class ResponsesEndpoint(Conversation):
             reasoning=None if body.reasoning is None else body.reasoning.model_dump(),
             store=body.store is not False,
             temperature=body.temperature,
-            text={"format": {"type": "text"}}
-            if body.text is None
-            else body.text.model_dump(exclude_none=True),
+            text={"format": {"type": "text"}} if body.text is None else body.text.model_dump(exclude_none=True),
             tool_choice=tool_choice if isinstance(tool_choice, str) else tool_choice.model_dump(),
             tools=[tool.model_dump(exclude_none=True) for tool in body.tools or []],
             top_p=body.top_p,

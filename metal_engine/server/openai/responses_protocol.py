@@ -127,9 +127,7 @@ def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletion
     if body.background:
         raise invalid("background is not supported", param="background")
     if body.truncation == "auto":
-        raise invalid(
-            "truncation must be disabled: the server drops nothing of the input", param="truncation"
-        )
+        raise invalid("truncation must be disabled: the server drops nothing of the input", param="truncation")
     messages = earlier + input_messages(body.input)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields: dict[str, Any] = {
@@ -160,9 +158,7 @@ def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletion
 
 def _tool(i: int, tool: ResponseTool) -> dict[str, Any]:
     if tool.type != "function":
-        raise invalid(
-            f"tools[{i}]: type {tool.type!r} is not supported; the server has functions only", param="tools"
-        )
+        raise invalid(f"tools[{i}]: type {tool.type!r} is not supported; the server has functions only", param="tools")
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
@@ -215,9 +211,7 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
     elif kind == "function_call":
         function = {"name": item["name"], "arguments": item["arguments"]}
         turn = _assistant(messages)
-        turn.setdefault("tool_calls", []).append(
-            {"id": item["call_id"], "type": "function", "function": function}
-        )
+        turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
     elif kind == "reasoning":

@@ -26,9 +26,7 @@ def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store
     async def create_chat_completion(body: ChatCompletionBody, request: Request) -> Response:
         return await answer(ChatEndpoint(served), body, request)
 
-    @app.post(
-        "/v1/responses", tags=["responses"], response_model=responses_protocol.Response, responses=EVENTS
-    )
+    @app.post("/v1/responses", tags=["responses"], response_model=responses_protocol.Response, responses=EVENTS)
     async def create_response(body: ResponsesBody, request: Request) -> Response:
         try:
             chat, messages = await off_loop_if_large(request, chat_of, body, store)

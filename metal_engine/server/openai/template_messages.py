@@ -71,13 +71,11 @@ def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
         return {"add_generation_prompt": body.add_generation_prompt is not False}
     if body.add_generation_prompt:
         raise invalid(
-            "continue_final_message and add_generation_prompt exclude each other",
-            param="continue_final_message",
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
         )
     if body.messages[-1].role != "assistant":
         raise invalid(
-            "continue_final_message needs a last message of the role assistant",
-            param="continue_final_message",
+            "continue_final_message needs a last message of the role assistant", param="continue_final_message"
         )
     return {"add_generation_prompt": False, "continue_final_message": True}
 

@@ -116,10 +116,7 @@ class _EngineCollector(Collector):
         yield self._counter("num_preemptions", "Requests that lost their KV blocks.", stats.num_preemptions)
         yield self._counter("failed_steps", "Steps that raised.", self._engine.num_failed_steps)
         yield self._by_label(
-            "request_success",
-            "Requests that ended, by reason.",
-            "finished_reason",
-            dict(metrics.num_finished),
+            "request_success", "Requests that ended, by reason.", "finished_reason", dict(metrics.num_finished)
         )
         transfer = self._engine.kv_transfer_stats
         for name, count in transfer.as_dict().items() if transfer is not None else ():

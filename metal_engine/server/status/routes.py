@@ -21,9 +21,7 @@ def add_model_routes(app: FastAPI, served: ServedModel) -> None:
     max_model_len = served.engine.config.scheduler.max_model_len
     created = int(time.time())
     cards = {
-        name: ModelCard(
-            id=name, created=created, root=served.engine.config.model.name, max_model_len=max_model_len
-        )
+        name: ModelCard(id=name, created=created, root=served.engine.config.model.name, max_model_len=max_model_len)
         for name in served.names
     }
 
@@ -46,9 +44,7 @@ def add_model_routes(app: FastAPI, served: ServedModel) -> None:
         )
 
 
-def add_status_routes(
-    app: FastAPI, served: ServedModel, lifecycle: Lifecycle, metrics: ServerMetrics
-) -> None:
+def add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
     engine = served.engine
 
     @app.get("/health", tags=["status"], responses={503: {"model": Health}})

@@ -47,9 +47,7 @@ def test_fixture_is_of_the_demo_model() -> None:
     assert len(FIXTURE["prompts"]) >= 8
 
 
-@pytest.mark.parametrize(
-    "case", FIXTURE["texts"] + FIXTURE["prompts"], ids=lambda case: ascii(case["text"][:30])
-)
+@pytest.mark.parametrize("case", FIXTURE["texts"] + FIXTURE["prompts"], ids=lambda case: ascii(case["text"][:30]))
 def test_token_ids(tokenizer: Any, case: dict[str, Any]) -> None:
     token_ids = tokenizer.encode(case["text"], add_special_tokens=False)
     assert token_ids == case["token_ids"]

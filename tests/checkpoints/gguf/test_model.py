@@ -65,9 +65,7 @@ def test_demo_weights_equal_the_dequantization_of_gguf(demo_path: Path) -> None:
             name = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}[parts[0]] + ".weight"
         array = loaded.pop(name)
         assert array.dtype == mx.float32
-        assert np.array_equal(np.array(array), quants.dequantize(tensor.data, tensor.tensor_type)), (
-            tensor.name
-        )
+        assert np.array_equal(np.array(array), quants.dequantize(tensor.data, tensor.tensor_type)), tensor.name
     assert not loaded
     assert config["rope_traditional"]
     assert config["tie_word_embeddings"]
@@ -146,9 +144,7 @@ def test_dtype(tmp_path: Path, dtype: mx.Dtype, dequantize: bool) -> None:
     """All floating parameters, and so the activations, have the type that was asked for."""
     config = tiny_config("llama")
     types = {"attn_q": T.Q4_0, "attn_k": T.Q5_0, "attn_v": T.F16, "attn_output": T.BF16, "ffn_up": T.Q8_0}
-    file = GgufFile(
-        config, random_weights(config), type_of=lambda name: types.get(name.split(".")[-2], T.Q4_1)
-    )
+    file = GgufFile(config, random_weights(config), type_of=lambda name: types.get(name.split(".")[-2], T.Q4_1))
     model, _ = load_gguf_model(file.write(tmp_path / "m.gguf"), dtype, dequantize)
     floats = {a.dtype for a in parameters(model).values() if mx.issubdtype(a.dtype, mx.floating)}
     assert floats == {dtype}
@@ -181,9 +177,7 @@ def test_k_quants_are_dequantized(tmp_path: Path, kind: T, dequantize: bool) -> 
     def add_tensor(writer: GGUFWriter) -> None:
         writer.add_tensor("blk.1.ffn_down.weight", blocks, raw_dtype=kind)
 
-    path = GgufFile(config, weights, type_of=lambda name: T.Q8_0, prepare=add_tensor).write(
-        tmp_path / "m.gguf"
-    )
+    path = GgufFile(config, weights, type_of=lambda name: T.Q8_0, prepare=add_tensor).write(tmp_path / "m.gguf")
     model, _ = load_gguf_model(path, mx.float32, dequantize)
     loaded = np.array(model.layers[1].mlp.down_proj.weight)
     assert np.array_equal(loaded, quants.dequantize(blocks, kind))
@@ -229,9 +223,7 @@ def test_llama3_frequency_factors(tmp_path: Path) -> None:
     assert factors.min() == pytest.approx(1.0)
     assert factors.max() == pytest.approx(8.0)
     file = GgufFile(
-        config,
-        random_weights(config),
-        prepare=lambda writer: writer.add_tensor("rope_freqs.weight", factors),
+        config, random_weights(config), prepare=lambda writer: writer.add_tensor("rope_freqs.weight", factors)
     )
     model, _ = load_gguf_model(file.write(tmp_path / "m.gguf"), mx.float32, dequantize=True)
     assert np.abs(logits(model, 100) - logits(file.reference(), 100)).max() < CLOSE

@@ -99,9 +99,7 @@ def test_pre_tokenizers(tmp_path: Path, pre: str, oracle: Callable[..., Any]) ->
     vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     path = write_byte_level(tmp_path / "t.gguf", pre, vocab, merges, add_bos_token=False)
     ours, theirs = load_gguf_tokenizer(path), oracle(vocab, merges)
-    theirs.add_special_tokens(
-        SPECIAL if isinstance(theirs, Tokenizer) else {"additional_special_tokens": SPECIAL}
-    )
+    theirs.add_special_tokens(SPECIAL if isinstance(theirs, Tokenizer) else {"additional_special_tokens": SPECIAL})
     for text in TEXTS:
         expected = theirs.encode(text)
         assert ours.encode(text) == (expected.ids if isinstance(theirs, Tokenizer) else expected), text

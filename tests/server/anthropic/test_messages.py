@@ -37,9 +37,7 @@ def client(served: Served, key: str = "none") -> anthropic.Anthropic:
 @pytest.fixture(scope="module")
 def _calling() -> Iterator[Served]:
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
-    with serve(
-        script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")
-    ) as served:
+    with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
         yield served
 
 
@@ -77,9 +75,7 @@ def test_stream(served: Served) -> None:
 
 def test_blocks(calling: Served) -> None:
     message = client(calling).messages.create(model=MODEL, max_tokens=1000, messages=USER, tools=CLAUDE_TOOLS)
-    with client(calling).messages.stream(
-        model=MODEL, max_tokens=1000, messages=USER, tools=CLAUDE_TOOLS
-    ) as stream:
+    with client(calling).messages.stream(model=MODEL, max_tokens=1000, messages=USER, tools=CLAUDE_TOOLS) as stream:
         in_stream = stream.get_final_message()
     for one in (message, in_stream):
         assert one.stop_reason == "tool_use"
@@ -131,10 +127,7 @@ def test_a_prefill_is_continued(served: Served) -> None:
 
 def test_stop_sequences() -> None:
     with serve(script("one two three")) as served:
-        for stop, text, reason in (
-            (["two"], "one ", "stop_sequence"),
-            (["four"], "one two three", "end_turn"),
-        ):
+        for stop, text, reason in ((["two"], "one ", "stop_sequence"), (["four"], "one two three", "end_turn")):
             more = {"temperature": 0.5, "top_k": 3, "top_p": 0.9}
             message = client(served).messages.create(
                 model=MODEL, max_tokens=50, messages=USER, stop_sequences=stop, extra_body=more

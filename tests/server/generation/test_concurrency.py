@@ -119,9 +119,7 @@ def test_disconnect_aborts_at_once(body: dict[str, object]) -> None:
                     "the request",
                 )
                 # Else the abort may find it in the inbox, and there is no step at all.
-                await asyncio.to_thread(
-                    wait_until, lambda: served.engine.stats.num_running >= 1, "the request to run"
-                )
+                await asyncio.to_thread(wait_until, lambda: served.engine.stats.num_running >= 1, "the request to run")
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 

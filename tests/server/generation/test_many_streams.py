@@ -96,9 +96,7 @@ async def _all_leave(served: Served) -> None:
     tracemalloc.start()
     clients = [Client(served, i, ENDLESS) for i in range(NUM_STREAMS + NUM_RUNNING)]
     tasks = [asyncio.create_task(client.run()) for client in clients[:NUM_RUNNING]]
-    await asyncio.to_thread(
-        wait_until, lambda: served.engine.stats.num_running == NUM_RUNNING, "a full batch"
-    )
+    await asyncio.to_thread(wait_until, lambda: served.engine.stats.num_running == NUM_RUNNING, "a full batch")
     tasks += [asyncio.create_task(client.run()) for client in clients[NUM_RUNNING:]]
     await asyncio.to_thread(wait_until, lambda: served.engine.num_waiting >= NUM_STREAMS, "a full queue")
     refusals = []

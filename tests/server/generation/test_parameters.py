@@ -155,9 +155,7 @@ def test_logprobs_of_chats(tiny: Served, stream: bool) -> None:
     rows = check_values(tiny, prompt, ids, [entry.logprob for entry in content])
     assert len(content) == 20
     for entry, row in zip(content, rows, strict=True):
-        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(
-            np.sort(row)[::-1][:2].tolist(), abs=1e-4
-        )
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(np.sort(row)[::-1][:2].tolist(), abs=1e-4)
         assert entry.token == entry.top_logprobs[0].token
 
 
@@ -300,8 +298,7 @@ def test_template_parameters() -> None:
         )  # fmt: skip
         assert told.choices[0].message.content == "hi!hey[low]"
     with serve(
-        echo,
-        tokenizer=tiny_tokenizer("{{ messages[0]['content'] }}{% if enable_thinking is false %}-{% endif %}"),
+        echo, tokenizer=tiny_tokenizer("{{ messages[0]['content'] }}{% if enable_thinking is false %}-{% endif %}")
     ) as served:
         for effort, text in (("none", "hi-"), ("high", "hi")):
             body = {"messages": USER, "max_tokens": 50, "reasoning_effort": effort}

@@ -60,9 +60,7 @@ def test_priority_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None
         seen: list[RequestOptions] = []
         add = scheduler.add_request
         monkeypatch.setattr(scheduler, "add_request", lambda r: (add(r), seen.append(r.options)))
-        served.client().completions.create(
-            model=MODEL, prompt="a", extra_body={"priority": -7, "cache_salt": "s"}
-        )
+        served.client().completions.create(model=MODEL, prompt="a", extra_body={"priority": -7, "cache_salt": "s"})
         assert seen == [RequestOptions(priority=-7, cache_salt="s")]
 
 
@@ -73,11 +71,5 @@ def test_kv_transfer_params_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch)
         add = scheduler.add_request
         monkeypatch.setattr(scheduler, "add_request", lambda r: (add(r), seen.append(r.options)))
         for params in ({"do_remote_prefill": True}, {"do_remote_decode": True}, None):
-            served.client().completions.create(
-                model=MODEL, prompt="a", extra_body={"kv_transfer_params": params}
-            )
-        assert seen == [
-            RequestOptions(do_remote_prefill=True),
-            RequestOptions(do_remote_decode=True),
-            RequestOptions(),
-        ]
+            served.client().completions.create(model=MODEL, prompt="a", extra_body={"kv_transfer_params": params})
+        assert seen == [RequestOptions(do_remote_prefill=True), RequestOptions(do_remote_decode=True), RequestOptions()]

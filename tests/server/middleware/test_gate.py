@@ -53,12 +53,7 @@ WRONG = [
 @pytest.mark.parametrize("headers", WRONG)
 @pytest.mark.parametrize(
     ("method", "path"),
-    [
-        ("POST", "/v1/completions"),
-        ("POST", "/v1/chat/completions"),
-        ("GET", "/v1/models"),
-        ("GET", "/nowhere"),
-    ],
+    [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/nowhere")],
 )
 def test_without_the_key(guarded: Served, headers: dict[str, str], method: str, path: str) -> None:
     raw = {name: value.encode("latin-1") for name, value in headers.items()}
@@ -97,9 +92,7 @@ def test_unknown_parameters_are_refused_when_strict(guarded: Served) -> None:
 
     error = check_error(post(temprature=1.0), 400, "temprature", "unknown_parameter")
     assert "temprature" in error["message"]
-    check_error(
-        post(stream=True, stream_options={"usage": 1}), 400, "stream_options.usage", "unknown_parameter"
-    )
+    check_error(post(stream=True, stream_options={"usage": 1}), 400, "stream_options.usage", "unknown_parameter")
     assert post(user="me", store=True, metadata={"a": "b"}, service_tier="auto", n=1).status_code == 200
     assert post(temprature=None).status_code == 200
     assert httpx.get(guarded.url + "/health").json()["unknown_parameters"] == {}
@@ -173,9 +166,7 @@ def test_made_up_names_take_no_memory() -> None:
     with serve() as served:
         for i in range(3):
             names = {f"{'x' * 300}{i}_{j}": 1 for j in range(100)} | {f"name {i} {j}": 1 for j in range(100)}
-            assert (
-                served.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **names}).status_code == 200
-            )
+            assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **names}).status_code == 200
         counts = httpx.get(served.url + "/health").json()["unknown_parameters"]
         assert len(counts) <= 101 and all(len(name) <= 100 for name in counts)
         assert sum(counts.values()) == 600

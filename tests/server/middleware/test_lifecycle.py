@@ -35,9 +35,7 @@ class Process:
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=DEADLINE)
 
     def stream(self, **changes: Any) -> Any:
-        return httpx.stream(
-            "POST", f"{self.url}/v1/completions", json={**STREAM, **changes}, timeout=DEADLINE
-        )
+        return httpx.stream("POST", f"{self.url}/v1/completions", json={**STREAM, **changes}, timeout=DEADLINE)
 
     def health(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/health", timeout=DEADLINE).json()

@@ -27,9 +27,7 @@ CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, str]]]] = [
             {
                 "role": "assistant",
                 "content": None,
-                "tool_calls": [
-                    {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-                ],
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
             },
             {"role": "tool", "content": "noon", "tool_call_id": "1"},
         ],
@@ -62,11 +60,7 @@ def test_chat(served: Served, messages: Any, given: list[dict[str, str]]) -> Non
 @pytest.mark.parametrize(("messages", "given"), CONVERSATIONS)
 def test_stream(served: Served, messages: Any, given: list[dict[str, str]]) -> None:
     stream = served.client().chat.completions.create(
-        model=MODEL,
-        messages=messages,
-        max_completion_tokens=40,
-        stream=True,
-        stream_options={"include_usage": True},
+        model=MODEL, messages=messages, max_completion_tokens=40, stream=True, stream_options={"include_usage": True}
     )
     first, *middle, finish, usage = list(stream)
     assert first.choices[0].delta.role == "assistant" and not first.choices[0].delta.content

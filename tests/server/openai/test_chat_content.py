@@ -14,9 +14,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.server.openai.conversation import Conversation
 from metal_engine.server.openai.protocol import ChatCompletionBody
 
-SYSTEM = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-)
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 ASSISTANT = "<|im_start|>assistant\n"
 
 CASES: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
@@ -56,9 +54,7 @@ CASES: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("messages", "fields", "text"), CASES)
-def test_the_demo_models_template(
-    demo_tokenizer: Tokenizer, messages: Any, fields: dict[str, Any], text: str
-) -> None:
+def test_the_demo_models_template(demo_tokenizer: Tokenizer, messages: Any, fields: dict[str, Any], text: str) -> None:
     body = ChatCompletionBody(messages=messages, **fields)
     (ids,) = Conversation(AnswerFormat(), auto_tool_choice=True).tokenize(body, demo_tokenizer)
     assert demo_tokenizer.decode(ids) == text

@@ -165,16 +165,11 @@ def test_beginning_of_a_stop_string_is_shown_at_the_end(echoing: Served) -> None
 )
 def test_characters_are_never_broken(echoing: Served, text: str) -> None:
     prompt = byte_ids(text)
-    chunks = list(
-        echoing.client().completions.create(model=MODEL, prompt=prompt, max_tokens=100, stream=True)
-    )
+    chunks = list(echoing.client().completions.create(model=MODEL, prompt=prompt, max_tokens=100, stream=True))
     pieces = [chunk.choices[0].text for chunk in chunks]
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
-    assert (
-        echoing.post("/v1/completions", {"prompt": prompt, "max_tokens": 100}).json()["choices"][0]["text"]
-        == text
-    )
+    assert echoing.post("/v1/completions", {"prompt": prompt, "max_tokens": 100}).json()["choices"][0]["text"] == text
 
 
 def test_sampling_parameters_reach_the_runner(served: Served) -> None:

@@ -103,14 +103,7 @@ def test_required(tiny: Served) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_named(tiny: Served, name: str) -> None:
-    body = {
-        "messages": USER,
-        "tools": TOOLS,
-        "tool_choice": named(name),
-        "max_tokens": 200,
-        "n": 6,
-        "seed": 1,
-    }
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": named(name), "max_tokens": 200, "n": 6, "seed": 1}
     num_complete = 0
     for choice in tiny.post(CHAT, body).json()["choices"]:
         (call,) = choice["message"]["tool_calls"]
@@ -149,9 +142,9 @@ def test_schemas_of_many_kinds(tiny: Served, step: int) -> None:
         tools = [tool("first", schema), tool("second", schemas[i - 1])]
         body = {"messages": USER, "tools": tools, "max_tokens": 300, "n": 3, "seed": i}
         for choice in ("required", named("first")):
-            for answer in tiny.post(
-                CHAT, {**body, "tool_choice": choice, "parallel_tool_calls": False}
-            ).json()["choices"]:
+            for answer in tiny.post(CHAT, {**body, "tool_choice": choice, "parallel_tool_calls": False}).json()[
+                "choices"
+            ]:
                 if answer["finish_reason"] == "length":
                     continue
                 (call,) = answer["message"]["tool_calls"]

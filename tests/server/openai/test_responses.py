@@ -27,9 +27,7 @@ ANSWER = f"<think>\nhm\n</think>\n\n{RECORD.text}"
 @pytest.fixture(scope="module")
 def _calling() -> Iterator[Served]:
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
-    with serve(
-        script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")
-    ) as served:
+    with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
         yield served
 
 
@@ -63,9 +61,7 @@ def test_items(calling: Served) -> None:
     response = calling.client().responses.create(model=MODEL, input="hi", tools=FLAT_TOOLS)
     assert response.status == "completed"
     reasoning, message, *calls = response.output
-    assert (
-        reasoning.type == "reasoning" and reasoning.content is not None and reasoning.content[0].text == "hm"
-    )
+    assert reasoning.type == "reasoning" and reasoning.content is not None and reasoning.content[0].text == "hm"
     assert message.type == "message" and response.output_text == RECORD.content
     assert [(c.name, json.loads(c.arguments)) for c in calls if c.type == "function_call"] == RECORD.calls
     assert len({item.id for item in response.output}) == 4
@@ -100,9 +96,7 @@ def test_stream(calling: Served) -> None:
 def test_a_conversation_goes_on(served: Served) -> None:
     client = served.client()
     first = client.responses.create(model=MODEL, input="hi", instructions="Be brief.", max_output_tokens=5)
-    second = client.responses.create(
-        model=MODEL, input="more", previous_response_id=first.id, max_output_tokens=5
-    )
+    second = client.responses.create(model=MODEL, input="more", previous_response_id=first.id, max_output_tokens=5)
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": first.output_text},
@@ -136,15 +130,9 @@ def test_what_comes_back_is_what_was_said(calling: Served) -> None:
         for item in response.output
         if item.type == "function_call"
     ]
-    items: list[Any] = [
-        {"role": "user", "content": "hi"},
-        *[i.model_dump() for i in response.output],
-        *results,
-    ]
+    items: list[Any] = [{"role": "user", "content": "hi"}, *[i.model_dump() for i in response.output], *results]
     by_items = client.responses.create(model=MODEL, input=items, tools=FLAT_TOOLS)
-    by_id: Any = client.responses.create(
-        model=MODEL, input=results, previous_response_id=response.id, tools=FLAT_TOOLS
-    )
+    by_id: Any = client.responses.create(model=MODEL, input=results, previous_response_id=response.id, tools=FLAT_TOOLS)
     assert by_items.usage is not None and by_items.usage.input_tokens == by_id.usage.input_tokens
     messages = [
         {"role": "user", "content": "hi"},
@@ -190,9 +178,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("body", "param"), BAD)
 def test_bad_requests(served: Served, body: dict[str, Any], param: str) -> None:
-    code = (
-        "context_length_exceeded" if len(str(body)) > 500 or body.get("max_output_tokens") == 10_000 else None
-    )
+    code = "context_length_exceeded" if len(str(body)) > 500 or body.get("max_output_tokens") == 10_000 else None
     error = check_error(served.post("/v1/responses", body), 400, param, code)
     assert error["message"]
 

@@ -33,9 +33,7 @@ CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens
 
 @contextmanager
 def answering(text: str, known: AnswerFormat) -> Iterator[Served]:
-    with serve(
-        script(text), config=CONFIG, tokenizer=tiny_tokenizer(TOOL_TEMPLATE), answer_format=known
-    ) as served:
+    with serve(script(text), config=CONFIG, tokenizer=tiny_tokenizer(TOOL_TEMPLATE), answer_format=known) as served:
         yield served
         served.settle()
 
@@ -129,9 +127,7 @@ def test_a_begun_call_that_is_none_in_other_endpoints() -> None:
         assert call.type == "function_call"
         assert (call.status, call.arguments) == ("incomplete", '{"city": ')
         claude = anthropic.Anthropic(base_url=served.url, api_key="none")
-        inputs: Any = [
-            {"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS
-        ]
+        inputs: Any = [{"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS]
         whole = claude.messages.create(model=MODEL, max_tokens=200, messages=USER, tools=inputs)
         assert [block.type for block in whole.content] == ["text"] and whole.stop_reason == "end_turn"
         with claude.messages.stream(model=MODEL, max_tokens=200, messages=USER, tools=inputs) as events:
@@ -155,23 +151,15 @@ def test_cut_off_within_a_call() -> None:
 
 def test_a_conversation_with_calls_goes_back_into_the_template() -> None:
     template = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | length }}"
-    with serve(
-        tokenizer=tiny_tokenizer(template), answer_format=answer_format("json_tools"), config=CONFIG
-    ) as served:
-        call = {
-            "id": "c1",
-            "type": "function",
-            "function": {"name": "get_weather", "arguments": '{"city": "x"}'},
-        }
+    with serve(tokenizer=tiny_tokenizer(template), answer_format=answer_format("json_tools"), config=CONFIG) as served:
+        call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "x"}'}}
         messages = [
             {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
             {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
         ]
         ids = served.post("/tokenize", {"messages": messages, "tools": TOOLS}).json()["tokens"]
         text = served.tokenizer.decode(ids)
-        first = json.loads(
-            text[: text.index('{"role": "tool"')] if '{"role": "tool"' in text else text.split("}{")[0]
-        )
+        first = json.loads(text[: text.index('{"role": "tool"')] if '{"role": "tool"' in text else text.split("}{")[0])
         assert first["tool_calls"][0]["function"]["arguments"] == {"city": "x"}
         assert first["reasoning_content"] == first["reasoning"] == "hm"
         assert '"tool_call_id": "c1"' in text and text.endswith("2")
@@ -183,10 +171,7 @@ NAMED = {"type": "function", "function": {"name": "find_trains"}}
 def test_refused_choices() -> None:
     with answering("x", answer_format("json_tools")) as served:
         for body, param in [
-            (
-                {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
-                "tool_choice",
-            ),
+            ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
             ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
             ({"tool_choice": NAMED}, "tool_choice"),
             ({"tools": [{"type": "retrieval"}]}, "tools"),
@@ -247,21 +232,13 @@ def test_tokens_of_reasoning_are_counted(text: str, begun: bool, count: int) -> 
     """With a parser for tools too, and tools in the answer: neither changes the count."""
     template = "{{ tools }}{{ messages[0].content }}" + ("<think>\n" if begun else "")
     with serve(
-        script(text),
-        tokenizer=tiny_tokenizer(template),
-        answer_format=answer_format("json_tools"),
-        config=CONFIG,
+        script(text), tokenizer=tiny_tokenizer(template), answer_format=answer_format("json_tools"), config=CONFIG
     ) as served:
         client = served.client()
         for tools in ([], TOOLS):
             whole = client.chat.completions.create(model=MODEL, messages=USER, n=2, tools=tools)
             *_, last = client.chat.completions.create(
-                model=MODEL,
-                messages=USER,
-                n=2,
-                tools=tools,
-                stream=True,
-                stream_options={"include_usage": True},
+                model=MODEL, messages=USER, n=2, tools=tools, stream=True, stream_options={"include_usage": True}
             )
             for usage in (whole.usage, last.usage):
                 assert usage is not None and usage.completion_tokens_details is not None
@@ -279,14 +256,11 @@ def test_tokens_of_reasoning_are_counted(text: str, begun: bool, count: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("stop", "count"),
-    [("Yes", len(">hm</think>")), ("m</", len(">hm</")), ("</think>Y", len(">hm</think>Y"))],
+    ("stop", "count"), [("Yes", len(">hm</think>")), ("m</", len(">hm</")), ("</think>Y", len(">hm</think>Y"))]
 )
 def test_tokens_of_reasoning_with_a_stop_string(stop: str, count: int) -> None:
     """Those that it cuts off count as what the text ends with."""
-    with serve(
-        script("<think>hm</think>Yes."), config=CONFIG, answer_format=AnswerFormat(reasoning=THINK)
-    ) as served:
+    with serve(script("<think>hm</think>Yes."), config=CONFIG, answer_format=AnswerFormat(reasoning=THINK)) as served:
         body: dict[str, Any] = {"model": MODEL, "messages": USER, "stop": stop}
         usage = served.client().chat.completions.create(**body).usage
         assert usage is not None and usage.completion_tokens_details is not None
@@ -300,9 +274,7 @@ def test_tokens_of_reasoning_with_a_stop_string(stop: str, count: int) -> None:
 
 
 def test_plain_answers_are_as_they_were(served: Served) -> None:
-    message = served.post("/v1/chat/completions", {"messages": USER, "max_tokens": 5}).json()["choices"][0][
-        "message"
-    ]
+    message = served.post("/v1/chat/completions", {"messages": USER, "max_tokens": 5}).json()["choices"][0]["message"]
     assert message.keys() == {"role", "content", "refusal"}
 
 
@@ -322,12 +294,7 @@ def test_parsers_are_chosen_from_the_tokenizer() -> None:
         (tokenizer_with(template=hermes), "json_tools", None, False),
         (tokenizer_with("<think>", "</think>"), None, ("<think>", "</think>"), False),
         (tokenizer_with("[THINK]", "[/THINK]", special=True), None, ("[THINK]", "[/THINK]"), True),
-        (
-            tokenizer_with("[TOOL_CALLS]", template="{{ tools }}[TOOL_CALLS]", special=True),
-            "mistral",
-            None,
-            True,
-        ),
+        (tokenizer_with("[TOOL_CALLS]", template="{{ tools }}[TOOL_CALLS]", special=True), "mistral", None, True),
         (tokenizer_with("<|tool_call_start|>", "<|tool_call_end|>"), "pythonic", None, False),
     ]:
         chosen = find_answer_format(hf)

@@ -104,8 +104,7 @@ def test_waiting_and_running() -> None:
     with serve(config=fake_config(max_num_seqs=2)) as served:
         served.runner.running.clear()
         streams = [
-            served.client().completions.create(model=MODEL, prompt="abc", max_tokens=5, stream=True)
-            for _ in range(5)
+            served.client().completions.create(model=MODEL, prompt="abc", max_tokens=5, stream=True) for _ in range(5)
         ]
         wait_until(lambda: served.engine.num_open_requests == 5, "all requests")
         wait_until(lambda: served.engine.stats.num_running >= 1, "one to run")
@@ -165,9 +164,7 @@ def test_a_request_id_is_kept_or_made(served: Served, caplog: pytest.LogCaptureF
     url = served.url + "/v1/completions"
     response = httpx.post(url, json=body, headers={"x-request-id": "trace-1"})
     assert response.headers["x-request-id"] == "trace-1"
-    made = [
-        httpx.post(url, json=body, headers={"x-request-id": i}).headers["x-request-id"] for i in ("", "a b")
-    ]
+    made = [httpx.post(url, json=body, headers={"x-request-id": i}).headers["x-request-id"] for i in ("", "a b")]
     assert all(re.fullmatch("[0-9a-f]{32}", i) for i in made) and made[0] != made[1]
     wait_until(lambda: any("trace-1" in r.getMessage() for r in caplog.records), "the line")
     (record,) = [r for r in caplog.records if "trace-1" in r.getMessage()]

@@ -25,9 +25,7 @@ EXPECTED = bytes(generated(byte_ids(PROMPT), 12)).decode()
 
 @contextmanager
 def proxying(prefill: str, decode: str) -> Iterator[str]:
-    config = uvicorn.Config(
-        create_app(prefill, decode), host="127.0.0.1", port=free_port(), log_level="warning"
-    )
+    config = uvicorn.Config(create_app(prefill, decode), host="127.0.0.1", port=free_port(), log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
@@ -39,9 +37,7 @@ def proxying(prefill: str, decode: str) -> Iterator[str]:
         thread.join(DEADLINE)
 
 
-def seen_by(
-    served: Served, monkeypatch: pytest.MonkeyPatch, after: list[Request] | None = None
-) -> list[Request]:
+def seen_by(served: Served, monkeypatch: pytest.MonkeyPatch, after: list[Request] | None = None) -> list[Request]:
     """The requests that reach a server's scheduler; the first one not before ``after`` has one, too.
 
     A decode server that waits for no KV may be done before the prefill server has heard of the request.
@@ -102,9 +98,7 @@ def test_chats_and_models_go_through(monkeypatch: pytest.MonkeyPatch) -> None:
         assert at_prefill[0].max_tokens == 1
 
 
-def test_a_decode_server_that_waits_for_a_dead_prefill_server_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_decode_server_that_waits_for_a_dead_prefill_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve() as decode, proxying(f"http://127.0.0.1:{free_port()}", decode.url) as url:
         at_decode = seen_by(decode, monkeypatch)
         scheduler = decode.core.scheduler
@@ -138,14 +132,8 @@ def test_errors_come_from_the_decode_server() -> None:
 
 
 def test_a_client_that_leaves_ends_both() -> None:
-    with (
-        serve(step_time=0.01) as prefill,
-        serve(step_time=0.01) as decode,
-        proxying(prefill.url, decode.url) as url,
-    ):
-        stream = client(url).completions.create(
-            model=MODEL, prompt=PROMPT, max_tokens=400, stream=True, temperature=0
-        )
+    with serve(step_time=0.01) as prefill, serve(step_time=0.01) as decode, proxying(prefill.url, decode.url) as url:
+        stream = client(url).completions.create(model=MODEL, prompt=PROMPT, max_tokens=400, stream=True, temperature=0)
         next(iter(stream))
         stream.close()
         prefill.settle()
@@ -154,16 +142,10 @@ def test_a_client_that_leaves_ends_both() -> None:
 
 
 def test_a_client_that_leaves_before_the_answer_begins_ends_both() -> None:
-    with (
-        serve(step_time=0.01) as prefill,
-        serve(step_time=0.01) as decode,
-        proxying(prefill.url, decode.url) as url,
-    ):
+    with serve(step_time=0.01) as prefill, serve(step_time=0.01) as decode, proxying(prefill.url, decode.url) as url:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
-                f"{url}/v1/completions",
-                json={"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True},
-                timeout=0.5,
+                f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}, timeout=0.5
             )
         prefill.settle()
         decode.settle()

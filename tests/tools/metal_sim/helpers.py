@@ -23,12 +23,7 @@ def run(
     inputs = {k: v if isinstance(v, mx.array) else mx.array(v) for k, v in (inputs or {}).items()}
     outputs = outputs or {"out": ((32,), mx.float32)}
     kernel = metal_kernel(
-        name=name,
-        input_names=list(inputs),
-        output_names=list(outputs),
-        source=source,
-        header=header,
-        **options,
+        name=name, input_names=list(inputs), output_names=list(outputs), source=source, header=header, **options
     )
     results = kernel(
         inputs=list(inputs.values()),

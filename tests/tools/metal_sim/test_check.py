@@ -26,23 +26,11 @@ def refused(source, inputs=None, header="", match=None):
         ("", "threadgroup float t[4]; device float* p = t;", "threadgroup|__local|__global"),
         ("", "threadgroup float t[4]; device float* p = (device float*)t;", "address space"),
         # pointers that name none
-        (
-            "METAL_FUNC float f(float* p) { return p[0]; }",
-            "float x = 1; out[0] = f(&x);",
-            "'p' names no address space",
-        ),
+        ("METAL_FUNC float f(float* p) { return p[0]; }", "float x = 1; out[0] = f(&x);", "'p' names no address space"),
         ("", "float x = 1; float* p = &x; out[0] = *p;", "'p' names no address space"),
-        (
-            "METAL_FUNC float f(float& p) { return p; }",
-            "float x = 1; out[0] = f(x);",
-            "'p' names no address space",
-        ),
+        ("METAL_FUNC float f(float& p) { return p; }", "float x = 1; out[0] = f(x);", "'p' names no address space"),
         # what Metal's C++ has not
-        (
-            "METAL_FUNC int f(int n) { return n < 2 ? n : f(n - 1) + f(n - 2); }",
-            "out[0] = f(5);",
-            "recursion",
-        ),
+        ("METAL_FUNC int f(int n) { return n < 2 ? n : f(n - 1) + f(n - 2); }", "out[0] = f(5);", "recursion"),
         (
             "int g(int n); inline int f(int n) { return n ? g(n - 1) : 0; } inline int g(int n) { return f(n); }",
             "out[0] = f(5);",
@@ -93,12 +81,7 @@ def test_small_inputs_are_checked_as_large_ones_and_the_reverse():
     header = "METAL_FUNC int at(const device int* p, uint i) { return p[i]; }"
     source = "out[thread_position_in_grid.x] = at(lengths, 0);"
     for size in (4, 64):
-        refused(
-            source,
-            {"lengths": np.arange(size, dtype=np.int32)},
-            header=header,
-            match="constant|__constant|at",
-        )
+        refused(source, {"lengths": np.arange(size, dtype=np.int32)}, header=header, match="constant|__constant|at")
     header = "template <typename P> METAL_FUNC int at(P p, uint i) { return p[i]; }"
     for size in (4, 64):
         out = run(source, {"lengths": np.arange(3, 3 + size, dtype=np.int32)}, header=header)

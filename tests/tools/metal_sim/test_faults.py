@@ -41,9 +41,7 @@ def test_read_before_the_start():
 
 
 def test_read_gigabytes_away():
-    error = find(
-        "out[thread_position_in_grid.x] = inp[thread_position_in_grid.x + 1000000000ul]; // BUG", {"inp": X}
-    )
+    error = find("out[thread_position_in_grid.x] = inp[thread_position_in_grid.x + 1000000000ul]; // BUG", {"inp": X})
     assert (error.kind, error.buffer, error.index) == ("out of bounds", "inp", 1000000000)
 
 
@@ -205,9 +203,7 @@ def test_missing_barrier():
 
 def test_barrier_for_the_wrong_memory():
     error = find(
-        REVERSE.format(barrier="threadgroup_barrier(mem_flags::mem_device);", mark="// BUG"),
-        {"inp": X},
-        **BOTH,
+        REVERSE.format(barrier="threadgroup_barrier(mem_flags::mem_device);", mark="// BUG"), {"inp": X}, **BOTH
     )
     assert (error.kind, error.buffer) == ("race", "tile")
     assert error.other_place.line == 4
@@ -284,8 +280,7 @@ def test_neighbouring_bytes_do_not_race():
 
 def test_two_threadgroups_write_one_element():
     error = find(
-        "if (thread_position_in_threadgroup.x == 0) out[0] = threadgroup_position_in_grid.x; // BUG",
-        grid=(64, 1, 1),
+        "if (thread_position_in_threadgroup.x == 0) out[0] = threadgroup_position_in_grid.x; // BUG", grid=(64, 1, 1)
     )
     assert (error.kind, error.buffer, error.index) == ("race", "out", 0)
     assert "another threadgroup" in str(error)

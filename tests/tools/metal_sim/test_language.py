@@ -23,10 +23,7 @@ def test_half_arithmetic_rounds_after_every_operation():
     quotient[i] = a[i] / b[i];
     """
     out, quotient = run(
-        source,
-        {"a": a, "b": b},
-        {"out": ((4096,), mx.float16), "quotient": ((4096,), mx.float16)},
-        grid=(4096, 1, 1),
+        source, {"a": a, "b": b}, {"out": ((4096,), mx.float16), "quotient": ((4096,), mx.float16)}, grid=(4096, 1, 1)
     )
     np.testing.assert_array_equal(out, a * b + a)
     np.testing.assert_array_equal(quotient, a / b)
@@ -81,13 +78,7 @@ def test_bfloat_arithmetic():
     x *= a[i];
     out[i] = x;
     """
-    out = run(
-        source,
-        {"a": a, "b": b},
-        {"out": ((512,), mx.bfloat16)},
-        grid=(512, 1, 1),
-        template=[("T", mx.bfloat16)],
-    )
+    out = run(source, {"a": a, "b": b}, {"out": ((512,), mx.bfloat16)}, grid=(512, 1, 1), template=[("T", mx.bfloat16)])
     np.testing.assert_array_equal(out, np.array(((a + b) * a).astype(mx.float32)))
 
 
@@ -115,10 +106,7 @@ def test_bfloat_arithmetic():
 )
 def test_math(expression, function):
     x = np.linspace(-4.03, 3.97, 32).astype(np.float32)
-    out = run(
-        f"float x = inp[thread_index_in_simdgroup]; out[thread_index_in_simdgroup] = {expression};",
-        {"inp": x},
-    )
+    out = run(f"float x = inp[thread_index_in_simdgroup]; out[thread_index_in_simdgroup] = {expression};", {"inp": x})
     np.testing.assert_allclose(out, [function(float(v)) for v in x], rtol=2e-6, atol=1e-6)
 
 
@@ -255,10 +243,6 @@ def test_header_functions_and_structs():
     out[0] = p.a + p.b + table[2];
     """
     out = run(
-        source,
-        {"inp": np.arange(8, dtype=np.float32)},
-        {"out": ((1,), mx.float32)},
-        grid=(1, 1, 1),
-        header=header,
+        source, {"inp": np.arange(8, dtype=np.float32)}, {"out": ((1,), mx.float32)}, grid=(1, 1, 1), header=header
     )
     np.testing.assert_array_equal(out, [2 + 2 + 2.5])

@@ -14,8 +14,7 @@ RNG = np.random.default_rng(0)
 
 def text_of(*names):
     return (
-        "".join(f'#include "mlx/backend/metal/kernels/{n}"\n' for n in names[:-1])
-        + (KERNELS / names[-1]).read_text()
+        "".join(f'#include "mlx/backend/metal/kernels/{n}"\n' for n in names[:-1]) + (KERNELS / names[-1]).read_text()
     )
 
 

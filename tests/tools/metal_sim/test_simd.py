@@ -27,10 +27,7 @@ X = np.linspace(-3, 5, 32).astype(np.float32) ** 3
         ("simd_shuffle_up(x, 3)", np.where(LANES >= 3, X[LANES - 3], X)),
         ("simd_shuffle_rotate_down(x, 3)", X[(LANES + 3) % 32]),
         ("simd_shuffle_rotate_up(x, 3)", X[(LANES - 3) % 32]),
-        (
-            "simd_shuffle_and_fill_down(x, -x, 3)",
-            np.where(LANES + 3 < 32, X[(LANES + 3) % 32], -X[(LANES + 3) % 32]),
-        ),
+        ("simd_shuffle_and_fill_down(x, -x, 3)", np.where(LANES + 3 < 32, X[(LANES + 3) % 32], -X[(LANES + 3) % 32])),
         ("simd_shuffle_and_fill_up(x, -x, 3)", np.where(LANES >= 3, X[LANES - 3], -X[LANES - 3])),
         ("simd_broadcast(x, 9)", np.full(32, X[9])),
         ("simd_broadcast_first(x)", np.full(32, X[0])),
@@ -56,10 +53,7 @@ def test_float_operation(expression, expected):
         ("simd_or(x)", np.bitwise_or.reduce),
         ("simd_xor(x)", np.bitwise_xor.reduce),
         ("simd_sum(x)", np.add.reduce),
-        (
-            "uint((simd_vote::vote_t)simd_ballot(x & 1))",
-            lambda v: sum((int(e) & 1) << i for i, e in enumerate(v)),
-        ),
+        ("uint((simd_vote::vote_t)simd_ballot(x & 1))", lambda v: sum((int(e) & 1) << i for i, e in enumerate(v))),
     ],
 )
 def test_integer_operation(expression, expected):
