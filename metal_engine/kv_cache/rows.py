@@ -54,11 +54,11 @@ class StepRows:
     def num_requests(self) -> int:
         return len(self.seq_lens)
 
-    @property
+    @cached_property
     def query_lens(self) -> np.ndarray:  # [B]
         return self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1]
 
-    @property
+    @cached_property
     def context_lens(self) -> np.ndarray:  # [B]
         return self.seq_lens - self.query_lens
 

@@ -289,6 +289,8 @@ class SchedulerHarness:
             options=options,
             needs_prompt_rows=needs_prompt_rows,
         )
+        # What the engine asks before it queues a request.
+        self.scheduler.check_fits(request.num_prompt_tokens, request.max_tokens)
         self.scheduler.add_request(request)
         self.tracked[request_id] = Tracked(request, expected, reason)
         self._live[request_id] = None
