@@ -20,9 +20,8 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.settings.config import CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
+from tests.support.demo import engine_for
 from tests.support.running import run
 from tests.support.simulated import TOLERANCE, attend, backend, relative_error
 from tools.compare.equal_outputs import compare_outputs
@@ -49,28 +48,16 @@ def make_engine(
     num_blocks: int,
     vocab_size: int = 256,
 ) -> EngineCore:
-    cache = CacheConfig(block_size=8, num_blocks=num_blocks)
-    config = EngineConfig(
-        model=ModelInfo(
-            name="tiny",
-            model_type="llama",
-            dtype="float32",
-            vocab_size=vocab_size,
-            num_layers=len(paged.pool.states),
-            num_params=1,
-            weight_bytes=0,
-            kv_bytes_per_token=paged.pool.bytes_per_token,
-            max_position_embeddings=2048,
-        ),
-        device=DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30),
-        scheduler=SchedulerConfig(
-            max_num_batched_tokens=budget, max_num_seqs=16, max_model_len=min(2048, cache.num_tokens)
-        ),
-        cache=cache,
-        attention_backend=attention.name,
-        seed=0,
+    return engine_for(
+        paged,
+        tokenizer,
+        vocab_size=vocab_size,
+        budget=budget,
+        block_size=8,
+        num_blocks=num_blocks,
+        max_num_seqs=16,
+        attention=attention,
     )
-    return EngineCore(config, ModelRunner(paged, attention, config.scheduler, config.cache), tokenizer)
 
 
 @pytest.mark.parametrize("sliding", [False, True])

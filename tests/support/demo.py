@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from metal_engine.attention.backend import AttentionBackend
 from metal_engine.attention.portable.backend import MlxOpsBackend
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
@@ -75,6 +76,7 @@ def engine_for(
     caching: bool = False,
     connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None = None,
     fingerprint: str = "",
+    attention: AttentionBackend | None = None,
 ) -> EngineCore:
     """An engine on a model.
 
@@ -82,8 +84,10 @@ def engine_for(
         ahead: steps are planned and built while the one before them runs.
         caching: of prefixes; implied by a ``connector``, whose two halves are given.
         fingerprint: what cached prefixes are found under.
+        attention: the backend; the portable one if None.
     """
     scheduler_side, runner_side = connector or (None, None)
+    attention = attention or MlxOpsBackend()
     cache = CacheConfig(
         block_size=block_size,
         num_blocks=num_blocks,
@@ -111,8 +115,8 @@ def engine_for(
             max_num_partial_prefills=1 if connector is None else 4,
         ),
         cache=cache,
-        attention_backend="mlx",
+        attention_backend=attention.name,
         seed=0,
     )
-    runner = ModelRunner(paged, MlxOpsBackend(), config.scheduler, config.cache, runner_side)
+    runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side)
     return EngineCore(config, runner, tokenizer, scheduler_side)
