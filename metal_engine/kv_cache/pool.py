@@ -10,7 +10,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from metal_engine.device.streams import synchronize
-from metal_engine.kv_cache.spec import StateSpec, bytes_per_request, bytes_per_token
+from metal_engine.kv_cache.spec import StateSpec
 from metal_engine.kv_cache.state import LayerState, make_state
 from metal_engine.step import KVCacheLostError
 
@@ -39,12 +39,12 @@ class StatePool:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that all layers together keep of a token."""
-        return sum(bytes_per_token(state.spec) for state in self.states)
+        return sum(state.spec.bytes_per_token for state in self.states)
 
     @property
     def bytes_per_request(self) -> int:
         """Bytes that all layers together keep of a request, however long it is."""
-        return sum(bytes_per_request(state.spec) for state in self.states)
+        return sum(state.spec.bytes_per_request for state in self.states)
 
     @property
     def is_allocated(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -22,37 +21,38 @@ class ArraySpec:
         return prod(self.shape) * self.dtype.size
 
 
-class StateSpec(Protocol):
-    """What one layer keeps.
+class StateSpec:
+    """What one layer keeps. A kind of state overrides what it has.
 
     Attributes:
         dtype: type in which the layer computes.
-        token_arrays: by name, a row for each token: in blocks, found through block tables.
-        request_arrays: by name, a row for each request: as recurrent layers keep it.
     """
 
-    @property
-    def dtype(self) -> mx.Dtype: ...
+    dtype: mx.Dtype
 
     @property
-    def token_arrays(self) -> Mapping[str, ArraySpec]: ...
+    def token_arrays(self) -> Mapping[str, ArraySpec]:
+        """By name, what has a row for each token: in blocks, found through block tables."""
+        return {}
 
     @property
-    def request_arrays(self) -> Mapping[str, ArraySpec]: ...
+    def request_arrays(self) -> Mapping[str, ArraySpec]:
+        """By name, what has a row for each request: as recurrent layers keep it."""
+        return {}
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that the layer keeps of each token."""
+        return sum(array.nbytes for array in self.token_arrays.values())
 
-def bytes_per_token(spec: StateSpec) -> int:
-    """Bytes that a layer keeps of each token."""
-    return sum(array.nbytes for array in spec.token_arrays.values())
-
-
-def bytes_per_request(spec: StateSpec) -> int:
-    """Bytes that a layer keeps of each request, however long it is."""
-    return sum(array.nbytes for array in spec.request_arrays.values())
+    @property
+    def bytes_per_request(self) -> int:
+        """Bytes that the layer keeps of each request, however long it is."""
+        return sum(array.nbytes for array in self.request_arrays.values())
 
 
 @dataclass(frozen=True)
-class KVSpec:
+class KVSpec(StateSpec):
     """Ordinary attention: a key and a value for each KV head of each token."""
 
     num_kv_heads: int
@@ -67,13 +67,9 @@ class KVSpec:
             "values": ArraySpec((self.num_kv_heads, self.v_head_dim), self.dtype),
         }
 
-    @property
-    def request_arrays(self) -> Mapping[str, ArraySpec]:
-        return {}
-
 
 @dataclass(frozen=True)
-class LatentSpec:
+class LatentSpec(StateSpec):
     """Multi-head latent attention, as mlx-lm runs it on one token: one KV head, whose key is a latent vector of
     ``latent_dim`` numbers followed by a position part of ``rope_dim``. The latent is the value, too."""
 
@@ -84,7 +80,3 @@ class LatentSpec:
     @property
     def token_arrays(self) -> Mapping[str, ArraySpec]:
         return {"keys": ArraySpec((1, self.latent_dim + self.rope_dim), self.dtype)}
-
-    @property
-    def request_arrays(self) -> Mapping[str, ArraySpec]:
-        return {}

@@ -6,7 +6,6 @@ All leave the same contents. Which one is used is decided once, for an engine, b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
@@ -34,13 +33,15 @@ GroupWrites = Callable[[np.ndarray, int], Writes]
 
 
 class SlotWrites:
-    """Writes row by row, as one scatter."""
+    """Writes row by row, as one scatter; of several rows those that are given, else all."""
 
-    def __init__(self, slots: np.ndarray, block_size: int) -> None:
-        self._slots = mx.array(slots)  # [N]
+    def __init__(self, slots: np.ndarray, block_size: int, rows: np.ndarray | None = None) -> None:
+        self._slots = mx.array(slots if rows is None else slots[rows])  # [M]
+        self._rows = None if rows is None else mx.array(rows)  # [M]
 
     def write(self, array: mx.array, rows: mx.array) -> mx.array:
-        array[self._slots] = rows
+        if self._slots.size:
+            array[self._slots] = rows if self._rows is None else rows[self._rows]
         return array
 
 
@@ -52,13 +53,12 @@ class BlockWrites:
         whole = whole_block_rows(slots, block_size)  # [W, block_size]
         self._rows = mx.array(whole.ravel())
         self._block_ids = mx.array(slots[whole[:, 0]] // block_size)
-        self._others = _Others.of(slots, whole.ravel())
+        self._others = SlotWrites(slots, block_size, _others(slots, whole.ravel()))
 
     def write(self, array: mx.array, rows: mx.array) -> mx.array:
         if self._block_ids.size:
             blocks = array.reshape(-1, self._block_size, *array.shape[1:])
-            whole = rows[self._rows].reshape(-1, self._block_size, *rows.shape[1:])
-            blocks[self._block_ids] = whole
+            blocks[self._block_ids] = rows[self._rows].reshape(-1, self._block_size, *rows.shape[1:])
             array = blocks.reshape(-1, *rows.shape[1:])
         return self._others.write(array, rows)
 
@@ -67,11 +67,10 @@ class RunWrites:
     """Writes rows with consecutive slots as slices: fastest on a CPU, whole blocks or not."""
 
     def __init__(self, slots: np.ndarray, block_size: int) -> None:
-        self._runs: list[tuple[int, int, int]] = [
-            (first, count, slot) for first, count, slot in consecutive_runs(slots, MIN_RUN).tolist()
-        ]
+        runs = consecutive_runs(slots, MIN_RUN)  # [num_runs, 3]
+        self._runs: list[tuple[int, int, int]] = list(map(tuple, runs.tolist()))
         in_runs = [np.arange(first, first + count) for first, count, _ in self._runs]
-        self._others = _Others.of(slots, np.concatenate(in_runs) if in_runs else np.zeros(0, np.int32))
+        self._others = SlotWrites(slots, block_size, _others(slots, np.concatenate([np.zeros(0, int), *in_runs])))
 
     def write(self, array: mx.array, rows: mx.array) -> mx.array:
         for first, count, slot in self._runs:
@@ -79,27 +78,13 @@ class RunWrites:
         return self._others.write(array, rows)
 
 
-@dataclass(frozen=True)
-class _Others:
-    """Rows that are written by slot beside faster ways. ``rows`` None: all of them."""
-
-    slots: mx.array  # [M]
-    rows: mx.array | None  # [M]
-
-    @classmethod
-    def of(cls, slots: np.ndarray, written: np.ndarray) -> _Others:
-        """All rows but those that are ``written`` already."""
-        if len(written) == 0:
-            return cls(mx.array(slots), None)
-        is_other = np.ones(len(slots), bool)
-        is_other[written] = False
-        rows = np.flatnonzero(is_other).astype(np.int32)
-        return cls(mx.array(slots[rows]), mx.array(rows))
-
-    def write(self, array: mx.array, rows: mx.array) -> mx.array:
-        if self.slots.size:
-            array[self.slots] = rows if self.rows is None else rows[self.rows]
-        return array
+def _others(slots: np.ndarray, written: np.ndarray) -> np.ndarray | None:
+    """The rows, [M] int32, that are not ``written`` otherwise; None: all of them."""
+    if len(written) == 0:
+        return None
+    is_other = np.ones(len(slots), bool)
+    is_other[written] = False
+    return np.flatnonzero(is_other).astype(np.int32)
 
 
 def choose_writes(*, page_aligned: bool) -> GroupWrites:

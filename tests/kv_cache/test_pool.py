@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows, step_rows
-from metal_engine.kv_cache.spec import ArraySpec, KVSpec, LatentSpec, bytes_per_request, bytes_per_token
+from metal_engine.kv_cache.spec import ArraySpec, KVSpec, LatentSpec, StateSpec
 from metal_engine.kv_cache.state import KVState, LatentState
 from metal_engine.kv_cache.writes import BlockWrites, RunWrites, SlotWrites
 from metal_engine.kv_transfer.runner_side import block_parts
@@ -22,17 +21,11 @@ LATENT = LatentSpec(latent_dim=6, rope_dim=2, dtype=mx.float32)
 NUM_BLOCKS, BLOCK_SIZE = 5, 4
 
 
-@dataclass(frozen=True)
-class SumSpec:
+class SumSpec(StateSpec):
     """A running sum for each of three requests, as a recurrent layer would keep one."""
 
-    dtype: mx.Dtype = mx.float32
-    token_arrays: Mapping[str, ArraySpec] = None  # type: ignore[assignment]
-    request_arrays: Mapping[str, ArraySpec] = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "token_arrays", {})
-        object.__setattr__(self, "request_arrays", {"sum": ArraySpec((7,), mx.float32)})
+    dtype = mx.float32
+    request_arrays = {"sum": ArraySpec((7,), mx.float32)}  # noqa: RUF012
 
 
 class SumState:
@@ -86,12 +79,12 @@ def write(pool: StatePool, step: StepRows, seed: int = 0) -> list[dict[str, mx.a
 
 
 def test_sizes_come_from_the_declared_arrays() -> None:
-    assert (bytes_per_token(KV), bytes_per_request(KV)) == (2 * (4 + 3) * 2, 0)
-    assert (bytes_per_token(LATENT), bytes_per_request(LATENT)) == (8 * 4, 0)
+    assert (KV.bytes_per_token, KV.bytes_per_request) == (2 * (4 + 3) * 2, 0)
+    assert (LATENT.bytes_per_token, LATENT.bytes_per_request) == (8 * 4, 0)
     assert (pool().bytes_per_token, pool().bytes_per_request) == (28 + 32, 28)
     for state in pool().states[:2]:
         arrays = state.arrays.values()
-        assert sum(a.nbytes for a in arrays) == NUM_BLOCKS * BLOCK_SIZE * bytes_per_token(state.spec)
+        assert sum(a.nbytes for a in arrays) == NUM_BLOCKS * BLOCK_SIZE * state.spec.bytes_per_token
 
 
 @pytest.mark.parametrize("group_writes", [SlotWrites, BlockWrites, RunWrites])
