@@ -10,7 +10,7 @@ import numpy as np
 from metal_engine.sampling_params import Grammar
 
 
-class GrammarRow:
+class GrammarState:
     """Where one request's output stands in its grammar.
 
     Args:

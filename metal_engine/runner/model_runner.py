@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -173,6 +174,7 @@ class ModelRunner:
         end_streams_of_thread()
 
 
+@dataclass(eq=False)
 class PendingStep:
     """A step under way (:class:`metal_engine.step.StepHandle`).
 
@@ -186,24 +188,15 @@ class PendingStep:
         is_async: whether some of it was evaluated asynchronously.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        sampled_req_ids: list[str],
-        sampling: StepSampling,
-        before: PoolSnapshot,
-        loads: StepLoads,
-        saves: StepSaves | None,
-    ) -> None:
-        self._runner = runner
-        self.sampled_req_ids = sampled_req_ids
-        self.sampling = sampling
-        self.before: PoolSnapshot | None = before
-        self.loads = loads
-        self.saves = saves
-        self.root: list[mx.array] | None = None
-        self.error: Exception | None = None
-        self.is_async = False
+    runner: ModelRunner
+    sampled_req_ids: list[str]
+    sampling: StepSampling
+    before: PoolSnapshot | None
+    loads: StepLoads
+    saves: StepSaves | None
+    root: list[mx.array] | None = None
+    error: Exception | None = None
+    is_async: bool = False
 
     @property
     def saved_arrays(self) -> list[mx.array]:
@@ -229,4 +222,4 @@ class PendingStep:
         Raises:
             KVCacheLostError: it failed, and the KV cache with it.
         """
-        return self._runner.finish(self)
+        return self.runner.finish(self)

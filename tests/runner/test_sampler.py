@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_engine.runner import sampler
-from metal_engine.runner.sampler import SamplingRows, sample
+from metal_engine.runner.sampler import SamplingTable, sample
 from metal_engine.sampling_params import SamplingParams
 
 # --- the reference ------------------------------------------------------------------------------------------
@@ -43,8 +43,8 @@ def reference_probs(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndar
     return probs / probs.sum(), near
 
 
-def rows_of(*params: SamplingParams) -> SamplingRows:
-    rows = SamplingRows(len(params))
+def rows_of(*params: SamplingParams) -> SamplingTable:
+    rows = SamplingTable(len(params))
     for row, each in enumerate(params):
         rows.set(row, each, each.seed or 0)
     return rows
@@ -302,7 +302,7 @@ def test_a_draw_does_not_depend_on_the_batch(data: st.DataObject, vocab_size: in
     alone = [draw(logits[i], params[i], 1, first=int(positions[i])).item() for i in range(num_rows)]
     company = np.array(data.draw(st.permutations(range(num_rows))))[: data.draw(st.integers(1, num_rows))]
     home = np.array(data.draw(st.permutations(range(num_rows))))  # where each request's parameters live
-    rows = SamplingRows(num_rows)
+    rows = SamplingTable(num_rows)
     for i in range(num_rows):
         rows.set(int(home[i]), params[i], params[i].seed or 0)
     together = sample(mx.array(logits[company]), rows, home[company].astype(np.int32), positions[company])
