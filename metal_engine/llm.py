@@ -117,16 +117,7 @@ class LLM:
     def __init__(
         self, model: str, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto", **engine_args: Any
     ) -> None:
-        self._start(EngineArgs(model=model, **engine_args), tool_call_parser, reasoning_parser)
-
-    @classmethod
-    def from_args(cls, args: EngineArgs) -> LLM:
-        """An LLM for arguments that are together already."""
-        llm = cls.__new__(cls)
-        llm._start(args)
-        return llm
-
-    def _start(self, args: EngineArgs, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+        args = EngineArgs(model=model, **engine_args)
         self._tool_call_parser = tool_call_parser
         self._reasoning_parser = reasoning_parser
         self._answer_formats: dict[str, AnswerFormat] = {}  # by the parser of tool calls
