@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import lru_cache
 
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
@@ -78,6 +78,7 @@ def _union(eos_token_ids: frozenset[int], stop_token_ids: tuple[int, ...]) -> fr
     return eos_token_ids | frozenset(stop_token_ids)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Request:
     """One sequence under generation: the scheduler's view of it.
 
@@ -89,8 +90,8 @@ class Request:
         num_computed_tokens: leading tokens whose KV is in the cache, or will be when the steps under way end.
         num_output_placeholders: tokens that steps under way will sample and that are not in ``token_ids`` yet.
         arrival: position in order of arrival; lower is earlier.
-        needs_prompt_rows: every prompt token must be computed, so the prefix cache cannot help; unless told
-            otherwise, where the prompt's log probabilities are asked for.
+        needs_prompt_rows: every prompt token must be computed, so the prefix cache cannot help: the prompt's log
+            probabilities are asked for.
         rules: what ``sampling_params`` mean in the model's tokens.
         seed: of this output's draws.
         block_hashes: of the full blocks of ``token_ids``, as far as they have been computed.
@@ -102,68 +103,37 @@ class Request:
         num_preemptions: how often the request lost its blocks.
     """
 
-    __slots__ = (
-        "arrival",
-        "block_hashes",
-        "eos_token_ids",
-        "last_step",
-        "max_tokens",
-        "needs_prompt_rows",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_external_tokens",
-        "num_output_placeholders",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_registered_blocks",
-        "options",
-        "request_id",
-        "rules",
-        "sampling_params",
-        "seed",
-        "sort_key",
-        "status",
-        "stop_token_id_set",
-        "token_ids",
-    )
+    request_id: str
+    prompt_token_ids: InitVar[list[int]]
+    sampling_params: SamplingParams
+    _: KW_ONLY
+    max_tokens: int
+    rules: TokenRules = NO_RULES
+    seed: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    options: RequestOptions = RequestOptions()
+    needs_prompt_rows: bool = False
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    stop_token_id_set: frozenset[int] = field(init=False)
+    status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    num_output_placeholders: int = field(default=0, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    arrival: int = field(default=-1, init=False)
+    block_hashes: list[bytes] = field(default_factory=list, init=False)
+    num_cached_tokens: int = field(default=-1, init=False)
+    num_external_tokens: int = field(default=0, init=False)
+    num_registered_blocks: int = field(default=0, init=False)
+    sort_key: tuple[int, int] = field(default=(0, -1), init=False)
+    last_step: int = field(default=-1, init=False)
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling_params: SamplingParams,
-        *,
-        max_tokens: int,
-        rules: TokenRules = NO_RULES,
-        seed: int = 0,
-        eos_token_ids: frozenset[int] = frozenset(),
-        options: RequestOptions | None = None,
-        needs_prompt_rows: bool | None = None,
-    ) -> None:
-        self.request_id = request_id
+    def __post_init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.sampling_params = sampling_params
-        self.max_tokens = max_tokens
-        self.rules = rules
-        self.seed = seed
-        self.eos_token_ids = frozenset() if sampling_params.ignore_eos else eos_token_ids
-        self.stop_token_id_set = _union(self.eos_token_ids, sampling_params.stop_token_ids)
-        self.status = RequestStatus.WAITING
-        self.num_computed_tokens = 0
-        self.num_output_placeholders = 0
-        self.num_preemptions = 0
-        self.arrival = -1
-        self.options = options or RequestOptions()
-        if needs_prompt_rows is None:
-            needs_prompt_rows = sampling_params.prompt_logprobs is not None
-        self.needs_prompt_rows = needs_prompt_rows
-        self.block_hashes: list[bytes] = []
-        self.num_cached_tokens = -1
-        self.num_external_tokens = 0
-        self.num_registered_blocks = 0
-        self.sort_key = (0, -1)
-        self.last_step = -1
+        if self.sampling_params.ignore_eos:
+            self.eos_token_ids = frozenset()
+        self.stop_token_id_set = _union(self.eos_token_ids, self.sampling_params.stop_token_ids)
 
     def __repr__(self) -> str:
         return (

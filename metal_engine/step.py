@@ -129,21 +129,3 @@ class Runner(Protocol):
     def close(self) -> None:
         """Let go of what belongs to the calling thread. This is the last call, in the thread that ran the steps."""
         ...
-
-
-@dataclass(slots=True)
-class TokenOutput:
-    """What one step did for one request, as the scheduler tells it to the engine.
-
-    ``num_cached_tokens``, ``num_external_tokens``, ``finish_reason``, ``stop_reason``, ``error`` and ``logprobs``
-    are those of :class:`metal_engine.request.RequestOutput`.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    num_cached_tokens: int = 0
-    num_external_tokens: int = 0
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-    error: str | None = None
-    logprobs: list[TokenLogprobs] | None = None

@@ -20,7 +20,7 @@ from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
-from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, StepHandle, TokenOutput
+from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, StepHandle
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,8 @@ class EngineCore:
             rules=prepared.rules,
             seed=seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
-            options=options,
+            options=options or RequestOptions(),
+            needs_prompt_rows=params.prompt_logprobs is not None,
         )
         self.scheduler.add_request(request)
         self._outputs.add_request(request)
@@ -262,22 +263,22 @@ class EngineCore:
         for request_id, prompt_logprobs in model_output.prompt_logprobs.items():
             self._outputs.add_prompt_logprobs(request_id, prompt_logprobs)
         try:
-            token_outputs = self.scheduler.update(plan, model_output)
+            outputs = self.scheduler.update(plan, model_output)
         except Exception as error:  # noqa: BLE001  (logged there)
             return self._fail_everything(error)
-        outputs = [self._process(output) for output in token_outputs]
+        outputs = [self._process(output) for output in outputs]
         self.metrics.produced(outputs, started, time.monotonic())
         return _under_clients_ids(outputs)
 
-    def _process(self, token_output: TokenOutput) -> RequestOutput:
+    def _process(self, output: RequestOutput) -> RequestOutput:
         """One request's new text; ends the request in the scheduler too where its text ends it."""
-        request_id = token_output.request_id
-        if token_output.error is not None:
-            return self._fail_request(request_id, token_output.error)
+        request_id = output.request_id
+        if output.error is not None:
+            return self._fail_request(request_id, output.error)
         try:
-            output = self._outputs.process(token_output)
+            self._outputs.process(output)
         except Exception as error:
-            logger.exception("no text for %s from tokens %s", request_id, token_output.token_ids)
+            logger.exception("no text for %s from tokens %s", request_id, output.token_ids)
             return self._fail_request(request_id, f"its tokens cannot be decoded: {error}")
         if output.finished:  # the scheduler knows, unless it was a stop string
             self._forget(request_id, RequestStatus.FINISHED_STOPPED)

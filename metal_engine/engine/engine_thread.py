@@ -49,6 +49,9 @@ class EngineThread:
     Args:
         build: makes the engine; called in the thread.
         on_outputs: called in the thread, once per step, with that step's outputs. Must not block.
+
+    Attributes:
+        error: what ended the thread, if it ended on its own; None while it runs.
     """
 
     def __init__(self, build: Callable[[], EngineCore], on_outputs: OutputSink) -> None:
@@ -57,7 +60,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._engine: EngineCore | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         # Held to submit and to stop, so that no request slips into the inbox of a thread that has ended.
         self._lock = threading.Lock()
         self._stopped = False
@@ -68,15 +71,10 @@ class EngineThread:
         self._thread.start()
         self._ready.wait()
         if self._engine is None:
-            assert self._error is not None
+            assert self.error is not None
             self._thread.join()  # its streams are closed before the process may end
-            raise self._error
+            raise self.error
         return self._engine
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended the thread, if it ended on its own."""
-        return self._error
 
     def submit(
         self, request_id: str, prepared: PreparedRequest, index: int = 0, options: RequestOptions | None = None
@@ -88,7 +86,7 @@ class EngineThread:
         """
         with self._lock:
             if self._stopped:
-                raise EngineDeadError(f"the engine has stopped: {self._error or 'it was shut down'}")
+                raise EngineDeadError(f"the engine has stopped: {self.error or 'it was shut down'}")
             self._inbox.put(_Add(request_id, prepared, index, options, time.monotonic()))
 
     def abort(self, request_id: str) -> None:
@@ -108,7 +106,7 @@ class EngineThread:
         try:
             self._engine = self._build()
         except BaseException as error:  # noqa: BLE001  (handed to the thread that waits in start())
-            self._error = error
+            self.error = error
             return
         finally:
             self._ready.set()
@@ -117,7 +115,7 @@ class EngineThread:
             self._loop(self._engine)
         except BaseException as error:
             logger.critical("the engine thread has died", exc_info=True)
-            self._error = error
+            self.error = error
             message = f"the engine has stopped: {error}"
         try:
             self._engine.close()  # before anyone is told: they may end the process

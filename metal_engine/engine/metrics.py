@@ -6,6 +6,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from metal_engine.request import RequestOutput
 from metal_engine.step import SchedulerOutput
@@ -47,17 +48,15 @@ class Histogram:
         return list(self._counts)
 
 
+@dataclass(slots=True)
 class _Times:
     """When things happened to a request, in seconds of :func:`time.monotonic`; 0 for not yet."""
 
-    __slots__ = ("arrival", "first_token", "last_token", "num_prompt_tokens", "scheduled")
-
-    def __init__(self, arrival: float, num_prompt_tokens: int) -> None:
-        self.arrival = arrival
-        self.num_prompt_tokens = num_prompt_tokens
-        self.scheduled = 0.0
-        self.first_token = 0.0
-        self.last_token = 0.0
+    arrival: float
+    num_prompt_tokens: int
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
 
 
 class EngineMetrics:
