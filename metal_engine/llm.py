@@ -8,7 +8,6 @@ import queue
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from metal_engine.answers.tool_plan import Tool, ToolPlan
 from metal_engine.build import build_engine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs
+from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs, merge_outputs
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.args import EngineArgs
@@ -56,6 +55,10 @@ class GeneratedOutput:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
+def _of_first_output(name: str) -> property:
+    return property(lambda result: getattr(result.outputs[0], name))
+
+
 @dataclass(frozen=True)
 class GenerationResult:
     """A prompt and its outputs; ``text`` and the like are the first one's.
@@ -67,37 +70,14 @@ class GenerationResult:
     outputs: list[GeneratedOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
-    @property
-    def text(self) -> str:
-        return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.outputs[0].token_ids
-
-    @property
-    def finish_reason(self) -> str:
-        return self.outputs[0].finish_reason
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        return self.outputs[0].stop_reason
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs] | None:
-        return self.outputs[0].logprobs
-
-    @property
-    def content(self) -> str | None:
-        return self.outputs[0].content
-
-    @property
-    def reasoning(self) -> str | None:
-        return self.outputs[0].reasoning
-
-    @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
-        return self.outputs[0].tool_calls
+    text = _of_first_output("text")
+    token_ids = _of_first_output("token_ids")
+    finish_reason = _of_first_output("finish_reason")
+    stop_reason = _of_first_output("stop_reason")
+    logprobs = _of_first_output("logprobs")
+    content = _of_first_output("content")
+    reasoning = _of_first_output("reasoning")
+    tool_calls = _of_first_output("tool_calls")
 
 
 class LLM:
@@ -318,9 +298,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
@@ -339,17 +317,9 @@ def _result(prompt: list[int], sequences: list[list[RequestOutput]]) -> Generati
 
 
 def _generated(index: int, outputs: list[RequestOutput]) -> GeneratedOutput:
-    logprobs = None
-    if outputs[0].logprobs is not None:
-        logprobs = [token for output in outputs for token in output.logprobs or ()]
-    return GeneratedOutput(
-        index=index,
-        text="".join(output.text for output in outputs),
-        token_ids=[token_id for output in outputs for token_id in output.token_ids],
-        finish_reason=outputs[-1].finish_reason or "",
-        stop_reason=outputs[-1].stop_reason,
-        logprobs=logprobs,
-    )
+    output = merge_outputs(outputs)
+    reason = output.finish_reason or ""
+    return GeneratedOutput(index, output.text, output.token_ids, reason, output.stop_reason, output.logprobs)
 
 
 def _read(result: GenerationResult, answers: ChatAnswers) -> GenerationResult:

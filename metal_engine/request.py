@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 
@@ -56,10 +57,6 @@ class RequestStatus(enum.Enum):
     FINISHED_ERROR = enum.auto()
 
     @property
-    def is_finished(self) -> bool:
-        return self in _FINISH_REASONS
-
-    @property
     def finish_reason(self) -> str | None:
         """OpenAI's ``finish_reason``, with ``abort`` and ``error`` beside it; None while unfinished."""
         return _FINISH_REASONS.get(self)
@@ -83,7 +80,7 @@ class Request:
     """One sequence under generation: the scheduler's view of it.
 
     There is no prefill phase and no decode phase: the scheduler hands out some of the difference between
-    ``num_tokens`` (with placeholders) and ``num_computed_tokens``.
+    ``num_tokens + num_output_placeholders`` and ``num_computed_tokens``.
 
     Attributes:
         token_ids: prompt, then output, token ids.
@@ -146,16 +143,8 @@ class Request:
         return len(self.token_ids)
 
     @property
-    def num_tokens_with_placeholders(self) -> int:
-        return len(self.token_ids) + self.num_output_placeholders
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status.is_finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,3 +207,23 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+def merge_outputs(outputs: list[RequestOutput]) -> RequestOutput:
+    """Returns consecutive outputs of one request, at least one, as one. An error's comes alone: it has no counts."""
+    first, last = outputs[0], outputs[-1]
+    if last is first or last.error is not None:
+        return last
+
+    def joined(name: str) -> list[Any]:
+        return [item for output in outputs for item in getattr(output, name) or ()]
+
+    return replace(
+        last,
+        text="".join(output.text for output in outputs),
+        token_ids=joined("token_ids"),
+        token_ends=joined("token_ends"),
+        logprobs=None if first.logprobs is None else joined("logprobs"),
+        text_logprobs=None if first.text_logprobs is None else joined("text_logprobs"),
+        prompt_logprobs=first.prompt_logprobs,
+    )

@@ -33,7 +33,6 @@ class Matcher(Protocol):
 
     def consume(self, token_id: int) -> None:
         """Go on past a token that the output has been given. Raises ValueError if the grammar forbids it."""
-        ...
 
     def fill_mask(self, mask: np.ndarray) -> None:
         """Write which tokens may come next: bit ``i % 32`` of word ``i // 32`` of ``mask``, [W] int32.
@@ -41,7 +40,6 @@ class Matcher(Protocol):
         Raises:
             ValueError: the grammar got too complex to go on.
         """
-        ...
 
 
 class Grammar(Protocol):
@@ -49,7 +47,6 @@ class Grammar(Protocol):
 
     def matcher(self) -> Matcher:
         """One at the beginning of an output."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,14 +250,9 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether logits are changed before the temperature: what plain requests do not pay for."""
-        return (
-            self.has_penalties
-            or bool(self.logit_bias)
-            or bool(self.bad_words)
-            or self.allowed_token_ids is not None
-            or self.min_tokens > 0
-            or self.structured_outputs is not None
-        )
+        if self.allowed_token_ids is not None or self.min_tokens > 0:
+            return True
+        return bool(self.logit_bias) or self.needs_token_on_host
 
     @property
     def needs_token_on_host(self) -> bool:

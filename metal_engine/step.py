@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import numpy as np
 
 from metal_engine.request import TokenLogprobs
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(slots=True)
@@ -112,7 +111,6 @@ class StepHandle(Protocol):
         Raises what the step raised; KVCacheLostError if no KV is left. Steps started after one that raised are
         void: they are not run, their handles must not be asked, and what they planned must be computed again.
         """
-        ...
 
 
 class Runner(Protocol):
@@ -124,8 +122,6 @@ class Runner(Protocol):
         Where a request's last token is still being sampled by the step before, it is taken from there. A plan
         that is refused (this raises) leaves the steps under way as they are.
         """
-        ...
 
     def close(self) -> None:
         """Let go of what belongs to the calling thread. This is the last call, in the thread that ran the steps."""
-        ...

@@ -9,8 +9,7 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
+from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, merge_outputs
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
@@ -36,11 +35,8 @@ class _Mailbox:
         while not self._arrived:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        output, *more = self._arrived
-        self._arrived.clear()
-        for later in more:
-            output = _merged(output, later)
-        return output
+        arrived, self._arrived = self._arrived, []
+        return merge_outputs(arrived)
 
 
 class Reservation:
@@ -126,16 +122,6 @@ class AsyncEngine:
     def metrics(self) -> EngineMetrics:
         """What the engine has counted and timed."""
         return self._started.metrics
-
-    @property
-    def num_failed_steps(self) -> int:
-        """Steps that raised."""
-        return self._started.num_failed_steps
-
-    @property
-    def kv_transfer_stats(self) -> KVTransferStats | None:
-        """What KV transfer has done; None without it."""
-        return self._started.kv_transfer_stats
 
     @property
     def error(self) -> BaseException | None:
@@ -234,17 +220,3 @@ class AsyncEngine:
             queue = self._queues.get(output.request_id)
             if queue is not None:
                 queue.put(output)
-
-
-def _merged(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """Two outputs of one request as one."""
-    if later.error is None:  # else it has no counts of its own
-        later.token_ids = earlier.token_ids + later.token_ids
-        later.token_ends = earlier.token_ends + later.token_ends
-        later.text = earlier.text + later.text
-        later.prompt_logprobs = earlier.prompt_logprobs
-        if earlier.logprobs is not None:
-            later.logprobs = earlier.logprobs + (later.logprobs or [])
-        if earlier.text_logprobs is not None:
-            later.text_logprobs = earlier.text_logprobs + (later.text_logprobs or [])
-    return later

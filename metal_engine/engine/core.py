@@ -14,7 +14,6 @@ from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, ParameterError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
-from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.scheduling.scheduler import Scheduler
@@ -62,7 +61,7 @@ class EngineCore:
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size)
-        self.metrics = EngineMetrics()
+        self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats)
         self._seeds = random.Random(config.seed)
         self._serials = itertools.count()
         self._ids: dict[str, str] = {}  # the client's -> ours
@@ -70,7 +69,6 @@ class EngineCore:
         self._under_way: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
         self._num_ahead = int(config.scheduler.async_scheduling)
         self.num_steps = 0
-        self.num_failed_steps = 0
 
     # --- requests ---
 
@@ -203,12 +201,6 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats
 
-    @property
-    def kv_transfer_stats(self) -> KVTransferStats | None:
-        """What KV transfer has done so far; None without it."""
-        connector = self.scheduler.connector
-        return None if connector is None else connector.stats
-
     # --- a step ---
 
     def step(self) -> list[RequestOutput]:
@@ -286,7 +278,7 @@ class EngineCore:
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
         logger.error("step %d failed: %s", plan.step_id, _composition(plan), exc_info=error)
-        self.num_failed_steps += 1
+        self.metrics.num_failed_steps += 1
         self.scheduler.prefix_cache.forget()  # some of the blocks may never have been written
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
         scheduled = [r for r in plan.num_scheduled_tokens if r in self.scheduler.requests]
@@ -298,7 +290,7 @@ class EngineCore:
     def _fail_everything(self, error: Exception) -> list[RequestOutput]:
         """The scheduler itself failed: without requests its state is simple enough to go on from."""
         logger.exception("scheduling failed: %s", self.stats)
-        self.num_failed_steps += 1
+        self.metrics.num_failed_steps += 1
         self._abandon_steps()
         message = f"scheduling failed: {type(error).__name__}: {error}"
         outputs = [self._fail_request(request_id, message) for request_id in list(self.scheduler.requests)]

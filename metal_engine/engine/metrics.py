@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.request import RequestOutput
 from metal_engine.step import SchedulerOutput
 
@@ -25,27 +26,20 @@ class Histogram:
 
     Attributes:
         bounds: the buckets' upper bounds, inclusive and increasing; the last bucket has none.
+        counts: values in each bucket (not cumulative), the unbounded one last.
+        sum: of all values.
     """
 
-    __slots__ = ("_counts", "_sum", "bounds")
+    __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
 
     def add(self, value: float) -> None:
-        self._counts[bisect_left(self.bounds, value)] += 1
-        self._sum += value
-
-    @property
-    def sum(self) -> float:
-        return self._sum
-
-    @property
-    def counts(self) -> list[int]:
-        """Values in each bucket (not cumulative), the unbounded one last."""
-        return list(self._counts)
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
 
 @dataclass(slots=True)
@@ -81,9 +75,13 @@ class EngineMetrics:
         generation_tokens: output lengths of requests that finished.
         step_tokens: rows of each step.
         step_time: from planning a step to its tokens.
+        num_failed_steps: steps that raised.
+        kv_transfer: what KV transfer has done; None without it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kv_transfer: KVTransferStats | None = None) -> None:
+        self.kv_transfer = kv_transfer
+        self.num_failed_steps = 0
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_cache_queries = 0

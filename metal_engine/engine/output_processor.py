@@ -48,18 +48,15 @@ def _automaton(stops: tuple[str, ...]) -> _Node:
         for ch in stop:
             node = node.longer.setdefault(ch, _Node(node.depth + 1))
         node.stop = stop
-    level = list(root.longer.values())
-    for node in level:
+    nodes = list(root.longer.values())
+    for node in nodes:
         node.shorter = root
-    while level:
-        following = []
-        for node in level:
-            for ch, longer in node.longer.items():
-                assert node.shorter is not None
-                longer.shorter = node.shorter.after(ch)
-                longer.stop = longer.stop or longer.shorter.stop
-                following.append(longer)
-        level = following
+    for node in nodes:  # shorter beginnings first: the list grows by the longer ones
+        for ch, longer in node.longer.items():
+            assert node.shorter is not None
+            longer.shorter = node.shorter.after(ch)
+            longer.stop = longer.stop or longer.shorter.stop
+            nodes.append(longer)
     return root
 
 

@@ -29,37 +29,33 @@ class _Counts:
 
     def __init__(self, prompt_token_ids: np.ndarray) -> None:
         distinct = np.unique(prompt_token_ids)
-        self._size = len(distinct)
-        self._ids = distinct.astype(np.int32)
-        self._counts = np.zeros(self._size, np.float32)
+        self._ids = distinct.astype(np.int32)  # those in use, then places for more
+        self._counts = np.zeros(len(distinct), np.float32)
         self._places = {token_id: i for i, token_id in enumerate(distinct.tolist())}
 
     def add(self, token_ids: Iterable[int]) -> None:
         """Count tokens of the output."""
         for token_id in token_ids:
-            place = self._places.setdefault(token_id, self._size)
-            if place == self._size:
-                if self._size == len(self._ids):
-                    self._grow()
+            place = self._places.get(token_id)
+            if place is None:
+                place = self._places[token_id] = len(self._places)
+                if place == len(self._ids):
+                    extra = max(64, place)
+                    self._ids = np.pad(self._ids, (0, extra))
+                    self._counts = np.pad(self._counts, (0, extra))
                 self._ids[place] = token_id
-                self._size += 1
             self._counts[place] += 1
 
-    def _grow(self) -> None:
-        extra = max(64, self._size)
-        self._ids = np.concatenate([self._ids, np.zeros(extra, np.int32)])
-        self._counts = np.concatenate([self._counts, np.zeros(extra, np.float32)])
-
     def __len__(self) -> int:
-        return self._size
+        return len(self._places)
 
     @property
     def ids(self) -> np.ndarray:
-        return self._ids[: self._size]  # [U] int32
+        return self._ids[: len(self)]  # [U] int32
 
     @property
     def counts(self) -> np.ndarray:
-        return self._counts[: self._size]  # [U] float32
+        return self._counts[: len(self)]  # [U] float32
 
 
 class RequestEdits:

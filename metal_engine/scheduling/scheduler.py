@@ -382,7 +382,8 @@ class Scheduler:
         for request in self.running.values():
             num_blocks = len(self.blocks.block_ids(request.request_id))
             assert num_blocks >= self.blocks.blocks_for(request.num_computed_tokens)
-            assert 0 < request.num_computed_tokens <= request.num_tokens_with_placeholders
+            num_known = request.num_tokens + request.num_output_placeholders
+            assert 0 < request.num_computed_tokens <= num_known
             assert request.num_registered_blocks * self.blocks.block_size <= request.num_computed_tokens
         partial = [r for r in self.running.values() if num_remaining(r, self.config) > 1]
         assert len(partial) <= self.config.max_num_partial_prefills

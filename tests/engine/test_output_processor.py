@@ -9,9 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from metal_engine.engine.async_engine import _merged
 from metal_engine.engine.output_processor import OutputProcessor, StopStrings
-from metal_engine.request import Request, RequestOutput, TokenLogprobs
+from metal_engine.request import Request, RequestOutput, TokenLogprobs, merge_outputs
 from metal_engine.sampling_params import SamplingParams
 from tools.fixtures.fake_engine import EOS, byte_ids, tiny_tokenizer
 
@@ -313,7 +312,7 @@ def test_where_tokens_end(
     merged = [outputs[0]]
     for output, merge in zip(outputs[1:], merges, strict=False):
         if merge:
-            merged[-1] = _merged(merged[-1], output)
+            merged[-1] = merge_outputs([merged[-1], output])
         else:
             merged.append(output)
     assert [end for output in merged for end in output.token_ends] == expected
