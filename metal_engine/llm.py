@@ -303,9 +303,8 @@ class LLM:
 
 
 def _is_batch(prompts: Prompt | Sequence[Prompt]) -> bool:
-    if isinstance(prompts, str):
-        return False
-    return not (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+    is_prompt = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+    return not is_prompt
 
 
 def _result(prompt: list[int], sequences: list[list[RequestOutput]]) -> GenerationResult:

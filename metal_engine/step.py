@@ -68,10 +68,6 @@ class SchedulerOutput:
     dropped_req_ids: list[str] = field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
 
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
-
 
 @dataclass(slots=True)
 class PromptLogprobs:

@@ -15,7 +15,7 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, ParameterError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus
-from metal_engine.sampling_params import SamplingParams, TokenRules
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
@@ -87,13 +87,13 @@ class EngineCore:
     def prepare_all(self, prompts: list[list[int]], params: SamplingParams) -> list[PreparedRequest]:
         """:meth:`prepare` for prompts that share their parameters, which are resolved once."""
         rules = self._rules.rules_for(params)
-        return [self._prepared(prompt, params, rules) for prompt in prompts]
-
-    def _prepared(self, prompt: list[int], params: SamplingParams, rules: TokenRules) -> PreparedRequest:
-        prompt = self._truncated(prompt, params)
-        max_tokens = self._max_tokens(len(prompt), params)
-        self._check_token_ids(prompt)
-        return PreparedRequest(prompt, params, max_tokens, rules)
+        prepared = []
+        for prompt in prompts:
+            kept = self._truncated(prompt, params)
+            max_tokens = self._max_tokens(len(kept), params)
+            self._check_token_ids(kept)
+            prepared.append(PreparedRequest(kept, params, max_tokens, rules))
+        return prepared
 
     def _truncated(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
         """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says."""

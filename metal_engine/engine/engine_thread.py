@@ -39,10 +39,6 @@ class _Abort:
     request_id: str
 
 
-class _Stop:
-    pass
-
-
 class EngineThread:
     """Builds an engine in a thread of its own and steps it while there are requests.
 
@@ -57,7 +53,7 @@ class EngineThread:
     def __init__(self, build: Callable[[], EngineCore], on_outputs: OutputSink) -> None:
         self._build = build
         self._on_outputs = on_outputs
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()  # None: stop
         self._ready = threading.Event()
         self._engine: EngineCore | None = None
         self.error: BaseException | None = None
@@ -95,7 +91,7 @@ class EngineThread:
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
         """Stop after the step under way and join the thread; whether it has ended within ``timeout`` seconds."""
-        self._inbox.put(_Stop())
+        self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -153,7 +149,7 @@ class EngineThread:
         end = time.monotonic() + _TAKE_IN_SECONDS
         while not engine.has_requests or (time.monotonic() < end and not self._inbox.empty()):
             message = self._inbox.get()
-            if isinstance(message, _Stop):
+            if message is None:
                 return None
             if isinstance(message, _Abort):
                 engine.abort_request(message.request_id)

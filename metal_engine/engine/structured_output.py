@@ -39,13 +39,6 @@ _LIMITS = llguidance.LLParserLimits(
 _WHITESPACE = r"[ \t\r\n]{1,20}"
 
 
-class StructuredOutputError(ParameterError):
-    """A schema, expression or grammar that cannot be compiled."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("structured_outputs", message)
-
-
 class CompiledGrammar:
     """A grammar, compiled. Implements :class:`metal_engine.sampling_params.Grammar`."""
 
@@ -95,26 +88,26 @@ class GrammarCompiler:
         Takes milliseconds; seconds at most, for the first grammar and for what is refused as too large.
 
         Raises:
-            StructuredOutputError: it is no grammar, or too large, or asks for what cannot be enforced.
+            ParameterError: it is no grammar, or too large, or asks for what cannot be enforced.
         """
         try:
             source = _source(params)
         except (ValueError, RecursionError) as error:
-            raise StructuredOutputError(f"cannot be read: {error}") from error
+            raise ParameterError("structured_outputs", f"cannot be read: {error}") from error
         return self._compiled(source)
 
     def _compile_source(self, source: str) -> CompiledGrammar:
         matcher = llguidance.LLMatcher(self._tokenizer_for_masks(), source, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise StructuredOutputError(f"cannot be compiled: {_first_line(matcher.get_error())}")
+            raise ParameterError("structured_outputs", f"cannot be compiled: {_first_line(matcher.get_error())}")
         compiled = CompiledGrammar(matcher)
         mask = np.zeros(-(-self._vocab_size // 32), np.int32)
         try:
             compiled.matcher().fill_mask(mask)
         except ValueError as error:
-            raise StructuredOutputError(f"cannot be met: {error}") from error
+            raise ParameterError("structured_outputs", f"cannot be met: {error}") from error
         if not mask.any():
-            raise StructuredOutputError("cannot be met: nothing matches")
+            raise ParameterError("structured_outputs", "cannot be met: nothing matches")
         return compiled
 
     def _tokenizer_for_masks(self) -> llguidance.LLTokenizer:

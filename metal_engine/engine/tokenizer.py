@@ -57,10 +57,6 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes] = {}
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self.hf_tokenizer.chat_template)
-
-    @property
     def template_takes_tools(self) -> bool:
         """Whether the chat template does anything with tools."""
         return "tool_use" in self._templates or any("tools" in text for text in self._templates.values())
@@ -145,7 +141,7 @@ class Tokenizer:
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
         """
-        if not self.has_chat_template:
+        if not self.hf_tokenizer.chat_template:
             raise ValueError("the model has no chat template; use /v1/completions with a plain prompt")
         template_kwargs.setdefault("add_generation_prompt", True)
         try:

@@ -95,9 +95,6 @@ class RequestTable:
         self._index_of: dict[str, int] = {}
         self._free_indices = list(range(max_num_seqs - 1, -1, -1))
 
-    def __len__(self) -> int:
-        return len(self._index_of)
-
     def add(self, new: NewRequestData) -> None:
         if new.request_id in self._index_of:
             raise ValueError(f"bad plan: {new.request_id!r} is new, but held already")

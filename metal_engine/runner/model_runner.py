@@ -122,7 +122,8 @@ class ModelRunner:
                 mx.async_eval(logits)  # the forward runs while the host computes masks
                 step.sampling.build(logits)
             # Without any, only intermediate chunks: what matters is the KV they leave behind.
-            step.root = [*(step.sampling.arrays or [self._pool.written()]), *step.saved_arrays]
+            step.root = list(step.sampling.arrays or [self._pool.written()])
+            step.root += step.saves.arrays.values() if step.saves is not None else ()
             if self._runs_ahead:
                 step.is_async = True
                 mx.async_eval(step.root)  # otherwise it is evaluated, and waited for, by result()
@@ -197,10 +198,6 @@ class PendingStep:
     root: list[mx.array] | None = None
     error: Exception | None = None
     is_async: bool = False
-
-    @property
-    def saved_arrays(self) -> list[mx.array]:
-        return list(self.saves.arrays.values()) if self.saves is not None else []
 
     def wait(self) -> None:
         """Wait until the device is done with the step and has let go of all it read; raises what it raised."""

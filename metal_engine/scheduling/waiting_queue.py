@@ -33,9 +33,6 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries
-
     def __iter__(self) -> Iterator[Request]:
         """All of them in order; O(n log n), for tests and debugging."""
         return iter([entry.request for entry in sorted(self._entries.values())])

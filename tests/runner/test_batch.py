@@ -133,7 +133,7 @@ def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int, 
         assert block_table.shape[1] == max(map(len, expected["tables"])), "no wider than the step needs"
         for row, block_ids in zip(block_table.tolist(), expected["tables"], strict=True):
             assert row[: len(block_ids)] == block_ids
-        assert len(table) == len(traffic.held)
+        assert len(table._index_of) == len(traffic.held)
 
         # What the step sampled, and what the sampler counts positions by.
         sampled = [traffic.held[request_id] for request_id in plan.sampled_req_ids]

@@ -441,7 +441,7 @@ class SchedulerHarness:
 
     def check_limits(self, plan: SchedulerOutput) -> None:
         """No limit of a step is exceeded."""
-        assert plan.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
+        assert sum(plan.num_scheduled_tokens.values()) <= self.config.max_num_batched_tokens
         assert len(plan.num_scheduled_tokens) <= len(self.scheduler.running) <= self.config.max_num_seqs
         for request_id in plan.num_scheduled_tokens:
             request = self.scheduler.requests[request_id]
