@@ -156,7 +156,7 @@ class LLM:
     ) -> list[GenerationResult]:
         """Generate the assistant's answer to one conversation, or to each of several.
 
-        Answers are told apart into content, reasoning and tool calls. If the marks between these are special tokens,
+        Each answer is split into content, reasoning and tool calls. If the marks between these are special tokens,
         ``text`` has its special tokens.
 
         Args:
@@ -322,7 +322,7 @@ def _generated(index: int, outputs: list[RequestOutput]) -> GeneratedOutput:
 
 
 def _read(result: GenerationResult, answers: ChatAnswers) -> GenerationResult:
-    """The result with its outputs' texts told apart."""
+    """Returns the result with each output's text split into content, reasoning and tool calls."""
     outputs = []
     for output in result.outputs:
         answer = assemble(answers.reader(incremental=False).add(output.text, (), output.finish_reason))

@@ -184,8 +184,8 @@ class RequestOutput:
         stop_reason: the stop string or stop token id that ended generation, if one did.
         error: message, when ``finish_reason`` is ``error``.
         logprobs: of each of ``token_ids``; None unless asked for.
-        text_logprobs: of the tokens of ``token_ends``, but for those of whose text nothing is shown because a stop
-            string has cut it off; None unless asked for.
+        text_logprobs: of the tokens of ``token_ends``, except those whose whole text a stop string has cut off; None
+            unless asked for.
         prompt_logprobs: on the first output, of each prompt token, None for the first of them; None unless asked for.
     """
 

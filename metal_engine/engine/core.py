@@ -173,7 +173,7 @@ class EngineCore:
         self.metrics.arrived(request.request_id, request.num_prompt_tokens, arrival_time)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request and free its blocks; one that is not there (any more) is ignored."""
+        """End a request and free its blocks; an unknown id is ignored."""
         if request_id in self._ids:
             self.metrics.finished(self._ids[request_id], "abort")
             self._forget(self._ids[request_id], RequestStatus.FINISHED_ABORTED)
@@ -184,7 +184,7 @@ class EngineCore:
         self._ids.pop(client_id(request_id), None)
 
     def close(self) -> None:
-        """Let the runner go, in the thread that stepped it; nothing may follow."""
+        """Close the runner, in the thread that ran the steps. The engine must not be used after that."""
         self._runner.close()
 
     @property
@@ -204,8 +204,10 @@ class EngineCore:
     # --- a step ---
 
     def step(self) -> list[RequestOutput]:
-        """Start one packed forward over whatever is to be done; finish the oldest under way, unless it was just
-        started and the next one is to be planned beside it. A step that raises fails its own requests only.
+        """Plan and start a step, then finish the oldest one under way and return its outputs.
+
+        With ``async_scheduling``, a step that was just started stays under way, so that the next one is planned while
+        it runs. A step that raises fails its own requests only.
 
         Raises:
             AssertionError: the scheduler's state is broken, and cannot be mended by failing every request.
@@ -263,7 +265,7 @@ class EngineCore:
         return _under_clients_ids(outputs)
 
     def _process(self, output: RequestOutput) -> RequestOutput:
-        """One request's new text; ends the request in the scheduler too where its text ends it."""
+        """Fill in one request's new text. A stop string in it ends the request in the scheduler, too."""
         request_id = output.request_id
         if output.error is not None:
             return self._fail_request(request_id, output.error)
@@ -299,7 +301,7 @@ class EngineCore:
         return _under_clients_ids(outputs)
 
     def _abandon_steps(self) -> None:
-        """Wait for the steps under way, whatever comes of them."""
+        """Wait for the steps under way and drop their results."""
         while self._under_way:
             _, handle, _ = self._under_way.popleft()
             try:

@@ -75,7 +75,7 @@ class EngineThread:
     def submit(
         self, request_id: str, prepared: PreparedRequest, index: int = 0, options: RequestOptions | None = None
     ) -> None:
-        """Queue output ``index`` of a request; what comes of it, be it an error, arrives at ``on_outputs``.
+        """Queue output ``index`` of a request. What is generated, or an error, arrives at ``on_outputs``.
 
         Raises:
             EngineDeadError: the thread has ended.
@@ -90,7 +90,7 @@ class EngineThread:
         self._inbox.put(_Abort(request_id))
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
-        """Stop after the step under way and join the thread; whether it has ended within ``timeout`` seconds."""
+        """Stop after the step under way. Returns whether the thread has ended within ``timeout`` seconds."""
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)

@@ -102,11 +102,11 @@ class EngineMetrics:
         self._times: dict[str, _Times] = {}
 
     def arrived(self, request_id: str, num_prompt_tokens: int, arrival: float | None = None) -> None:
-        """A request was queued; it arrived then, or now."""
+        """Note a request that was queued, and when it arrived: now, unless ``arrival`` is given."""
         self._times[request_id] = _Times(time.monotonic() if arrival is None else arrival, num_prompt_tokens)
 
     def scheduled(self, plan: SchedulerOutput, now: float) -> None:
-        """A step is about to run."""
+        """Count a step that is about to run."""
         num_fresh = 0
         for new in plan.new_requests:
             num_fresh += plan.num_scheduled_tokens[new.request_id]
@@ -127,7 +127,7 @@ class EngineMetrics:
         self.step_tokens.add(total)
 
     def produced(self, outputs: Iterable[RequestOutput], started: float, now: float) -> None:
-        """A step that ``started`` then has produced these outputs."""
+        """Count the outputs of a step, and the time since it ``started``."""
         self.step_time.add(now - started)
         inter_token = self.inter_token
         num_tokens = 0
@@ -150,7 +150,7 @@ class EngineMetrics:
         self.num_generation_tokens += num_tokens
 
     def finished(self, request_id: str, reason: str, num_output_tokens: int = 0) -> None:
-        """A request is over; one that is not known (any more) is ignored."""
+        """Count a request that has ended; an unknown id is ignored."""
         times = self._times.pop(request_id, None)
         if times is None:
             return

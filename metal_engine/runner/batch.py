@@ -146,7 +146,7 @@ class RequestTable:
         self._num_tokens[indices] += 1
 
     def forget_samples(self) -> None:
-        """The step that was packed last will not run: no later one may ask for its samples."""
+        """Forget where the last step's samples are: it will not run, so no later step may ask for them."""
         self._last_sample.fill(-1)
 
     def output_positions(self, batch: PackedBatch) -> np.ndarray:

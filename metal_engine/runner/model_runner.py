@@ -80,7 +80,7 @@ class ModelRunner:
         return step
 
     def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, mx.array]:
-        """A step's forward as a graph: its logits, [R + T, vocab_size], and what is to be done with them."""
+        """Build a step's forward as a graph. Returns its sampling, and its logits, [R + T, vocab_size]."""
         batch = self._table.pack(plan)
         batch.validate(self._num_blocks)
         sampling = StepSampling(self._table, plan, batch)
@@ -92,7 +92,7 @@ class ModelRunner:
         return sampling, logits
 
     def _gather_saves(self) -> StepSaves | None:
-        """What the step that has just been built leaves behind for a store."""
+        """Returns the blocks that the step just built saves to a store; None without KV transfer."""
         if self._kv_connector is None:
             return None
         for index, state in enumerate(self._pool.states):
@@ -214,7 +214,7 @@ class PendingStep:
         synchronize()
 
     def result(self) -> ModelOutput:
-        """Wait for the step, dispatch the next one, and return what came of it.
+        """Wait for the step, dispatch the next one, and return the output of this one.
 
         Raises:
             KVCacheLostError: it failed, and the KV cache with it.

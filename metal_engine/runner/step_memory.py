@@ -37,7 +37,7 @@ def measure_step_bytes(
         ConfigError: there is not enough memory for it.
     """
     longest = min(max_positions or num_tokens, num_tokens)
-    # Tokens beyond one for each request that are left when the turn comes to each of them.
+    # Every request has one token. The others are dealt out in turn: how many are left when each one's turn comes.
     left = num_tokens - num_seqs - np.arange(num_seqs) * (longest - 1)
     seq_lens = (1 + np.clip(left, 0, longest - 1)).astype(np.int32)
     num_blocks = -(-seq_lens // block_size)

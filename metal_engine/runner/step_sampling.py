@@ -118,14 +118,14 @@ class StepSampling:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated before :meth:`result`; empty if the step has no result but KV."""
+        """Arrays to evaluate before :meth:`result`; none if all that the step computes is KV."""
         arrays = [] if self.tokens is None else [self.tokens]
         for logprobs in (self._logprobs, self._prompt_logprobs):
             arrays += [] if logprobs is None else logprobs.arrays
         return arrays
 
     def result(self) -> ModelOutput:
-        """What came of it, once :attr:`arrays` are evaluated."""
+        """Returns the step's output. To be called when :attr:`arrays` are evaluated."""
         output = ModelOutput([] if self.tokens is None else np.array(self.tokens).tolist())
         output.errors = self._errors
         if self._logprobs is not None:
