@@ -56,6 +56,7 @@ class GeneratedOutput:
 
 
 def _of_first_output(name: str) -> property:
+    """A property of a :class:`GenerationResult`: the attribute ``name`` of its first output."""
     return property(lambda result: getattr(result.outputs[0], name))
 
 
