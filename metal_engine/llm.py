@@ -8,7 +8,6 @@ import queue
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from metal_engine.answers.tool_plan import Tool, ToolPlan
 from metal_engine.build import build_engine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs
+from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs, merge_outputs
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.args import EngineArgs
@@ -56,6 +55,11 @@ class GeneratedOutput:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
+def _of_first_output(name: str) -> property:
+    """A property of a :class:`GenerationResult`: the attribute ``name`` of its first output."""
+    return property(lambda result: getattr(result.outputs[0], name))
+
+
 @dataclass(frozen=True)
 class GenerationResult:
     """A prompt and its outputs; ``text`` and the like are the first one's.
@@ -67,37 +71,14 @@ class GenerationResult:
     outputs: list[GeneratedOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
-    @property
-    def text(self) -> str:
-        return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.outputs[0].token_ids
-
-    @property
-    def finish_reason(self) -> str:
-        return self.outputs[0].finish_reason
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        return self.outputs[0].stop_reason
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs] | None:
-        return self.outputs[0].logprobs
-
-    @property
-    def content(self) -> str | None:
-        return self.outputs[0].content
-
-    @property
-    def reasoning(self) -> str | None:
-        return self.outputs[0].reasoning
-
-    @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
-        return self.outputs[0].tool_calls
+    text = _of_first_output("text")
+    token_ids = _of_first_output("token_ids")
+    finish_reason = _of_first_output("finish_reason")
+    stop_reason = _of_first_output("stop_reason")
+    logprobs = _of_first_output("logprobs")
+    content = _of_first_output("content")
+    reasoning = _of_first_output("reasoning")
+    tool_calls = _of_first_output("tool_calls")
 
 
 class LLM:
@@ -117,16 +98,7 @@ class LLM:
     def __init__(
         self, model: str, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto", **engine_args: Any
     ) -> None:
-        self._start(EngineArgs(model=model, **engine_args), tool_call_parser, reasoning_parser)
-
-    @classmethod
-    def from_args(cls, args: EngineArgs) -> LLM:
-        """An LLM for arguments that are together already."""
-        llm = cls.__new__(cls)
-        llm._start(args)
-        return llm
-
-    def _start(self, args: EngineArgs, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+        args = EngineArgs(model=model, **engine_args)
         self._tool_call_parser = tool_call_parser
         self._reasoning_parser = reasoning_parser
         self._answer_formats: dict[str, AnswerFormat] = {}  # by the parser of tool calls
@@ -185,7 +157,7 @@ class LLM:
     ) -> list[GenerationResult]:
         """Generate the assistant's answer to one conversation, or to each of several.
 
-        Answers are told apart into content, reasoning and tool calls. If the marks between these are special tokens,
+        Each answer is split into content, reasoning and tool calls. If the marks between these are special tokens,
         ``text`` has its special tokens.
 
         Args:
@@ -327,16 +299,13 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
 def _is_batch(prompts: Prompt | Sequence[Prompt]) -> bool:
-    if isinstance(prompts, str):
-        return False
-    return not (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+    is_prompt = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+    return not is_prompt
 
 
 def _result(prompt: list[int], sequences: list[list[RequestOutput]]) -> GenerationResult:
@@ -348,21 +317,13 @@ def _result(prompt: list[int], sequences: list[list[RequestOutput]]) -> Generati
 
 
 def _generated(index: int, outputs: list[RequestOutput]) -> GeneratedOutput:
-    logprobs = None
-    if outputs[0].logprobs is not None:
-        logprobs = [token for output in outputs for token in output.logprobs or ()]
-    return GeneratedOutput(
-        index=index,
-        text="".join(output.text for output in outputs),
-        token_ids=[token_id for output in outputs for token_id in output.token_ids],
-        finish_reason=outputs[-1].finish_reason or "",
-        stop_reason=outputs[-1].stop_reason,
-        logprobs=logprobs,
-    )
+    output = merge_outputs(outputs)
+    reason = output.finish_reason or ""
+    return GeneratedOutput(index, output.text, output.token_ids, reason, output.stop_reason, output.logprobs)
 
 
 def _read(result: GenerationResult, answers: ChatAnswers) -> GenerationResult:
-    """The result with its outputs' texts told apart."""
+    """Returns the result with each output's text split into content, reasoning and tool calls."""
     outputs = []
     for output in result.outputs:
         answer = assemble(answers.reader(incremental=False).add(output.text, (), output.finish_reason))

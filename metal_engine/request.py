@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 
@@ -56,10 +57,6 @@ class RequestStatus(enum.Enum):
     FINISHED_ERROR = enum.auto()
 
     @property
-    def is_finished(self) -> bool:
-        return self in _FINISH_REASONS
-
-    @property
     def finish_reason(self) -> str | None:
         """OpenAI's ``finish_reason``, with ``abort`` and ``error`` beside it; None while unfinished."""
         return _FINISH_REASONS.get(self)
@@ -78,19 +75,20 @@ def _union(eos_token_ids: frozenset[int], stop_token_ids: tuple[int, ...]) -> fr
     return eos_token_ids | frozenset(stop_token_ids)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Request:
     """One sequence under generation: the scheduler's view of it.
 
     There is no prefill phase and no decode phase: the scheduler hands out some of the difference between
-    ``num_tokens`` (with placeholders) and ``num_computed_tokens``.
+    ``num_tokens + num_output_placeholders`` and ``num_computed_tokens``.
 
     Attributes:
         token_ids: prompt, then output, token ids.
         num_computed_tokens: leading tokens whose KV is in the cache, or will be when the steps under way end.
         num_output_placeholders: tokens that steps under way will sample and that are not in ``token_ids`` yet.
         arrival: position in order of arrival; lower is earlier.
-        needs_prompt_rows: every prompt token must be computed, so the prefix cache cannot help; unless told
-            otherwise, where the prompt's log probabilities are asked for.
+        needs_prompt_rows: every prompt token must be computed, so the prefix cache cannot help: the prompt's log
+            probabilities are asked for.
         rules: what ``sampling_params`` mean in the model's tokens.
         seed: of this output's draws.
         block_hashes: of the full blocks of ``token_ids``, as far as they have been computed.
@@ -102,68 +100,37 @@ class Request:
         num_preemptions: how often the request lost its blocks.
     """
 
-    __slots__ = (
-        "arrival",
-        "block_hashes",
-        "eos_token_ids",
-        "last_step",
-        "max_tokens",
-        "needs_prompt_rows",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_external_tokens",
-        "num_output_placeholders",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_registered_blocks",
-        "options",
-        "request_id",
-        "rules",
-        "sampling_params",
-        "seed",
-        "sort_key",
-        "status",
-        "stop_token_id_set",
-        "token_ids",
-    )
+    request_id: str
+    prompt_token_ids: InitVar[list[int]]
+    sampling_params: SamplingParams
+    _: KW_ONLY
+    max_tokens: int
+    rules: TokenRules = NO_RULES
+    seed: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    options: RequestOptions = RequestOptions()
+    needs_prompt_rows: bool = False
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    stop_token_id_set: frozenset[int] = field(init=False)
+    status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    num_output_placeholders: int = field(default=0, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    arrival: int = field(default=-1, init=False)
+    block_hashes: list[bytes] = field(default_factory=list, init=False)
+    num_cached_tokens: int = field(default=-1, init=False)
+    num_external_tokens: int = field(default=0, init=False)
+    num_registered_blocks: int = field(default=0, init=False)
+    sort_key: tuple[int, int] = field(default=(0, -1), init=False)
+    last_step: int = field(default=-1, init=False)
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling_params: SamplingParams,
-        *,
-        max_tokens: int,
-        rules: TokenRules = NO_RULES,
-        seed: int = 0,
-        eos_token_ids: frozenset[int] = frozenset(),
-        options: RequestOptions | None = None,
-        needs_prompt_rows: bool | None = None,
-    ) -> None:
-        self.request_id = request_id
+    def __post_init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.sampling_params = sampling_params
-        self.max_tokens = max_tokens
-        self.rules = rules
-        self.seed = seed
-        self.eos_token_ids = frozenset() if sampling_params.ignore_eos else eos_token_ids
-        self.stop_token_id_set = _union(self.eos_token_ids, sampling_params.stop_token_ids)
-        self.status = RequestStatus.WAITING
-        self.num_computed_tokens = 0
-        self.num_output_placeholders = 0
-        self.num_preemptions = 0
-        self.arrival = -1
-        self.options = options or RequestOptions()
-        if needs_prompt_rows is None:
-            needs_prompt_rows = sampling_params.prompt_logprobs is not None
-        self.needs_prompt_rows = needs_prompt_rows
-        self.block_hashes: list[bytes] = []
-        self.num_cached_tokens = -1
-        self.num_external_tokens = 0
-        self.num_registered_blocks = 0
-        self.sort_key = (0, -1)
-        self.last_step = -1
+        if self.sampling_params.ignore_eos:
+            self.eos_token_ids = frozenset()
+        self.stop_token_id_set = _union(self.eos_token_ids, self.sampling_params.stop_token_ids)
 
     def __repr__(self) -> str:
         return (
@@ -176,16 +143,8 @@ class Request:
         return len(self.token_ids)
 
     @property
-    def num_tokens_with_placeholders(self) -> int:
-        return len(self.token_ids) + self.num_output_placeholders
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status.is_finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +184,8 @@ class RequestOutput:
         stop_reason: the stop string or stop token id that ended generation, if one did.
         error: message, when ``finish_reason`` is ``error``.
         logprobs: of each of ``token_ids``; None unless asked for.
-        text_logprobs: of the tokens of ``token_ends``, but for those of whose text nothing is shown because a stop
-            string has cut it off; None unless asked for.
+        text_logprobs: of the tokens of ``token_ends``, except those whose whole text a stop string has cut off; None
+            unless asked for.
         prompt_logprobs: on the first output, of each prompt token, None for the first of them; None unless asked for.
     """
 
@@ -248,3 +207,23 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+def merge_outputs(outputs: list[RequestOutput]) -> RequestOutput:
+    """Returns consecutive outputs of one request, at least one, as one. An error's comes alone: it has no counts."""
+    first, last = outputs[0], outputs[-1]
+    if last is first or last.error is not None:
+        return last
+
+    def joined(name: str) -> list[Any]:
+        return [item for output in outputs for item in getattr(output, name) or ()]
+
+    return replace(
+        last,
+        text="".join(output.text for output in outputs),
+        token_ids=joined("token_ids"),
+        token_ends=joined("token_ends"),
+        logprobs=None if first.logprobs is None else joined("logprobs"),
+        text_logprobs=None if first.text_logprobs is None else joined("text_logprobs"),
+        prompt_logprobs=first.prompt_logprobs,
+    )

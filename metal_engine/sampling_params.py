@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -32,7 +33,6 @@ class Matcher(Protocol):
 
     def consume(self, token_id: int) -> None:
         """Go on past a token that the output has been given. Raises ValueError if the grammar forbids it."""
-        ...
 
     def fill_mask(self, mask: np.ndarray) -> None:
         """Write which tokens may come next: bit ``i % 32`` of word ``i // 32`` of ``mask``, [W] int32.
@@ -40,7 +40,6 @@ class Matcher(Protocol):
         Raises:
             ValueError: the grammar got too complex to go on.
         """
-        ...
 
 
 class Grammar(Protocol):
@@ -48,7 +47,6 @@ class Grammar(Protocol):
 
     def matcher(self) -> Matcher:
         """One at the beginning of an output."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,19 +109,15 @@ class StructuredOutputsParams:
             message = f"must have exactly one of {', '.join(kinds)}; got {' and '.join(given) or 'none'}"
             raise ParameterError("structured_outputs", message)
         for name in ("regex", "grammar", "whitespace_pattern"):
-            if not isinstance(value := getattr(self, name), str | None):
-                raise ParameterError(f"structured_outputs.{name}", f"must be a string, got {short(value)}")
+            _check_type(f"structured_outputs.{name}", getattr(self, name), str | None, "a string")
         for name in ("json_object", "disable_any_whitespace"):
-            if not isinstance(value := getattr(self, name), bool | None):
-                raise ParameterError(f"structured_outputs.{name}", f"must be true or false, got {short(value)}")
-        if not isinstance(self.json, str | Mapping | bool | None):
-            message = f"must be a JSON schema (an object), got {short(self.json)}"
-            raise ParameterError("structured_outputs.json", message)
-        if len(self.choice or ()) > MAX_CHOICES:
-            raise ParameterError("structured_outputs.choice", f"may have {MAX_CHOICES} entries")
+            _check_type(f"structured_outputs.{name}", getattr(self, name), bool | None, "true or false")
+        schema_types = str | Mapping | bool | None
+        _check_type("structured_outputs.json", self.json, schema_types, "a JSON schema (an object)")
+        _check_size("structured_outputs.choice", len(self.choice or ()), MAX_CHOICES, "entries")
         size = sum(len(text) for text in (self.regex, self.grammar, self.whitespace_pattern) if text)
-        if size + len(self.schema_text or "") + sum(map(len, self.choice or ())) > MAX_GRAMMAR_CHARACTERS:
-            raise ParameterError("structured_outputs", f"may have {MAX_GRAMMAR_CHARACTERS} characters")
+        size += len(self.schema_text or "") + sum(map(len, self.choice or ()))
+        _check_size("structured_outputs", size, MAX_GRAMMAR_CHARACTERS, "characters")
 
     @property
     def schema_text(self) -> str | None:
@@ -199,63 +193,31 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop_token_ids, allowed_token_ids = self.stop_token_ids, self.allowed_token_ids
         self._set(
             stop=_strings("stop", stop),
-            stop_token_ids=_stop_token_ids(self.stop_token_ids),
+            stop_token_ids=_token_ids("stop_token_ids", () if stop_token_ids is None else stop_token_ids),
             bad_words=_strings("bad_words", self.bad_words),
-            allowed_token_ids=_allowed_token_ids(self.allowed_token_ids),
+            allowed_token_ids=None if allowed_token_ids is None else _token_ids("allowed_token_ids", allowed_token_ids),
             logit_bias=_biases(self.logit_bias),
         )
-        for name in ("n", "min_tokens", "top_k"):
-            self._set(**{name: _integer(name, getattr(self, name))})
-        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
-            if getattr(self, name) is not None:
-                self._set(**{name: _integer(name, getattr(self, name))})
-        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
-            self._set(**{name: _number(name, getattr(self, name))})
+        self._check_sizes()
+        for name, (convert, is_allowed, allowed) in _NUMBERS.items():
+            value = convert(name, getattr(self, name))
+            if value is not None and not is_allowed(value):
+                raise ParameterError(name, f"must {allowed}, got {value}")
+            self._set(**{name: value})
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ParameterError(name, f"must be true or false, got {short(getattr(self, name))}")
+            _check_type(name, getattr(self, name), bool, "true or false")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise ParameterError("structured_outputs", "must be StructuredOutputsParams")
-        self._check_ranges()
-        self._check_sizes()
+        self._check_structured_outputs()
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
-
-    def _check_ranges(self) -> None:
-        if not 1 <= self.n <= MAX_N:
-            raise ParameterError("n", f"must be in [1, {MAX_N}], got {self.n}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ParameterError("max_tokens", f"must be at least 1, got {self.max_tokens}")
-        if self.min_tokens < 0:
-            raise ParameterError("min_tokens", f"must be at least 0, got {self.min_tokens}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ParameterError("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ParameterError("temperature", f"must be a number of at least 0, got {self.temperature}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ParameterError("top_p", f"must be in (0, 1], got {self.top_p}")
-        if self.top_k < -1:
-            raise ParameterError("top_k", f"must be -1 or 0 (off) or at least 1, got {self.top_k}")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ParameterError("min_p", f"must be in [0, 1], got {self.min_p}")
-        if not 1e-3 <= self.repetition_penalty <= 1e3:
-            raise ParameterError("repetition_penalty", f"must be in [0.001, 1000], got {self.repetition_penalty}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2.0 <= getattr(self, name) <= 2.0:
-                raise ParameterError(name, f"must be in [-2, 2], got {getattr(self, name)}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if not 0 <= (getattr(self, name) or 0) <= MAX_LOGPROBS:
-                raise ParameterError(name, f"must be in [0, {MAX_LOGPROBS}], got {getattr(self, name)}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ParameterError("seed", f"must fit in 64 bits, got {self.seed}")
-        truncate = self.truncate_prompt_tokens
-        if truncate is not None and truncate != -1 and truncate < 1:
-            raise ParameterError("truncate_prompt_tokens", f"must be -1 or at least 1, got {truncate}")
-        self._check_structured_outputs()
 
     def _check_structured_outputs(self) -> None:
         for name in ("allowed_token_ids", "bad_words", "ignore_eos"):
@@ -264,15 +226,18 @@ class SamplingParams:
                 raise ParameterError(name, message)
 
     def _check_sizes(self) -> None:
-        for name in ("stop", "bad_words"):
-            if any(not text.strip() if name == "bad_words" else not text for text in getattr(self, name)):
-                raise ParameterError(name, "cannot contain an empty string")
+        if not all(self.stop):
+            raise ParameterError("stop", "cannot contain an empty string")
+        if not all(map(str.strip, self.bad_words)):
+            raise ParameterError("bad_words", "cannot contain an empty string")
         if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
             raise ParameterError("stop", f"strings may have {MAX_STOP_CHARACTERS} characters together")
-        if len(self.bad_words) > MAX_BAD_WORDS:
-            raise ParameterError("bad_words", f"may have {MAX_BAD_WORDS} entries")
-        if sum(map(len, self.bad_words)) > MAX_BAD_WORD_CHARACTERS:
-            raise ParameterError("bad_words", f"may have {MAX_BAD_WORD_CHARACTERS} characters together")
+        _check_size("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "entries")
+        _check_size("bad_words", len(self.bad_words), MAX_BAD_WORDS, "entries")
+        _check_size("bad_words", sum(map(len, self.bad_words)), MAX_BAD_WORD_CHARACTERS, "characters together")
+        ids = self.allowed_token_ids
+        if ids is not None and not 1 <= len(ids) <= MAX_ALLOWED_TOKEN_IDS:
+            raise ParameterError("allowed_token_ids", f"must have 1 to {MAX_ALLOWED_TOKEN_IDS} entries")
 
     @property
     def is_greedy(self) -> bool:
@@ -285,14 +250,9 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether logits are changed before the temperature: what plain requests do not pay for."""
-        return (
-            self.has_penalties
-            or bool(self.logit_bias)
-            or bool(self.bad_words)
-            or self.allowed_token_ids is not None
-            or self.min_tokens > 0
-            or self.structured_outputs is not None
-        )
+        if self.allowed_token_ids is not None or self.min_tokens > 0:
+            return True
+        return bool(self.logit_bias) or self.needs_token_on_host
 
     @property
     def needs_token_on_host(self) -> bool:
@@ -313,7 +273,6 @@ class SamplingParams:
         return (self.seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 PARAMETER_NAMES = tuple(f.name for f in fields(SamplingParams))
 
 
@@ -327,10 +286,43 @@ def _integer(name: str, value: Any, part: str = "") -> int:
     raise ParameterError(name, f"{part}must be an integer, got {short(value)}")
 
 
+def _integer_or_none(name: str, value: Any) -> int | None:
+    return None if value is None else _integer(name, value)
+
+
 def _number(name: str, value: Any, part: str = "") -> float:
     if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
         return float(value)
     raise ParameterError(name, f"{part}must be a number, got {short(value)}")
+
+
+# By parameter: what makes a number of what is given, which numbers it may be, and these in words. NaN is in no range.
+_NUMBERS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Any], bool], str]] = {
+    "n": (_integer, lambda n: 1 <= n <= MAX_N, f"be in [1, {MAX_N}]"),
+    "max_tokens": (_integer_or_none, lambda n: n >= 1, "be at least 1"),
+    "min_tokens": (_integer, lambda n: n >= 0, "be at least 0"),
+    "temperature": (_number, lambda t: 0.0 <= t < math.inf, "be a number of at least 0"),
+    "top_p": (_number, lambda p: 0.0 < p <= 1.0, "be in (0, 1]"),
+    "top_k": (_integer, lambda k: k >= -1, "be -1 or 0 (off) or at least 1"),
+    "min_p": (_number, lambda p: 0.0 <= p <= 1.0, "be in [0, 1]"),
+    "repetition_penalty": (_number, lambda p: 1e-3 <= p <= 1e3, "be in [0.001, 1000]"),
+    "presence_penalty": (_number, lambda p: -2.0 <= p <= 2.0, "be in [-2, 2]"),
+    "frequency_penalty": (_number, lambda p: -2.0 <= p <= 2.0, "be in [-2, 2]"),
+    "logprobs": (_integer_or_none, lambda n: 0 <= n <= MAX_LOGPROBS, f"be in [0, {MAX_LOGPROBS}]"),
+    "prompt_logprobs": (_integer_or_none, lambda n: 0 <= n <= MAX_LOGPROBS, f"be in [0, {MAX_LOGPROBS}]"),
+    "seed": (_integer_or_none, lambda seed: -(2**63) <= seed < 2**63, "fit in 64 bits"),
+    "truncate_prompt_tokens": (_integer_or_none, lambda n: n == -1 or n >= 1, "be -1 or at least 1"),
+}
+
+
+def _check_type(name: str, value: Any, types: Any, kind: str) -> None:
+    if not isinstance(value, types):
+        raise ParameterError(name, f"must be {kind}, got {short(value)}")
+
+
+def _check_size(name: str, size: int, limit: int, unit: str) -> None:
+    if size > limit:
+        raise ParameterError(name, f"may have {limit} {unit}")
 
 
 def _items(name: str, values: Any, kind: str) -> list[Any]:
@@ -359,30 +351,12 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
     return tuple(_token_id(name, item, "entries ") for item in _items(name, values, "token ids"))
 
 
-def _stop_token_ids(values: Any) -> tuple[int, ...]:
-    ids = _token_ids("stop_token_ids", () if values is None else values)
-    if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise ParameterError("stop_token_ids", f"may have {MAX_STOP_TOKEN_IDS} entries")
-    return ids
-
-
-def _allowed_token_ids(values: Any) -> tuple[int, ...] | None:
-    if values is None:
-        return None
-    ids = _token_ids("allowed_token_ids", values)
-    if not 1 <= len(ids) <= MAX_ALLOWED_TOKEN_IDS:
-        raise ParameterError("allowed_token_ids", f"must have 1 to {MAX_ALLOWED_TOKEN_IDS} entries")
-    return ids
-
-
 def _biases(values: Any) -> Mapping[int, float] | None:
     """Biases by token id; the ids may be strings, as JSON has no other keys."""
     if values is None:
         return None
-    if not isinstance(values, Mapping):
-        raise ParameterError("logit_bias", f"must be an object of token ids and numbers, got {short(values)}")
-    if len(values) > MAX_LOGIT_BIASES:
-        raise ParameterError("logit_bias", f"may have {MAX_LOGIT_BIASES} entries")
+    _check_type("logit_bias", values, Mapping, "an object of token ids and numbers")
+    _check_size("logit_bias", len(values), MAX_LOGIT_BIASES, "entries")
     biases = {}
     for key, value in values.items():
         if isinstance(key, str) and key.isdecimal() and len(key) < 20:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import numpy as np
 
 from metal_engine.request import TokenLogprobs
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(slots=True)
@@ -69,10 +68,6 @@ class SchedulerOutput:
     dropped_req_ids: list[str] = field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
 
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
-
 
 @dataclass(slots=True)
 class PromptLogprobs:
@@ -112,7 +107,6 @@ class StepHandle(Protocol):
         Raises what the step raised; KVCacheLostError if no KV is left. Steps started after one that raised are
         void: they are not run, their handles must not be asked, and what they planned must be computed again.
         """
-        ...
 
 
 class Runner(Protocol):
@@ -124,26 +118,6 @@ class Runner(Protocol):
         Where a request's last token is still being sampled by the step before, it is taken from there. A plan
         that is refused (this raises) leaves the steps under way as they are.
         """
-        ...
 
     def close(self) -> None:
         """Let go of what belongs to the calling thread. This is the last call, in the thread that ran the steps."""
-        ...
-
-
-@dataclass(slots=True)
-class TokenOutput:
-    """What one step did for one request, as the scheduler tells it to the engine.
-
-    ``num_cached_tokens``, ``num_external_tokens``, ``finish_reason``, ``stop_reason``, ``error`` and ``logprobs``
-    are those of :class:`metal_engine.request.RequestOutput`.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    num_cached_tokens: int = 0
-    num_external_tokens: int = 0
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-    error: str | None = None
-    logprobs: list[TokenLogprobs] | None = None

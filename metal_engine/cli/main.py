@@ -80,7 +80,7 @@ def chat(values: dict[str, Any]) -> None:
         )
     except ParameterError as error:
         raise ConfigError(flag(error.name), error.message) from error
-    llm = LLM.from_args(args)
+    llm = LLM(**vars(args))
     try:
         chat_loop(llm, params, chat_args.system)
     finally:

@@ -9,8 +9,7 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
+from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, merge_outputs
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
@@ -32,21 +31,18 @@ class _Mailbox:
             self._waiter.set_result(None)
 
     async def take(self) -> RequestOutput:
-        """Everything that has come, as one output; waits for the first."""
+        """Wait for an output. Returns all that have come as one."""
         while not self._arrived:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        output, *more = self._arrived
-        self._arrived.clear()
-        for later in more:
-            output = _merged(output, later)
-        return output
+        arrived, self._arrived = self._arrived, []
+        return merge_outputs(arrived)
 
 
 class Reservation:
-    """Places of requests that have been let in but not submitted yet; counted as waiting. In the event loop.
+    """Places of requests that have been let in but not submitted yet. They count as waiting. For the event loop only.
 
-    What is left is given back when the reservation is dropped.
+    Places that nobody took are given back when the reservation is dropped.
     """
 
     def __init__(self, engine: AsyncEngine, prompt_lens: list[int]) -> None:
@@ -55,12 +51,12 @@ class Reservation:
         engine._reserve(len(self._left), sum(self._left))
 
     def take(self, num_prompt_tokens: int) -> None:
-        """One of them is submitted now."""
+        """Take the place of a request that is submitted now."""
         self._left.remove(num_prompt_tokens)
         self._engine._reserve(-1, -num_prompt_tokens)
 
     def release(self) -> None:
-        """Give back what is left."""
+        """Give back the places that nobody took."""
         self._engine._reserve(-len(self._left), -sum(self._left))
         self._left.clear()
 
@@ -89,7 +85,7 @@ class AsyncEngine:
         self._core = self._thread.start()
 
     def shutdown(self, timeout: float = 10.0) -> bool:
-        """Stop the thread after the step under way; whether it has ended within ``timeout`` seconds."""
+        """Stop the thread after the step under way. Returns whether it has ended within ``timeout`` seconds."""
         return self._thread.shutdown(timeout)
 
     def cut_requests(self, message: str) -> None:
@@ -99,7 +95,7 @@ class AsyncEngine:
             self.cut_request(request_id, message)
 
     def cut_request(self, request_id: str, message: str) -> None:
-        """End one request like that; one that is not there (any more) is ignored. In the event loop."""
+        """End one request with such an output; an unknown id is ignored. In the event loop."""
         if request_id in self._queues:
             self._queues[request_id].put(RequestOutput(request_id, finish_reason="abort", error=message))
             self._thread.abort(request_id)
@@ -128,16 +124,6 @@ class AsyncEngine:
         return self._started.metrics
 
     @property
-    def num_failed_steps(self) -> int:
-        """Steps that raised."""
-        return self._started.num_failed_steps
-
-    @property
-    def kv_transfer_stats(self) -> KVTransferStats | None:
-        """What KV transfer has done; None without it."""
-        return self._started.kv_transfer_stats
-
-    @property
     def error(self) -> BaseException | None:
         """What ended the engine's thread; None while it runs."""
         return self._thread.error
@@ -157,7 +143,7 @@ class AsyncEngine:
         return self._num_queued_tokens
 
     def reserve(self, prompt_lens: list[int]) -> Reservation:
-        """Places for requests with prompts of so many tokens, to be submitted by :meth:`generate`."""
+        """Reserve places for requests that :meth:`generate` will submit; ``prompt_lens`` are in tokens."""
         return Reservation(self, prompt_lens)
 
     def _reserve(self, num_requests: int, num_tokens: int) -> None:
@@ -176,11 +162,11 @@ class AsyncEngine:
         options: RequestOptions | None = None,
         reservation: Reservation | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """What comes of output ``index`` of a request, as it comes; the last item has a ``finish_reason``.
+        """Submit output ``index`` of a request; yields what is new of it. The last item has a ``finish_reason``.
 
         The request is submitted when the iteration begins, and takes its place from the ``reservation``.
 
-        A reader slower than the engine is given what has come meanwhile as one output.
+        A reader slower than the engine gets all that has come meanwhile as one output.
 
         Leaving the iteration early, by ``aclose`` or cancellation, aborts the request.
 
@@ -234,17 +220,3 @@ class AsyncEngine:
             queue = self._queues.get(output.request_id)
             if queue is not None:
                 queue.put(output)
-
-
-def _merged(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """Two outputs of one request as one."""
-    if later.error is None:  # else it has no counts of its own
-        later.token_ids = earlier.token_ids + later.token_ids
-        later.token_ends = earlier.token_ends + later.token_ends
-        later.text = earlier.text + later.text
-        later.prompt_logprobs = earlier.prompt_logprobs
-        if earlier.logprobs is not None:
-            later.logprobs = earlier.logprobs + (later.logprobs or [])
-        if earlier.text_logprobs is not None:
-            later.text_logprobs = earlier.text_logprobs + (later.text_logprobs or [])
-    return later

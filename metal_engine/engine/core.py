@@ -14,13 +14,12 @@ from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, ParameterError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
-from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus
-from metal_engine.sampling_params import SamplingParams, TokenRules
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
-from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, StepHandle, TokenOutput
+from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, StepHandle
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class EngineCore:
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size)
-        self.metrics = EngineMetrics()
+        self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats)
         self._seeds = random.Random(config.seed)
         self._serials = itertools.count()
         self._ids: dict[str, str] = {}  # the client's -> ours
@@ -70,7 +69,6 @@ class EngineCore:
         self._under_way: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
         self._num_ahead = int(config.scheduler.async_scheduling)
         self.num_steps = 0
-        self.num_failed_steps = 0
 
     # --- requests ---
 
@@ -89,13 +87,13 @@ class EngineCore:
     def prepare_all(self, prompts: list[list[int]], params: SamplingParams) -> list[PreparedRequest]:
         """:meth:`prepare` for prompts that share their parameters, which are resolved once."""
         rules = self._rules.rules_for(params)
-        return [self._prepared(prompt, params, rules) for prompt in prompts]
-
-    def _prepared(self, prompt: list[int], params: SamplingParams, rules: TokenRules) -> PreparedRequest:
-        prompt = self._truncated(prompt, params)
-        max_tokens = self._max_tokens(len(prompt), params)
-        self._check_token_ids(prompt)
-        return PreparedRequest(prompt, params, max_tokens, rules)
+        prepared = []
+        for prompt in prompts:
+            kept = self._truncated(prompt, params)
+            max_tokens = self._max_tokens(len(kept), params)
+            self._check_token_ids(kept)
+            prepared.append(PreparedRequest(kept, params, max_tokens, rules))
+        return prepared
 
     def _truncated(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
         """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says."""
@@ -166,7 +164,8 @@ class EngineCore:
             rules=prepared.rules,
             seed=seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
-            options=options,
+            options=options or RequestOptions(),
+            needs_prompt_rows=params.prompt_logprobs is not None,
         )
         self.scheduler.add_request(request)
         self._outputs.add_request(request)
@@ -174,7 +173,7 @@ class EngineCore:
         self.metrics.arrived(request.request_id, request.num_prompt_tokens, arrival_time)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request and free its blocks; one that is not there (any more) is ignored."""
+        """End a request and free its blocks; an unknown id is ignored."""
         if request_id in self._ids:
             self.metrics.finished(self._ids[request_id], "abort")
             self._forget(self._ids[request_id], RequestStatus.FINISHED_ABORTED)
@@ -185,7 +184,7 @@ class EngineCore:
         self._ids.pop(client_id(request_id), None)
 
     def close(self) -> None:
-        """Let the runner go, in the thread that stepped it; nothing may follow."""
+        """Close the runner, in the thread that ran the steps. The engine must not be used after that."""
         self._runner.close()
 
     @property
@@ -202,17 +201,13 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats
 
-    @property
-    def kv_transfer_stats(self) -> KVTransferStats | None:
-        """What KV transfer has done so far; None without it."""
-        connector = self.scheduler.connector
-        return None if connector is None else connector.stats
-
     # --- a step ---
 
     def step(self) -> list[RequestOutput]:
-        """Start one packed forward over whatever is to be done; finish the oldest under way, unless it was just
-        started and the next one is to be planned beside it. A step that raises fails its own requests only.
+        """Plan and start a step, then finish the oldest one under way and return its outputs.
+
+        With ``async_scheduling``, a step that was just started stays under way, so that the next one is planned while
+        it runs. A step that raises fails its own requests only.
 
         Raises:
             AssertionError: the scheduler's state is broken, and cannot be mended by failing every request.
@@ -262,22 +257,22 @@ class EngineCore:
         for request_id, prompt_logprobs in model_output.prompt_logprobs.items():
             self._outputs.add_prompt_logprobs(request_id, prompt_logprobs)
         try:
-            token_outputs = self.scheduler.update(plan, model_output)
+            outputs = self.scheduler.update(plan, model_output)
         except Exception as error:  # noqa: BLE001  (logged there)
             return self._fail_everything(error)
-        outputs = [self._process(output) for output in token_outputs]
+        outputs = [self._process(output) for output in outputs]
         self.metrics.produced(outputs, started, time.monotonic())
         return _under_clients_ids(outputs)
 
-    def _process(self, token_output: TokenOutput) -> RequestOutput:
-        """One request's new text; ends the request in the scheduler too where its text ends it."""
-        request_id = token_output.request_id
-        if token_output.error is not None:
-            return self._fail_request(request_id, token_output.error)
+    def _process(self, output: RequestOutput) -> RequestOutput:
+        """Fill in one request's new text. A stop string in it ends the request in the scheduler, too."""
+        request_id = output.request_id
+        if output.error is not None:
+            return self._fail_request(request_id, output.error)
         try:
-            output = self._outputs.process(token_output)
+            self._outputs.process(output)
         except Exception as error:
-            logger.exception("no text for %s from tokens %s", request_id, token_output.token_ids)
+            logger.exception("no text for %s from tokens %s", request_id, output.token_ids)
             return self._fail_request(request_id, f"its tokens cannot be decoded: {error}")
         if output.finished:  # the scheduler knows, unless it was a stop string
             self._forget(request_id, RequestStatus.FINISHED_STOPPED)
@@ -285,7 +280,7 @@ class EngineCore:
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
         logger.error("step %d failed: %s", plan.step_id, _composition(plan), exc_info=error)
-        self.num_failed_steps += 1
+        self.metrics.num_failed_steps += 1
         self.scheduler.prefix_cache.forget()  # some of the blocks may never have been written
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
         scheduled = [r for r in plan.num_scheduled_tokens if r in self.scheduler.requests]
@@ -297,7 +292,7 @@ class EngineCore:
     def _fail_everything(self, error: Exception) -> list[RequestOutput]:
         """The scheduler itself failed: without requests its state is simple enough to go on from."""
         logger.exception("scheduling failed: %s", self.stats)
-        self.num_failed_steps += 1
+        self.metrics.num_failed_steps += 1
         self._abandon_steps()
         message = f"scheduling failed: {type(error).__name__}: {error}"
         outputs = [self._fail_request(request_id, message) for request_id in list(self.scheduler.requests)]
@@ -306,7 +301,7 @@ class EngineCore:
         return _under_clients_ids(outputs)
 
     def _abandon_steps(self) -> None:
-        """Wait for the steps under way, whatever comes of them."""
+        """Wait for the steps under way and drop their results."""
         while self._under_way:
             _, handle, _ = self._under_way.popleft()
             try:

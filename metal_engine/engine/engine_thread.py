@@ -39,25 +39,24 @@ class _Abort:
     request_id: str
 
 
-class _Stop:
-    pass
-
-
 class EngineThread:
     """Builds an engine in a thread of its own and steps it while there are requests.
 
     Args:
         build: makes the engine; called in the thread.
         on_outputs: called in the thread, once per step, with that step's outputs. Must not block.
+
+    Attributes:
+        error: what ended the thread, if it ended on its own; None while it runs.
     """
 
     def __init__(self, build: Callable[[], EngineCore], on_outputs: OutputSink) -> None:
         self._build = build
         self._on_outputs = on_outputs
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()  # None: stop
         self._ready = threading.Event()
         self._engine: EngineCore | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         # Held to submit and to stop, so that no request slips into the inbox of a thread that has ended.
         self._lock = threading.Lock()
         self._stopped = False
@@ -68,27 +67,22 @@ class EngineThread:
         self._thread.start()
         self._ready.wait()
         if self._engine is None:
-            assert self._error is not None
+            assert self.error is not None
             self._thread.join()  # its streams are closed before the process may end
-            raise self._error
+            raise self.error
         return self._engine
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended the thread, if it ended on its own."""
-        return self._error
 
     def submit(
         self, request_id: str, prepared: PreparedRequest, index: int = 0, options: RequestOptions | None = None
     ) -> None:
-        """Queue output ``index`` of a request; what comes of it, be it an error, arrives at ``on_outputs``.
+        """Queue output ``index`` of a request. What is generated, or an error, arrives at ``on_outputs``.
 
         Raises:
             EngineDeadError: the thread has ended.
         """
         with self._lock:
             if self._stopped:
-                raise EngineDeadError(f"the engine has stopped: {self._error or 'it was shut down'}")
+                raise EngineDeadError(f"the engine has stopped: {self.error or 'it was shut down'}")
             self._inbox.put(_Add(request_id, prepared, index, options, time.monotonic()))
 
     def abort(self, request_id: str) -> None:
@@ -96,8 +90,8 @@ class EngineThread:
         self._inbox.put(_Abort(request_id))
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
-        """Stop after the step under way and join the thread; whether it has ended within ``timeout`` seconds."""
-        self._inbox.put(_Stop())
+        """Stop after the step under way. Returns whether the thread has ended within ``timeout`` seconds."""
+        self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -108,7 +102,7 @@ class EngineThread:
         try:
             self._engine = self._build()
         except BaseException as error:  # noqa: BLE001  (handed to the thread that waits in start())
-            self._error = error
+            self.error = error
             return
         finally:
             self._ready.set()
@@ -117,7 +111,7 @@ class EngineThread:
             self._loop(self._engine)
         except BaseException as error:
             logger.critical("the engine thread has died", exc_info=True)
-            self._error = error
+            self.error = error
             message = f"the engine has stopped: {error}"
         try:
             self._engine.close()  # before anyone is told: they may end the process
@@ -155,7 +149,7 @@ class EngineThread:
         end = time.monotonic() + _TAKE_IN_SECONDS
         while not engine.has_requests or (time.monotonic() < end and not self._inbox.empty()):
             message = self._inbox.get()
-            if isinstance(message, _Stop):
+            if message is None:
                 return None
             if isinstance(message, _Abort):
                 engine.abort_request(message.request_id)

@@ -6,7 +6,9 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.request import RequestOutput
 from metal_engine.step import SchedulerOutput
 
@@ -24,40 +26,31 @@ class Histogram:
 
     Attributes:
         bounds: the buckets' upper bounds, inclusive and increasing; the last bucket has none.
+        counts: values in each bucket (not cumulative), the unbounded one last.
+        sum: of all values.
     """
 
-    __slots__ = ("_counts", "_sum", "bounds")
+    __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
 
     def add(self, value: float) -> None:
-        self._counts[bisect_left(self.bounds, value)] += 1
-        self._sum += value
-
-    @property
-    def sum(self) -> float:
-        return self._sum
-
-    @property
-    def counts(self) -> list[int]:
-        """Values in each bucket (not cumulative), the unbounded one last."""
-        return list(self._counts)
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
 
+@dataclass(slots=True)
 class _Times:
     """When things happened to a request, in seconds of :func:`time.monotonic`; 0 for not yet."""
 
-    __slots__ = ("arrival", "first_token", "last_token", "num_prompt_tokens", "scheduled")
-
-    def __init__(self, arrival: float, num_prompt_tokens: int) -> None:
-        self.arrival = arrival
-        self.num_prompt_tokens = num_prompt_tokens
-        self.scheduled = 0.0
-        self.first_token = 0.0
-        self.last_token = 0.0
+    arrival: float
+    num_prompt_tokens: int
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
 
 
 class EngineMetrics:
@@ -82,9 +75,13 @@ class EngineMetrics:
         generation_tokens: output lengths of requests that finished.
         step_tokens: rows of each step.
         step_time: from planning a step to its tokens.
+        num_failed_steps: steps that raised.
+        kv_transfer: what KV transfer has done; None without it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kv_transfer: KVTransferStats | None = None) -> None:
+        self.kv_transfer = kv_transfer
+        self.num_failed_steps = 0
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_cache_queries = 0
@@ -105,11 +102,11 @@ class EngineMetrics:
         self._times: dict[str, _Times] = {}
 
     def arrived(self, request_id: str, num_prompt_tokens: int, arrival: float | None = None) -> None:
-        """A request was queued; it arrived then, or now."""
+        """Note a request that was queued, and when it arrived: now, unless ``arrival`` is given."""
         self._times[request_id] = _Times(time.monotonic() if arrival is None else arrival, num_prompt_tokens)
 
     def scheduled(self, plan: SchedulerOutput, now: float) -> None:
-        """A step is about to run."""
+        """Count a step that is about to run."""
         num_fresh = 0
         for new in plan.new_requests:
             num_fresh += plan.num_scheduled_tokens[new.request_id]
@@ -130,7 +127,7 @@ class EngineMetrics:
         self.step_tokens.add(total)
 
     def produced(self, outputs: Iterable[RequestOutput], started: float, now: float) -> None:
-        """A step that ``started`` then has produced these outputs."""
+        """Count the outputs of a step, and the time since it ``started``."""
         self.step_time.add(now - started)
         inter_token = self.inter_token
         num_tokens = 0
@@ -153,7 +150,7 @@ class EngineMetrics:
         self.num_generation_tokens += num_tokens
 
     def finished(self, request_id: str, reason: str, num_output_tokens: int = 0) -> None:
-        """A request is over; one that is not known (any more) is ignored."""
+        """Count a request that has ended; an unknown id is ignored."""
         times = self._times.pop(request_id, None)
         if times is None:
             return

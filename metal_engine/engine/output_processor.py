@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
 
 from metal_engine.engine.tokenizer import Detokenizer, Tokenizer
 from metal_engine.request import Request, RequestOutput, TokenLogprobs
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.step import PromptLogprobs, TokenOutput
+from metal_engine.step import PromptLogprobs
 
 
+@dataclass(eq=False, slots=True)
 class _Node:
     """A beginning of one or more stop strings.
 
@@ -22,13 +24,10 @@ class _Node:
         stop: the longest stop string that this beginning ends with, if there is one.
     """
 
-    __slots__ = ("depth", "longer", "shorter", "stop")
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.longer: dict[str, _Node] = {}
-        self.shorter: _Node | None = None
-        self.stop: str | None = None
+    depth: int
+    longer: dict[str, _Node] = field(default_factory=dict)
+    shorter: _Node | None = None
+    stop: str | None = None
 
     def after(self, ch: str) -> _Node:
         """The longest beginning that the text ends with, once ``ch`` follows."""
@@ -49,18 +48,15 @@ def _automaton(stops: tuple[str, ...]) -> _Node:
         for ch in stop:
             node = node.longer.setdefault(ch, _Node(node.depth + 1))
         node.stop = stop
-    level = list(root.longer.values())
-    for node in level:
+    nodes = list(root.longer.values())
+    for node in nodes:
         node.shorter = root
-    while level:
-        following = []
-        for node in level:
-            for ch, longer in node.longer.items():
-                assert node.shorter is not None
-                longer.shorter = node.shorter.after(ch)
-                longer.stop = longer.stop or longer.shorter.stop
-                following.append(longer)
-        level = following
+    for node in nodes:  # shorter beginnings first: the list grows by the longer ones
+        for ch, longer in node.longer.items():
+            assert node.shorter is not None
+            longer.shorter = node.shorter.after(ch)
+            longer.stop = longer.stop or longer.shorter.stop
+            nodes.append(longer)
     return root
 
 
@@ -107,6 +103,7 @@ class StopStrings:
         return held
 
 
+@dataclass(eq=False, slots=True)
 class _OutputState:
     """One request's text under construction.
 
@@ -118,31 +115,15 @@ class _OutputState:
         stop_strings: None if there are none: then all text is shown at once.
     """
 
-    __slots__ = (
-        "detokenizer",
-        "held",
-        "num_output_tokens",
-        "num_prompt_tokens",
-        "num_shown",
-        "params",
-        "prompt_logprobs",
-        "stop_strings",
-        "text_end",
-    )
-
-    def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
-        params: SamplingParams = request.sampling_params
-        self.params = params
-        self.detokenizer = detokenizer
-        self.text_end = 0
-        self.num_shown = 0
-        self.held: deque[tuple[int, int, TokenLogprobs | None]] = deque()
-        self.stop_strings: StopStrings | None = None
-        if params.stop:
-            self.stop_strings = StopStrings(params.stop, include=params.include_stop_str_in_output)
-        self.num_prompt_tokens = request.num_prompt_tokens
-        self.num_output_tokens = 0
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+    params: SamplingParams
+    detokenizer: Detokenizer
+    stop_strings: StopStrings | None
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    text_end: int = 0
+    num_shown: int = 0
+    held: deque[tuple[int, int, TokenLogprobs | None]] = field(default_factory=deque)
 
     def release(self, *, is_last: bool) -> tuple[list[int], list[TokenLogprobs]]:
         """Returns ``token_ends`` and ``text_logprobs`` of the tokens that are held no longer.
@@ -168,8 +149,15 @@ class OutputProcessor:
         self._states: dict[str, _OutputState] = {}
 
     def add_request(self, request: Request) -> None:
-        detokenizer = self._tokenizer.detokenizer(request.token_ids, request.sampling_params.skip_special_tokens)
-        self._states[request.request_id] = _OutputState(request, detokenizer)
+        params = request.sampling_params
+        include = params.include_stop_str_in_output
+        self._states[request.request_id] = _OutputState(
+            params=params,
+            detokenizer=self._tokenizer.detokenizer(request.token_ids, params.skip_special_tokens),
+            stop_strings=StopStrings(params.stop, include=include) if params.stop else None,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
 
     def remove_request(self, request_id: str) -> None:
         self._states.pop(request_id, None)
@@ -180,21 +168,20 @@ class OutputProcessor:
         if state is not None and state.prompt_logprobs is not None:
             state.prompt_logprobs += part.tokens[len(state.prompt_logprobs) - part.start :]
 
-    def process(self, output: TokenOutput) -> RequestOutput:
-        """Text for one request's new tokens. The request is forgotten when the output finishes it.
+    def process(self, output: RequestOutput) -> RequestOutput:
+        """Fill in the text of one request's new tokens, and the counts. Returns the same output.
 
-        A stop string found here finishes the output; the caller must then end the request itself.
+        The request is forgotten when the output finishes it. A stop string found here does; the caller must then end
+        the request itself.
         """
         state = self._states[output.request_id]
         params, stop_strings = state.params, state.stop_strings
-        finish_reason = output.finish_reason
-        stop_reason: str | int | None = output.stop_reason
         begin = text_end = state.text_end
         shown = ""
         token_ends: list[int] = []
         found: str | None = None
         # The token that stopped generation (EOS or a stop token) is no part of the text, unless that is asked for.
-        is_hidden = finish_reason == "stop" and not params.include_stop_str_in_output
+        is_hidden = output.finish_reason == "stop" and not params.include_stop_str_in_output
         visible = output.token_ids[:-1] if is_hidden else output.token_ids
         for i, token_id in enumerate(visible):
             text = state.detokenizer.add(token_id)
@@ -204,11 +191,11 @@ class OutputProcessor:
                 text, found = stop_strings.add(text)
             shown += text
             if found is not None:
-                finish_reason, stop_reason = "stop", found
+                output.finish_reason, output.stop_reason = "stop", found
                 break
         state.text_end = text_end
         state.num_output_tokens += len(output.token_ids)
-        is_last = finish_reason is not None
+        is_last = output.finished
         text_logprobs = [] if output.logprobs is None else output.logprobs[: len(token_ends)]
         if stop_strings is not None:
             if found is not None:  # tokens behind it have no text
@@ -222,20 +209,11 @@ class OutputProcessor:
                 token_ends, text_logprobs = state.release(is_last=is_last)
         if is_last:
             del self._states[output.request_id]
-        result = RequestOutput(
-            request_id=output.request_id,
-            text=shown,
-            token_ids=output.token_ids,
-            token_ends=token_ends,
-            num_prompt_tokens=state.num_prompt_tokens,
-            num_output_tokens=state.num_output_tokens,
-            num_cached_tokens=output.num_cached_tokens,
-            num_external_tokens=output.num_external_tokens,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            logprobs=output.logprobs,
-            text_logprobs=None if params.logprobs is None else text_logprobs,
-            prompt_logprobs=state.prompt_logprobs,
-        )
+        output.text = shown
+        output.token_ends = token_ends
+        output.num_prompt_tokens = state.num_prompt_tokens
+        output.num_output_tokens = state.num_output_tokens
+        output.text_logprobs = None if params.logprobs is None else text_logprobs
+        output.prompt_logprobs = state.prompt_logprobs
         state.prompt_logprobs = None
-        return result
+        return output

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import llguidance
@@ -37,13 +37,6 @@ _LIMITS = llguidance.LLParserLimits(
 )
 # Without a limit, small models write white space for ever.
 _WHITESPACE = r"[ \t\r\n]{1,20}"
-
-
-class StructuredOutputError(ParameterError):
-    """A schema, expression or grammar that cannot be compiled."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("structured_outputs", message)
 
 
 class CompiledGrammar:
@@ -87,7 +80,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._ll_tokenizer: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._compiled = lru_cache(_MAX_CACHED)(self._compile_source)
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
         """Compile what a request asks for, unless it has been compiled before.
@@ -95,43 +88,37 @@ class GrammarCompiler:
         Takes milliseconds; seconds at most, for the first grammar and for what is refused as too large.
 
         Raises:
-            StructuredOutputError: it is no grammar, or too large, or asks for what cannot be enforced.
+            ParameterError: it is no grammar, or too large, or asks for what cannot be enforced.
         """
         try:
             source = _source(params)
         except (ValueError, RecursionError) as error:
-            raise StructuredOutputError(f"cannot be read: {error}") from error
-        with self._lock:
-            compiled = self._compiled.get(source)
-            if compiled is not None:
-                self._compiled.move_to_end(source)
-                return compiled
-            tokenizer = self._tokenizer_for_masks()
-        matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
+            raise ParameterError("structured_outputs", f"cannot be read: {error}") from error
+        return self._compiled(source)
+
+    def _compile_source(self, source: str) -> CompiledGrammar:
+        matcher = llguidance.LLMatcher(self._tokenizer_for_masks(), source, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise StructuredOutputError(f"cannot be compiled: {_first_line(matcher.get_error())}")
+            raise ParameterError("structured_outputs", f"cannot be compiled: {_first_line(matcher.get_error())}")
         compiled = CompiledGrammar(matcher)
         mask = np.zeros(-(-self._vocab_size // 32), np.int32)
         try:
             compiled.matcher().fill_mask(mask)
         except ValueError as error:
-            raise StructuredOutputError(f"cannot be met: {error}") from error
+            raise ParameterError("structured_outputs", f"cannot be met: {error}") from error
         if not mask.any():
-            raise StructuredOutputError("cannot be met: nothing matches")
-        with self._lock:
-            self._compiled[source] = compiled
-            while len(self._compiled) > _MAX_CACHED:
-                self._compiled.popitem(last=False)
+            raise ParameterError("structured_outputs", "cannot be met: nothing matches")
         return compiled
 
     def _tokenizer_for_masks(self) -> llguidance.LLTokenizer:
-        if self._ll_tokenizer is None:
-            self._ll_tokenizer = llguidance.hf.from_tokenizer(
-                self._tokenizer.hf_tokenizer,
-                n_vocab=self._vocab_size,
-                eos_token=sorted(i for i in self._tokenizer.eos_token_ids if i < self._vocab_size),
-            )
-        return self._ll_tokenizer
+        with self._lock:  # made once, which takes long
+            if self._ll_tokenizer is None:
+                self._ll_tokenizer = llguidance.hf.from_tokenizer(
+                    self._tokenizer.hf_tokenizer,
+                    n_vocab=self._vocab_size,
+                    eos_token=sorted(i for i in self._tokenizer.eos_token_ids if i < self._vocab_size),
+                )
+            return self._ll_tokenizer
 
 
 def _source(params: StructuredOutputsParams) -> str:

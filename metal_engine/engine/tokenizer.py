@@ -50,28 +50,16 @@ class Tokenizer:
     """
 
     def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, eos_token_ids: Iterable[int] = ()) -> None:
-        self._hf = hf_tokenizer
+        self.hf_tokenizer = hf_tokenizer
         self._max_chars: int | None = None
         own = hf_tokenizer.eos_token_id
         self.eos_token_ids = frozenset(eos_token_ids) | ({own} if own is not None else set())
         self._token_bytes: dict[int, bytes] = {}
 
     @property
-    def hf_tokenizer(self) -> PreTrainedTokenizerFast:
-        """The tokenizer of ``transformers``."""
-        return self._hf
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._hf.chat_template)
-
-    @property
     def template_takes_tools(self) -> bool:
         """Whether the chat template does anything with tools."""
-        template = self._hf.chat_template
-        if isinstance(template, dict):
-            return "tool_use" in template or any("tools" in text for text in template.values())
-        return "tools" in (template or "")
+        return "tool_use" in self._templates or any("tools" in text for text in self._templates.values())
 
     def limited(self, max_tokens: int) -> Tokenizer:
         """The same tokenizer, but it refuses texts that cannot be ``max_tokens`` or fewer, before it spends half a
@@ -83,7 +71,7 @@ class Tokenizer:
     @cached_property
     def _longest_token(self) -> int:
         """In characters."""
-        return max(map(len, self._hf.get_vocab()))
+        return max(map(len, self.hf_tokenizer.get_vocab()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the ids the tokenizer puts around a raw prompt (BOS) unless told not to.
@@ -97,27 +85,27 @@ class Tokenizer:
             )
         try:
             # Not verbose: the tokenizer would warn of long texts, which are refused later, with a message of our own.
-            return self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+            return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         except TypeError as error:  # what the tokenizer makes of lone surrogates
             raise ValueError("the text is not valid Unicode") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return self._hf.decode(
+        return self.hf_tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
         """Ids that ``skip_special_tokens`` leaves out of the text."""
-        added = self._hf.backend_tokenizer.get_added_tokens_decoder()
+        added = self.hf_tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text, in UTF-8: maybe part of a character; nothing for an id that is no token."""
         found = self._token_bytes.get(token_id)
         if found is None:
-            token = self._hf.convert_ids_to_tokens(token_id)
-            is_added = token_id in self._hf.added_tokens_decoder
+            token = self.hf_tokenizer.convert_ids_to_tokens(token_id)
+            is_added = token_id in self.hf_tokenizer.added_tokens_decoder
             found = b"" if token is None else token.encode() if is_added else self._spelled_bytes(token)
             self._token_bytes[token_id] = found
         return found
@@ -131,17 +119,21 @@ class Tokenizer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        return b'"ByteLevel"' in self._hf.backend_tokenizer.decoder.__getstate__()
+        return b'"ByteLevel"' in self.hf_tokenizer.backend_tokenizer.decoder.__getstate__()
 
     def template_mentions(self, name: str) -> bool:
         """Whether the chat template has a variable of that name."""
-        template = self._hf.chat_template
-        texts = template.values() if isinstance(template, dict) else [template or ""]
-        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in self._templates.values())
+
+    @property
+    def _templates(self) -> dict[str, str]:
+        """The chat templates by name."""
+        template = self.hf_tokenizer.chat_template
+        return template if isinstance(template, dict) else {"default": template or ""}
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token; empty for an id that it does not have."""
-        return [self._hf.convert_ids_to_tokens(i) or "" for i in token_ids]
+        return [self.hf_tokenizer.convert_ids_to_tokens(i) or "" for i in token_ids]
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer.
@@ -149,18 +141,18 @@ class Tokenizer:
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
         """
-        if not self.has_chat_template:
+        if not self.hf_tokenizer.chat_template:
             raise ValueError("the model has no chat template; use /v1/completions with a plain prompt")
         template_kwargs.setdefault("add_generation_prompt", True)
         try:
-            text = self._hf.apply_chat_template(messages, tokenize=False, **template_kwargs)
+            text = self.hf_tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
         except Exception as error:
             raise ValueError(f"the chat template refused the messages: {error}") from error
         # The template writes its own BOS, so none is added here.
         return self.encode(text, add_special_tokens=False)
 
     def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-        return Detokenizer(self._hf.backend_tokenizer, prompt_token_ids, skip_special_tokens)
+        return Detokenizer(self.hf_tokenizer.backend_tokenizer, prompt_token_ids, skip_special_tokens)
 
 
 # Tokens of the prompt that the decoder sees first, so that the first new token is decoded in context (a
@@ -187,12 +179,13 @@ class Detokenizer:
 
     def _end_of_text(self, token_ids: Sequence[int]) -> int:
         """How many leading tokens make whole characters."""
-        for end in range(len(token_ids), max(len(token_ids) - _MAX_INCOMPLETE_TOKENS, 0), -1):
+        shortest = max(len(token_ids) - _MAX_INCOMPLETE_TOKENS, 0)
+        for end in range(len(token_ids), shortest, -1):
             context = list(token_ids[max(end - _CONTEXT_TOKENS, 0) : end])
             text = self._backend.decode(context, skip_special_tokens=self._skip_special_tokens)
             if not text.endswith("\ufffd"):
                 return end
-        return max(len(token_ids) - _MAX_INCOMPLETE_TOKENS, 0)
+        return shortest
 
     def add(self, token_id: int) -> str:
         """The text that ``token_id`` completes; empty while a character is incomplete."""

@@ -12,8 +12,8 @@ import numpy as np
 
 from metal_engine.kv_cache.rows import StepRows, step_rows
 from metal_engine.kv_cache.writes import GroupWrites, SlotWrites
-from metal_engine.runner.logits_edits import RowEdits
-from metal_engine.runner.sampler import SamplingRows
+from metal_engine.runner.logits_edits import RequestEdits
+from metal_engine.runner.sampler import SamplingTable
 from metal_engine.step import NewRequestData, SchedulerOutput
 
 
@@ -23,7 +23,7 @@ class PackedBatch:
 
     input_ids: np.ndarray  # [N]
     rows: StepRows
-    sampled_rows: np.ndarray  # [R] row of RequestTable of the request that samples there
+    sample_indices: np.ndarray  # [R] index in RequestTable of the request that samples there
     pending_rows: np.ndarray  # [P] packed rows whose tokens the step before samples; 0 in `input_ids`
     pending_samples: np.ndarray  # [P] where they are among that step's samples
 
@@ -40,11 +40,11 @@ class PackedBatch:
             raise ValueError("bad batch: input_ids differ in length from the rows")
         samples_of = self.rows.sample_requests
         if (
-            len(self.sampled_rows) != len(samples_of)
-            or (self.sampled_rows < 0).any()
-            or len(np.unique(self.sampled_rows)) != len(np.unique(samples_of))
+            len(self.sample_indices) != len(samples_of)
+            or (self.sample_indices < 0).any()
+            or len(np.unique(self.sample_indices)) != len(np.unique(samples_of))
         ):
-            raise ValueError("bad batch: sampled_rows are not distinct rows, one for each request that samples")
+            raise ValueError("bad batch: sample_indices are not distinct indices, one for each request that samples")
         # Flags instead of np.isin, which takes as long as everything else here together.
         samples = np.zeros(self.rows.num_tokens, bool)
         samples[self.rows.logits_indices] = True
@@ -64,98 +64,95 @@ def _all_flagged(flags: np.ndarray, indices: np.ndarray) -> bool:
 
 
 class RequestTable:
-    """What the runner holds of each request: tokens, block table, sampling parameters. One row a request.
+    """What the runner holds of each request: tokens, block table, sampling parameters, each request at an index.
 
     A step may be packed before the samples of the step before are known. Their places are remembered until
     :meth:`append_tokens` brings the tokens themselves.
 
     Args:
-        max_num_rows: requests held at once.
+        max_num_seqs: requests held at once.
         max_model_len: tokens a request may grow to.
         block_size: tokens per block.
         group_writes: how a step's rows are written to their slots.
     """
 
     def __init__(
-        self, max_num_rows: int, max_model_len: int, block_size: int, group_writes: GroupWrites = SlotWrites
+        self, max_num_seqs: int, max_model_len: int, block_size: int, group_writes: GroupWrites = SlotWrites
     ) -> None:
         self.block_size = block_size
         self._group_writes = group_writes
         # Untouched pages of a zeroed array cost no memory, so sizing for the longest request is free.
-        self._token_ids = np.zeros((max_num_rows, max_model_len + 1), np.int32)
-        self._block_table = np.zeros((max_num_rows, -(-max_model_len // block_size)), np.int32)
-        self._num_tokens = np.zeros(max_num_rows, np.int32)  # known, i.e. without pending ones
-        self._last_sample = np.full(max_num_rows, -1, np.int32)  # among the last step's; -1: did not sample
-        self._num_prompt_tokens = np.zeros(max_num_rows, np.int32)
-        self._num_computed = np.zeros(max_num_rows, np.int32)
-        self._num_blocks = np.zeros(max_num_rows, np.int32)
-        self.sampling = SamplingRows(max_num_rows)
-        self.edits: dict[int, RowEdits] = {}  # of the rows that have any
+        self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self._num_tokens = np.zeros(max_num_seqs, np.int32)  # known, i.e. without pending ones
+        self._last_sample = np.full(max_num_seqs, -1, np.int32)  # among the last step's; -1: did not sample
+        self._num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
+        self._num_computed = np.zeros(max_num_seqs, np.int32)
+        self._num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.sampling = SamplingTable(max_num_seqs)
+        self.edits: dict[int, RequestEdits] = {}  # by index, of the requests that have any
         self.num_prompt_logprobs_requests = 0
-        self._rows: dict[str, int] = {}
-        self._free_rows = list(range(max_num_rows - 1, -1, -1))
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        self._index_of: dict[str, int] = {}
+        self._free_indices = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, new: NewRequestData) -> None:
-        if new.request_id in self._rows:
+        if new.request_id in self._index_of:
             raise ValueError(f"bad plan: {new.request_id!r} is new, but held already")
-        if not self._free_rows:
+        if not self._free_indices:
             raise ValueError(f"bad plan: {new.request_id!r} is one request more than can be held")
-        row = self._free_rows.pop()
-        self._rows[new.request_id] = row
-        self._token_ids[row, : len(new.token_ids)] = new.token_ids
-        self._num_tokens[row] = len(new.token_ids)
-        self._last_sample[row] = -1
-        self._num_prompt_tokens[row] = new.num_prompt_tokens
-        self._num_computed[row] = new.num_computed_tokens
-        self._num_blocks[row] = 0
-        self._append_blocks(row, new.block_ids)
+        index = self._free_indices.pop()
+        self._index_of[new.request_id] = index
+        self._token_ids[index, : len(new.token_ids)] = new.token_ids
+        self._num_tokens[index] = len(new.token_ids)
+        self._last_sample[index] = -1
+        self._num_prompt_tokens[index] = new.num_prompt_tokens
+        self._num_computed[index] = new.num_computed_tokens
+        self._num_blocks[index] = 0
+        self._append_blocks(index, new.block_ids)
         params = new.sampling_params
-        self.sampling.set(row, params, new.seed)
+        self.sampling.set(index, params, new.seed)
         if params.edits_logits:
-            self.edits[row] = RowEdits(params, new.rules, self.token_ids(row), new.num_prompt_tokens)
+            self.edits[index] = RequestEdits(params, new.rules, self.token_ids(index), new.num_prompt_tokens)
         self.num_prompt_logprobs_requests += params.prompt_logprobs is not None
 
     def remove(self, request_id: str) -> None:
-        row = self._rows.pop(request_id, None)
-        if row is not None:
-            self._free_rows.append(row)
-            self.edits.pop(row, None)
-            self.num_prompt_logprobs_requests -= int(self.sampling.prompt_logprobs[row] >= 0)
+        index = self._index_of.pop(request_id, None)
+        if index is not None:
+            self._free_indices.append(index)
+            self.edits.pop(index, None)
+            self.num_prompt_logprobs_requests -= int(self.sampling.prompt_logprobs[index] >= 0)
 
-    def row(self, request_id: str) -> int:
-        """Where a request is held."""
-        return self._rows[request_id]
+    def index(self, request_id: str) -> int:
+        """Where a request is held, until it is removed."""
+        return self._index_of[request_id]
 
-    def token_ids(self, row: int) -> np.ndarray:
-        """Tokens of a row known so far, [T] int32: a view."""
-        return self._token_ids[row, : self._num_tokens[row]]
+    def token_ids(self, index: int) -> np.ndarray:
+        """The tokens of a request that are known so far, [T] int32: a view."""
+        return self._token_ids[index, : self._num_tokens[index]]
 
-    def num_prompt_tokens(self, row: int) -> int:
-        return int(self._num_prompt_tokens[row])
+    def num_prompt_tokens(self, index: int) -> int:
+        return int(self._num_prompt_tokens[index])
 
-    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
-        start = self._num_blocks[row]
-        self._block_table[row, start : start + len(block_ids)] = block_ids
-        self._num_blocks[row] = start + len(block_ids)
+    def _append_blocks(self, index: int, block_ids: list[int]) -> None:
+        start = self._num_blocks[index]
+        self._block_table[index, start : start + len(block_ids)] = block_ids
+        self._num_blocks[index] = start + len(block_ids)
 
     def append_tokens(self, request_ids: list[str], token_ids: np.ndarray) -> None:
         """Append one sampled token, [R], to each request that is still held."""
-        rows = np.fromiter((self._rows.get(r, -1) for r in request_ids), np.int32, len(request_ids))
-        rows, token_ids = rows[rows >= 0], token_ids[rows >= 0]
-        self._token_ids[rows, self._num_tokens[rows]] = token_ids
-        self._num_tokens[rows] += 1
+        indices = np.fromiter((self._index_of.get(r, -1) for r in request_ids), np.int32, len(request_ids))
+        indices, token_ids = indices[indices >= 0], token_ids[indices >= 0]
+        self._token_ids[indices, self._num_tokens[indices]] = token_ids
+        self._num_tokens[indices] += 1
 
     def forget_samples(self) -> None:
-        """The step that was packed last will not run: no later one may ask for its samples."""
+        """Forget where the last step's samples are: it will not run, so no later step may ask for them."""
         self._last_sample.fill(-1)
 
     def output_positions(self, batch: PackedBatch) -> np.ndarray:
         """Index of each sample of a batch among the tokens that its request generates, [R]."""
         rows = batch.rows
-        return rows.positions[rows.logits_indices] + 1 - self._num_prompt_tokens[batch.sampled_rows]
+        return rows.positions[rows.logits_indices] + 1 - self._num_prompt_tokens[batch.sample_indices]
 
     def pack(self, plan: SchedulerOutput) -> PackedBatch:
         """Bring the table up to date with ``plan`` and lay out its tokens, in the plan's order.
@@ -168,43 +165,43 @@ class RequestTable:
         for new in plan.new_requests:
             self.add(new)
         for request_id, block_ids in plan.new_block_ids.items():
-            self._append_blocks(self._rows[request_id], block_ids)
+            self._append_blocks(self._index_of[request_id], block_ids)
 
         packed = list(plan.num_scheduled_tokens)
         num_requests = len(packed)
-        table_rows = np.fromiter(map(self._rows.__getitem__, packed), np.int32, num_requests)
+        indices = np.fromiter(map(self._index_of.__getitem__, packed), np.int32, num_requests)
         query_lens = np.fromiter(plan.num_scheduled_tokens.values(), np.int32, num_requests)
         sampled = set(plan.sampled_req_ids)
         samples = np.fromiter(map(sampled.__contains__, packed), bool, num_requests)
         # Tokens come back in packing order and are told apart by nothing else.
         if packed != plan.sampled_req_ids and [r for r in packed if r in sampled] != plan.sampled_req_ids:
             raise ValueError("bad plan: sampled_req_ids are not scheduled requests in packing order")
-        num_computed = self._num_computed[table_rows]
+        num_computed = self._num_computed[indices]
         seq_lens = num_computed + query_lens
-        if (seq_lens > self._num_blocks[table_rows] * self.block_size).any():
+        if (seq_lens > self._num_blocks[indices] * self.block_size).any():
             raise ValueError("bad plan: a request has fewer blocks than tokens")
         max_blocks = -(-int(seq_lens.max(initial=0)) // self.block_size)
         rows = step_rows(
-            self._block_table[table_rows, :max_blocks],
+            self._block_table[indices, :max_blocks],
             num_computed,
             query_lens,
             self.block_size,
             num_samples=samples,
             group_writes=self._group_writes,
         )
-        pending_rows, pending_samples = self._pending(table_rows, rows)
-        self._num_computed[table_rows] = seq_lens
-        input_ids = self._token_ids[table_rows[rows.request_of_row], rows.positions]
-        input_ids[pending_rows] = 0  # not what a request before it left in the row
-        sampled_rows = table_rows[rows.sample_requests]
+        pending_rows, pending_samples = self._pending(indices, rows)
+        self._num_computed[indices] = seq_lens
+        input_ids = self._token_ids[indices[rows.request_of_row], rows.positions]
+        input_ids[pending_rows] = 0  # not what a request before it left at the index
+        sample_indices = indices[rows.sample_requests]
         self._last_sample.fill(-1)
-        self._last_sample[sampled_rows] = np.arange(len(sampled_rows), dtype=np.int32)
-        return PackedBatch(input_ids, rows, sampled_rows, pending_rows, pending_samples)
+        self._last_sample[sample_indices] = np.arange(len(sample_indices), dtype=np.int32)
+        return PackedBatch(input_ids, rows, sample_indices, pending_rows, pending_samples)
 
-    def _pending(self, table_rows: np.ndarray, rows: StepRows) -> tuple[np.ndarray, np.ndarray]:
+    def _pending(self, indices: np.ndarray, rows: StepRows) -> tuple[np.ndarray, np.ndarray]:
         """Packed rows [P] whose tokens are not known, and which samples of the step packed last they are."""
-        pending = np.flatnonzero(rows.seq_lens > self._num_tokens[table_rows])
-        samples = self._last_sample[table_rows[pending]]
+        pending = np.flatnonzero(rows.seq_lens > self._num_tokens[indices])
+        samples = self._last_sample[indices[pending]]
         # A sample continues what had been computed then, so it is the token of a query of one row.
         if (rows.query_lens[pending] > 1).any() or (samples < 0).any():
             raise ValueError("bad plan: it computes tokens that are neither known nor being sampled")

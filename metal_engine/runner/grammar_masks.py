@@ -10,12 +10,12 @@ import numpy as np
 from metal_engine.sampling_params import Grammar
 
 
-class GrammarRow:
+class GrammarState:
     """Where one request's output stands in its grammar.
 
     Args:
-        stop_token_ids: tokens that end generation, [S] int32; not allowed before ``min_tokens`` tokens while others
-            are.
+        stop_token_ids: tokens that end generation, [S] int32. Before ``min_tokens`` tokens they are allowed only where
+            no other token is.
     """
 
     def __init__(self, grammar: Grammar, stop_token_ids: np.ndarray, min_tokens: int) -> None:

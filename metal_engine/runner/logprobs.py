@@ -28,7 +28,7 @@ class LogprobArrays:
         return list(vars(self).values())
 
     def on_host(self, num_top: list[int]) -> list[TokenLogprobs]:
-        """One for each token, with so many alternatives each."""
+        """Returns one entry for each token, with ``num_top[i]`` alternatives for token i."""
         tokens, logprobs, ranks, top_ids, top_logprobs = (np.array(array).tolist() for array in self.arrays)
         return [
             TokenLogprobs(token, logprob, rank, tuple(zip(ids[:k], values[:k], strict=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -79,7 +80,7 @@ class ModelRunner:
         return step
 
     def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, mx.array]:
-        """A step's forward as a graph: its logits, [R + T, vocab_size], and what is to be done with them."""
+        """Build a step's forward as a graph. Returns its sampling, and its logits, [R + T, vocab_size]."""
         batch = self._table.pack(plan)
         batch.validate(self._num_blocks)
         sampling = StepSampling(self._table, plan, batch)
@@ -91,7 +92,7 @@ class ModelRunner:
         return sampling, logits
 
     def _gather_saves(self) -> StepSaves | None:
-        """What the step that has just been built leaves behind for a store."""
+        """Returns the blocks that the step just built saves to a store; None without KV transfer."""
         if self._kv_connector is None:
             return None
         for index, state in enumerate(self._pool.states):
@@ -121,7 +122,8 @@ class ModelRunner:
                 mx.async_eval(logits)  # the forward runs while the host computes masks
                 step.sampling.build(logits)
             # Without any, only intermediate chunks: what matters is the KV they leave behind.
-            step.root = [*(step.sampling.arrays or [self._pool.written()]), *step.saved_arrays]
+            step.root = list(step.sampling.arrays or [self._pool.written()])
+            step.root += step.saves.arrays.values() if step.saves is not None else ()
             if self._runs_ahead:
                 step.is_async = True
                 mx.async_eval(step.root)  # otherwise it is evaluated, and waited for, by result()
@@ -173,6 +175,7 @@ class ModelRunner:
         end_streams_of_thread()
 
 
+@dataclass(eq=False)
 class PendingStep:
     """A step under way (:class:`metal_engine.step.StepHandle`).
 
@@ -186,28 +189,15 @@ class PendingStep:
         is_async: whether some of it was evaluated asynchronously.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        sampled_req_ids: list[str],
-        sampling: StepSampling,
-        before: PoolSnapshot,
-        loads: StepLoads,
-        saves: StepSaves | None,
-    ) -> None:
-        self._runner = runner
-        self.sampled_req_ids = sampled_req_ids
-        self.sampling = sampling
-        self.before: PoolSnapshot | None = before
-        self.loads = loads
-        self.saves = saves
-        self.root: list[mx.array] | None = None
-        self.error: Exception | None = None
-        self.is_async = False
-
-    @property
-    def saved_arrays(self) -> list[mx.array]:
-        return list(self.saves.arrays.values()) if self.saves is not None else []
+    runner: ModelRunner
+    sampled_req_ids: list[str]
+    sampling: StepSampling
+    before: PoolSnapshot | None
+    loads: StepLoads
+    saves: StepSaves | None
+    root: list[mx.array] | None = None
+    error: Exception | None = None
+    is_async: bool = False
 
     def wait(self) -> None:
         """Wait until the device is done with the step and has let go of all it read; raises what it raised."""
@@ -224,9 +214,9 @@ class PendingStep:
         synchronize()
 
     def result(self) -> ModelOutput:
-        """Wait for the step, dispatch the next one, and return what came of it.
+        """Wait for the step, dispatch the next one, and return the output of this one.
 
         Raises:
             KVCacheLostError: it failed, and the KV cache with it.
         """
-        return self._runner.finish(self)
+        return self.runner.finish(self)

@@ -21,32 +21,32 @@ _MIN_TEMPERATURE = 1e-5
 _MAX_TEMPERATURE = 1e30  # as good as any larger one, and a float32
 
 
-class SamplingRows:
-    """Sampling parameters of the requests the runner holds, as arrays, one row a request.
+class SamplingTable:
+    """Sampling parameters of the requests the runner holds, as arrays over their indices.
 
     Args:
-        num_rows: rows to hold.
+        num_seqs: requests held at once.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self.temperature = np.zeros(num_rows, np.float32)
-        self.top_p = np.ones(num_rows, np.float32)
-        self.top_k = np.zeros(num_rows, np.int32)  # 0: off
-        self.min_p = np.zeros(num_rows, np.float32)
-        self.seed = np.zeros(num_rows, np.uint64)
-        self.logprobs = np.full(num_rows, -1, np.int32)  # -1: not asked for
-        self.prompt_logprobs = np.full(num_rows, -1, np.int32)
+    def __init__(self, num_seqs: int) -> None:
+        self.temperature = np.zeros(num_seqs, np.float32)
+        self.top_p = np.ones(num_seqs, np.float32)
+        self.top_k = np.zeros(num_seqs, np.int32)  # 0: off
+        self.min_p = np.zeros(num_seqs, np.float32)
+        self.seed = np.zeros(num_seqs, np.uint64)
+        self.logprobs = np.full(num_seqs, -1, np.int32)  # -1: not asked for
+        self.prompt_logprobs = np.full(num_seqs, -1, np.int32)
 
-    def set(self, row: int, params: SamplingParams, seed: int) -> None:
-        """Fill in a row; ``seed`` is that of the request's draws, of 64 bits, whatever ``params`` ask for."""
+    def set(self, index: int, params: SamplingParams, seed: int) -> None:
+        """Fill in one request's; ``seed`` is that of the request's draws, of 64 bits, whatever ``params`` ask for."""
         temperature = min(params.temperature, _MAX_TEMPERATURE)
-        self.temperature[row] = temperature if temperature >= _MIN_TEMPERATURE else 0.0
-        self.top_p[row] = params.top_p
-        self.top_k[row] = min(max(params.top_k, 0), _INT32_MAX)
-        self.min_p[row] = params.min_p
-        self.seed[row] = seed & _MASK64
-        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.temperature[index] = temperature if temperature >= _MIN_TEMPERATURE else 0.0
+        self.top_p[index] = params.top_p
+        self.top_k[index] = min(max(params.top_k, 0), _INT32_MAX)
+        self.min_p[index] = params.min_p
+        self.seed[index] = seed & _MASK64
+        self.logprobs[index] = -1 if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[index] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
 
 
 def position_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -174,29 +174,29 @@ def _bisect(values: mx.array, is_enough: Callable[[mx.array], mx.array]) -> mx.a
     return high.view(mx.float32)
 
 
-def sample(logits: mx.array, rows: SamplingRows, indices: np.ndarray, positions: np.ndarray) -> mx.array:
+def sample(logits: mx.array, table: SamplingTable, indices: np.ndarray, positions: np.ndarray) -> mx.array:
     """Draw one token for each row of logits.
 
     Args:
         logits: [R, vocab_size], any float dtype.
-        rows: parameters of all requests.
-        indices: [R] row of ``rows`` of each row of logits.
+        table: parameters of all requests.
+        indices: [R] index in ``table`` of the request that each row of logits belongs to.
         positions: [R] index of the token being drawn among those its request generates.
 
     Returns:
         Token ids, [R] int32. Random rows use the Gumbel-max method.
     """
     tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-    drawn = np.flatnonzero(rows.temperature[indices] > 0)
+    drawn = np.flatnonzero(table.temperature[indices] > 0)
     if len(drawn) == 0:
         return tokens
     indices = indices[drawn]
     some = mx.array(drawn.astype(np.int32))
     scaled = logits[some].astype(mx.float32)
     # Relative to the largest, so that no temperature makes one overflow.
-    scaled = (scaled - scaled.max(axis=-1, keepdims=True)) / mx.array(rows.temperature[indices])[:, None]
+    scaled = (scaled - scaled.max(axis=-1, keepdims=True)) / mx.array(table.temperature[indices])[:, None]
 
-    top_k, top_p, min_p = rows.top_k[indices], rows.top_p[indices], rows.min_p[indices]
+    top_k, top_p, min_p = table.top_k[indices], table.top_p[indices], table.min_p[indices]
     cut = np.flatnonzero((top_k > 0) | (top_p < 1) | (min_p > 0))
     if len(cut) == len(drawn):
         scaled = _restrict(scaled, top_k, top_p, min_p)
@@ -204,7 +204,7 @@ def sample(logits: mx.array, rows: SamplingRows, indices: np.ndarray, positions:
         at = mx.array(cut.astype(np.int32))
         scaled[at] = _restrict(scaled[at], top_k[cut], top_p[cut], min_p[cut])
 
-    keys = mx.array(position_keys(rows.seed[indices], positions[drawn]))
+    keys = mx.array(position_keys(table.seed[indices], positions[drawn]))
     noise = _gumbel(keys, logits.shape[-1])
     tokens[some] = mx.argmax(scaled + noise, axis=-1).astype(mx.int32)
     return tokens

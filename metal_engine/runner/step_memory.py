@@ -10,7 +10,7 @@ from metal_engine.device.streams import synchronize
 from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.runner.sampler import SamplingRows, sample
+from metal_engine.runner.sampler import SamplingTable, sample
 from metal_engine.sampling_params import SamplingParams
 
 
@@ -37,7 +37,7 @@ def measure_step_bytes(
         ConfigError: there is not enough memory for it.
     """
     longest = min(max_positions or num_tokens, num_tokens)
-    # Tokens beyond one for each request that are left when the turn comes to each of them.
+    # Every request has one token. The others are dealt out in turn: how many are left when each one's turn comes.
     left = num_tokens - num_seqs - np.arange(num_seqs) * (longest - 1)
     seq_lens = (1 + np.clip(left, 0, longest - 1)).astype(np.int32)
     num_blocks = -(-seq_lens // block_size)
@@ -47,9 +47,9 @@ def measure_step_bytes(
     block_table = ((ends - num_blocks)[:, None] + column).astype(np.int32)
     rows = step_rows(block_table, np.zeros_like(seq_lens), seq_lens, block_size)
 
-    sampling = SamplingRows(num_seqs)
-    for row in range(num_seqs):
-        sampling.set(row, SamplingParams(temperature=1.0, top_p=0.9), seed=row)
+    sampling = SamplingTable(num_seqs)
+    for index in range(num_seqs):
+        sampling.set(index, SamplingParams(temperature=1.0, top_p=0.9), seed=index)
     model.pool.allocate(int(ends[-1]), block_size)
     try:
         synchronize()

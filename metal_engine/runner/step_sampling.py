@@ -9,7 +9,7 @@ import numpy as np
 
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.runner.batch import PackedBatch, RequestTable
-from metal_engine.runner.logits_edits import StepEdits
+from metal_engine.runner.logits_edits import CannotGoOnError, StepEdits
 from metal_engine.runner.logprobs import LogprobArrays, compute_logprobs
 from metal_engine.runner.sampler import sample
 from metal_engine.step import ModelOutput, PromptLogprobs, SchedulerOutput
@@ -41,13 +41,12 @@ class StepSampling:
     def __init__(self, table: RequestTable, plan: SchedulerOutput, batch: PackedBatch) -> None:
         self._sampling = table.sampling
         self._req_ids = plan.sampled_req_ids
-        self._rows = batch.sampled_rows
+        self._indices = batch.sample_indices
         self._positions = table.output_positions(batch)
-        # Taken now: the row may be another request's by the time of the result.
-        self._num_top = table.sampling.logprobs[batch.sampled_rows]  # [R], -1: not asked for
+        # Taken now: the index may be another request's by the time of the result.
+        self._num_top = table.sampling.logprobs[batch.sample_indices]  # [R], -1: not asked for
         self._errors: dict[str, str] = {}
         self._edits = self._collect_edits(table)
-        self._masks = np.zeros((0, 0), np.int32)
         self._prompt_rows = _prompt_rows(table, plan, batch.rows)
         self.logits_indices = batch.rows.logits_indices
         if self._prompt_rows:
@@ -59,45 +58,37 @@ class StepSampling:
     def _collect_edits(self, table: RequestTable) -> StepEdits | None:
         if not table.edits:
             return None
-        rows, edits, tokens, positions = [], [], [], []
-        for i, row in enumerate(self._rows.tolist()):
-            row_edits = table.edits.get(row)
-            if row_edits is None:
+        edits = StepEdits()
+        for row, index in enumerate(self._indices.tolist()):
+            request_edits = table.edits.get(index)
+            if request_edits is None:
                 continue
-            token_ids = table.token_ids(row)
-            error = row_edits.catch_up(token_ids)
-            if error is not None:
-                self._errors[self._req_ids[i]] = error
-                continue
-            rows.append(i)
-            edits.append(row_edits)
-            tokens.append(token_ids)
-            positions.append(int(self._positions[i]))
-        if not rows:
-            return None
-        packed = StepEdits.of(np.array(rows, np.int32), edits, tokens, positions)
-        self._errors |= {self._req_ids[rows[i]]: error for i, error in packed.errors.items()}
-        return packed
+            token_ids = table.token_ids(index)
+            try:
+                request_edits.catch_up(token_ids)
+                edits.add(row, request_edits, token_ids, int(self._positions[row]))
+            except CannotGoOnError as error:
+                self._errors[self._req_ids[row]] = str(error)
+        return edits if edits.rows else None
 
     @property
     def has_masks(self) -> bool:
         return self._edits is not None and bool(self._edits.grammars)
 
-    def _compute_masks(self, vocab_size: int) -> None:
-        if self._edits is None or not self._edits.grammars:
-            return
-        self._masks = np.zeros((len(self._edits.grammars), -(-vocab_size // 32)), np.int32)
-        for mask, (i, grammar) in zip(self._masks, self._edits.grammars, strict=True):
+    def _masks(self, edits: StepEdits, vocab_size: int) -> np.ndarray:
+        """Returns what each grammar of the step allows, [G, W] int32; a request whose grammar fails gets an error."""
+        masks = np.zeros((len(edits.grammars), -(-vocab_size // 32)), np.int32)
+        for mask, (i, grammar) in zip(masks, edits.grammars, strict=True):
             try:
                 grammar.fill_mask(mask)
             except ValueError as error:
-                self._errors[self._req_ids[self._edits.rows[i]]] = f"structured output failed: {error}"
+                self._errors[self._req_ids[edits.rows[i]]] = f"structured output failed: {error}"
                 mask[:] = -1
+        return masks
 
     def build(self, logits: mx.array) -> None:
         """Build the graph on the step's logits, [R + T, vocab_size]."""
-        self._compute_masks(logits.shape[-1])
-        num_sampled = len(self._rows)
+        num_sampled = len(self._indices)
         if self._prompt_rows:
             targets = mx.array(np.concatenate([p.targets for p in self._prompt_rows]))
             num_top = max(p.num_top for p in self._prompt_rows)
@@ -113,27 +104,28 @@ class StepSampling:
     def _sample(self, logits: mx.array) -> mx.array:
         edits = self._edits
         if edits is None:
-            return sample(logits, self._sampling, self._rows, self._positions)
-        edited = edits.rows
-        changed = edits.apply(logits[mx.array(edited)].astype(mx.float32), self._masks)
-        tokens = sample(changed, self._sampling, self._rows[edited], self._positions[edited])
-        if len(edited) == len(self._rows):
+            return sample(logits, self._sampling, self._indices, self._positions)
+        masks = self._masks(edits, logits.shape[-1])
+        edited = np.array(edits.rows, np.int32)
+        changed = edits.apply(logits[mx.array(edited)].astype(mx.float32), masks)
+        tokens = sample(changed, self._sampling, self._indices[edited], self._positions[edited])
+        if len(edited) == len(self._indices):
             return tokens
-        plain = np.setdiff1d(np.arange(len(self._rows), dtype=np.int32), edited)
-        others = sample(logits[mx.array(plain)], self._sampling, self._rows[plain], self._positions[plain])
+        plain = np.setdiff1d(np.arange(len(self._indices), dtype=np.int32), edited)
+        others = sample(logits[mx.array(plain)], self._sampling, self._indices[plain], self._positions[plain])
         order = np.argsort(np.concatenate([edited, plain])).astype(np.int32)
         return mx.concatenate([tokens, others])[mx.array(order)]
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated before :meth:`result`; empty if the step has no result but KV."""
+        """Arrays to evaluate before :meth:`result`; none if all that the step computes is KV."""
         arrays = [] if self.tokens is None else [self.tokens]
         for logprobs in (self._logprobs, self._prompt_logprobs):
             arrays += [] if logprobs is None else logprobs.arrays
         return arrays
 
     def result(self) -> ModelOutput:
-        """What came of it, once :attr:`arrays` are evaluated."""
+        """Returns the step's output. To be called when :attr:`arrays` are evaluated."""
         output = ModelOutput([] if self.tokens is None else np.array(self.tokens).tolist())
         output.errors = self._errors
         if self._logprobs is not None:
@@ -155,20 +147,20 @@ def _prompt_rows(table: RequestTable, plan: SchedulerOutput, rows: StepRows) -> 
         return []
     found = []
     for i, request_id in enumerate(plan.num_scheduled_tokens):
-        row = table.row(request_id)
-        num_top = int(table.sampling.prompt_logprobs[row])
+        index = table.index(request_id)
+        num_top = int(table.sampling.prompt_logprobs[index])
         if num_top < 0:
             continue
         first = int(rows.cu_seqlens_q[i])
         start = int(rows.positions[first]) + 1  # the token at position p predicts the one at p + 1
-        end = min(int(rows.seq_lens[i]) + 1, table.num_prompt_tokens(row))
+        end = min(int(rows.seq_lens[i]) + 1, table.num_prompt_tokens(index))
         if start < end:
             found.append(
                 _PromptRows(
                     request_id,
                     start,
                     np.arange(first, first + end - start, dtype=np.int32),
-                    table.token_ids(row)[start:end].copy(),
+                    table.token_ids(index)[start:end].copy(),
                     num_top,
                 )
             )

@@ -5,84 +5,24 @@ Pure bookkeeping over block ids; the memory itself belongs to the runner.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """One block of the KV cache.
 
-    ``ref_cnt`` counts the block tables it stands in. ``block_hash`` is the key under which the prefix cache
-    knows its contents, None if it does not; it outlives the last reference, until the block is reused. The two
-    links are the free queue's.
+    Attributes:
+        ref_cnt: how many block tables it stands in.
+        block_hash: the key under which the prefix cache knows its contents, None if it does not; it outlives the last
+            reference, until the block is reused.
     """
 
-    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_cnt = 0
-        self.block_hash: bytes | None = None
-        self.prev_free: Block | None = None
-        self.next_free: Block | None = None
-
-    def __repr__(self) -> str:
-        return f"Block({self.block_id}, ref_cnt={self.ref_cnt})"
-
-
-class FreeBlockQueue:
-    """Unreferenced blocks, the next to be reused first: a doubly linked list through the blocks themselves.
-
-    Every operation is O(1), removal from the middle included (a cached block that is used again).
-    """
-
-    def __init__(self, blocks: list[Block]) -> None:
-        self.num_free_blocks = 0
-        # Sentinels at both ends spare every operation its special cases.
-        self._head = Block(-1)
-        self._tail = Block(-1)
-        self._head.next_free = self._tail
-        self._tail.prev_free = self._head
-        for block in blocks:
-            self.append(block)
-
-    def append(self, block: Block) -> None:
-        last = self._tail.prev_free
-        assert last is not None and block.next_free is None, f"{block} is in the free queue already"
-        last.next_free = block
-        block.prev_free = last
-        block.next_free = self._tail
-        self._tail.prev_free = block
-        self.num_free_blocks += 1
-
-    def prepend(self, block: Block) -> None:
-        first = self._head.next_free
-        assert first is not None and block.next_free is None, f"{block} is in the free queue already"
-        first.prev_free = block
-        block.next_free = first
-        block.prev_free = self._head
-        self._head.next_free = block
-        self.num_free_blocks += 1
-
-    def remove(self, block: Block) -> None:
-        prev_free, next_free = block.prev_free, block.next_free
-        assert prev_free is not None and next_free is not None, f"{block} is not in the free queue"
-        prev_free.next_free = next_free
-        next_free.prev_free = prev_free
-        block.prev_free = block.next_free = None
-        self.num_free_blocks -= 1
-
-    def popleft(self) -> Block:
-        block = self._head.next_free
-        assert block is not None and block is not self._tail, "no free block"
-        self.remove(block)
-        return block
-
-    def __iter__(self) -> Iterator[Block]:
-        block = self._head.next_free
-        while block is not self._tail:
-            assert block is not None
-            yield block
-            block = block.next_free
+    block_id: int
+    ref_cnt: int = 0
+    block_hash: bytes | None = None
 
 
 class BlockManager:
@@ -100,18 +40,19 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._blocks = [Block(i) for i in range(num_blocks)]
-        self._free = FreeBlockQueue(self._blocks)
+        # Unreferenced blocks, the next to be reused first. Every operation is O(1), removal from the middle included.
+        self._free = OrderedDict.fromkeys(self._blocks)
         self._tables: dict[str, list[Block]] = {}
         self._cached: dict[bytes, Block] = {}
         self.peak_used_blocks = 0
 
     @property
     def num_free_blocks(self) -> int:
-        return self._free.num_free_blocks
+        return len(self._free)
 
     @property
     def num_used_blocks(self) -> int:
-        return self.num_blocks - self._free.num_free_blocks
+        return self.num_blocks - len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens take."""
@@ -139,13 +80,13 @@ class BlockManager:
         if num_new <= 0 and not cached:
             return []
         num_taken = num_new + sum(block is None or block.ref_cnt == 0 for block in cached)
-        if num_taken + reserve > self._free.num_free_blocks:
+        if num_taken + reserve > len(self._free):
             return None
         for block in cached:
             if block is None:
                 continue
             if block.ref_cnt == 0:
-                self._free.remove(block)
+                del self._free[block]
             block.ref_cnt += 1
         wanted = (*cached, *[None] * num_new)
         # Requests give back their last block first, so a run of blocks is free in reverse: sorted, it is a run again.
@@ -159,7 +100,7 @@ class BlockManager:
 
     def _take(self) -> Block:
         """Returns the next block to reuse; forgets what it held."""
-        block = self._free.popleft()
+        block, _ = self._free.popitem(last=False)
         self._forget(block)
         block.ref_cnt = 1
         return block
@@ -173,10 +114,10 @@ class BlockManager:
             block.ref_cnt -= 1
             if block.ref_cnt:
                 continue
+            assert block not in self._free, f"{block} is free already"
+            self._free[block] = None
             if self._cached and block.block_hash is None:
-                self._free.prepend(block)
-            else:
-                self._free.append(block)
+                self._free.move_to_end(block, last=False)
 
     # --- cached prefixes ------------------------------------------------------------------------------------
 
@@ -228,11 +169,8 @@ class BlockManager:
             assert ids and len(set(ids)) == len(ids), f"{request_id}: block table {ids}"
             for block_id in ids:
                 references[block_id] += 1
-        free_ids = [block.block_id for block in self._free]
-        assert len(free_ids) == len(set(free_ids)) == self._free.num_free_blocks
-        free_set = set(free_ids)
         for block, count in zip(self._blocks, references, strict=True):
             assert block.ref_cnt == count, f"{block} stands in {count} tables"
-            assert (count == 0) == (block.block_id in free_set), f"{block} is free and used, or neither"
+            assert (count == 0) == (block in self._free), f"{block} is free and used, or neither"
         cached = {block.block_id: block.block_hash for block in self._blocks if block.block_hash is not None}
         assert cached == {block.block_id: block_hash for block_hash, block in self._cached.items()}

@@ -138,22 +138,19 @@ class PrefillShares:
     def has_room(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
         """Whether a request can have the smallest share. The first one gets whatever there is."""
         smallest = min(num_remaining_tokens, self._block_size)
-        return self._fits(request, num_computed_tokens, smallest) or self._is_first
+        return self.fits(request, num_computed_tokens, smallest) or self._is_first
 
     def has_some_room(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
         """Whether a request can have anything, be it less than the smallest share."""
         some = min(num_remaining_tokens, self._block_size, self.step.tokens)
-        return (some > 0 and self._fits(request, num_computed_tokens, some)) or self._is_first
-
-    def has_room_for_all(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
-        """Whether the rest of a prompt fits into this step."""
-        return self._fits(request, num_computed_tokens, num_remaining_tokens)
+        return (some > 0 and self.fits(request, num_computed_tokens, some)) or self._is_first
 
     @property
     def _is_first(self) -> bool:
         return not self.shares and self.step.tokens >= self._unit
 
-    def _fits(self, request: Request, num_computed_tokens: int, num_tokens: int) -> bool:
+    def fits(self, request: Request, num_computed_tokens: int, num_tokens: int) -> bool:
+        """Whether a share of so many tokens fits into what is left of this step."""
         return (
             self._charge(num_tokens) <= self.step.tokens
             and not (request.needs_prompt_rows and num_tokens > self.step.prompt_rows)
@@ -163,7 +160,7 @@ class PrefillShares:
     def take(self, request: Request, *, whole: bool = False) -> None:
         """Take in a new request, for which :meth:`has_room`, and give it the smallest share.
 
-        With ``whole`` it gets all of its prompt at once, for which :meth:`has_room_for_all`: it has no slot, so its
+        With ``whole`` it gets all of its prompt at once, for which :meth:`fits`: it has no slot, so its
         prompt must be complete after this step, and an even part of the budget might not do.
         """
         self.num_long += is_long(num_remaining(request, self._config), self._config)

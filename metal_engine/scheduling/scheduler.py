@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from metal_engine.errors import ContextLengthError, PromptError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
-from metal_engine.request import Request, RequestStatus
+from metal_engine.request import Request, RequestOutput, RequestStatus
 from metal_engine.scheduling.admission import Admissions, Candidate
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillShares, StepBudget, is_long, num_remaining
 from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput, TokenOutput
+from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 
 # Share of the pool left free when a request is admitted beside others, so that their next tokens do not
 # preempt it at once.
@@ -191,7 +191,7 @@ class Scheduler:
         """Admit further requests to the budget that is left: to slots free by now, or with their whole prompts."""
         while (candidate := self._next_candidate(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
-            has_room = prefills.has_some_room if has_slot else prefills.has_room_for_all
+            has_room = prefills.has_some_room if has_slot else prefills.fits
             if not has_room(candidate.request, *candidate.extent) or not self._admit(plan, candidate):
                 break
             prefills.take(candidate.request, whole=not has_slot)
@@ -330,8 +330,12 @@ class Scheduler:
 
     # --- results --------------------------------------------------------------------------------------------
 
-    def update(self, plan: SchedulerOutput, model_output: ModelOutput) -> list[TokenOutput]:
-        """Take in what a step sampled; finish the requests that are done and free their blocks."""
+    def update(self, plan: SchedulerOutput, model_output: ModelOutput) -> list[RequestOutput]:
+        """Take in what a step sampled; finish the requests that are done and free their blocks.
+
+        Returns:
+            The new tokens of each request and whether they end it; text and counts of tokens are not filled in.
+        """
         outputs = []
         for request_id, token_id in zip(plan.sampled_req_ids, model_output.sampled_token_ids, strict=True):
             request = self.requests.get(request_id)
@@ -340,14 +344,16 @@ class Scheduler:
             if request_id in model_output.errors:
                 self.finish_request(request_id, RequestStatus.FINISHED_ERROR)
                 error = model_output.errors[request_id]
-                outputs.append(TokenOutput(request_id, [], finish_reason="error", error=error))
+                outputs.append(RequestOutput(request_id, finish_reason="error", error=error))
                 continue
             request.num_output_placeholders -= 1
             request.token_ids.append(token_id)
             status = _finish_status(request, token_id)
             if request.num_computed_tokens == request.num_tokens and request.status is RequestStatus.RUNNING:
                 self.prefix_cache.publish(request)  # its last block was computed before this token was known
-            output = TokenOutput(request_id, [token_id], request.num_cached_tokens, request.num_external_tokens)
+            output = RequestOutput(request_id, token_ids=[token_id])
+            output.num_cached_tokens = request.num_cached_tokens
+            output.num_external_tokens = request.num_external_tokens
             if (logprobs := model_output.logprobs.get(request_id)) is not None:
                 output.logprobs = [logprobs]
             if status is not None:
@@ -376,7 +382,8 @@ class Scheduler:
         for request in self.running.values():
             num_blocks = len(self.blocks.block_ids(request.request_id))
             assert num_blocks >= self.blocks.blocks_for(request.num_computed_tokens)
-            assert 0 < request.num_computed_tokens <= request.num_tokens_with_placeholders
+            num_known = request.num_tokens + request.num_output_placeholders
+            assert 0 < request.num_computed_tokens <= num_known
             assert request.num_registered_blocks * self.blocks.block_size <= request.num_computed_tokens
         partial = [r for r in self.running.values() if num_remaining(r, self.config) > 1]
         assert len(partial) <= self.config.max_num_partial_prefills

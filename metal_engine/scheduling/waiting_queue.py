@@ -27,14 +27,11 @@ class WaitingQueue:
         self._entries: dict[str, _Entry] = {}
         # Heaps of entries, short prompts and long ones. An entry that is not in `_entries` is void.
         self._heaps: tuple[list[_Entry], list[_Entry]] = ([], [])
-        # Id of a request that computes -> heap of (tokens it must have computed, key, the entry that waits for that).
-        self._parked: dict[str, list[tuple[int, tuple[int, int], _Entry]]] = {}
+        # Id of a request that computes -> heap of (tokens it must have computed, the entry that waits for that).
+        self._parked: dict[str, list[tuple[int, _Entry]]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries
 
     def __iter__(self) -> Iterator[Request]:
         """All of them in order; O(n log n), for tests and debugging."""
@@ -67,7 +64,7 @@ class WaitingQueue:
         """Set a request aside until ``owner`` has computed ``num_tokens`` tokens."""
         old = self._entries[request.request_id]
         entry = self._entries[request.request_id] = _Entry(old.key, request, old.is_long)
-        heapq.heappush(self._parked.setdefault(owner.request_id, []), (num_tokens, entry.key, entry))
+        heapq.heappush(self._parked.setdefault(owner.request_id, []), (num_tokens, entry))
 
     @property
     def owners(self) -> list[str]:
@@ -80,7 +77,7 @@ class WaitingQueue:
         if parked is None:
             return
         while parked and (num_computed_tokens is None or parked[0][0] <= num_computed_tokens):
-            entry = heapq.heappop(parked)[2]
+            entry = heapq.heappop(parked)[1]
             if self._entries.get(entry.request.request_id) is entry:
                 heapq.heappush(self._heaps[entry.is_long], entry)
         if not parked:
@@ -95,7 +92,7 @@ class WaitingQueue:
         assert self._parked.keys() <= num_computed_tokens.keys(), "parked with a request that computes nothing"
         for owner_id, parked in self._parked.items():
             assert parked[0][0] > num_computed_tokens[owner_id], f"still parked with {owner_id}"
-        found = [e for heap in self._heaps for e in heap] + [p[2] for ps in self._parked.values() for p in ps]
+        found = [e for heap in self._heaps for e in heap] + [p[1] for ps in self._parked.values() for p in ps]
         valid = [e for e in found if self._entries.get(e.request.request_id) is e]
         assert len(valid) == len(self._entries), "a waiting request is lost, or found twice"
         assert all(e.is_long == bool(i) for i, heap in enumerate(self._heaps) for e in heap)

@@ -16,7 +16,7 @@ from tools.fixtures.fake_engine import tiny_tokenizer
 
 @pytest.fixture(scope="module")
 def tiny() -> PromptTokenizer:
-    return PromptTokenizer(tiny_tokenizer()._hf.backend_tokenizer)
+    return PromptTokenizer(tiny_tokenizer().hf_tokenizer.backend_tokenizer)
 
 
 @pytest.fixture(scope="module")

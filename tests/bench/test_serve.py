@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tokenizer")
-    tiny_tokenizer()._hf.save_pretrained(folder)
+    tiny_tokenizer().hf_tokenizer.save_pretrained(folder)
     return str(folder)
 
 

@@ -191,7 +191,7 @@ def test_chat_template_is_found(tmp_path: Path, where: str) -> None:
     said = _templates(tmp_path, where)
     loaded = load_args(tmp_path)
     tokenizer = Tokenizer(loaded.tokenizer, loaded.eos_token_ids)
-    assert tokenizer.has_chat_template == bool(said)
+    assert bool(tokenizer.hf_tokenizer.chat_template) == bool(said)
     if said:
         assert tokenizer.decode(tokenizer.apply_chat_template(MESSAGES)) == said
     assert tokenizer.encode(f"a{EOS}") == [loaded.tokenizer.convert_tokens_to_ids("a"), VOCAB_SIZE - 1]

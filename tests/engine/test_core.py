@@ -232,7 +232,7 @@ def test_a_failed_step_ends_its_own_requests_only(ahead: bool, at_step: int, err
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
         engine.scheduler.check_integrity()
-    assert engine.num_failed_steps == 1
+    assert engine.metrics.num_failed_steps == 1
     failed = {r for r, o in outputs.items() if o[-1].finish_reason == "error"}
     assert 1 <= len(failed) <= 2
     for request_id in PROMPTS.keys() - failed:

@@ -120,7 +120,7 @@ def test_the_engine_goes_on(
     assert outputs == {i: tokens for i, tokens in expected.items() if i not in failed}
     (record,) = [r for r in caplog.records if "failed:" in r.message]
     assert f"{len(failed)} requests" in record.message and record.exc_info
-    assert engine.num_failed_steps == 1
+    assert engine.metrics.num_failed_steps == 1
     assert dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True)) == expected
 
 
@@ -149,7 +149,7 @@ def test_nothing_cached_outlives_a_failed_step(fault: Fault, monkeypatch: pytest
 
     fault.kind = "eval"
     num_cached_tokens("fails")
-    assert engine.num_failed_steps == 1
+    assert engine.metrics.num_failed_steps == 1
     assert num_cached_tokens("cold") == 0
     assert num_cached_tokens("warm") == 16
 
@@ -231,7 +231,7 @@ def test_a_refused_step_leaves_those_out_of_it_alone(
     expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
     engine.scheduler.config = replace(engine.scheduler.config, max_num_batched_tokens=1)
     failed, outputs = run_with_fault(engine, fault, "build", at_step)
-    assert len(failed) == 1 and engine.num_failed_steps == 1
+    assert len(failed) == 1 and engine.metrics.num_failed_steps == 1
     assert outputs == {i: tokens for i, tokens in expected.items() if i not in failed}
 
 
@@ -270,7 +270,7 @@ def test_what_is_built_on_a_step_that_fails_never_runs(fault: Fault, monkeypatch
     while engine.has_requests:
         outputs += engine.step()
     assert [t for o in outputs for t in o.token_ids] == expected
-    assert engine.num_failed_steps == 1
+    assert engine.metrics.num_failed_steps == 1
 
 
 def test_an_error_on_both_streams_is_raised_once() -> None:

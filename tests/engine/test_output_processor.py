@@ -9,11 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from metal_engine.engine.async_engine import _merged
 from metal_engine.engine.output_processor import OutputProcessor, StopStrings
-from metal_engine.request import Request, RequestOutput, TokenLogprobs
+from metal_engine.request import Request, RequestOutput, TokenLogprobs, merge_outputs
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.step import TokenOutput
 from tools.fixtures.fake_engine import EOS, byte_ids, tiny_tokenizer
 
 tokenizer = cache(tiny_tokenizer)
@@ -146,7 +144,7 @@ def start(params: SamplingParams, prompt: str = "p") -> OutputProcessor:
     return processor
 
 
-def run(processor: OutputProcessor, steps: list[TokenOutput]) -> list[RequestOutput]:
+def run(processor: OutputProcessor, steps: list[RequestOutput]) -> list[RequestOutput]:
     outputs = []
     for step in steps:
         outputs.append(processor.process(step))
@@ -156,10 +154,10 @@ def run(processor: OutputProcessor, steps: list[TokenOutput]) -> list[RequestOut
     return outputs
 
 
-def steps_of(text: str, finish_reason: str | None = None) -> list[TokenOutput]:
-    steps = [TokenOutput("r", [token]) for token in byte_ids(text)]
+def steps_of(text: str, finish_reason: str | None = None) -> list[RequestOutput]:
+    steps = [RequestOutput("r", token_ids=[token]) for token in byte_ids(text)]
     if finish_reason == "stop":
-        steps.append(TokenOutput("r", [EOS]))
+        steps.append(RequestOutput("r", token_ids=[EOS]))
     steps[-1].finish_reason = finish_reason
     return steps
 
@@ -195,14 +193,14 @@ def test_a_stop_string_wins_over_the_length_it_is_completed_at() -> None:
 
 def test_a_stop_token_is_no_text_but_is_named() -> None:
     processor = start(SamplingParams(stop_token_ids=(ord("x"),)))
-    output = processor.process(TokenOutput("r", [ord("x")], finish_reason="stop", stop_reason=ord("x")))
+    output = processor.process(RequestOutput("r", token_ids=[ord("x")], finish_reason="stop", stop_reason=ord("x")))
     assert (output.text, output.stop_reason, output.num_output_tokens) == ("", ord("x"), 1)
 
 
 def test_several_tokens_in_one_step() -> None:
     processor = start(SamplingParams(stop=("b",)))
-    assert processor.process(TokenOutput("r", byte_ids("é日"))).text == "é日"
-    output = processor.process(TokenOutput("r", byte_ids("abc")))
+    assert processor.process(RequestOutput("r", token_ids=byte_ids("é日"))).text == "é日"
+    output = processor.process(RequestOutput("r", token_ids=byte_ids("abc")))
     assert (output.text, output.finish_reason) == ("a", "stop")
 
 
@@ -215,7 +213,7 @@ def test_requests_do_not_mix() -> None:
     for i in range(8):
         for request_id, text in texts.items():
             for token in byte_ids(text)[i : i + 1]:
-                shown[request_id] += processor.process(TokenOutput(request_id, [token])).text
+                shown[request_id] += processor.process(RequestOutput(request_id, token_ids=[token])).text
     assert shown == texts
 
 
@@ -227,7 +225,7 @@ def logprobs_of(place: int) -> TokenLogprobs:
     return TokenLogprobs(place, -1.0, 1, ())
 
 
-def grouped_steps(ids: list[int], sizes: list[int], finish_reason: str) -> list[TokenOutput]:
+def grouped_steps(ids: list[int], sizes: list[int], finish_reason: str) -> list[RequestOutput]:
     """Steps of so many tokens each; the last one ends the answer, with EOS if it is a stop."""
     ids = [*ids, EOS] if finish_reason == "stop" else ids
     steps = []
@@ -236,7 +234,7 @@ def grouped_steps(ids: list[int], sizes: list[int], finish_reason: str) -> list[
         if at < len(ids):
             places = range(at, min(at + size, len(ids)))
             logprobs = [logprobs_of(place) for place in places]
-            steps.append(TokenOutput("r", [ids[place] for place in places], logprobs=logprobs))
+            steps.append(RequestOutput("r", token_ids=[ids[place] for place in places], logprobs=logprobs))
             at += size
     steps[-1].finish_reason = finish_reason
     return steps
@@ -314,7 +312,7 @@ def test_where_tokens_end(
     merged = [outputs[0]]
     for output, merge in zip(outputs[1:], merges, strict=False):
         if merge:
-            merged[-1] = _merged(merged[-1], output)
+            merged[-1] = merge_outputs([merged[-1], output])
         else:
             merged.append(output)
     assert [end for output in merged for end in output.token_ends] == expected

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from metal_engine.engine.structured_output import GrammarCompiler, StructuredOutputError
+from metal_engine.engine.structured_output import GrammarCompiler
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -131,7 +131,7 @@ def test_the_demo_model_keeps_to_all_schemas(make_engine: MakeEngine, demo_token
 )
 def test_what_cannot_be_enforced_is_refused(params: dict[str, Any]) -> None:
     compiler = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE)
-    with pytest.raises(StructuredOutputError, match=r"^structured_outputs "):
+    with pytest.raises(ParameterError, match=r"^structured_outputs "):
         compiler.compile(StructuredOutputsParams(**params))
 
 

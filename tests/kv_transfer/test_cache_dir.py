@@ -23,7 +23,7 @@ def generate(model: Path, **settings: object) -> tuple[list[list[int]], dict[str
     """Tokens of each prompt, and the counts of KV transfer, of an engine of its own."""
     with LLM(str(model), **SMALL, **settings) as llm:
         results = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        stats = llm._core.kv_transfer_stats
+        stats = llm._core.metrics.kv_transfer
     # The engine has been closed: what was to be saved is.
     return [result.token_ids for result in results], stats.as_dict() if stats is not None else {}
 

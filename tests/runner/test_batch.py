@@ -133,7 +133,7 @@ def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int, 
         assert block_table.shape[1] == max(map(len, expected["tables"])), "no wider than the step needs"
         for row, block_ids in zip(block_table.tolist(), expected["tables"], strict=True):
             assert row[: len(block_ids)] == block_ids
-        assert len(table) == len(traffic.held)
+        assert len(table._index_of) == len(traffic.held)
 
         # What the step sampled, and what the sampler counts positions by.
         sampled = [traffic.held[request_id] for request_id in plan.sampled_req_ids]
@@ -237,7 +237,7 @@ def test_a_sample_is_taken_from_the_step_before_only() -> None:
 
 NUM_BLOCKS_OF_BAD = 10
 TWICE = np.array([2, 2], np.int32)
-TOKENS = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "sampled_rows": [7, 0], "pending_rows": [4], "pending_samples": [2]}
+TOKENS = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "sample_indices": [7, 0], "pending_rows": [4], "pending_samples": [2]}
 
 
 def good_batch() -> PackedBatch:
@@ -260,7 +260,7 @@ def test_a_good_batch_passes() -> None:
     nothing_pending = replace(good_batch(), pending_rows=none, pending_samples=none)
     nothing_pending.validate(NUM_BLOCKS_OF_BAD)
     nothing = replace(nothing_pending.rows, logits_indices=none, sample_requests=none)
-    replace(nothing_pending, rows=nothing, sampled_rows=none).validate(NUM_BLOCKS_OF_BAD)
+    replace(nothing_pending, rows=nothing, sample_indices=none).validate(NUM_BLOCKS_OF_BAD)
 
 
 def test_validate_looks_at_the_rows_too() -> None:
@@ -289,8 +289,8 @@ def test_validate_rejects_a_missing_element(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: changed("sampled_rows", [7, -1]), "sampled_rows"),
-        (lambda: changed("sampled_rows", [7, 7]), "sampled_rows"),
+        (lambda: changed("sample_indices", [7, -1]), "sample_indices"),
+        (lambda: changed("sample_indices", [7, 7]), "sample_indices"),
         (lambda: changed("pending_rows", [5]), "pending_rows"),
         (lambda: changed("pending_rows", [-1]), "pending_rows"),
         (lambda: changed("pending_samples", [-1]), "pending_rows"),

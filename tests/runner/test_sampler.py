@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_engine.runner import sampler
-from metal_engine.runner.sampler import SamplingRows, sample
+from metal_engine.runner.sampler import SamplingTable, sample
 from metal_engine.sampling_params import SamplingParams
 
 # --- the reference ------------------------------------------------------------------------------------------
@@ -43,18 +43,18 @@ def reference_probs(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndar
     return probs / probs.sum(), near
 
 
-def rows_of(*params: SamplingParams) -> SamplingRows:
-    rows = SamplingRows(len(params))
-    for row, each in enumerate(params):
-        rows.set(row, each, each.seed or 0)
-    return rows
+def table_of(*params: SamplingParams) -> SamplingTable:
+    table = SamplingTable(len(params))
+    for index, each in enumerate(params):
+        table.set(index, each, each.seed or 0)
+    return table
 
 
 def draw(logits: np.ndarray | mx.array, params: SamplingParams, num_draws: int, first: int = 0) -> np.ndarray:
     """Many draws from one row of logits, [V], at successive positions of one request."""
     logits = mx.broadcast_to(mx.array(logits), (num_draws, logits.shape[-1]))
     positions = np.arange(first, first + num_draws, dtype=np.int32)
-    tokens = sample(logits, rows_of(params), np.zeros(num_draws, np.int32), positions)
+    tokens = sample(logits, table_of(params), np.zeros(num_draws, np.int32), positions)
     assert tokens.shape == (num_draws,)
     assert tokens.dtype == mx.int32
     return np.array(tokens)
@@ -142,10 +142,10 @@ def test_successive_draws_are_independent() -> None:
     tokens = draw(logits, SamplingParams(seed=0), 40_001)
     assert_distributed(4 * tokens[:-1:2] + tokens[1::2], pairs)
     num_seeds = 20_000
-    rows = rows_of(*(SamplingParams(seed=seed) for seed in range(num_seeds)))
+    table = table_of(*(SamplingParams(seed=seed) for seed in range(num_seeds)))
     indices = np.arange(num_seeds, dtype=np.int32)
     first = mx.broadcast_to(mx.array(logits), (num_seeds, 4))
-    tokens = np.array(sample(first, rows, indices, np.zeros(num_seeds, np.int32)))
+    tokens = np.array(sample(first, table, indices, np.zeros(num_seeds, np.int32)))
     assert_distributed(4 * tokens[::2] + tokens[1::2], pairs)
 
 
@@ -174,8 +174,8 @@ def test_support(
     params = SamplingParams(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     probs, near = reference_probs(logits, params)
     scaled = mx.array(logits)[None] / temperature
-    rows = rows_of(params)
-    left = np.array(sampler._restrict(scaled, rows.top_k, rows.top_p, rows.min_p))[0] > -np.inf
+    table = table_of(params)
+    left = np.array(sampler._restrict(scaled, table.top_k, table.top_p, table.min_p))[0] > -np.inf
     if not near.any():
         assert left.tolist() == (probs > 0).tolist()
     tokens = draw(logits, params, 64)
@@ -252,10 +252,10 @@ def test_no_temperature_overflows(temperature: float) -> None:
 def test_half_precision_logits_are_sampled_in_float32(dtype: mx.Dtype) -> None:
     half = mx.array(np.random.default_rng(0).normal(0, 2, (200, 300)).astype(np.float32)).astype(dtype)
     params = [SamplingParams(seed=i, temperature=(0, 0.7, 1)[i % 3], top_p=(1, 0.9)[i % 2]) for i in range(200)]
-    rows, indices = rows_of(*params), np.arange(200, dtype=np.int32)
-    tokens = sample(half, rows, indices, indices)
+    table, indices = table_of(*params), np.arange(200, dtype=np.int32)
+    tokens = sample(half, table, indices, indices)
     assert tokens.dtype == mx.int32
-    assert tokens.tolist() == sample(half.astype(mx.float32), rows, indices, indices).tolist()
+    assert tokens.tolist() == sample(half.astype(mx.float32), table, indices, indices).tolist()
 
 
 def test_a_vocabulary_of_one() -> None:
@@ -269,9 +269,9 @@ def test_a_vocabulary_of_one() -> None:
 def test_greedy_is_the_first_of_the_largest() -> None:
     logits = np.random.default_rng(0).integers(-3, 4, (64, 40)).astype(np.float32)
     # Nothing else about a greedy row matters.
-    rows = rows_of(*(SamplingParams(temperature=0, top_k=i, top_p=0.5, min_p=0.5) for i in range(64)))
+    table = table_of(*(SamplingParams(temperature=0, top_k=i, top_p=0.5, min_p=0.5) for i in range(64)))
     indices = np.arange(64, dtype=np.int32)
-    tokens = np.array(sample(mx.array(logits), rows, indices, indices))
+    tokens = np.array(sample(mx.array(logits), table, indices, indices))
     assert tokens.tolist() == logits.argmax(axis=-1).tolist()
 
 
@@ -302,10 +302,10 @@ def test_a_draw_does_not_depend_on_the_batch(data: st.DataObject, vocab_size: in
     alone = [draw(logits[i], params[i], 1, first=int(positions[i])).item() for i in range(num_rows)]
     company = np.array(data.draw(st.permutations(range(num_rows))))[: data.draw(st.integers(1, num_rows))]
     home = np.array(data.draw(st.permutations(range(num_rows))))  # where each request's parameters live
-    rows = SamplingRows(num_rows)
+    table = SamplingTable(num_rows)
     for i in range(num_rows):
-        rows.set(int(home[i]), params[i], params[i].seed or 0)
-    together = sample(mx.array(logits[company]), rows, home[company].astype(np.int32), positions[company])
+        table.set(int(home[i]), params[i], params[i].seed or 0)
+    together = sample(mx.array(logits[company]), table, home[company].astype(np.int32), positions[company])
     assert together.tolist() == [alone[i] for i in company]
 
 
@@ -314,7 +314,7 @@ def test_a_draw_does_not_depend_on_the_batch_over_a_real_vocabulary() -> None:
     logits = np.random.default_rng(0).normal(0, 3, (num_rows, vocab_size)).astype(np.float32)
     params = [SamplingParams(seed=i, **KINDS[i % len(KINDS)]) for i in range(num_rows)]
     order = np.random.default_rng(1).permutation(num_rows).astype(np.int32)
-    together = sample(mx.array(logits[order]), rows_of(*params), order, order)
+    together = sample(mx.array(logits[order]), table_of(*params), order, order)
     assert together.tolist() == [draw(logits[i], params[i], 1, first=int(i)).item() for i in order]
 
 

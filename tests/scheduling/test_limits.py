@@ -393,7 +393,7 @@ def test_decodes_that_take_the_whole_cap_leave_a_block_to_each_in_turn() -> None
     short = harness.submit("short", make_prompt(10, 4), 1)
     harness.step()
     harness.step()
-    assert short.is_finished
+    assert short.status.finish_reason
     harness.drain()
 
 

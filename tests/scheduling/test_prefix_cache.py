@@ -175,7 +175,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_last_token_goes_as_a_decode(dep
     b = harness.submit("b", make_prompt(0, 42), 1)
     for _ in range(3 + depth):
         harness.step()
-    assert cached_tokens(harness, "b") == [32] and b.is_finished
+    assert cached_tokens(harness, "b") == [32] and b.status.finish_reason
     harness.drain()
 
 

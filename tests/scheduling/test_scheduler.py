@@ -334,7 +334,7 @@ def test_abort_in_every_state_frees_blocks(state: str, depth: int) -> None:
         "decoding": lambda: request.num_output_tokens > 0 and request.status is RequestStatus.RUNNING,
         "preempted": lambda: request.status is RequestStatus.PREEMPTED,
         "under way": lambda: request.num_output_tokens > 0 and request.status is RequestStatus.RUNNING,
-        "finished": lambda: request.is_finished,
+        "finished": lambda: request.status.finish_reason,
     }[state]
     harness.run(until=reached)
     assert reached()

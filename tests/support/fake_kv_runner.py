@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from metal_engine.request import Request, RequestOptions, RequestStatus
+from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import KVConnectorMetadata, ModelOutput, SchedulerOutput, TokenOutput
+from metal_engine.step import KVConnectorMetadata, ModelOutput, SchedulerOutput
 from tests.support.fake_kv_transfer import FakeTransfer
 from tests.support.scheduling_checks import check_fcfs, check_plan, demand_of, is_plain, max_steps, was_passed_over
 
@@ -286,7 +286,7 @@ class SchedulerHarness:
             make_params(max_tokens=max_tokens, ignore_eos=ignore_eos),
             max_tokens=max_tokens,
             eos_token_ids=eos,
-            options=options,
+            options=options or RequestOptions(),
             needs_prompt_rows=needs_prompt_rows,
         )
         # What the engine asks before it queues a request.
@@ -364,7 +364,7 @@ class SchedulerHarness:
             assert not (plan.dropped_req_ids or plan.new_requests or plan.new_block_ids), "lost on the runner"
         return plan
 
-    def update(self) -> list[TokenOutput]:
+    def update(self) -> list[RequestOutput]:
         """Take in the oldest step under way."""
         plan, handle = self.in_flight.popleft()
         outputs = self.scheduler.update(plan, handle.result())
@@ -427,7 +427,7 @@ class SchedulerHarness:
 
     # --- checks ---------------------------------------------------------------------------------------------
 
-    def _check_output(self, output: TokenOutput) -> None:
+    def _check_output(self, output: RequestOutput) -> None:
         tracked = self.tracked[output.request_id]
         assert tracked.is_live, f"{output.request_id} has finished, and got {output}"
         assert len(output.token_ids) == 1
@@ -443,7 +443,7 @@ class SchedulerHarness:
 
     def check_limits(self, plan: SchedulerOutput) -> None:
         """No limit of a step is exceeded."""
-        assert plan.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
+        assert sum(plan.num_scheduled_tokens.values()) <= self.config.max_num_batched_tokens
         assert len(plan.num_scheduled_tokens) <= len(self.scheduler.running) <= self.config.max_num_seqs
         for request_id in plan.num_scheduled_tokens:
             request = self.scheduler.requests[request_id]

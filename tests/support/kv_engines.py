@@ -39,8 +39,8 @@ class KVEngine:
 
     @property
     def stats(self) -> KVTransferStats:
-        assert self.core.kv_transfer_stats is not None
-        return self.core.kv_transfer_stats
+        assert self.core.metrics.kv_transfer is not None
+        return self.core.metrics.kv_transfer
 
     def run(
         self,

@@ -114,7 +114,7 @@ def simulate(arrivals: list[Arrival], output: int, model: StepTimeModel, config:
                 num_decodes += 1
             else:
                 prefill_work += rows * context + rows * (rows + 1) // 2
-        num_rows = plan.total_num_scheduled_tokens
+        num_rows = sum(plan.num_scheduled_tokens.values())
         num_tokens += num_rows
         now += model.seconds(num_rows, prefill_work, num_decodes)
         for output_ in scheduler.update(plan, ModelOutput([7] * len(plan.sampled_req_ids))):

@@ -114,11 +114,11 @@ class _EngineCollector(Collector):
         for name, (help_, value) in _COUNTERS.items():
             yield self._counter(name, help_, value(metrics))
         yield self._counter("num_preemptions", "Requests that lost their KV blocks.", stats.num_preemptions)
-        yield self._counter("failed_steps", "Steps that raised.", self._engine.num_failed_steps)
+        yield self._counter("failed_steps", "Steps that raised.", metrics.num_failed_steps)
         yield self._by_label(
             "request_success", "Requests that ended, by reason.", "finished_reason", dict(metrics.num_finished)
         )
-        transfer = self._engine.kv_transfer_stats
+        transfer = metrics.kv_transfer
         for name, count in transfer.as_dict().items() if transfer is not None else ():
             yield self._counter(f"kv_transfer_{name}", "KV transfer, see docs/kv-transfer.md.", count)
         yield self._by_label("step_rows", "Rows of packed steps, by kind.", "kind", dict(metrics.num_rows))

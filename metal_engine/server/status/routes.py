@@ -57,9 +57,9 @@ def add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle, m
             waiting=stats.num_waiting,
             kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
             preemptions=stats.num_preemptions,
-            failed_steps=engine.num_failed_steps,
+            failed_steps=engine.metrics.num_failed_steps,
             unknown_parameters=served.parameters.num_unknown,
-            kv_transfer=None if (kv := engine.kv_transfer_stats) is None else kv.as_dict(),
+            kv_transfer=None if (kv := engine.metrics.kv_transfer) is None else kv.as_dict(),
             error=None if error is None else f"the engine has stopped: {error!r}",
         )
         status = 200 if body.status == "ok" else 503
