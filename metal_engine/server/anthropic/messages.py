@@ -25,12 +25,12 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 class MessagesEndpoint(Conversation):
-    """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request."""
+    """Answers are blocks, which a stream's events tell of as they grow."""
 
     id_prefix = "msg"
 
     def __init__(self, served: ServedModel) -> None:
-        super().__init__(served.answer_format, auto_tool_choice=served.auto_tool_choice)
+        super().__init__(served)
         self._open: str | None = None  # kind of the last block, while more of it may come
         self._num_blocks = 0
 

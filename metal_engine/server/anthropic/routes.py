@@ -17,7 +17,7 @@ from metal_engine.server.anthropic.protocol import (
     MessagesBody,
     TokenCount,
 )
-from metal_engine.server.errors import APIError
+from metal_engine.server.errors import renaming
 from metal_engine.server.generation.answerer import EVENTS, Answerer
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.middleware.strict_json import off_loop_if_large
@@ -28,15 +28,14 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": AnthropicError}
 def add_anthropic_routes(app: FastAPI, served: ServedModel, answer: Answerer) -> None:
     @app.post("/v1/messages", tags=["messages"], response_model=AnthropicResponse, responses={**EVENTS, **_ERRORS})
     async def create_message(body: MessagesBody, request: Request) -> Response:
-        try:
+        with renaming(protocol.RENAMED):
             chat = await off_loop_if_large(request, protocol.to_chat, body)
             return await answer(MessagesEndpoint(served), chat, request)
-        except APIError as error:
-            raise error.renamed(protocol.RENAMED) from error
 
     @app.post("/v1/messages/count_tokens", tags=["messages"], responses=_ERRORS)
     async def count_tokens(body: CountTokensBody) -> TokenCount:
-        return await asyncio.to_thread(_count_tokens, served, body)
+        with renaming(protocol.RENAMED):
+            return await asyncio.to_thread(_count_tokens, served, body)
 
 
 def _count_tokens(served: ServedModel, body: CountTokensBody) -> TokenCount:

@@ -8,7 +8,7 @@ import logging
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.server.errors import ERROR_CODE, APIError, error_response
+from metal_engine.server.errors import APIError, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +70,9 @@ class Lifecycle:
                 await app(scope, receive, send)
                 return
             if self.draining:
-                error = APIError(503, "the server is shutting down", code=SHUTTING_DOWN)
-                scope[ERROR_CODE] = error.code
-                response = error_response(error, {"connection": "close", "retry-after": "1"}, path=scope["path"])
-                await response(scope, receive, send)
+                headers = {"connection": "close", "retry-after": "1"}
+                error = APIError(503, "the server is shutting down", code=SHUTTING_DOWN, headers=headers)
+                await error_response(error, scope)(scope, receive, send)
                 return
             self._num_active += 1
             try:

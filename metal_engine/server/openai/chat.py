@@ -24,12 +24,12 @@ from metal_engine.server.openai.protocol import (
 
 
 class ChatEndpoint(Conversation):
-    """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request."""
+    """Answers are messages; a stream's chunks are what each adds to its message."""
 
     id_prefix = "chatcmpl"
 
     def __init__(self, served: ServedModel) -> None:
-        super().__init__(served.answer_format, auto_tool_choice=served.auto_tool_choice)
+        super().__init__(served)
         self._templates: dict[int, ChunkTemplate] = {}
 
     def response(self, generation: Generation) -> BaseModel:
@@ -53,9 +53,6 @@ class ChatEndpoint(Conversation):
             usage=generation.usage,
             prompt_logprobs=generation.prompt_logprobs(generation.choices[0]),
         )
-
-    def begin(self, generation: Generation) -> bytes:
-        return b""
 
     def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
         index, output, deltas = arrived

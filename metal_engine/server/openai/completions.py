@@ -8,16 +8,16 @@ from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput
-from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import APIError, invalid, invalid_prompt
 from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
+from metal_engine.server.generation.preparation import Endpoint
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
 from metal_engine.server.openai.logprobs import completion_logprobs, prompt_offsets
 from metal_engine.server.openai.protocol import Completion, CompletionBody, CompletionChoice, CompletionLogprobs, Usage
 
 
-class CompletionEndpoint:
-    """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request."""
+class CompletionEndpoint(Endpoint[CompletionBody]):
+    """Prompts as text or tokens; answers are text as it comes."""
 
     id_prefix = "cmpl"
 
@@ -34,12 +34,6 @@ class CompletionEndpoint:
             return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         except ValueError as error:
             raise invalid_prompt(error, "prompt") from error
-
-    def adjust(self, params: SamplingParams) -> SamplingParams:
-        return params
-
-    def reader(self) -> None:
-        return None
 
     def echoes(self, body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str] | None:
         if not body.echo:
@@ -69,9 +63,6 @@ class CompletionEndpoint:
                 )
             )
         return _completion(generation, choices, generation.usage)
-
-    def begin(self, generation: Generation) -> bytes:
-        return b""
 
     def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
         index, output, _ = arrived

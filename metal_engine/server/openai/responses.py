@@ -18,6 +18,9 @@ from metal_engine.server.openai.protocol import ChatCompletionBody, Usage
 from metal_engine.server.openai.response_items import Event, ResponseItems
 from metal_engine.server.openai.responses_protocol import Message, Response, ResponsesBody, to_chat
 
+# What a response tells of its request as it came, or by Response's default.
+_TOLD = ResponsesBody.model_fields.keys() & Response.model_fields.keys() - {"model", "text", "tools"}
+
 
 @dataclass(frozen=True)
 class StoredResponse:
@@ -66,7 +69,7 @@ class ResponseStore:
 
 
 class ResponsesEndpoint(Conversation):
-    """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request.
+    """Answers are items, which a stream's events tell of as they grow.
 
     Args:
         body: as it came.
@@ -76,7 +79,7 @@ class ResponsesEndpoint(Conversation):
     id_prefix = "resp"
 
     def __init__(self, served: ServedModel, store: ResponseStore, body: ResponsesBody, messages: list[Message]) -> None:
-        super().__init__(served.answer_format, auto_tool_choice=served.auto_tool_choice)
+        super().__init__(served)
         self._body = body
         self._store = store
         self._messages = messages
@@ -146,27 +149,11 @@ class ResponsesEndpoint(Conversation):
         return response
 
     def _response(self, generation: Generation, status: Any) -> Response:
-        body = self._body
-        tool_choice = body.tool_choice or "auto"
-        return Response(
-            id=generation.request_id,
-            created_at=generation.created,
-            status=status,
-            instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
-            metadata=body.metadata or {},
-            model=generation.model,
-            parallel_tool_calls=body.parallel_tool_calls is not False,
-            previous_response_id=body.previous_response_id,
-            reasoning=None if body.reasoning is None else body.reasoning.model_dump(),
-            store=body.store is not False,
-            temperature=body.temperature,
-            text={"format": {"type": "text"}} if body.text is None else body.text.model_dump(exclude_none=True),
-            tool_choice=tool_choice if isinstance(tool_choice, str) else tool_choice.model_dump(),
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or []],
-            top_p=body.top_p,
-            user=body.user,
-        )
+        told = {name: value for name, value in self._body.model_dump(include=_TOLD).items() if value is not None}
+        told |= {"text": {"format": {"type": "text"}}}
+        told |= self._body.model_dump(include={"text", "tools"}, exclude_none=True)
+        told |= {"id": generation.request_id, "created_at": generation.created, "model": generation.model}
+        return Response(status=status, **told)
 
 
 def chat_of(body: ResponsesBody, store: ResponseStore) -> tuple[ChatCompletionBody, list[Message]]:

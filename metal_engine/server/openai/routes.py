@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from metal_engine.server.errors import APIError
+from metal_engine.server.errors import renaming
 from metal_engine.server.generation.answerer import EVENTS, Answerer
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.middleware.strict_json import off_loop_if_large
@@ -28,11 +28,9 @@ def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store
 
     @app.post("/v1/responses", tags=["responses"], response_model=responses_protocol.Response, responses=EVENTS)
     async def create_response(body: ResponsesBody, request: Request) -> Response:
-        try:
+        with renaming(responses_protocol.RENAMED):
             chat, messages = await off_loop_if_large(request, chat_of, body, store)
             return await answer(ResponsesEndpoint(served, store, body, messages), chat, request)
-        except APIError as error:
-            raise error.renamed(responses_protocol.RENAMED) from error
 
     @app.get("/v1/responses/{response_id}", tags=["responses"], response_model=responses_protocol.Response)
     async def get_response(response_id: str) -> Response:

@@ -48,7 +48,7 @@ def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str,
     kwargs = dict(body.chat_template_kwargs or {})
     for name in kwargs:
         if name in _NOT_FOR_TEMPLATES:
-            raise invalid(f" cannot set {name}", param="chat_template_kwargs", where="chat_template_kwargs")
+            raise invalid(f" cannot set {name}", where="chat_template_kwargs")
     if body.reasoning_effort is None:
         return kwargs
     if tokenizer.template_mentions("reasoning_effort"):
@@ -59,7 +59,6 @@ def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str,
         raise invalid(
             " is not supported: the model's chat template does not know it",
             where="reasoning_effort",
-            param="reasoning_effort",
             code="unsupported_parameter",
         )
     return kwargs
@@ -82,8 +81,7 @@ def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
 
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     if message.content is None and message.role != "assistant":
-        where = f"messages[{index}].content"
-        raise invalid(f" is required for the role {message.role}", param="messages", where=where)
+        raise invalid(f" is required for the role {message.role}", where=f"messages[{index}].content")
     # Templates concatenate content, so an absent one (an assistant that only called tools) is an empty text.
     result: dict[str, Any] = {
         "role": _TEMPLATE_ROLES.get(message.role, message.role),
@@ -111,13 +109,10 @@ def _text(index: int, content: str | list[ContentPart]) -> str:
     for i, part in enumerate(content):
         place = f"messages[{index}].content[{i}]"
         if part.type != "text":
-            raise invalid(
-                f": content of type {part.type!r} is not supported; the model takes text only",
-                where=place,
-                param="messages",
-            )
+            problem = f": content of type {part.type!r} is not supported; the model takes text only"
+            raise invalid(problem, where=place)
         if part.text is None:
-            raise invalid(" is required", param="messages", where=f"{place}.text")
+            raise invalid(" is required", where=f"{place}.text")
         texts.append(part.text)
     return "\n".join(texts)  # as vLLM joins them
 
