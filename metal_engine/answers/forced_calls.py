@@ -9,6 +9,7 @@ from typing import Any
 
 from metal_engine.answers.deltas import AnswerDelta, ArgumentsDelta, CallStart, TextDelta, new_call_id
 from metal_engine.answers.json_reader import JSONObjectReader
+from metal_engine.answers.splitter import Splitter
 from metal_engine.errors import ParameterError
 
 logger = logging.getLogger(__name__)
@@ -92,8 +93,8 @@ def _moved(schema: Any, root: str) -> Any:
     return moved
 
 
-class ForcedCallSplitter:
-    """Implements :class:`metal_engine.answers.splitter.Splitter` for text that a :func:`forced_schema` forced.
+class ForcedCallSplitter(Splitter):
+    """Splits text that a :func:`forced_schema` forced.
 
     Arguments are given out as they come. Those of a text that was cut off are incomplete.
 
@@ -102,10 +103,7 @@ class ForcedCallSplitter:
         parallel: whether more than one call is wanted; if not, further ones are left out.
     """
 
-    reasoning_bounds = ()
-
     def __init__(self, name: str | None, *, parallel: bool = True) -> None:
-        self.num_calls = 0
         self._name = name
         self._parallel = parallel
         self._text = ""
@@ -129,10 +127,9 @@ class ForcedCallSplitter:
             if taken:
                 deltas.append(ArgumentsDelta(self.num_calls - 1, self._text[:taken]))
                 self._text = self._text[taken:]
-            if self._reader.done:
-                self._reader = None
-            if self._reader is not None:
+            if not self._reader.done:
                 break
+            self._reader = None
         return deltas if self._parallel else [delta for delta in deltas if _index(delta) == 0]
 
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.answers.deltas import AnswerDelta
@@ -189,6 +190,11 @@ class Generation:
         for choice in self.choices:
             if choice.reader is not None:
                 choice.deltas = choice.reader.add(choice.text, choice.token_ends, choice.finish_reason)
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What OpenAI's answers and chunks of them begin with."""
+        return {"id": self.request_id, "created": self.created, "model": self.model}
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -19,6 +19,7 @@ from metal_engine.server.openai.protocol import (
     ChatCompletionChunk,
     ChatLogprobs,
     Delta,
+    FunctionCallDelta,
     Usage,
 )
 
@@ -46,9 +47,7 @@ class ChatEndpoint(Conversation):
                 )
             )
         return ChatCompletion(
-            id=generation.request_id,
-            created=generation.created,
-            model=generation.model,
+            **generation.head,
             choices=choices,
             usage=generation.usage,
             prompt_logprobs=generation.prompt_logprobs(generation.choices[0]),
@@ -67,15 +66,9 @@ class ChatEndpoint(Conversation):
         if output.text_logprobs:
             choices[-1].logprobs = _logprobs(generation, output.text_logprobs)
         if reason is not None:
-            num_calls = generation.choices[index].num_calls
-            choices.append(
-                ChatChunkChoice(
-                    index=index,
-                    delta=Delta(),
-                    finish_reason=self.chat_finish_reason(num_calls, reason),
-                    stop_reason=output.stop_reason,
-                )
-            )
+            told_reason = self.chat_finish_reason(generation.choices[index].num_calls, reason)
+            last = ChatChunkChoice(index=index, delta={}, finish_reason=told_reason, stop_reason=output.stop_reason)
+            choices.append(last)
         return b"".join(sse(_chunk(generation, [choice], usage)) for choice in choices)
 
     def _plain(self, generation: Generation, index: int, delta: AnswerDelta) -> bytes:
@@ -109,16 +102,10 @@ def _delta(delta: AnswerDelta) -> Delta:
             return {"content": delta.text}
         return {"reasoning": delta.text, "reasoning_content": delta.text}
     if isinstance(delta, CallStart):
-        function = {"name": delta.name, "arguments": ""}
-        return {
-            "tool_calls": [
-                {"index": delta.index, "id": delta.id, "type": "function", "function": function}  # type: ignore[typeddict-item]
-            ]
-        }
+        function = FunctionCallDelta(name=delta.name, arguments="")
+        return {"tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]}
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
 
 def _chunk(generation: Generation, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
-    return ChatCompletionChunk(
-        id=generation.request_id, created=generation.created, model=generation.model, choices=choices, usage=usage
-    )
+    return ChatCompletionChunk(**generation.head, choices=choices, usage=usage)

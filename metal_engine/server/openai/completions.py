@@ -38,13 +38,11 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
     def echoes(self, body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str] | None:
         if not body.echo:
             return None
-        given = _prompts(body)
-        if body.truncate_prompt_tokens is None:
-            return [
-                text if isinstance(text, str) else _text_of(ids, body, tokenizer)
-                for text, ids in zip(given, prompts, strict=True)
-            ]
-        return [_text_of(ids, body, tokenizer) for ids in prompts]
+        given = _prompts(body) if body.truncate_prompt_tokens is None else prompts
+        return [
+            text if isinstance(text, str) else _text_of(ids, body, tokenizer)
+            for text, ids in zip(given, prompts, strict=True)
+        ]
 
     def response(self, generation: Generation) -> BaseModel:
         choices = []
@@ -73,9 +71,7 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
         has_logprobs = bool(output.text_logprobs) or (first and output.text_logprobs is not None)
         if not (output.finished or has_logprobs or usage is not None):
             return self._template(generation, index).fill(text)
-        logprobs = None
-        if has_logprobs:
-            logprobs = self._logprobs(generation, choice, output, first)
+        logprobs = self._logprobs(generation, choice, output, first) if has_logprobs else None
         chunk = CompletionChoice(
             index=index,
             text=text,
@@ -135,6 +131,4 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
 
 
 def _completion(generation: Generation, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-    return Completion(
-        id=generation.request_id, created=generation.created, model=generation.model, choices=choices, usage=usage
-    )
+    return Completion(**generation.head, choices=choices, usage=usage)

@@ -220,7 +220,7 @@ def _assistant(messages: list[Message], fresh: str | None = None) -> Message:
     return last
 
 
-_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
 def _text(content: Any) -> str:
@@ -228,10 +228,7 @@ def _text(content: Any) -> str:
         return content
     texts = []
     for part in content:
-        if part["type"] == "refusal":
-            texts.append(part["refusal"])
-        elif part["type"] in _TEXT_PARTS:
-            texts.append(part["text"])
-        else:
+        if part["type"] not in _TEXT_PARTS:
             raise ValueError(f"content of type {part['type']!r} is not supported; the model takes text only")
+        texts.append(part["refusal" if part["type"] == "refusal" else "text"])
     return "\n".join(texts)
