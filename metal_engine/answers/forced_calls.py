@@ -111,10 +111,10 @@ class ForcedCallSplitter(Splitter):
 
     def add(self, text: str) -> list[AnswerDelta]:
         if self._name is not None:
-            deltas = [] if self.num_calls else [self._start(self._name)]
-            return [*deltas, ArgumentsDelta(0, text)] if text else deltas
+            begun: list[AnswerDelta] = [] if self.num_calls else [self._start(self._name)]
+            return [*begun, ArgumentsDelta(0, text)] if text else begun
         self._text += text
-        deltas = []
+        deltas: list[CallStart | ArgumentsDelta] = []
         while self._text and (self._parallel or self.num_calls < 2):
             if self._reader is None:
                 found = _CALL.match(self._text)
@@ -130,7 +130,7 @@ class ForcedCallSplitter(Splitter):
             if not self._reader.done:
                 break
             self._reader = None
-        return deltas if self._parallel else [delta for delta in deltas if _index(delta) == 0]
+        return [delta for delta in deltas if self._parallel or delta.index == 0]
 
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:
         if self._name is not None or self.num_calls or not self._text:
@@ -138,11 +138,6 @@ class ForcedCallSplitter(Splitter):
         logger.warning("malformed tool calls are given as text: %.200r", self._text)
         return [TextDelta("content", self._text)]
 
-    def _start(self, name: str) -> AnswerDelta:
+    def _start(self, name: str) -> CallStart:
         self.num_calls += 1
         return CallStart(self.num_calls - 1, new_call_id(), name)
-
-
-def _index(delta: AnswerDelta) -> int:
-    assert not isinstance(delta, TextDelta)
-    return delta.index

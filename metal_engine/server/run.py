@@ -135,18 +135,16 @@ class Server(uvicorn.Server):
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._num_signals += 1
-        if self._loop is None:  # not up yet, so there is nothing to drain
+        if self._loop is None or self._num_signals > 2:  # not up yet, so there is nothing to drain; or told twice
             os._exit(128 + number)
         if self._num_signals == 1:
             self._loop.call_soon_threadsafe(self._spawn, self.stop())
-        elif self._num_signals == 2:
+        else:
             self.exit_status = 128 + number
             watchdog = threading.Timer(_FORCED_EXIT_SECONDS, os._exit, (128 + number,))
             watchdog.daemon = True
             watchdog.start()
             self._loop.call_soon_threadsafe(self._spawn, self.stop_now())
-        else:
-            os._exit(128 + number)
 
 
 @contextmanager
@@ -191,13 +189,9 @@ def tls_options(args: ServerArgs) -> dict[str, Any]:
         raise ConfigError(
             "--ssl-certfile", f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
         ) from error
-    return {
-        "ssl_certfile": args.ssl_certfile,
-        "ssl_keyfile": args.ssl_keyfile,
-        "ssl_keyfile_password": args.ssl_keyfile_password,
-        "ssl_ca_certs": args.ssl_ca_certs,
-        "ssl_cert_reqs": ssl.CERT_NONE if args.ssl_ca_certs is None else ssl.CERT_REQUIRED,
-    }
+    names = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
+    requires = ssl.CERT_NONE if args.ssl_ca_certs is None else ssl.CERT_REQUIRED
+    return {"ssl_cert_reqs": requires, **{name: getattr(args, name) for name in names}}
 
 
 def run_server(

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from metal_engine.server.errors import APIError, to_api_error
+from metal_engine.server.generation.generation import Generation
 from metal_engine.server.generation.preparation import BodyT, Endpoint, ServedModel, prepare
-from metal_engine.server.generation.streaming import EventStreamResponse, cancel_on_disconnect, stream_events
+from metal_engine.server.generation.streaming import EventStreamResponse, cancel_on_disconnect
 from metal_engine.settings.args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 # nginx's status for a client that left; nobody receives it, but access logs show it.
 CLIENT_CLOSED_REQUEST = 499
@@ -29,10 +36,35 @@ class Answerer:
     async def __call__(self, endpoint: Endpoint[BodyT], body: BodyT, request: Request) -> Response:
         generation = await prepare(self._served, endpoint, body)
         if body.stream:
-            events = stream_events(generation, endpoint, body.include_usage, body.continuous_usage)
-            return EventStreamResponse(events, keep_alive=self._args.sse_keep_alive)
+            return EventStreamResponse(_events(generation, endpoint, body), keep_alive=self._args.sse_keep_alive)
         try:
             await cancel_on_disconnect(request.receive, generation.finish())
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return Response(endpoint.response(generation).model_dump_json(), media_type="application/json")
+
+
+async def _events(generation: Generation, endpoint: Endpoint[BodyT], body: BodyT) -> AsyncGenerator[bytes, None]:
+    """A generation as server-sent events: one item, so one write, for whatever came at once.
+
+    An error becomes the last event, so that it is not taken for a normal end.
+    """
+    started: set[int] = set()
+    if beginning := endpoint.begin(generation):
+        yield beginning
+    try:
+        async with aclosing(generation.outputs()) as batches:
+            async for batch in batches:
+                data = b""
+                for arrived in batch:
+                    usage = generation.usage if body.continuous_usage else None
+                    data += endpoint.chunk(generation, arrived, arrived[0] not in started, usage)
+                    started.add(arrived[0])
+                if data:
+                    yield data
+    except Exception as error:
+        if not isinstance(error, APIError):
+            logger.exception("request %s failed", generation.request_id)
+        yield endpoint.error(generation, to_api_error(error))
+        return
+    yield endpoint.end(generation, body.include_usage)

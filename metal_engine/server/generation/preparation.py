@@ -22,6 +22,7 @@ from metal_engine.server.generation.admission import Admission
 from metal_engine.server.generation.generation import Arrived, Generation
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
+from metal_engine.server.generation.streaming import sse
 from metal_engine.server.openai.protocol import GenerationBody, KVTransferParams, Usage
 
 # Sequences of one request; each takes memory before it runs.
@@ -92,9 +93,9 @@ class Endpoint(ABC, Generic[BodyT]):
     def end(self, generation: Generation, include_usage: bool) -> bytes:
         """What a stream ends with when all has gone well."""
 
-    @abstractmethod
     def error(self, generation: Generation, error: APIError) -> bytes:
         """What a stream ends with otherwise."""
+        return sse(error.body)
 
 
 async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -> Generation:

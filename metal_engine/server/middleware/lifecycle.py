@@ -23,15 +23,10 @@ class Lifecycle:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._num_active = 0
+        self._num_active = 0  # generating requests whose answer is not complete
         self._changed = asyncio.Event()
         self.draining = False
         self.cut = False
-
-    @property
-    def num_active(self) -> int:
-        """Generating requests whose answer is not complete."""
-        return self._num_active
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and wait for those under way; what is left at ``timeout`` is cut."""

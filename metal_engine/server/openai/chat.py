@@ -6,7 +6,6 @@ from pydantic import BaseModel
 
 from metal_engine.answers.deltas import AnswerDelta, CallStart, TextDelta
 from metal_engine.request import TokenLogprobs
-from metal_engine.server.errors import APIError
 from metal_engine.server.generation.generation import Arrived, Generation, finish_reason
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
@@ -86,9 +85,6 @@ class ChatEndpoint(Conversation):
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:
         return (sse(_chunk(generation, [], generation.usage)) if include_usage else b"") + DONE
-
-    def error(self, generation: Generation, error: APIError) -> bytes:
-        return sse(error.body)
 
 
 def _logprobs(generation: Generation, tokens: list[TokenLogprobs]) -> ChatLogprobs | None:

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput
-from metal_engine.server.errors import APIError, invalid, invalid_prompt
+from metal_engine.server.errors import invalid, invalid_prompt
 from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
 from metal_engine.server.generation.preparation import Endpoint
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
@@ -111,9 +111,6 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:
         return (sse(_completion(generation, [], generation.usage)) if include_usage else b"") + DONE
-
-    def error(self, generation: Generation, error: APIError) -> bytes:
-        return sse(error.body)
 
 
 def _text_of(prompt: list[int], body: CompletionBody, tokenizer: Tokenizer) -> str:

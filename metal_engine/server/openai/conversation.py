@@ -62,10 +62,8 @@ class Conversation(Endpoint[ChatCompletionBody]):
         except ParameterError as error:
             raise invalid(str(error), param=error.name) from error
         if plan.forced and body.structured_outputs:
-            raise invalid(
-                'structured_outputs and tool_choice "required", or naming a function, exclude each other',
-                param="structured_outputs",
-            )
+            problem = ' and tool_choice "required", or naming a function, exclude each other'
+            raise invalid(problem, where="structured_outputs")
         return plan
 
     def adjust(self, params: SamplingParams) -> SamplingParams:

@@ -50,20 +50,14 @@ def completion_logprobs(
     """
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets))
     for token in tokens:
-        if token is None:
-            assert first_token_id is not None
-            result.tokens.append(_completion_text(tokenizer, first_token_id))
-            result.token_logprobs.append(None)
-            result.top_logprobs.append(None)
-            continue
-        text = _completion_text(tokenizer, token.token_id)
+        token_id = first_token_id if token is None else token.token_id
+        assert token_id is not None
+        result.tokens.append(_completion_text(tokenizer, token_id))
+        result.token_logprobs.append(None if token is None else _finite(token.logprob))
         alternatives: dict[str, float] = {}
-        for token_id, logprob in token.top:
-            alternatives.setdefault(_completion_text(tokenizer, token_id), _finite(logprob))
-        alternatives.setdefault(text, _finite(token.logprob))
-        result.tokens.append(text)
-        result.token_logprobs.append(_finite(token.logprob))
-        result.top_logprobs.append(alternatives)
+        for other, logprob in [] if token is None else [*token.top, (token_id, token.logprob)]:
+            alternatives.setdefault(_completion_text(tokenizer, other), _finite(logprob))
+        result.top_logprobs.append(alternatives if token is not None else None)
     return result
 
 

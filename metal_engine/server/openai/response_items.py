@@ -34,7 +34,6 @@ class ResponseItems:
         self.items: list[dict[str, Any]] = []
         self._open: str | None = None  # kind of the last item, while more of it may come
         self._text: list[str] = []
-        self._num_reasoning_characters = 0
 
     def add(self, deltas: list[AnswerDelta]) -> list[Event]:
         """Takes deltas; returns the events that they come to, without sequence numbers."""
@@ -77,22 +76,20 @@ class ResponseItems:
         return events
 
     def _begin_call(self, delta: CallStart) -> list[Event]:
-        self._open = "call"
-        call = {"call_id": delta.id, "name": delta.name, "arguments": ""}
-        self.items.append({"id": _new_id("fc"), "type": "function_call", "status": "in_progress", **call})
-        return [self._item_event("response.output_item.added")]
+        call = {"type": "function_call", "call_id": delta.id, "name": delta.name, "arguments": ""}
+        return [self._begin_item("call", "fc", call)]
 
     def _begin_text(self, delta: TextDelta) -> list[Event]:
-        self._open = delta.kind
         if delta.kind == "content":
-            item = {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []}
+            item = self._begin_item("content", "msg", {"type": "message", "role": "assistant", "content": []})
         else:
-            item = {"id": _new_id("rs"), "type": "reasoning", "summary": [], "content": []}
-        self.items.append({**item, "status": "in_progress"})
-        return [
-            self._item_event("response.output_item.added"),
-            self._part_event("response.content_part.added", part=_part(delta.kind, "")),
-        ]
+            item = self._begin_item("reasoning", "rs", {"type": "reasoning", "summary": [], "content": []})
+        return [item, self._part_event("response.content_part.added", part=_part(delta.kind, ""))]
+
+    def _begin_item(self, kind: str, prefix: str, item: dict[str, Any]) -> Event:
+        self._open = kind
+        self.items.append({"id": f"{prefix}_{uuid.uuid4().hex}", **item, "status": "in_progress"})
+        return self._item_event("response.output_item.added")
 
     def _event(self, kind: str, **fields: Any) -> Event:
         at = len(self.items) - 1
@@ -115,7 +112,3 @@ def _is_json(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"

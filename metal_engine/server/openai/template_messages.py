@@ -69,13 +69,9 @@ def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
     if not body.continue_final_message:
         return {"add_generation_prompt": body.add_generation_prompt is not False}
     if body.add_generation_prompt:
-        raise invalid(
-            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
-        )
+        raise invalid(" and add_generation_prompt exclude each other", where="continue_final_message")
     if body.messages[-1].role != "assistant":
-        raise invalid(
-            "continue_final_message needs a last message of the role assistant", param="continue_final_message"
-        )
+        raise invalid(" needs a last message of the role assistant", where="continue_final_message")
     return {"add_generation_prompt": False, "continue_final_message": True}
 
 
@@ -87,10 +83,7 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
         "role": _TEMPLATE_ROLES.get(message.role, message.role),
         "content": _text(index, message.content or ""),
     }
-    if message.name is not None:
-        result["name"] = message.name
-    if message.tool_call_id is not None:
-        result["tool_call_id"] = message.tool_call_id
+    result |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
     reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
     if reasoning is not None:
         # Templates have either name for it.
