@@ -38,13 +38,6 @@ def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bo
     Raises:
         ParameterError: a tool's parameters are not the schema of an object.
     """
-    try:
-        return _forced_schema(tools, name, parallel)
-    except RecursionError as error:
-        raise ParameterError("tools", "have a schema that is nested too deeply") from error
-
-
-def _forced_schema(tools: list[dict[str, Any]], name: str | None, parallel: bool) -> Schema:
     schemas = {tool["function"]["name"]: _parameters(i, tool) for i, tool in enumerate(tools)}
     if name is not None:
         return schemas[name]
@@ -52,7 +45,10 @@ def _forced_schema(tools: list[dict[str, Any]], name: str | None, parallel: bool
     definitions: Schema = {}
     calls = []
     for i, (tool_name, schema) in enumerate(schemas.items()):
-        definitions[str(i)] = _moved(schema, f"#/$defs/{i}")
+        try:
+            definitions[str(i)] = _moved(schema, f"#/$defs/{i}")
+        except RecursionError as error:
+            raise ParameterError("tools", "have a schema that is nested too deeply") from error
         calls.append(
             {
                 "type": "object",

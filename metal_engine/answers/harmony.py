@@ -109,14 +109,13 @@ class HarmonySplitter(MarkSplitter):
         header = self._raw[:at]
         channel, recipient = _NAME.search(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] != "assistant":
-            self._end_mark = _CALL
-            return self._replace(at + len(_MESSAGE), f"{HarmonyCalls.tool_call_start}{recipient[1]}{_MESSAGE}")
-        if channel is not None and channel[1] == "analysis":
-            self._end_mark = _END
-            return self._replace(at + len(_MESSAGE), f"{_CHANNEL}analysis{_MESSAGE}")
-        before = "\n\n" if self._had_content else ""
-        self._had_content = True
-        return self._replace(at + len(_MESSAGE), before)
+            self._end_mark, shown = _CALL, f"{HarmonyCalls.tool_call_start}{recipient[1]}{_MESSAGE}"
+        elif channel is not None and channel[1] == "analysis":
+            self._end_mark, shown = _END, f"{_CHANNEL}analysis{_MESSAGE}"
+        else:
+            shown = "\n\n" if self._had_content else ""
+            self._had_content = True
+        return self._replace(at + len(_MESSAGE), shown)
 
     def _take_body(self) -> list[AnswerDelta] | None:
         """Takes a message to its end; returns what it comes to, or None if it goes on."""

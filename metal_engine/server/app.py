@@ -56,7 +56,7 @@ def create_app(
     )
     lifecycle = app.state.lifecycle = Lifecycle(engine)
     metrics = ServerMetrics(engine, served.names[0])
-    answer = Answerer(served, args)
+    answer = Answerer(served, args.sse_keep_alive)
     add_openai_routes(app, served, answer, ResponseStore(args.max_stored_responses))
     add_anthropic_routes(app, served, answer)
     add_tokenization_routes(app, served)

@@ -47,17 +47,9 @@ class APIError(HTTPException):
         super().__init__(status, where + message, headers)
         # JSON may smuggle in lone surrogates, which could not be sent back.
         self.message = (where + message).encode("utf-8", "replace").decode("utf-8")
-        self._where, self._rest = where, message
+        self.where = where
         self.param = param or re.split(r"[.\[]", where)[0] or None
         self.code = code
-
-    def renamed(self, names: Mapping[str, str]) -> APIError:
-        """The error by the name under which the client knows the field at fault, if ``names`` has it."""
-        new = names.get(self.param or "")
-        if new is None or self.param is None:
-            return self
-        where = self._where and new + self._where.removeprefix(self.param)
-        return APIError(self.status_code, self._rest, where=where, param=new, code=self.code, headers=self.headers)
 
     @property
     def body(self) -> ErrorBody:
@@ -78,11 +70,16 @@ def invalid_prompt(error: ValueError, param: str) -> APIError:
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Within it, errors are by the names under which the client knows their fields (:meth:`APIError.renamed`)."""
+    """Within it, an error gives the field at fault by the name under which the client knows it, if ``names`` has it."""
     try:
         yield
     except APIError as error:
-        raise error.renamed(names) from error
+        param = error.param or ""
+        if param in names:
+            error.param = names[param]
+            if error.where:
+                error.message = error.param + error.message.removeprefix(param)
+        raise
 
 
 def model_not_found(model: str) -> APIError:

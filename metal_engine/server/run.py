@@ -186,9 +186,8 @@ def tls_options(args: ServerArgs) -> dict[str, Any]:
         if args.ssl_ca_certs is not None:
             context.load_verify_locations(args.ssl_ca_certs)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            "--ssl-certfile", f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
-        ) from error
+        problem = f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
+        raise ConfigError("--ssl-certfile", problem) from error
     names = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
     requires = ssl.CERT_NONE if args.ssl_ca_certs is None else ssl.CERT_REQUIRED
     return {"ssl_cert_reqs": requires, **{name: getattr(args, name) for name in names}}
@@ -225,9 +224,8 @@ def run_server(
         server.run(sockets=[listener.socket])
     except OSError as error:
         engine.shutdown()
-        raise ConfigError(
-            "--port", f"cannot listen on {listener.url}: {error.strerror}; choose another --port"
-        ) from error
+        problem = f"cannot listen on {listener.url}: {error.strerror}; choose another --port"
+        raise ConfigError("--port", problem) from error
     stopped = engine.shutdown(0.5 if server.force_exit else _ENGINE_STOP_SECONDS)
     if not stopped:
         # Leaving in the usual way would tear MLX down under the thread that is still within a step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -15,7 +16,6 @@ from metal_engine.server.errors import APIError, to_api_error
 from metal_engine.server.generation.generation import Generation
 from metal_engine.server.generation.preparation import BodyT, Endpoint, ServedModel, prepare
 from metal_engine.server.generation.streaming import EventStreamResponse, cancel_on_disconnect
-from metal_engine.settings.args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +26,17 @@ CLIENT_CLOSED_REQUEST = 499
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
+@dataclass(frozen=True)
 class Answerer:
     """Runs a request to its answer: one body, or a stream of events."""
 
-    def __init__(self, served: ServedModel, args: ServerArgs) -> None:
-        self._served = served
-        self._args = args
+    served: ServedModel
+    sse_keep_alive: float
 
     async def __call__(self, endpoint: Endpoint[BodyT], body: BodyT, request: Request) -> Response:
-        generation = await prepare(self._served, endpoint, body)
+        generation = await prepare(self.served, endpoint, body)
         if body.stream:
-            return EventStreamResponse(_events(generation, endpoint, body), keep_alive=self._args.sse_keep_alive)
+            return EventStreamResponse(_events(generation, endpoint, body), keep_alive=self.sse_keep_alive)
         try:
             await cancel_on_disconnect(request.receive, generation.finish())
         except ClientDisconnect:

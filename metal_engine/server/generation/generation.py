@@ -210,14 +210,13 @@ class Generation:
             cached_tokens=sum(choice.latest.num_cached_tokens for choice in firsts),
             kv_store_tokens=sum(choice.latest.num_external_tokens for choice in firsts),
         )
+        reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self.choices)
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=details,
-            completion_tokens_details=CompletionTokensDetails(
-                reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices)
-            ),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning_tokens),
         )
 
     @property

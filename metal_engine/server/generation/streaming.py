@@ -19,8 +19,6 @@ DONE = b"data: [DONE]\n\n"
 # A comment: clients pass over it, and proxies see that the connection lives.
 KEEP_ALIVE = b": keep-alive\n\n"
 
-# In place of a text; no JSON has it otherwise.
-_TEXT = "\u241f text \u241f"
 _encode = json.encoder.encode_basestring_ascii
 
 
@@ -42,10 +40,10 @@ class ChunkTemplate:
         event: the event with :attr:`TEXT` where the text goes.
     """
 
-    TEXT = _TEXT
+    TEXT = "\u241f text \u241f"  # no JSON has it otherwise
 
     def __init__(self, event: BaseModel) -> None:
-        before, _, after = sse(event).decode("ascii").partition(_encode(_TEXT))
+        before, _, after = sse(event).decode("ascii").partition(_encode(self.TEXT))
         assert after, "the event has no place for the text"
         self._before, self._after = before, after
 

@@ -24,7 +24,8 @@ class Lifecycle:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._num_active = 0  # generating requests whose answer is not complete
-        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.draining = False
         self.cut = False
 
@@ -32,11 +33,8 @@ class Lifecycle:
         """Refuse new requests and wait for those under way; what is left at ``timeout`` is cut."""
         self.draining = True
         if self._num_active:
-            logger.warning(
-                "shutting down: %d requests may finish within %g s; a second signal stops at once",
-                self._num_active,
-                timeout,
-            )
+            message = "shutting down: %d requests may finish within %g s; a second signal stops at once"
+            logger.warning(message, self._num_active, timeout)
         if not await self._idle_within(timeout):
             logger.warning("cut %d requests that did not finish within %g s", self._num_active, timeout)
             await self.cut_all()
@@ -50,9 +48,7 @@ class Lifecycle:
     async def _idle_within(self, timeout: float) -> bool:
         try:
             async with asyncio.timeout(timeout):
-                while self._num_active:
-                    self._changed.clear()
-                    await self._changed.wait()
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True
@@ -70,6 +66,7 @@ class Lifecycle:
                 await error_response(error, scope)(scope, receive, send)
                 return
             self._num_active += 1
+            self._idle.clear()
             try:
                 await app(scope, receive, send)
             except asyncio.CancelledError:
@@ -78,6 +75,7 @@ class Lifecycle:
                     raise
             finally:
                 self._num_active -= 1
-                self._changed.set()
+                if not self._num_active:
+                    self._idle.set()
 
         return counted

@@ -75,7 +75,7 @@ class _StrictRequest(Request):
     """A request that reads its body with :func:`loads`.
 
     Args:
-        model: what the body must be. FastAPI validates it in the event loop, so a large one is made one before.
+        model: what the body must be. FastAPI would validate it in the event loop, so it is made one before.
     """
 
     def __init__(self, request: Request, model: type[BaseModel] | None) -> None:
@@ -84,9 +84,7 @@ class _StrictRequest(Request):
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            body = await self.body()
-            is_large = large_bodies.is_large(body)
-            self._json = await asyncio.to_thread(self._validated, body) if is_large else loads(body)
+            self._json = await off_loop_if_large(self, self._validated, await self.body())
         return self._json
 
     def _validated(self, body: bytes) -> Any:

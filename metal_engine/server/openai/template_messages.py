@@ -56,11 +56,8 @@ def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str,
     elif tokenizer.template_mentions("enable_thinking"):
         kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
     elif body.reasoning_effort != "none":
-        raise invalid(
-            " is not supported: the model's chat template does not know it",
-            where="reasoning_effort",
-            code="unsupported_parameter",
-        )
+        problem = " is not supported: the model's chat template does not know it"
+        raise invalid(problem, where="reasoning_effort", code="unsupported_parameter")
     return kwargs
 
 
