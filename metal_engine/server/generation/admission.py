@@ -47,6 +47,5 @@ class Admission:
 
 
 def _overloaded(reason: str) -> APIError:
-    return APIError(
-        503, f"the server is overloaded: {reason}", code=OVERLOADED, headers={"retry-after": str(RETRY_AFTER_SECONDS)}
-    )
+    headers = {"retry-after": str(RETRY_AFTER_SECONDS)}
+    return APIError(503, f"the server is overloaded: {reason}", code=OVERLOADED, headers=headers)

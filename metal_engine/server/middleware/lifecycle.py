@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -46,12 +47,10 @@ class Lifecycle:
         await self._idle_within(_LAST_WRITES_SECONDS)
 
     async def _idle_within(self, timeout: float) -> bool:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return self._idle.is_set()
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         """``app``, with its generating requests counted, and refused once the server is stopping."""

@@ -47,9 +47,8 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
     def response(self, generation: Generation) -> BaseModel:
         choices = []
         for choice in generation.choices:
-            logprobs = None
-            if generation.params.logprobs is not None:
-                logprobs = self._logprobs(generation, choice, choice, first=True)
+            has_logprobs = generation.params.logprobs is not None
+            logprobs = self._logprobs(generation, choice, choice, first=True) if has_logprobs else None
             choices.append(
                 CompletionChoice(
                     index=choice.index,
@@ -120,11 +119,8 @@ def _text_of(prompt: list[int], body: CompletionBody, tokenizer: Tokenizer) -> s
 def _prompts(body: CompletionBody) -> list[str | list[int]]:
     """The body's prompt in any of its four forms, as a list of texts or token id lists."""
     prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if prompt and isinstance(prompt[0], int):
-        return [prompt]
-    return cast(list[str | list[int]], prompt)
+    is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    return cast(list[str | list[int]], [prompt] if is_one else prompt)
 
 
 def _completion(generation: Generation, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:

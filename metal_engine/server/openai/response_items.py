@@ -41,7 +41,8 @@ class ResponseItems:
         for delta in deltas:
             if isinstance(delta, CallStart):
                 events += self.close()
-                events += self._begin_call(delta)
+                call = {"type": "function_call", "call_id": delta.id, "name": delta.name, "arguments": ""}
+                events.append(self._begin_item("call", "fc", call))
             elif isinstance(delta, ArgumentsDelta):
                 self._text.append(delta.text)
                 events.append(self._event("response.function_call_arguments.delta", delta=delta.text))
@@ -75,10 +76,6 @@ class ResponseItems:
         events.append(self._item_event("response.output_item.done"))
         return events
 
-    def _begin_call(self, delta: CallStart) -> list[Event]:
-        call = {"type": "function_call", "call_id": delta.id, "name": delta.name, "arguments": ""}
-        return [self._begin_item("call", "fc", call)]
-
     def _begin_text(self, delta: TextDelta) -> list[Event]:
         if delta.kind == "content":
             item = self._begin_item("content", "msg", {"type": "message", "role": "assistant", "content": []})
@@ -92,8 +89,7 @@ class ResponseItems:
         return self._item_event("response.output_item.added")
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        at = len(self.items) - 1
-        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": at, **fields}
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
 
     def _part_event(self, kind: str, **fields: Any) -> Event:
         return self._event(kind, content_index=0, **fields)

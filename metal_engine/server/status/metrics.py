@@ -62,12 +62,8 @@ class ServerMetrics:
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._rejections = Counter(
-            f"{PREFIX}requests_rejected",
-            "Requests that never reached the engine.",
-            ["model_name", "reason"],
-            registry=self._registry,
-        )
+        help_, labels = "Requests that never reached the engine.", ["model_name", "reason"]
+        self._rejections = Counter(f"{PREFIX}requests_rejected", help_, labels, registry=self._registry)
         self._model = model
         for reason in REJECTIONS:
             self._rejections.labels(model, reason)
