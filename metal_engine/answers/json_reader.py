@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_STRING = re.compile(r'[^"\\\x00-\x1f]*')
+_STRING = re.compile(r"""(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+""")
 _SCALAR = re.compile(r"[-+.0-9a-zA-Z]*")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 _NUMBER_BEGUN = re.compile(r"-?(0|[1-9]\d*)?((?<=\d)\.\d*)?((?<=\d)[eE][-+]?\d*)?", re.ASCII)
 _LITERALS = ("true", "false", "null")
-_ESCAPE = re.compile(r"""\\(["\\/bfnrt]|u[0-9a-fA-F]{4})""")
 _ESCAPE_BEGUN = re.compile(r"""\\(["\\/bfnrt]|u[0-9a-fA-F]{0,4})?""")
 
 
@@ -87,10 +86,13 @@ class JSONObjectReader:
 
     def _string(self, text: str, at: int) -> int:
         if self._begun:
-            escape = self._begun + text[at]
-            self.bad = not _ESCAPE_BEGUN.fullmatch(escape)
-            self._begun = "" if _ESCAPE.fullmatch(escape) else escape
-            return at + (not self.bad)
+            escape = _ESCAPE_BEGUN.match(self._begun + text[at : at + 5])
+            assert escape is not None
+            taken = escape.end() - len(self._begun)
+            self.bad = not taken
+            is_whole = escape.end() == (6 if escape[0].startswith("\\u") else 2)
+            self._begun = "" if is_whole else escape[0]
+            return at + taken
         plain = _STRING.match(text, at)
         assert plain is not None
         at = plain.end()

@@ -87,8 +87,11 @@ class MarkSplitter(Splitter):
 
     def _next_mark(self, searched: int) -> tuple[int, str] | None:
         """Place and text of the first mark; ``searched`` characters have been looked at before."""
-        marks, begin = self._marks[self._state], searched + 1
-        found = [(at, mark) for mark in marks if (at := self._text.find(mark, max(begin - len(mark), 0))) >= 0]
+        found = []
+        for mark in self._marks[self._state]:
+            at = self._text.find(mark, max(searched - len(mark) + 1, 0))
+            if at >= 0:
+                found.append((at, mark))
         return min(found, default=None)
 
     def _cross(self, before: str, mark: str) -> list[AnswerDelta]:

@@ -50,6 +50,7 @@ async def _events(generation: Generation, endpoint: Endpoint[BodyT], body: BodyT
     An error becomes the last event, so that it is not taken for a normal end.
     """
     started: set[int] = set()
+    continuous_usage = body.continuous_usage
     if beginning := endpoint.begin(generation):
         yield beginning
     try:
@@ -57,7 +58,7 @@ async def _events(generation: Generation, endpoint: Endpoint[BodyT], body: BodyT
             async for batch in batches:
                 data = b""
                 for arrived in batch:
-                    usage = generation.usage if body.continuous_usage else None
+                    usage = generation.usage if continuous_usage else None
                     data += endpoint.chunk(generation, arrived, arrived[0] not in started, usage)
                     started.add(arrived[0])
                 if data:
