@@ -10,7 +10,7 @@ from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.answers.forced_calls import ForcedCallSplitter
 from metal_engine.answers.harmony import HarmonySplitter
 from metal_engine.answers.mark_splitter import MarkSplitter
-from metal_engine.answers.splitter import PlainSplitter, Splitter
+from metal_engine.answers.splitter import Splitter
 from metal_engine.answers.tool_plan import ToolPlan
 
 # Tokens at the end of a prompt that tell whether its template has begun the reasoning.
@@ -117,7 +117,7 @@ class ChatAnswers:
         if plan.forced:
             return ForcedCallSplitter(plan.name, parallel=plan.parallel)
         if not plan.parsed and self.format.reasoning is None:
-            return PlainSplitter()
+            return Splitter()
         make = HarmonySplitter if self.format.harmony else MarkSplitter
         return make(
             self.format, plan.parsed, in_reasoning=self.in_reasoning, parallel=plan.parallel, incremental=incremental

@@ -9,6 +9,7 @@ from typing import Any
 
 from metal_engine.answers.deltas import AnswerDelta, ArgumentsDelta, CallStart, TextDelta, new_call_id
 from metal_engine.answers.json_reader import JSONObjectReader
+from metal_engine.answers.splitter import Splitter
 from metal_engine.errors import ParameterError
 
 logger = logging.getLogger(__name__)
@@ -37,13 +38,6 @@ def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bo
     Raises:
         ParameterError: a tool's parameters are not the schema of an object.
     """
-    try:
-        return _forced_schema(tools, name, parallel)
-    except RecursionError as error:
-        raise ParameterError("tools", "have a schema that is nested too deeply") from error
-
-
-def _forced_schema(tools: list[dict[str, Any]], name: str | None, parallel: bool) -> Schema:
     schemas = {tool["function"]["name"]: _parameters(i, tool) for i, tool in enumerate(tools)}
     if name is not None:
         return schemas[name]
@@ -51,7 +45,10 @@ def _forced_schema(tools: list[dict[str, Any]], name: str | None, parallel: bool
     definitions: Schema = {}
     calls = []
     for i, (tool_name, schema) in enumerate(schemas.items()):
-        definitions[str(i)] = _moved(schema, f"#/$defs/{i}")
+        try:
+            definitions[str(i)] = _moved(schema, f"#/$defs/{i}")
+        except RecursionError as error:
+            raise ParameterError("tools", "have a schema that is nested too deeply") from error
         calls.append(
             {
                 "type": "object",
@@ -92,8 +89,8 @@ def _moved(schema: Any, root: str) -> Any:
     return moved
 
 
-class ForcedCallSplitter:
-    """Implements :class:`metal_engine.answers.splitter.Splitter` for text that a :func:`forced_schema` forced.
+class ForcedCallSplitter(Splitter):
+    """Splits text that a :func:`forced_schema` forced.
 
     Arguments are given out as they come. Those of a text that was cut off are incomplete.
 
@@ -102,10 +99,7 @@ class ForcedCallSplitter:
         parallel: whether more than one call is wanted; if not, further ones are left out.
     """
 
-    reasoning_bounds = ()
-
     def __init__(self, name: str | None, *, parallel: bool = True) -> None:
-        self.num_calls = 0
         self._name = name
         self._parallel = parallel
         self._text = ""
@@ -113,10 +107,10 @@ class ForcedCallSplitter:
 
     def add(self, text: str) -> list[AnswerDelta]:
         if self._name is not None:
-            deltas = [] if self.num_calls else [self._start(self._name)]
-            return [*deltas, ArgumentsDelta(0, text)] if text else deltas
+            begun: list[AnswerDelta] = [] if self.num_calls else [self._start(self._name)]
+            return [*begun, ArgumentsDelta(0, text)] if text else begun
         self._text += text
-        deltas = []
+        deltas: list[CallStart | ArgumentsDelta] = []
         while self._text and (self._parallel or self.num_calls < 2):
             if self._reader is None:
                 found = _CALL.match(self._text)
@@ -129,11 +123,10 @@ class ForcedCallSplitter:
             if taken:
                 deltas.append(ArgumentsDelta(self.num_calls - 1, self._text[:taken]))
                 self._text = self._text[taken:]
-            if self._reader.done:
-                self._reader = None
-            if self._reader is not None:
+            if not self._reader.done:
                 break
-        return deltas if self._parallel else [delta for delta in deltas if _index(delta) == 0]
+            self._reader = None
+        return [delta for delta in deltas if self._parallel or delta.index == 0]
 
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:
         if self._name is not None or self.num_calls or not self._text:
@@ -141,11 +134,6 @@ class ForcedCallSplitter:
         logger.warning("malformed tool calls are given as text: %.200r", self._text)
         return [TextDelta("content", self._text)]
 
-    def _start(self, name: str) -> AnswerDelta:
+    def _start(self, name: str) -> CallStart:
         self.num_calls += 1
         return CallStart(self.num_calls - 1, new_call_id(), name)
-
-
-def _index(delta: AnswerDelta) -> int:
-    assert not isinstance(delta, TextDelta)
-    return delta.index

@@ -60,89 +60,80 @@ def harmony_format(*, calls: bool = True) -> AnswerFormat:
     )
 
 
-class HarmonySplitter:
-    """Implements :class:`metal_engine.answers.splitter.Splitter`; the arguments are those of ``MarkSplitter``.
+class HarmonySplitter(MarkSplitter):
+    """Splits messages; the arguments are those of ``MarkSplitter``.
 
     Text that does not begin with a header is content: a grammar may force such an answer.
     """
 
     def __init__(self, answer_format: AnswerFormat, tools: Sequence[dict[str, Any]] = (), **options: Any) -> None:
-        self._marks = MarkSplitter(answer_format, tools, **options)
-        self._text = ""  # taken, and not passed on
+        super().__init__(answer_format, tools, **options)
+        self._raw = ""  # taken, and not passed on
         self._in_header = True
         self._is_first = True
-        self._end = ""  # what the message under way ends with in the one form
+        self._end_mark = ""  # what the message under way ends with in the one form
         self._had_content = False
 
-    @property
-    def reasoning_bounds(self) -> Sequence[int]:
-        return self._marks.reasoning_bounds
-
-    @property
-    def num_calls(self) -> int:
-        return self._marks.num_calls
-
     def add(self, text: str) -> list[AnswerDelta]:
-        self._text += text
+        self._raw += text
         deltas: list[AnswerDelta] = []
         while (more := self._take_header() if self._in_header else self._take_body()) is not None:
             deltas += more
         if not self._in_header:
-            held = max(overlap(self._text, mark) for mark in _ENDS)
-            deltas += self._pass_on(len(self._text) - held)
+            held = max(overlap(self._raw, mark) for mark in _ENDS)
+            deltas += self._pass_on(len(self._raw) - held)
         return joined(deltas)
 
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:
         # Nothing is shown of the beginning of a header; other text is not lost.
-        is_lost = self._in_header and _HEADER.fullmatch(self._text) is not None
-        deltas = [] if is_lost else self._pass_on(len(self._text))
-        return joined(deltas + self._marks.finish(truncated=truncated))
+        is_lost = self._in_header and _HEADER.fullmatch(self._raw) is not None
+        deltas = [] if is_lost else self._pass_on(len(self._raw))
+        return joined(deltas + super().finish(truncated=truncated))
 
     def _take_header(self) -> list[AnswerDelta] | None:
         """Takes a header; returns what it comes to, or None if it is not complete."""
         if self._is_first:
-            begun = self._text.lstrip()
+            begun = self._raw.lstrip()
             is_begun = any(mark.startswith(begun) for mark in _HEADER_BEGINNINGS)
             if not is_begun and not begun.startswith(_HEADER_BEGINNINGS):
                 self._is_first = self._in_header = False
                 self._had_content = True
                 return []
         limit = _MAX_HEADER + len(_MESSAGE)
-        at = self._text.find(_MESSAGE, 0, limit)
-        if at < 0 and len(self._text) < limit:
+        at = self._raw.find(_MESSAGE, 0, limit)
+        if at < 0 and len(self._raw) < limit:
             return None
         self._is_first = self._in_header = False
         if at < 0:
             return []
-        header = self._text[:at]
+        header = self._raw[:at]
         channel, recipient = _NAME.search(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] != "assistant":
-            self._end = _CALL
-            return self._replace(at + len(_MESSAGE), f"{HarmonyCalls.tool_call_start}{recipient[1]}{_MESSAGE}")
-        if channel is not None and channel[1] == "analysis":
-            self._end = _END
-            return self._replace(at + len(_MESSAGE), f"{_CHANNEL}analysis{_MESSAGE}")
-        before = "\n\n" if self._had_content else ""
-        self._had_content = True
-        return self._replace(at + len(_MESSAGE), before)
+            self._end_mark, shown = _CALL, f"{HarmonyCalls.tool_call_start}{recipient[1]}{_MESSAGE}"
+        elif channel is not None and channel[1] == "analysis":
+            self._end_mark, shown = _END, f"{_CHANNEL}analysis{_MESSAGE}"
+        else:
+            shown = "\n\n" if self._had_content else ""
+            self._had_content = True
+        return self._replace(at + len(_MESSAGE), shown)
 
     def _take_body(self) -> list[AnswerDelta] | None:
         """Takes a message to its end; returns what it comes to, or None if it goes on."""
-        found = [(at, mark) for mark in _ENDS if (at := self._text.find(mark)) >= 0]
+        found = [(at, mark) for mark in _ENDS if (at := self._raw.find(mark)) >= 0]
         if not found:
             return None
         at, mark = min(found)
         deltas = self._pass_on(at)
         self._in_header = True
-        end, self._end = self._end, ""
+        end, self._end_mark = self._end_mark, ""
         return deltas + self._replace(len(mark), end)
 
     def _pass_on(self, length: int) -> list[AnswerDelta]:
         """Passes so many characters on as they are."""
-        text, self._text = self._text[:length], self._text[length:]
-        return self._marks.add(text) if text else []
+        text, self._raw = self._raw[:length], self._raw[length:]
+        return self.take(text, length) if text else []
 
     def _replace(self, length: int, text: str) -> list[AnswerDelta]:
         """Passes ``text`` on in place of so many characters."""
-        self._text = self._text[length:]
-        return self._marks.add(text, length)
+        self._raw = self._raw[length:]
+        return self.take(text, length)

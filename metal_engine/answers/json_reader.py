@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_STRING = re.compile(r'[^"\\\x00-\x1f]*')
+_STRING = re.compile(r"""(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+""")
 _SCALAR = re.compile(r"[-+.0-9a-zA-Z]*")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 _NUMBER_BEGUN = re.compile(r"-?(0|[1-9]\d*)?((?<=\d)\.\d*)?((?<=\d)[eE][-+]?\d*)?", re.ASCII)
 _LITERALS = ("true", "false", "null")
-_HEX = frozenset("0123456789abcdefABCDEF")
+_ESCAPE_BEGUN = re.compile(r"""\\(["\\/bfnrt]|u[0-9a-fA-F]{0,4})?""")
 
 
 class JSONObjectReader:
@@ -26,8 +26,7 @@ class JSONObjectReader:
         self.bad = False
         self._open: list[str] = []  # closing brackets that are due
         self._expects = "object"
-        self._scalar = ""
-        self._num_hex = 0  # digits of a \\u escape that are due
+        self._begun = ""  # the scalar or the escape under way
 
     def add(self, text: str) -> int:
         """Reads on; returns how many of the characters belong to the object."""
@@ -76,7 +75,7 @@ class JSONObjectReader:
         elif expects in ("value", "first value") and ch == '"':
             self._expects = "string"
         elif expects in ("value", "first value") and _SCALAR.fullmatch(ch):
-            self._expects, self._scalar = "scalar", ""
+            self._expects, self._begun = "scalar", ""
         else:
             return False
         return True
@@ -86,18 +85,14 @@ class JSONObjectReader:
         self._expects = "comma"
 
     def _string(self, text: str, at: int) -> int:
-        if self._num_hex:
-            if text[at] not in _HEX:
-                self.bad = True
-                return at
-            self._num_hex -= 1
-            return at + 1
-        if self._scalar == "\\":
-            if text[at] not in '"\\/bfnrtu':
-                self.bad = True
-                return at
-            self._scalar, self._num_hex = "", 4 if text[at] == "u" else 0
-            return at + 1
+        if self._begun:
+            escape = _ESCAPE_BEGUN.match(self._begun + text[at : at + 5])
+            assert escape is not None
+            taken = escape.end() - len(self._begun)
+            self.bad = not taken
+            is_whole = escape.end() == (6 if escape[0].startswith("\\u") else 2)
+            self._begun = "" if is_whole else escape[0]
+            return at + taken
         plain = _STRING.match(text, at)
         assert plain is not None
         at = plain.end()
@@ -109,7 +104,7 @@ class JSONObjectReader:
             else:
                 self._expects = "colon"
         elif text[at] == "\\":
-            self._scalar = "\\"
+            self._begun = "\\"
         else:
             self.bad = True  # a control character
             return at
@@ -119,16 +114,16 @@ class JSONObjectReader:
         more = _SCALAR.match(text, at)
         assert more is not None
         for ch in more[0]:
-            longer = self._scalar + ch
+            longer = self._begun + ch
             if not (_NUMBER_BEGUN.fullmatch(longer) or any(word.startswith(longer) for word in _LITERALS)):
                 self.bad = True
                 return at
-            self._scalar = longer
+            self._begun = longer
             at += 1
         if at < len(text):
-            if not (self._scalar in _LITERALS or _NUMBER.fullmatch(self._scalar)):
+            if not (self._begun in _LITERALS or _NUMBER.fullmatch(self._begun)):
                 self.bad = True
                 return at
-            self._scalar = ""
+            self._begun = ""
             self._after_value()
         return at

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.call_reader import CallReader
 from metal_engine.answers.deltas import AnswerDelta, TextDelta, joined
-from metal_engine.answers.splitter import overlap
+from metal_engine.answers.splitter import Splitter, overlap
 
 
-class MarkSplitter:
-    """Implements :class:`metal_engine.answers.splitter.Splitter`. White space beside a mark belongs to the mark.
+class MarkSplitter(Splitter):
+    """Splits at marks. White space beside a mark belongs to the mark.
 
     Args:
         tools: those that may be called, in OpenAI's form; empty to leave tool calls in the text.
@@ -30,7 +30,7 @@ class MarkSplitter:
         parallel: bool = True,
         incremental: bool = False,
     ) -> None:
-        self.reasoning_bounds = [0] if in_reasoning else []
+        self.reasoning_bounds: list[int] = [0] if in_reasoning else []
         self._tool = tool = answer_format.tool if tools else None
         self._calls: CallReader | None = None
         reasoning = answer_format.reasoning
@@ -51,18 +51,17 @@ class MarkSplitter:
         self._before_call = ""  # white space
 
     @property
-    def num_calls(self) -> int:
+    def num_calls(self) -> int:  # type: ignore[override]
         return 0 if self._calls is None else self._calls.num_calls
 
-    def add(self, text: str, length: int | None = None) -> list[AnswerDelta]:
-        """Takes more text; returns what can be told of it.
+    def add(self, text: str) -> list[AnswerDelta]:
+        return self.take(text, len(text))
 
-        Args:
-            length: how many characters of the answer the text stands for, if it does not stand for itself.
-        """
+    def take(self, text: str, length: int) -> list[AnswerDelta]:
+        """Takes more text that stands for ``length`` characters of the answer; returns what can be told of it."""
         searched = len(self._text)
         self._text += text
-        self._end += len(text) if length is None else length
+        self._end += length
         deltas: list[AnswerDelta] = []
         while (found := self._next_mark(searched)) is not None:
             at, mark = found

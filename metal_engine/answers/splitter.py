@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from metal_engine.answers.deltas import AnswerDelta, TextDelta
 
 
-class Splitter(Protocol):
+class Splitter:
     """Takes one answer's text, cut anywhere, into deltas. Where it was cut makes no difference to their sum.
+
+    This one takes everything for content; others extend it.
 
     Attributes:
         num_calls: tool calls so far; a call counts once it has proved to be one.
@@ -17,15 +18,12 @@ class Splitter(Protocol):
             Reasoning begins behind its first mark and ends behind its second one. The list grows with the text.
     """
 
-    @property
-    def num_calls(self) -> int: ...
-
-    @property
-    def reasoning_bounds(self) -> Sequence[int]: ...
+    num_calls: int = 0
+    reasoning_bounds: Sequence[int] = ()
 
     def add(self, text: str) -> list[AnswerDelta]:
         """Takes more text; returns what can be told of it."""
-        ...
+        return [TextDelta("content", text)] if text else []
 
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:
         """Returns what was held back; no more text comes.
@@ -33,19 +31,6 @@ class Splitter(Protocol):
         Args:
             truncated: whether the answer was cut off before the model had come to its end.
         """
-        ...
-
-
-class PlainSplitter:
-    """Everything is content."""
-
-    num_calls = 0
-    reasoning_bounds = ()
-
-    def add(self, text: str) -> list[AnswerDelta]:
-        return [TextDelta("content", text)] if text else []
-
-    def finish(self, *, truncated: bool) -> list[AnswerDelta]:
         return []
 
 

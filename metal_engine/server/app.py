@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
 
 from metal_engine import __version__
 from metal_engine.answers.answer_format import AnswerFormat
@@ -52,12 +51,12 @@ def create_app(
         tuple(names),
         ParameterPolicy(strict=args.strict_params),
         answer_format or AnswerFormat(),
-        Admission.of(engine, args),
+        Admission(engine, args.max_num_queued_reqs, args.max_num_queued_tokens, args.request_timeout),
         auto_tool_choice=args.enable_auto_tool_choice,
     )
     lifecycle = app.state.lifecycle = Lifecycle(engine)
     metrics = ServerMetrics(engine, served.names[0])
-    answer = Answerer(served, args)
+    answer = Answerer(served, args.sse_keep_alive)
     add_openai_routes(app, served, answer, ResponseStore(args.max_stored_responses))
     add_anthropic_routes(app, served, answer)
     add_tokenization_routes(app, served)
@@ -69,9 +68,9 @@ def create_app(
 
 def _add_gates(app: FastAPI, args: ServerArgs, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
     # The last one added is the first to see a request.
-    app.add_middleware(_middleware(lambda inner: limit_body(inner, args.max_body_size)))
+    app.add_middleware(limit_body, max_bytes=args.max_body_size)
     if args.api_key:
-        app.add_middleware(_middleware(lambda inner: require_api_key(inner, args.api_key)))
+        app.add_middleware(require_api_key, api_keys=args.api_key)
     if args.allowed_origins:
         # Browsers ask without a key what they may send, so this comes before the key.
         app.add_middleware(
@@ -81,14 +80,5 @@ def _add_gates(app: FastAPI, args: ServerArgs, lifecycle: Lifecycle, metrics: Se
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(_middleware(lifecycle.middleware))
-    app.add_middleware(_middleware(lambda inner: observe(inner, metrics)))
-
-
-def _middleware(wrap: Callable[[ASGIApp], ASGIApp]) -> Any:
-    """A function that wraps an application, in the form that Starlette asks for."""
-
-    def make(app: ASGIApp) -> ASGIApp:
-        return wrap(app)
-
-    return make
+    app.add_middleware(lifecycle.middleware)
+    app.add_middleware(observe, metrics=metrics)

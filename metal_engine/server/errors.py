@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -10,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from metal_engine.engine.engine_thread import EngineDeadError
 from metal_engine.engine.tokenizer import TextTooLongError
@@ -19,14 +22,14 @@ from metal_engine.server.openai.protocol import ErrorBody, ErrorDetail
 ERROR_CODE = "metal_engine.error_code"
 
 
-class APIError(Exception):
-    """An error to tell the client.
+class APIError(HTTPException):
+    """An error to tell the client. FastAPI lets it through wherever it is raised.
 
     Args:
         status: HTTP status.
         message: what is wrong.
         where: what the message is to begin with: ``param``, and where in it, as in ``messages[0].role``.
-        param: the request field at fault, if one is.
+        param: the request field at fault, if one is; without it, the one that ``where`` begins with.
         code: OpenAI's machine-readable code, if there is one for it.
         headers: to send with it.
     """
@@ -41,26 +44,16 @@ class APIError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(where + message)
-        self.status = status
+        super().__init__(status, where + message, headers)
         # JSON may smuggle in lone surrogates, which could not be sent back.
         self.message = (where + message).encode("utf-8", "replace").decode("utf-8")
-        self._where, self._rest = where, message
-        self.param = param
+        self.where = where
+        self.param = param or re.split(r"[.\[]", where)[0] or None
         self.code = code
-        self.headers = headers
-
-    def renamed(self, names: Mapping[str, str]) -> APIError:
-        """The error by the name under which the client knows the field at fault, if ``names`` has it."""
-        new = names.get(self.param or "")
-        if new is None or self.param is None:
-            return self
-        where = self._where and new + self._where.removeprefix(self.param)
-        return APIError(self.status, self._rest, where=where, param=new, code=self.code, headers=self.headers)
 
     @property
     def body(self) -> ErrorBody:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "invalid_request_error" if self.status_code < 500 else "server_error"
         return ErrorBody(error=ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code))
 
 
@@ -72,7 +65,21 @@ def invalid(message: str, param: str | None = None, code: str | None = None, *, 
 def invalid_prompt(error: ValueError, param: str) -> APIError:
     """A 400 for what the tokenizer refuses."""
     code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
-    return invalid(f": {error}", param=param, code=code, where=param)
+    return invalid(f": {error}", code=code, where=param)
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Within it, an error gives the field at fault by the name under which the client knows it, if ``names`` has it."""
+    try:
+        yield
+    except APIError as error:
+        param = error.param or ""
+        if param in names:
+            error.param = names[param]
+            if error.where:
+                error.message = error.param + error.message.removeprefix(param)
+        raise
 
 
 def model_not_found(model: str) -> APIError:
@@ -88,6 +95,10 @@ def to_api_error(error: Exception) -> APIError:
     """What to tell the client about an exception raised while its request was served."""
     if isinstance(error, APIError):
         return error
+    if isinstance(error, HTTPException):
+        return APIError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, RequestValidationError):
+        return from_validation(error.errors())
     if isinstance(error, EngineDeadError):
         return engine_dead(error)
     if isinstance(error, RecursionError):  # deep enough to parse, too deep to look at
@@ -108,43 +119,28 @@ _ANTHROPIC_PATHS = "/v1/messages"
 
 def anthropic_error(error: APIError) -> dict[str, Any]:
     """The error in Anthropic's shape."""
-    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    kind = _ANTHROPIC_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def error_response(error: APIError, headers: Mapping[str, str] | None = None, *, path: str = "") -> JSONResponse:
-    """The error as a response, in the shape that the clients of a path know."""
-    content = anthropic_error(error) if path.startswith(_ANTHROPIC_PATHS) else error.body.model_dump()
-    return JSONResponse(content, status_code=error.status, headers=headers)
+def error_response(error: APIError, scope: Scope) -> JSONResponse:
+    """The error as a response, in the shape that the clients of the request's path know."""
+    scope[ERROR_CODE] = error.code
+    content = anthropic_error(error) if scope["path"].startswith(_ANTHROPIC_PATHS) else error.body.model_dump()
+    return JSONResponse(content, status_code=error.status_code, headers=error.headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer with :class:`ErrorBody` whatever a route raises, and where there is no route."""
-    app.add_exception_handler(APIError, _on_error)
-    app.add_exception_handler(EngineDeadError, _on_error)
-    app.add_exception_handler(RecursionError, _on_error)
-    app.add_exception_handler(Exception, _on_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
+    for kind in (HTTPException, RequestValidationError, EngineDeadError, RecursionError, Exception):
+        app.add_exception_handler(kind, _on_error)
 
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     api_error = to_api_error(error)
-    request.scope[ERROR_CODE] = api_error.code
-    return error_response(api_error, api_error.headers, path=request.url.path)
-
-
-async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    return error_response(from_validation(error.errors()), path=request.url.path)
-
-
-async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    message = str(error.detail)
-    if error.status_code in (404, 405):
-        message = f"{message}: {request.method} {request.url.path}"
-    return error_response(APIError(error.status_code, message), error.headers, path=request.url.path)
+    if api_error is not error and api_error.status_code in (404, 405):  # Starlette's, which say no more than that
+        api_error.message += f": {request.method} {request.url.path}"
+    return error_response(api_error, request.scope)
 
 
 _MAX_MESSAGE = 400
@@ -153,14 +149,14 @@ _MAX_WHERE = 300
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def validated(model: type[ModelT], fields: Mapping[str, Any]) -> ModelT:
-    """A body made here of what a client sent in another form.
+def validated(model: type[ModelT], value: Any) -> ModelT:
+    """A body that FastAPI does not validate: one that is large, or is made here of what came in another form.
 
     Raises:
         APIError: 400, naming the field at fault.
     """
     try:
-        return model(**fields)
+        return model.model_validate(value)
     except ValidationError as error:
         raise from_validation([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from error
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import islice
 from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
 from pydantic import ValidationError, WrapValidator
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
 # A body is large from so many bytes on, or from so many commas: what has fewer is parsed and validated within 10 ms.
 LARGE_BYTES = 1 << 20
@@ -123,12 +121,11 @@ def _in_pieces(value: Any, validate: Any) -> Any:
 
 def _moved(error: ValidationError, start: int) -> ValidationError:
     """The error of a piece as that of the whole list; ``start`` is where the piece begins."""
-    details = []
-    for one in islice(error.errors(include_url=False), 10):
+    details: list[Any] = []
+    for one in error.errors(include_url=False)[:10]:
         index, *rest = one["loc"]
-        kind = PydanticCustomError(one["type"], "{message}", {"message": one["msg"]})
         loc = (index + start, *rest) if isinstance(index, int) else one["loc"]
-        details.append(InitErrorDetails(type=kind, loc=loc, input=one["input"]))
+        details.append({**one, "loc": loc})
     return ValidationError.from_exception_data(error.title, details)
 
 

@@ -29,11 +29,8 @@ def listen(args: ServerArgs) -> Iterator[Listener]:
     Raises:
         ConfigError: the address is in use, forbidden or no address; the message names the flag.
     """
-    listener = (
-        _bind_unix(args.uds)
-        if args.uds is not None
-        else _bind_tcp(args.host, args.port, "http" if args.ssl_certfile is None else "https")
-    )
+    scheme = "http" if args.ssl_certfile is None else "https"
+    listener = _bind_tcp(args.host, args.port, scheme) if args.uds is None else _bind_unix(args.uds)
     try:
         yield listener
     finally:
@@ -63,9 +60,8 @@ def _bind_tcp(host: str, port: int, scheme: str) -> Listener:
 
 def _bind_problem(error: OSError, host: str, port: int) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        return ConfigError(
-            "--port", f"--port {port} is in use on {host}: stop what listens there, or choose another --port"
-        )
+        problem = f"--port {port} is in use on {host}: stop what listens there, or choose another --port"
+        return ConfigError("--port", problem)
     if error.errno in (errno.EACCES, errno.EPERM):
         return ConfigError("--port", f"{port} may not be listened on: {error.strerror}; choose one above 1023")
     if error.errno == errno.EADDRNOTAVAIL:

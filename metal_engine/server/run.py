@@ -11,7 +11,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -42,25 +42,40 @@ _ENGINE_STOP_SECONDS = 10.0
 class Server(uvicorn.Server):
     """uvicorn, draining on the first signal, stopping at once on the second, and ending with its engine.
 
+    Args:
+        shutdown_timeout: seconds that requests under way may take to finish when the server stops.
+        death_grace: seconds for which a server whose engine has died still answers.
+        log_stats_interval: seconds between log lines about the engine; 0 for none.
+        options: for uvicorn: ``host`` and ``port`` unless sockets are given when it runs, and :func:`tls_options`.
+
     Attributes:
         exit_status: what the process should end with.
     """
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: FastAPI,
         engine: AsyncEngine,
-        lifecycle: Lifecycle,
         *,
-        shutdown_timeout: float,
-        death_grace: float,
-        log_stats_interval: float,
-        on_ready: Callable[[], None],
+        shutdown_timeout: float = 30.0,
+        death_grace: float = DEATH_GRACE_SECONDS,
+        log_stats_interval: float = 0.0,
+        on_ready: Callable[[], None] = lambda: None,
+        **options: Any,
     ) -> None:
-        super().__init__(config)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                timeout_graceful_shutdown=_CONNECTION_SECONDS,
+                log_config=None,  # the process has one logging set-up, the command line's
+                access_log=False,
+                lifespan="off",
+                **options,
+            )
+        )
         self.exit_status = 0
         self._engine = engine
-        self._lifecycle = lifecycle
+        self._lifecycle: Lifecycle = app.state.lifecycle
         self._shutdown_timeout = shutdown_timeout
         self._death_grace = death_grace
         self._log_stats_interval = log_stats_interval
@@ -90,19 +105,13 @@ class Server(uvicorn.Server):
 
     # --- the end ---
 
-    def stop(self) -> None:
-        """Drain, then end. In the event loop."""
-        self._spawn(self._drain_and_exit())
-
-    def stop_now(self) -> None:
-        """Cut what runs and end. In the event loop."""
-        self._spawn(self._cut_and_exit())
-
-    async def _drain_and_exit(self) -> None:
+    async def stop(self) -> None:
+        """Drain, then end."""
         await self._lifecycle.drain(self._shutdown_timeout)
         self.should_exit = True
 
-    async def _cut_and_exit(self) -> None:
+    async def stop_now(self) -> None:
+        """Cut what runs and end."""
         await self._lifecycle.cut_all()
         self.should_exit = self.force_exit = True
 
@@ -120,34 +129,36 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """SIGINT and SIGTERM are :meth:`stop` and then :meth:`stop_now`, not the end of the process."""
-        if threading.current_thread() is not threading.main_thread():
+        is_main = threading.current_thread() is threading.main_thread()
+        with _handled_by(self._on_signal) if is_main else nullcontext():
             yield
-            return
-        earlier = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in earlier.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._num_signals += 1
-        if self._loop is None:  # not up yet, so there is nothing to drain
+        if self._loop is None or self._num_signals > 2:  # not up yet, so there is nothing to drain; or told twice
             os._exit(128 + number)
         if self._num_signals == 1:
-            self._loop.call_soon_threadsafe(self.stop)
-        elif self._num_signals == 2:
+            self._loop.call_soon_threadsafe(self._spawn, self.stop())
+        else:
             self.exit_status = 128 + number
             watchdog = threading.Timer(_FORCED_EXIT_SECONDS, os._exit, (128 + number,))
             watchdog.daemon = True
             watchdog.start()
-            self._loop.call_soon_threadsafe(self.stop_now)
-        else:
-            os._exit(128 + number)
+            self._loop.call_soon_threadsafe(self._spawn, self.stop_now())
 
 
 @contextmanager
-def quit_on_signals() -> Iterator[None]:
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM are a function's to handle; afterwards, whose they were before."""
+    earlier = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, before in earlier.items():
+            signal.signal(number, before)
+
+
+def quit_on_signals() -> AbstractContextManager[None]:
     """SIGINT and SIGTERM end the process at once, with 128 + signal: for while a model loads.
 
     Python's own KeyboardInterrupt may be lost in a finalizer, and leaving in the usual way would tear MLX down under
@@ -158,49 +169,7 @@ def quit_on_signals() -> Iterator[None]:
         sys.stderr.flush()
         os._exit(128 + number)
 
-    earlier = {s: signal.signal(s, quit_) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
-
-
-def make_server(
-    app: FastAPI,
-    engine: AsyncEngine,
-    *,
-    shutdown_timeout: float = 30.0,
-    death_grace: float = DEATH_GRACE_SECONDS,
-    log_stats_interval: float = 0.0,
-    on_ready: Callable[[], None] = lambda: None,
-    **options: Any,
-) -> Server:
-    """A server that is not running yet.
-
-    Args:
-        shutdown_timeout: seconds that requests under way may take to finish when the server stops.
-        death_grace: seconds for which a server whose engine has died still answers.
-        log_stats_interval: seconds between log lines about the engine; 0 for none.
-        options: for uvicorn: ``host`` and ``port`` unless sockets are given when it runs, and :func:`tls_options`.
-    """
-    config = uvicorn.Config(
-        app,
-        timeout_graceful_shutdown=_CONNECTION_SECONDS,
-        log_config=None,  # the process has one logging set-up, the command line's
-        access_log=False,
-        lifespan="off",
-        **options,
-    )
-    return Server(
-        config,
-        engine,
-        app.state.lifecycle,
-        shutdown_timeout=shutdown_timeout,
-        death_grace=death_grace,
-        log_stats_interval=log_stats_interval,
-        on_ready=on_ready,
-    )
+    return _handled_by(quit_)
 
 
 def tls_options(args: ServerArgs) -> dict[str, Any]:
@@ -217,16 +186,11 @@ def tls_options(args: ServerArgs) -> dict[str, Any]:
         if args.ssl_ca_certs is not None:
             context.load_verify_locations(args.ssl_ca_certs)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            "--ssl-certfile", f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
-        ) from error
-    return {
-        "ssl_certfile": args.ssl_certfile,
-        "ssl_keyfile": args.ssl_keyfile,
-        "ssl_keyfile_password": args.ssl_keyfile_password,
-        "ssl_ca_certs": args.ssl_ca_certs,
-        "ssl_cert_reqs": ssl.CERT_NONE if args.ssl_ca_certs is None else ssl.CERT_REQUIRED,
-    }
+        problem = f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
+        raise ConfigError("--ssl-certfile", problem) from error
+    names = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
+    requires = ssl.CERT_NONE if args.ssl_ca_certs is None else ssl.CERT_REQUIRED
+    return {"ssl_cert_reqs": requires, **{name: getattr(args, name) for name in names}}
 
 
 def run_server(
@@ -245,7 +209,7 @@ def run_server(
     Raises:
         ConfigError: another process has begun to listen on the address.
     """
-    server = make_server(
+    server = Server(
         create_app(engine, names, args, answer_format),
         engine,
         shutdown_timeout=args.shutdown_timeout,
@@ -260,9 +224,8 @@ def run_server(
         server.run(sockets=[listener.socket])
     except OSError as error:
         engine.shutdown()
-        raise ConfigError(
-            "--port", f"cannot listen on {listener.url}: {error.strerror}; choose another --port"
-        ) from error
+        problem = f"cannot listen on {listener.url}: {error.strerror}; choose another --port"
+        raise ConfigError("--port", problem) from error
     stopped = engine.shutdown(0.5 if server.force_exit else _ENGINE_STOP_SECONDS)
     if not stopped:
         # Leaving in the usual way would tear MLX down under the thread that is still within a step.

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from metal_engine.server.errors import invalid, validated
 from metal_engine.server.generation.preparation import ServedModel
-from metal_engine.server.large_bodies import IN_PIECES
 from metal_engine.server.openai.chat import ChatEndpoint
-from metal_engine.server.openai.protocol import ChatCompletionBody, ChatMessage
+from metal_engine.server.openai.protocol import ChatCompletionBody, ChatMessage, LongList, RequestModel
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(RequestModel):
     """``POST /tokenize``: a ``prompt``, or ``messages`` with whatever else shapes a chat's prompt."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True), IN_PIECES] | None = None
+    messages: LongList[ChatMessage] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
@@ -36,13 +32,11 @@ class Tokens(BaseModel):
     token_strs: list[str] | None = None
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(RequestModel):
     """``POST /detokenize``."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True), IN_PIECES]
+    tokens: LongList[int]
 
 
 class Text(BaseModel):

@@ -17,7 +17,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.app import create_app
-from metal_engine.server.run import Server, make_server, tls_options
+from metal_engine.server.run import Server, tls_options
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig
 from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, fake_engine, hash_chain
@@ -92,7 +92,7 @@ def serve(
     runner = FakeRunner(config.cache.block_size, next_token, step_time)
     engine = engine or fake_engine(runner, config, tokenizer)
     args = args or ServerArgs(shutdown_timeout=1)
-    server = make_server(
+    server = Server(
         create_app(engine, names, args, answer_format),
         engine,
         shutdown_timeout=args.shutdown_timeout,

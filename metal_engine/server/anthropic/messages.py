@@ -25,12 +25,12 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 class MessagesEndpoint(Conversation):
-    """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request."""
+    """Answers are blocks, which a stream's events tell of as they grow."""
 
     id_prefix = "msg"
 
     def __init__(self, served: ServedModel) -> None:
-        super().__init__(served.answer_format, auto_tool_choice=served.auto_tool_choice)
+        super().__init__(served)
         self._open: str | None = None  # kind of the last block, while more of it may come
         self._num_blocks = 0
 
@@ -60,11 +60,11 @@ class MessagesEndpoint(Conversation):
             kind = delta.kind if isinstance(delta, TextDelta) else "call"
             if isinstance(delta, CallStart) or kind != self._open:
                 events += self._close()
-                events += self._begin(delta)
                 self._open = kind
+                self._num_blocks += 1
+                events.append(self._event("content_block_start", content_block=_block(delta)))
             if not isinstance(delta, CallStart):
-                at = self._num_blocks - 1
-                events.append({"type": "content_block_delta", "index": at, "delta": _delta(delta)})
+                events.append(self._event("content_block_delta", delta=_delta(delta)))
         return _encode(events)
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:
@@ -76,22 +76,23 @@ class MessagesEndpoint(Conversation):
     def error(self, generation: Generation, error: APIError) -> bytes:
         return named_sse(anthropic_error(error))
 
-    def _begin(self, delta: AnswerDelta) -> list[Event]:
-        block: dict[str, Any]
-        if isinstance(delta, CallStart):
-            block = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-        elif isinstance(delta, TextDelta) and delta.kind == "content":
-            block = {"type": "text", "text": ""}
-        else:
-            block = {"type": "thinking", "thinking": "", "signature": ""}
-        self._num_blocks += 1
-        return [{"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}]
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "index": self._num_blocks - 1, **fields}
 
     def _close(self) -> list[Event]:
         if self._open is None:
             return []
         self._open = None
-        return [{"type": "content_block_stop", "index": self._num_blocks - 1}]
+        return [self._event("content_block_stop")]
+
+
+def _block(delta: AnswerDelta) -> dict[str, Any]:
+    """The block that a delta begins."""
+    if isinstance(delta, CallStart):
+        return {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+    if isinstance(delta, TextDelta) and delta.kind == "content":
+        return {"type": "text", "text": ""}
+    return {"type": "thinking", "thinking": "", "signature": ""}
 
 
 def _stop(choice: Choice) -> dict[str, Any]:

@@ -5,49 +5,44 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from metal_engine.server.errors import APIError, invalid, validated
-from metal_engine.server.large_bodies import IN_PIECES
-from metal_engine.server.openai.protocol import ChatCompletionBody
+from metal_engine.server.errors import invalid, validated
+from metal_engine.server.openai.protocol import ChatCompletionBody, LongList, RequestModel
 
 Message = dict[str, Any]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
-
-class AnthropicMessage(_Body):
+class AnthropicMessage(RequestModel):
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True), IN_PIECES]
+    content: str | LongList[dict[str, Any]]
 
 
-class AnthropicTool(_Body):
+class AnthropicTool(RequestModel):
     type: str | None = None
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
 
-class AnthropicToolChoice(_Body):
+class AnthropicToolChoice(RequestModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(_Body):
+class Thinking(RequestModel):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
 
 
-class CountTokensBody(_Body):
+class CountTokensBody(RequestModel):
     """``POST /v1/messages/count_tokens``: what of a message's request makes its prompt."""
 
     model: str
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True), IN_PIECES]
-    system: str | Annotated[list[dict[str, Any]], Field(fail_fast=True), IN_PIECES] | None = None
-    tools: Annotated[list[AnthropicTool], Field(fail_fast=True), IN_PIECES] | None = None
+    messages: Annotated[LongList[AnthropicMessage], Field(min_length=1)]
+    system: str | LongList[dict[str, Any]] | None = None
+    tools: LongList[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
 
@@ -56,7 +51,7 @@ class MessagesBody(CountTokensBody):
     """``POST /v1/messages``."""
 
     max_tokens: int
-    stop_sequences: Annotated[list[str], Field(fail_fast=True), IN_PIECES] | None = None
+    stop_sequences: LongList[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -122,33 +117,20 @@ def to_chat(body: CountTokensBody) -> ChatCompletionBody:
     if body.tool_choice is not None:
         fields["tool_choice"] = _tool_choice(body.tool_choice)
         fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
-    if body.thinking is not None and "chat_template_kwargs" in ChatCompletionBody.model_fields:
+    if body.thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     if isinstance(body, MessagesBody):
-        fields |= {
-            "max_tokens": body.max_tokens,
-            "stop": body.stop_sequences,
-            "stream": body.stream,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": body.top_k,
-        }
+        fields |= {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
+        fields["stop"] = body.stop_sequences
     given = {name: value for name, value in fields.items() if value is not None}
-    try:
-        return validated(ChatCompletionBody, {**(body.model_extra or {}), **given})
-    except APIError as error:
-        raise error.renamed(RENAMED) from error
+    return validated(ChatCompletionBody, {**(body.model_extra or {}), **given})
 
 
 def _tool(i: int, tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise invalid(f"tools[{i}]: type {tool.type!r} is not supported; the server runs no tools", param="tools")
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.input_schema is not None:
-        function["parameters"] = tool.input_schema
-    return {"type": "function", "function": function}
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
 def _tool_choice(choice: AnthropicToolChoice) -> Any:

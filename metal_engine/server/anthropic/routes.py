@@ -10,38 +10,31 @@ from starlette.responses import Response
 
 from metal_engine.server.anthropic import protocol
 from metal_engine.server.anthropic.messages import MessagesEndpoint
-from metal_engine.server.anthropic.protocol import (
-    AnthropicError,
-    AnthropicResponse,
-    CountTokensBody,
-    MessagesBody,
-    TokenCount,
-)
-from metal_engine.server.errors import APIError
+from metal_engine.server.errors import renaming
 from metal_engine.server.generation.answerer import EVENTS, Answerer
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.middleware.strict_json import off_loop_if_large
 
-_ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": AnthropicError}}
+_ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": protocol.AnthropicError}}
+_ANSWERS = {**EVENTS, **_ERRORS}
 
 
 def add_anthropic_routes(app: FastAPI, served: ServedModel, answer: Answerer) -> None:
-    @app.post("/v1/messages", tags=["messages"], response_model=AnthropicResponse, responses={**EVENTS, **_ERRORS})
-    async def create_message(body: MessagesBody, request: Request) -> Response:
-        try:
+    @app.post("/v1/messages", tags=["messages"], response_model=protocol.AnthropicResponse, responses=_ANSWERS)
+    async def create_message(body: protocol.MessagesBody, request: Request) -> Response:
+        with renaming(protocol.RENAMED):
             chat = await off_loop_if_large(request, protocol.to_chat, body)
             return await answer(MessagesEndpoint(served), chat, request)
-        except APIError as error:
-            raise error.renamed(protocol.RENAMED) from error
 
     @app.post("/v1/messages/count_tokens", tags=["messages"], responses=_ERRORS)
-    async def count_tokens(body: CountTokensBody) -> TokenCount:
-        return await asyncio.to_thread(_count_tokens, served, body)
+    async def count_tokens(body: protocol.CountTokensBody) -> protocol.TokenCount:
+        with renaming(protocol.RENAMED):
+            return await asyncio.to_thread(_count_tokens, served, body)
 
 
-def _count_tokens(served: ServedModel, body: CountTokensBody) -> TokenCount:
+def _count_tokens(served: ServedModel, body: protocol.CountTokensBody) -> protocol.TokenCount:
     chat = protocol.to_chat(body)
     served.check_model(chat.model)
     served.parameters.check(chat)
     (prompt,) = MessagesEndpoint(served).tokenize(chat, served.engine.tokenizer)
-    return TokenCount(input_tokens=len(prompt))
+    return protocol.TokenCount(input_tokens=len(prompt))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.server.errors import APIError
-from metal_engine.settings.args import ServerArgs
 
 OVERLOADED = "overloaded"
 # A queue that is full now may have room after a few steps; clients back off further by themselves.
@@ -24,14 +23,9 @@ class Admission:
     """
 
     engine: AsyncEngine
-    max_requests: int = 0
-    max_tokens: int = 0
-    request_timeout: float = 0.0
-
-    @classmethod
-    def of(cls, engine: AsyncEngine, args: ServerArgs) -> Admission:
-        """The limits that the settings ask for."""
-        return cls(engine, args.max_num_queued_reqs, args.max_num_queued_tokens, args.request_timeout)
+    max_requests: int
+    max_tokens: int
+    request_timeout: float
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raise APIError, a 503 with ``Retry-After``, if a request with such a prompt may not wait."""
@@ -53,6 +47,5 @@ class Admission:
 
 
 def _overloaded(reason: str) -> APIError:
-    return APIError(
-        503, f"the server is overloaded: {reason}", code=OVERLOADED, headers={"retry-after": str(RETRY_AFTER_SECONDS)}
-    )
+    headers = {"retry-after": str(RETRY_AFTER_SECONDS)}
+    return APIError(503, f"the server is overloaded: {reason}", code=OVERLOADED, headers=headers)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from metal_engine.server.errors import APIError, to_api_error
+from metal_engine.server.generation.generation import Generation
 from metal_engine.server.generation.preparation import BodyT, Endpoint, ServedModel, prepare
-from metal_engine.server.generation.streaming import EventStreamResponse, cancel_on_disconnect, stream_events
-from metal_engine.settings.args import ServerArgs
+from metal_engine.server.generation.streaming import EventStreamResponse, cancel_on_disconnect
+
+logger = logging.getLogger(__name__)
 
 # nginx's status for a client that left; nobody receives it, but access logs show it.
 CLIENT_CLOSED_REQUEST = 499
@@ -19,20 +26,46 @@ CLIENT_CLOSED_REQUEST = 499
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
+@dataclass(frozen=True)
 class Answerer:
     """Runs a request to its answer: one body, or a stream of events."""
 
-    def __init__(self, served: ServedModel, args: ServerArgs) -> None:
-        self._served = served
-        self._args = args
+    served: ServedModel
+    sse_keep_alive: float
 
     async def __call__(self, endpoint: Endpoint[BodyT], body: BodyT, request: Request) -> Response:
-        generation = await prepare(self._served, endpoint, body)
+        generation = await prepare(self.served, endpoint, body)
         if body.stream:
-            events = stream_events(generation, endpoint, body.include_usage, body.continuous_usage)
-            return EventStreamResponse(events, keep_alive=self._args.sse_keep_alive)
+            return EventStreamResponse(_events(generation, endpoint, body), keep_alive=self.sse_keep_alive)
         try:
             await cancel_on_disconnect(request.receive, generation.finish())
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return Response(endpoint.response(generation).model_dump_json(), media_type="application/json")
+
+
+async def _events(generation: Generation, endpoint: Endpoint[BodyT], body: BodyT) -> AsyncGenerator[bytes, None]:
+    """A generation as server-sent events: one item, so one write, for whatever came at once.
+
+    An error becomes the last event, so that it is not taken for a normal end.
+    """
+    started: set[int] = set()
+    continuous_usage = body.continuous_usage
+    if beginning := endpoint.begin(generation):
+        yield beginning
+    try:
+        async with aclosing(generation.outputs()) as batches:
+            async for batch in batches:
+                data = b""
+                for arrived in batch:
+                    usage = generation.usage if continuous_usage else None
+                    data += endpoint.chunk(generation, arrived, arrived[0] not in started, usage)
+                    started.add(arrived[0])
+                if data:
+                    yield data
+    except Exception as error:
+        if not isinstance(error, APIError):
+            logger.exception("request %s failed", generation.request_id)
+        yield endpoint.error(generation, to_api_error(error))
+        return
+    yield endpoint.end(generation, body.include_usage)

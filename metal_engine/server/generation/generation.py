@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.answers.deltas import AnswerDelta
@@ -80,51 +81,44 @@ class Choice:
         self.stop_reason = output.stop_reason
 
 
+@dataclass
 class Generation:
     """One request in the engine: ``n`` sequences for each prompt, under one id.
 
-    Args:
+    Attributes:
         reservation: a place for each sequence.
         requests: one for each prompt, all of the same parameters.
         echoes: each prompt's text, where it is wanted back.
         is_echo_only: whether nothing but the prompts' texts is wanted.
         shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
         reader: makes a reader for a choice's answer; None if answers are plain text.
-
-    Attributes:
         choices: what each sequence has come to; complete once :meth:`outputs` is exhausted.
     """
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        reservation: Reservation,
-        *,
-        request_id: str,
-        model: str,
-        requests: list[PreparedRequest],
-        options: RequestOptions,
-        timeout: float = 0.0,
-        echoes: list[str] | None = None,
-        is_echo_only: bool = False,
-        shows_prompt_logprobs: bool = False,
-        reader: Callable[[], AnswerReader | None] = lambda: None,
-    ) -> None:
-        self._engine = engine
-        self._reservation = reservation
-        self._timeout = timeout
+    engine: AsyncEngine
+    reservation: Reservation
+    request_id: str
+    model: str
+    requests: list[PreparedRequest]
+    options: RequestOptions
+    timeout: float
+    echoes: list[str] | None
+    is_echo_only: bool
+    shows_prompt_logprobs: bool
+    reader: Callable[[], AnswerReader | None]
+
+    def __post_init__(self) -> None:
         self._timed_out = False
-        self.params = requests[0].params
-        self._requests = requests
-        self._options = options
-        self._is_echo_only = is_echo_only
-        self._shows_prompt_logprobs = shows_prompt_logprobs
-        self.request_id = request_id
-        self.model = model
+        self.params = self.requests[0].params
         self.created = int(time.time())
         self.choices = [
-            Choice(i * self.params.n + j, request.prompt_token_ids, echoes[i] if echoes is not None else None, reader())
-            for i, request in enumerate(requests)
+            Choice(
+                i * self.params.n + j,
+                request.prompt_token_ids,
+                None if self.echoes is None else self.echoes[i],
+                self.reader(),
+            )
+            for i, request in enumerate(self.requests)
             for j in range(self.params.n)
         ]
 
@@ -139,18 +133,18 @@ class Generation:
             EngineDeadError: the engine has ended.
         """
         streams = [
-            self._engine.generate(
+            self.engine.generate(
                 f"{self.request_id}-{choice.index}",
-                self._requests[choice.index // self.params.n],
+                self.requests[choice.index // self.params.n],
                 choice.index % self.params.n,
-                self._options,
-                self._reservation,
+                self.options,
+                self.reservation,
             )
             for choice in self.choices
         ]
         timer = None
-        if self._timeout:
-            timer = asyncio.get_running_loop().call_later(self._timeout, self._time_out)
+        if self.timeout:
+            timer = asyncio.get_running_loop().call_later(self.timeout, self._time_out)
         try:
             async with aclosing(_merge(streams)) as batches:
                 async for batch in batches:
@@ -158,7 +152,7 @@ class Generation:
                     for index, output in batch:
                         if output.finish_reason in ("error", "abort"):
                             raise self._failure(output)
-                        if self._is_echo_only:
+                        if self.is_echo_only:
                             _hide_output(output)
                         choice = self.choices[index]
                         choice.add(output)
@@ -168,7 +162,7 @@ class Generation:
                         arrived.append((index, output, deltas))
                     yield arrived
         finally:
-            self._reservation.release()
+            self.reservation.release()
             if timer is not None:
                 timer.cancel()
         self._note()
@@ -176,7 +170,7 @@ class Generation:
     def _time_out(self) -> None:
         self._timed_out = True
         for choice in self.choices:
-            self._engine.cut_request(f"{self.request_id}-{choice.index}", "the request took too long")
+            self.engine.cut_request(f"{self.request_id}-{choice.index}", "the request took too long")
 
     def _note(self) -> None:
         usage = self.usage
@@ -198,6 +192,11 @@ class Generation:
                 choice.deltas = choice.reader.add(choice.text, choice.token_ends, choice.finish_reason)
 
     @property
+    def head(self) -> dict[str, Any]:
+        """What OpenAI's answers and chunks of them begin with."""
+        return {"id": self.request_id, "created": self.created, "model": self.model}
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts; known before there is any output."""
         return sum(len(choice.prompt_token_ids) for choice in self.choices[:: self.params.n])
@@ -211,31 +210,30 @@ class Generation:
             cached_tokens=sum(choice.latest.num_cached_tokens for choice in firsts),
             kv_store_tokens=sum(choice.latest.num_external_tokens for choice in firsts),
         )
+        reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self.choices)
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=details,
-            completion_tokens_details=CompletionTokensDetails(
-                reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices)
-            ),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning_tokens),
         )
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._engine.tokenizer
+        return self.engine.tokenizer
 
     def prompt_logprobs(self, choice: Choice) -> PromptLogprobs | None:
         """Log probabilities of a choice's prompt, if they are wanted beside the answer."""
-        if not self._shows_prompt_logprobs or choice.prompt_logprobs is None:
+        if not self.shows_prompt_logprobs or choice.prompt_logprobs is None:
             return None
         return prompt_logprobs(self.tokenizer, choice.prompt_logprobs)
 
     def _failure(self, output: RequestOutput) -> APIError:
-        if self._engine.error is not None:
-            return engine_dead(self._engine.error)
+        if self.engine.error is not None:
+            return engine_dead(self.engine.error)
         if self._timed_out:
-            message = f"the request was not done within {self._timeout:g} s (--request-timeout)"
+            message = f"the request was not done within {self.timeout:g} s (--request-timeout)"
             return APIError(504, message, code="timeout")
         if output.finish_reason == "abort":
             return APIError(503, output.error or "the request was aborted", code=SHUTTING_DOWN)

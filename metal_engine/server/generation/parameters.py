@@ -18,53 +18,23 @@ from metal_engine.server.openai.protocol import ChatCompletionBody, GenerationBo
 
 logger = logging.getLogger(__name__)
 
-# Parameter -> the values that ask for nothing; None always does.
+# Parameter -> the values that ask for nothing; None always does. Some are declared for chats or for completions, and
+# have no meaning for the other; those of messages are what an earlier answer may have brought.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    # Declared for completions; a chat has no such thing.
-    "echo": (False,),
-    "suffix": ("",),
-    "top_logprobs": (0,),
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
-    "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "add_special_tokens": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    # Declared for chats; a plain completion has neither.
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_embeds"), ()),
+    **dict.fromkeys(("audio", "web_search_options", "reasoning_effort", "thinking_token_budget", "chat_template"), ()),
+    **dict.fromkeys(("add_special_tokens", "adapters", "messages.function_call", "messages.audio"), ()),
+    **dict.fromkeys(("top_logprobs", "xtc_probability", "mirostat", "dry_multiplier"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty", "typical_p", "repeat_penalty"), (1,)),
+    **dict.fromkeys(("echo", "use_beam_search", "continue_final_message"), (False,)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("spaces_between_special_tokens", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("tools", "functions", "documents", "logits_processors"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("suffix", "messages.refusal"), ("",)),
     "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
     "verbosity": ("medium",),
-    "chat_template": (),
     "chat_template_kwargs": ({},),
-    # Declared for chats; a plain completion has none of them.
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "logits_processors": ([],),
-    "prompt_embeds": (),
-    "thinking_token_budget": (),
-    # Samplers of other servers.
-    "xtc_probability": (0,),
-    "typical_p": (1,),
-    "mirostat": (0,),
-    "dry_multiplier": (0,),
-    "repeat_penalty": (1,),
-    "adapters": (),
-    # Of a message, what an earlier answer may have brought.
-    "messages.function_call": (),
-    "messages.audio": (),
-    "messages.refusal": ("",),
 }
 
 # No effect on the output by their very meaning.

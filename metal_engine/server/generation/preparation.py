@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from pydantic import BaseModel
 
@@ -21,13 +22,13 @@ from metal_engine.server.generation.admission import Admission
 from metal_engine.server.generation.generation import Arrived, Generation
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
+from metal_engine.server.generation.streaming import sse
 from metal_engine.server.openai.protocol import GenerationBody, KVTransferParams, Usage
 
 # Sequences of one request; each takes memory before it runs.
 MAX_SEQUENCES = 2048
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
-ContraBodyT = TypeVar("ContraBodyT", bound=GenerationBody, contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -47,38 +48,39 @@ class ServedModel:
             raise model_not_found(model)
 
 
-class Endpoint(Protocol[ContraBodyT]):
-    """What sets a generating endpoint apart from the others."""
+class Endpoint(ABC, Generic[BodyT]):
+    """What sets a generating endpoint apart from the others, for one request."""
 
     id_prefix: str
 
-    def tokenize(self, body: ContraBodyT, tokenizer: Tokenizer) -> list[list[int]]:
+    @abstractmethod
+    def tokenize(self, body: BodyT, tokenizer: Tokenizer) -> list[list[int]]:
         """The prompts' token ids; runs in a thread. Raises APIError for a body that cannot be a prompt."""
-        ...
 
-    def echoes(self, body: ContraBodyT, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str] | None:
+    def echoes(self, body: BodyT, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str] | None:
         """Each prompt's text, if the answer is to begin with it; runs in a thread."""
-        ...
+        return None
 
     def adjust(self, params: SamplingParams) -> SamplingParams:
         """The parameters with what the prompt asks of sampling; the same ones if that is nothing.
 
         Comes after :meth:`tokenize`. Raises ParameterError for what cannot be asked.
         """
-        ...
+        return params
 
     def reader(self) -> AnswerReader | None:
         """A reader for one choice's answer; None if answers are plain text. After :meth:`tokenize`."""
-        ...
+        return None
 
+    @abstractmethod
     def response(self, generation: Generation) -> BaseModel:
         """The answer to a request that does not stream, once the generation is complete."""
-        ...
 
     def begin(self, generation: Generation) -> bytes:
         """What a stream begins with, before there is any output."""
-        ...
+        return b""
 
+    @abstractmethod
     def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
         """The events of one output in a stream.
 
@@ -86,15 +88,14 @@ class Endpoint(Protocol[ContraBodyT]):
             first: it is the first of its choice.
             usage: to be told with it, if the client asked for that.
         """
-        ...
 
+    @abstractmethod
     def end(self, generation: Generation, include_usage: bool) -> bytes:
         """What a stream ends with when all has gone well."""
-        ...
 
     def error(self, generation: Generation, error: APIError) -> bytes:
         """What a stream ends with otherwise."""
-        ...
+        return sse(error.body)
 
 
 async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -> Generation:

@@ -43,16 +43,15 @@ def parameter_error(error: ParameterError, body: GenerationBody, *, is_forced: b
         is_forced: the structured output is that of tool calls.
     """
     if error.name == "prompt":
-        return invalid(f" {error.message}", param=body.prompt_field, where=body.prompt_field)
+        return invalid(f" {error.message}", where=body.prompt_field)
     field = error.name.partition(".")[0]
     if field == "structured_outputs" and body.structured_outputs is None:
         field = "tools" if is_forced else "response_format"
-        return invalid(f": {error.message}", param=field, where=field)
+        return invalid(f": {error.message}", where=field)
     name = {"max_tokens": body.max_tokens_field, "logprobs": body.logprobs_field}.get(error.name, error.name)
-    field = name.partition(".")[0]
-    if field not in type(body).model_fields:
+    if name.partition(".")[0] not in type(body).model_fields:
         return invalid(f"{name} {error.message}")
-    return invalid(f" {error.message}", param=field, where=name)
+    return invalid(f" {error.message}", where=name)
 
 
 def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
@@ -81,12 +80,8 @@ def _of_response_format(response_format: Mapping[str, Any] | None) -> Structured
             wrapper = response_format.get("json_schema")
             schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else None
             if not isinstance(schema, Mapping | bool):
-                where = "response_format.json_schema.schema"
-                raise invalid(" must be a JSON schema", param="response_format", where=where)
+                raise invalid(" must be a JSON schema", where="response_format.json_schema.schema")
             return StructuredOutputsParams(json=schema)
         case other:
-            raise invalid(
-                f" must be text, json_object or json_schema, got {short(other)}",
-                param="response_format",
-                where="response_format.type",
-            )
+            problem = f" must be text, json_object or json_schema, got {short(other)}"
+            raise invalid(problem, where="response_format.type")

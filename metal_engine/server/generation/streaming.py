@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -14,20 +13,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from metal_engine.server.errors import APIError, to_api_error
-from metal_engine.server.generation.generation import Generation
-from metal_engine.server.generation.preparation import Endpoint
-
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 # A comment: clients pass over it, and proxies see that the connection lives.
 KEEP_ALIVE = b": keep-alive\n\n"
 
-# In place of a text; no JSON has it otherwise.
-_TEXT = "\u241f text \u241f"
 _encode = json.encoder.encode_basestring_ascii
 
 
@@ -49,44 +40,16 @@ class ChunkTemplate:
         event: the event with :attr:`TEXT` where the text goes.
     """
 
-    TEXT = _TEXT
+    TEXT = "\u241f text \u241f"  # no JSON has it otherwise
 
     def __init__(self, event: BaseModel) -> None:
-        before, _, after = sse(event).decode("ascii").partition(_encode(_TEXT))
+        before, _, after = sse(event).decode("ascii").partition(_encode(self.TEXT))
         assert after, "the event has no place for the text"
         self._before, self._after = before, after
 
     def fill(self, text: str) -> bytes:
         """The event with this text."""
         return (self._before + _encode(text) + self._after).encode("ascii")
-
-
-async def stream_events(
-    generation: Generation, endpoint: Endpoint[Any], include_usage: bool, continuous_usage: bool = False
-) -> AsyncGenerator[bytes, None]:
-    """A generation as server-sent events: one item, so one write, for whatever came at once.
-
-    An error becomes the last event, so that it is not taken for a normal end.
-    """
-    started: set[int] = set()
-    if beginning := endpoint.begin(generation):
-        yield beginning
-    try:
-        async with aclosing(generation.outputs()) as batches:
-            async for batch in batches:
-                data = b""
-                for arrived in batch:
-                    usage = generation.usage if continuous_usage else None
-                    data += endpoint.chunk(generation, arrived, arrived[0] not in started, usage)
-                    started.add(arrived[0])
-                if data:
-                    yield data
-    except Exception as error:
-        if not isinstance(error, APIError):
-            logger.exception("request %s failed", generation.request_id)
-        yield endpoint.error(generation, to_api_error(error))
-        return
-    yield endpoint.end(generation, include_usage)
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

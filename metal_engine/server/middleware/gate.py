@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from metal_engine.server.errors import ERROR_CODE, APIError, error_response
+from metal_engine.server.errors import APIError, error_response
 
 # Open without a key: probes and load balancers have none.
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -31,19 +30,18 @@ def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        sent = Headers(scope=scope)
+        scheme, _, given = sent.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            given = headers.get("x-api-key", "")  # Anthropic's clients
+            given = sent.get("x-api-key", "")  # Anthropic's clients
         digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).digest()
         # Every key is compared, so that the time tells nothing about which one it is either.
         if sum([hmac.compare_digest(digest, one) for one in wanted]):
             await app(scope, receive, send)
             return
-        scope[ERROR_CODE] = "invalid_api_key"
-        error = APIError(401, _WRONG_KEY if given else _NO_KEY, code="invalid_api_key")
-        response = error_response(error, {"www-authenticate": "Bearer", "connection": "close"}, path=scope["path"])
-        await response(scope, receive, send)
+        headers = {"www-authenticate": "Bearer", "connection": "close"}
+        error = APIError(401, _WRONG_KEY if given else _NO_KEY, code="invalid_api_key", headers=headers)
+        await error_response(error, scope)(scope, receive, send)
 
     return guarded
 
@@ -69,7 +67,7 @@ def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
             if num_bytes > max_bytes:  # a body of unannounced length
                 if message.get("more_body", False):
                     await _discard(receive)
-                raise HTTPException(413, _too_large(max_bytes), {"connection": "close"})
+                raise _too_large(max_bytes)
             return message
 
         await app(scope, counting, send)
@@ -77,12 +75,13 @@ def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
     return limited
 
 
-def _too_large(max_bytes: int) -> str:
-    return f"the request body is larger than {max_bytes} bytes (--max-body-size)"
+def _too_large(max_bytes: int) -> APIError:
+    message = f"the request body is larger than {max_bytes} bytes (--max-body-size)"
+    return APIError(413, message, headers={"connection": "close"})
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, max_bytes: int, *, expects_continue: bool) -> None:
-    response = error_response(APIError(413, _too_large(max_bytes)), {"connection": "close"}, path=scope["path"])
+    response = error_response(_too_large(max_bytes), scope)
     await send({"type": "http.response.start", "status": 413, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": bytes(response.body), "more_body": True})
     if not expects_continue:  # such a client waits for the answer before it sends anything

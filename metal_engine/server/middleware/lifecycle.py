@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.server.errors import ERROR_CODE, APIError, error_response
+from metal_engine.server.errors import APIError, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -23,25 +24,18 @@ class Lifecycle:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._num_active = 0
-        self._changed = asyncio.Event()
+        self._num_active = 0  # generating requests whose answer is not complete
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.draining = False
         self.cut = False
-
-    @property
-    def num_active(self) -> int:
-        """Generating requests whose answer is not complete."""
-        return self._num_active
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and wait for those under way; what is left at ``timeout`` is cut."""
         self.draining = True
         if self._num_active:
-            logger.warning(
-                "shutting down: %d requests may finish within %g s; a second signal stops at once",
-                self._num_active,
-                timeout,
-            )
+            message = "shutting down: %d requests may finish within %g s; a second signal stops at once"
+            logger.warning(message, self._num_active, timeout)
         if not await self._idle_within(timeout):
             logger.warning("cut %d requests that did not finish within %g s", self._num_active, timeout)
             await self.cut_all()
@@ -53,14 +47,10 @@ class Lifecycle:
         await self._idle_within(_LAST_WRITES_SECONDS)
 
     async def _idle_within(self, timeout: float) -> bool:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while self._num_active:
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+                await self._idle.wait()
+        return self._idle.is_set()
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         """``app``, with its generating requests counted, and refused once the server is stopping."""
@@ -70,12 +60,12 @@ class Lifecycle:
                 await app(scope, receive, send)
                 return
             if self.draining:
-                error = APIError(503, "the server is shutting down", code=SHUTTING_DOWN)
-                scope[ERROR_CODE] = error.code
-                response = error_response(error, {"connection": "close", "retry-after": "1"}, path=scope["path"])
-                await response(scope, receive, send)
+                headers = {"connection": "close", "retry-after": "1"}
+                error = APIError(503, "the server is shutting down", code=SHUTTING_DOWN, headers=headers)
+                await error_response(error, scope)(scope, receive, send)
                 return
             self._num_active += 1
+            self._idle.clear()
             try:
                 await app(scope, receive, send)
             except asyncio.CancelledError:
@@ -84,6 +74,7 @@ class Lifecycle:
                     raise
             finally:
                 self._num_active -= 1
-                self._changed.set()
+                if not self._num_active:
+                    self._idle.set()
 
         return counted

@@ -9,13 +9,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
-from starlette.exceptions import HTTPException
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from metal_engine.server import large_bodies
+from metal_engine.server.errors import APIError, invalid, validated
 
 # Escapes and raw bytes that might make lone surrogates: rare, so that most bodies are not looked at twice.
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
@@ -29,7 +28,7 @@ def loads(body: bytes) -> Any:
 
     Raises:
         json.JSONDecodeError: it is no JSON.
-        HTTPException: 400, for NaN and Infinity, text that is not Unicode, numbers of thousands of digits, nesting
+        APIError: 400, for NaN and Infinity, text that is not Unicode, numbers of thousands of digits, nesting
             beyond what the parser can hold, and more arrays and objects than any request needs.
     """
     is_large = large_bodies.is_large(body)
@@ -54,9 +53,8 @@ def loads(body: bytes) -> Any:
     return value
 
 
-def _bad(problem: str) -> HTTPException:
-    # FastAPI makes a message of its own out of every other exception.
-    return HTTPException(400, f"the body {problem}")
+def _bad(problem: str) -> APIError:
+    return invalid(f"the body {problem}")
 
 
 def _refuse_constant(name: str) -> Any:
@@ -73,19 +71,11 @@ async def off_loop_if_large(request: Request, work: Callable[..., T], *args: Any
     return work(*args)
 
 
-class _InvalidBodyError(HTTPException):
-    """Carries an error past FastAPI, which lets no others out of :meth:`Request.json`."""
-
-    def __init__(self, error: RequestValidationError) -> None:
-        super().__init__(400)
-        self.error = error
-
-
 class _StrictRequest(Request):
     """A request that reads its body with :func:`loads`.
 
     Args:
-        model: what the body must be. FastAPI validates it in the event loop, so a large one is made one before.
+        model: what the body must be. FastAPI would validate it in the event loop, so it is made one before.
     """
 
     def __init__(self, request: Request, model: type[BaseModel] | None) -> None:
@@ -94,20 +84,12 @@ class _StrictRequest(Request):
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            body = await self.body()
-            is_large = large_bodies.is_large(body)
-            self._json = await asyncio.to_thread(self._validated, body) if is_large else loads(body)
+            self._json = await off_loop_if_large(self, self._validated, await self.body())
         return self._json
 
     def _validated(self, body: bytes) -> Any:
         value = loads(body)
-        if self._model is None:
-            return value
-        try:
-            return self._model.model_validate(value)
-        except ValidationError as error:
-            errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-            raise _InvalidBodyError(RequestValidationError(errors)) from error
+        return value if self._model is None else validated(self._model, value)
 
 
 class StrictJSONRoute(APIRoute):
@@ -119,9 +101,6 @@ class StrictJSONRoute(APIRoute):
         model = wanted if isinstance(wanted, type) and issubclass(wanted, BaseModel) else None
 
         async def strict(request: Request) -> Response:
-            try:
-                return await handler(_StrictRequest(request, model))
-            except _InvalidBodyError as error:
-                raise error.error from error
+            return await handler(_StrictRequest(request, model))
 
         return strict

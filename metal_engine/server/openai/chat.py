@@ -6,7 +6,6 @@ from pydantic import BaseModel
 
 from metal_engine.answers.deltas import AnswerDelta, CallStart, TextDelta
 from metal_engine.request import TokenLogprobs
-from metal_engine.server.errors import APIError
 from metal_engine.server.generation.generation import Arrived, Generation, finish_reason
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
@@ -19,17 +18,18 @@ from metal_engine.server.openai.protocol import (
     ChatCompletionChunk,
     ChatLogprobs,
     Delta,
+    FunctionCallDelta,
     Usage,
 )
 
 
 class ChatEndpoint(Conversation):
-    """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request."""
+    """Answers are messages; a stream's chunks are what each adds to its message."""
 
     id_prefix = "chatcmpl"
 
     def __init__(self, served: ServedModel) -> None:
-        super().__init__(served.answer_format, auto_tool_choice=served.auto_tool_choice)
+        super().__init__(served)
         self._templates: dict[int, ChunkTemplate] = {}
 
     def response(self, generation: Generation) -> BaseModel:
@@ -46,16 +46,11 @@ class ChatEndpoint(Conversation):
                 )
             )
         return ChatCompletion(
-            id=generation.request_id,
-            created=generation.created,
-            model=generation.model,
+            **generation.head,
             choices=choices,
             usage=generation.usage,
             prompt_logprobs=generation.prompt_logprobs(generation.choices[0]),
         )
-
-    def begin(self, generation: Generation) -> bytes:
-        return b""
 
     def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
         index, output, deltas = arrived
@@ -70,15 +65,9 @@ class ChatEndpoint(Conversation):
         if output.text_logprobs:
             choices[-1].logprobs = _logprobs(generation, output.text_logprobs)
         if reason is not None:
-            num_calls = generation.choices[index].num_calls
-            choices.append(
-                ChatChunkChoice(
-                    index=index,
-                    delta=Delta(),
-                    finish_reason=self.chat_finish_reason(num_calls, reason),
-                    stop_reason=output.stop_reason,
-                )
-            )
+            told_reason = self.chat_finish_reason(generation.choices[index].num_calls, reason)
+            last = ChatChunkChoice(index=index, delta={}, finish_reason=told_reason, stop_reason=output.stop_reason)
+            choices.append(last)
         return b"".join(sse(_chunk(generation, [choice], usage)) for choice in choices)
 
     def _plain(self, generation: Generation, index: int, delta: AnswerDelta) -> bytes:
@@ -97,9 +86,6 @@ class ChatEndpoint(Conversation):
     def end(self, generation: Generation, include_usage: bool) -> bytes:
         return (sse(_chunk(generation, [], generation.usage)) if include_usage else b"") + DONE
 
-    def error(self, generation: Generation, error: APIError) -> bytes:
-        return sse(error.body)
-
 
 def _logprobs(generation: Generation, tokens: list[TokenLogprobs]) -> ChatLogprobs | None:
     return None if generation.params.logprobs is None else chat_logprobs(generation.tokenizer, tokens)
@@ -112,16 +98,10 @@ def _delta(delta: AnswerDelta) -> Delta:
             return {"content": delta.text}
         return {"reasoning": delta.text, "reasoning_content": delta.text}
     if isinstance(delta, CallStart):
-        function = {"name": delta.name, "arguments": ""}
-        return {
-            "tool_calls": [
-                {"index": delta.index, "id": delta.id, "type": "function", "function": function}  # type: ignore[typeddict-item]
-            ]
-        }
+        function = FunctionCallDelta(name=delta.name, arguments="")
+        return {"tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]}
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
 
 def _chunk(generation: Generation, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
-    return ChatCompletionChunk(
-        id=generation.request_id, created=generation.created, model=generation.model, choices=choices, usage=usage
-    )
+    return ChatCompletionChunk(**generation.head, choices=choices, usage=usage)

@@ -8,16 +8,16 @@ from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput
-from metal_engine.sampling_params import SamplingParams
-from metal_engine.server.errors import APIError, invalid, invalid_prompt
+from metal_engine.server.errors import invalid, invalid_prompt
 from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
+from metal_engine.server.generation.preparation import Endpoint
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
 from metal_engine.server.openai.logprobs import completion_logprobs, prompt_offsets
 from metal_engine.server.openai.protocol import Completion, CompletionBody, CompletionChoice, CompletionLogprobs, Usage
 
 
-class CompletionEndpoint:
-    """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request."""
+class CompletionEndpoint(Endpoint[CompletionBody]):
+    """Prompts as text or tokens; answers are text as it comes."""
 
     id_prefix = "cmpl"
 
@@ -35,29 +35,20 @@ class CompletionEndpoint:
         except ValueError as error:
             raise invalid_prompt(error, "prompt") from error
 
-    def adjust(self, params: SamplingParams) -> SamplingParams:
-        return params
-
-    def reader(self) -> None:
-        return None
-
     def echoes(self, body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str] | None:
         if not body.echo:
             return None
-        given = _prompts(body)
-        if body.truncate_prompt_tokens is None:
-            return [
-                text if isinstance(text, str) else _text_of(ids, body, tokenizer)
-                for text, ids in zip(given, prompts, strict=True)
-            ]
-        return [_text_of(ids, body, tokenizer) for ids in prompts]
+        given = _prompts(body) if body.truncate_prompt_tokens is None else prompts
+        return [
+            text if isinstance(text, str) else _text_of(ids, body, tokenizer)
+            for text, ids in zip(given, prompts, strict=True)
+        ]
 
     def response(self, generation: Generation) -> BaseModel:
         choices = []
         for choice in generation.choices:
-            logprobs = None
-            if generation.params.logprobs is not None:
-                logprobs = self._logprobs(generation, choice, choice, first=True)
+            has_logprobs = generation.params.logprobs is not None
+            logprobs = self._logprobs(generation, choice, choice, first=True) if has_logprobs else None
             choices.append(
                 CompletionChoice(
                     index=choice.index,
@@ -70,9 +61,6 @@ class CompletionEndpoint:
             )
         return _completion(generation, choices, generation.usage)
 
-    def begin(self, generation: Generation) -> bytes:
-        return b""
-
     def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
         index, output, _ = arrived
         choice = generation.choices[index]
@@ -82,9 +70,7 @@ class CompletionEndpoint:
         has_logprobs = bool(output.text_logprobs) or (first and output.text_logprobs is not None)
         if not (output.finished or has_logprobs or usage is not None):
             return self._template(generation, index).fill(text)
-        logprobs = None
-        if has_logprobs:
-            logprobs = self._logprobs(generation, choice, output, first)
+        logprobs = self._logprobs(generation, choice, output, first) if has_logprobs else None
         chunk = CompletionChoice(
             index=index,
             text=text,
@@ -125,9 +111,6 @@ class CompletionEndpoint:
     def end(self, generation: Generation, include_usage: bool) -> bytes:
         return (sse(_completion(generation, [], generation.usage)) if include_usage else b"") + DONE
 
-    def error(self, generation: Generation, error: APIError) -> bytes:
-        return sse(error.body)
-
 
 def _text_of(prompt: list[int], body: CompletionBody, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(prompt, skip_special_tokens=body.skip_special_tokens is not False)
@@ -136,14 +119,9 @@ def _text_of(prompt: list[int], body: CompletionBody, tokenizer: Tokenizer) -> s
 def _prompts(body: CompletionBody) -> list[str | list[int]]:
     """The body's prompt in any of its four forms, as a list of texts or token id lists."""
     prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if prompt and isinstance(prompt[0], int):
-        return [prompt]
-    return cast(list[str | list[int]], prompt)
+    is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    return cast(list[str | list[int]], [prompt] if is_one else prompt)
 
 
 def _completion(generation: Generation, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-    return Completion(
-        id=generation.request_id, created=generation.created, model=generation.model, choices=choices, usage=usage
-    )
+    return Completion(**generation.head, choices=choices, usage=usage)

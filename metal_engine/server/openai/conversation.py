@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import AnswerReader, ChatAnswers
 from metal_engine.answers.deltas import AnswerDelta, assemble
 from metal_engine.answers.tool_plan import ToolPlan, plan_tools
@@ -10,6 +9,7 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.server.errors import invalid, invalid_prompt
+from metal_engine.server.generation.preparation import Endpoint, ServedModel
 from metal_engine.server.openai.protocol import (
     AssistantMessage,
     ChatCompletionBody,
@@ -21,17 +21,12 @@ from metal_engine.server.openai.protocol import (
 from metal_engine.server.openai.template_messages import template_flags, template_kwargs, template_messages
 
 
-class Conversation:
-    """One chat request. The part of :class:`metal_engine.server.generation.preparation.Endpoint` that all endpoints
-    that chat have in common: they extend this class.
+class Conversation(Endpoint[ChatCompletionBody]):
+    """One chat request: what all endpoints that chat have in common."""
 
-    Args:
-        auto_tool_choice: whether the request may leave it to the model to call tools.
-    """
-
-    def __init__(self, answer_format: AnswerFormat, *, auto_tool_choice: bool) -> None:
-        self._format = answer_format
-        self._auto_tool_choice = auto_tool_choice
+    def __init__(self, served: ServedModel) -> None:
+        self._format = served.answer_format
+        self._auto_tool_choice = served.auto_tool_choice
         self._streams = False
         self._answers: ChatAnswers
 
@@ -47,8 +42,7 @@ class Conversation:
         except ValueError as error:
             raise invalid_prompt(error, "messages") from error
         continues = bool(body.continue_final_message)
-        answers_to = ChatAnswers.to_prompt
-        self._answers = answers_to(self._format, plan, prompt, tokenizer.decode, continues=continues)
+        self._answers = ChatAnswers.to_prompt(self._format, plan, prompt, tokenizer.decode, continues=continues)
         return [prompt]
 
     def _tool_plan(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolPlan:
@@ -67,10 +61,8 @@ class Conversation:
         except ParameterError as error:
             raise invalid(str(error), param=error.name) from error
         if plan.forced and body.structured_outputs:
-            raise invalid(
-                'structured_outputs and tool_choice "required", or naming a function, exclude each other',
-                param="structured_outputs",
-            )
+            problem = ' and tool_choice "required", or naming a function, exclude each other'
+            raise invalid(problem, where="structured_outputs")
         return plan
 
     def adjust(self, params: SamplingParams) -> SamplingParams:
@@ -85,9 +77,6 @@ class Conversation:
         if self._answers.needs_special_tokens:
             return params.changed(skip_special_tokens=False)
         return params
-
-    def echoes(self, body: ChatCompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> None:
-        return None
 
     def reader(self) -> AnswerReader:
         return self._answers.reader(incremental=self._streams)

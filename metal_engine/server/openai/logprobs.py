@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Any
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import TokenLogprobs
@@ -49,33 +50,28 @@ def completion_logprobs(
     """
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets))
     for token in tokens:
-        if token is None:
-            assert first_token_id is not None
-            result.tokens.append(_completion_text(tokenizer, first_token_id))
-            result.token_logprobs.append(None)
-            result.top_logprobs.append(None)
-            continue
-        text = _completion_text(tokenizer, token.token_id)
+        token_id = first_token_id if token is None else token.token_id
+        assert token_id is not None
+        result.tokens.append(_completion_text(tokenizer, token_id))
+        result.token_logprobs.append(None if token is None else _finite(token.logprob))
         alternatives: dict[str, float] = {}
-        for token_id, logprob in token.top:
-            alternatives.setdefault(_completion_text(tokenizer, token_id), _finite(logprob))
-        alternatives.setdefault(text, _finite(token.logprob))
-        result.tokens.append(text)
-        result.token_logprobs.append(_finite(token.logprob))
-        result.top_logprobs.append(alternatives)
+        for other, logprob in [] if token is None else [*token.top, (token_id, token.logprob)]:
+            alternatives.setdefault(_completion_text(tokenizer, other), _finite(logprob))
+        result.top_logprobs.append(alternatives if token is not None else None)
     return result
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
     """For ``/v1/chat/completions``."""
+
+    def fields(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token_id)
+        return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
+
     content = []
     for token in tokens:
-        text, data = _chat_text(tokenizer, token.token_id)
-        top = []
-        for token_id, logprob in token.top:
-            top_text, top_data = _chat_text(tokenizer, token_id)
-            top.append(ChatTopLogprob(token=top_text, logprob=_finite(logprob), bytes=top_data))
-        content.append(ChatLogprob(token=text, logprob=_finite(token.logprob), bytes=data, top_logprobs=top))
+        top = [ChatTopLogprob(**fields(token_id, logprob)) for token_id, logprob in token.top]
+        content.append(ChatLogprob(**fields(token.token_id, token.logprob), top_logprobs=top))
     return ChatLogprobs(content=content)
 
 
@@ -104,24 +100,12 @@ def _finite(logprob: float) -> float:
 
 
 def _completion_text(tokenizer: Tokenizer, token_id: int) -> str:
-    data = tokenizer.token_bytes(token_id)
-    text = _text(data)
-    return "bytes:" + _escaped(data) if text is None else text
+    return _text(tokenizer.token_bytes(token_id), prefix="bytes:")
 
 
-def _chat_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, list[int]]:
-    data = tokenizer.token_bytes(token_id)
-    text = _text(data)
-    return _escaped(data) if text is None else text, list(data)
-
-
-def _text(data: bytes) -> str | None:
-    """The bytes as text; None where they are part of a character."""
+def _text(data: bytes, prefix: str = "") -> str:
+    """The bytes as text; where they are part of a character, escaped, after a prefix."""
     try:
         return data.decode()
     except UnicodeDecodeError:
-        return None
-
-
-def _escaped(data: bytes) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in data)
+        return prefix + "".join(f"\\x{byte:02x}" for byte in data)

@@ -7,38 +7,40 @@ checked where it is used; fields that are not declared here are kept, and
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict  # typing's own, which pydantic takes from Python 3.12 on
 
 from metal_engine.server.large_bodies import IN_PIECES
 
+T = TypeVar("T")
 # One error for a list, not one for each of its 100,000 elements.
-_TextList = Annotated[list[str], Field(fail_fast=True), IN_PIECES]
-_TokenIds = Annotated[list[int], Field(fail_fast=True), IN_PIECES]
+LongList = Annotated[list[T], Field(fail_fast=True), IN_PIECES]
 
 
-class _Body(BaseModel):
+class RequestModel(BaseModel):
+    """What clients send: fields that are not declared are kept."""
+
     model_config = ConfigDict(extra="allow", strict=True)
 
 
 # --- requests -----------------------------------------------------------------------------------------------
 
 
-class StreamOptions(_Body):
+class StreamOptions(RequestModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class KVTransferParams(_Body):
+class KVTransferParams(RequestModel):
     """What another engine has to do with the prompt's KV: compute it for this one, or wait for it from this one."""
 
     do_remote_prefill: bool = False
     do_remote_decode: bool = False
 
 
-class GenerationBody(_Body):
+class GenerationBody(RequestModel):
     """What completions and chat completions have in common. ``None`` always means the default."""
 
     model: str | None = None
@@ -48,8 +50,8 @@ class GenerationBody(_Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | _TextList | None = None
-    stop_token_ids: _TokenIds | None = None
+    stop: str | LongList[str] | None = None
+    stop_token_ids: LongList[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -60,8 +62,8 @@ class GenerationBody(_Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: _TokenIds | None = None
-    bad_words: _TextList | None = None
+    allowed_token_ids: LongList[int] | None = None
+    bad_words: LongList[str] | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
@@ -72,10 +74,10 @@ class GenerationBody(_Body):
     kv_transfer_params: KVTransferParams | None = None
     user: str | None = None
 
-    @property
-    def prompt_field(self) -> str:
-        """Name of the field that has the prompt."""
-        return "prompt"
+    prompt_field: ClassVar[str] = "prompt"
+    """Name of the field that has the prompt."""
+    logprobs_field: ClassVar[str] = "logprobs"
+    """Name of the field that has the number of alternatives."""
 
     @property
     def max_tokens_field(self) -> str:
@@ -98,25 +100,19 @@ class GenerationBody(_Body):
         return self.prompt_logprobs
 
     @property
-    def logprobs_field(self) -> str:
-        """Name of the field that has the number of alternatives."""
-        return "logprobs"
-
-    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        return self.include_usage and bool(
-            self.stream_options is not None and self.stream_options.continuous_usage_stats
-        )
+        options = self.stream_options or StreamOptions()
+        return bool(options.include_usage and options.continuous_usage_stats)
 
 
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
-    prompt: str | _TextList | _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True), IN_PIECES]
+    prompt: str | LongList[str] | LongList[int] | LongList[LongList[int]]
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -140,38 +136,38 @@ class CompletionBody(GenerationBody):
         return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
-class ContentPart(_Body):
+class ContentPart(RequestModel):
     type: str
     text: str | None = None
 
 
-class ChatMessage(_Body):
+class ChatMessage(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True), IN_PIECES] | None = None
+    content: str | LongList[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True), IN_PIECES] | None = None
+    tool_calls: LongList[dict[str, Any]] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
 
-class FunctionDefinition(_Body):
+class FunctionDefinition(RequestModel):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolDefinition(_Body):
+class ToolDefinition(RequestModel):
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class NamedFunction(_Body):
+class NamedFunction(RequestModel):
     name: str
 
 
-class NamedToolChoice(_Body):
+class NamedToolChoice(RequestModel):
     type: Literal["function"]
     function: NamedFunction
 
@@ -182,7 +178,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 class ChatCompletionBody(GenerationBody):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), IN_PIECES]
+    messages: Annotated[LongList[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -190,13 +186,12 @@ class ChatCompletionBody(GenerationBody):
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[ToolDefinition], Field(fail_fast=True), IN_PIECES] | None = None
+    tools: LongList[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
-    @property
-    def prompt_field(self) -> str:
-        return "messages"
+    prompt_field = "messages"
+    logprobs_field = "top_logprobs"
 
     @property
     def max_tokens_field(self) -> str:
@@ -209,10 +204,6 @@ class ChatCompletionBody(GenerationBody):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def logprobs_field(self) -> str:
-        return "top_logprobs"
 
 
 # --- responses ----------------------------------------------------------------------------------------------
@@ -256,10 +247,7 @@ class ChatTopLogprob(BaseModel):
     bytes: list[int] | None
 
 
-class ChatLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int] | None
+class ChatLogprob(ChatTopLogprob):
     top_logprobs: list[ChatTopLogprob]
 
 
@@ -288,16 +276,23 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(BaseModel):
-    """A whole completion, or, in a stream, one chunk of it (the two have the same shape)."""
+class _Answer(BaseModel):
+    """What whole answers and chunks of them have in common."""
 
     id: str
-    object: Literal["text_completion"] = "text_completion"
+    object: str
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: list[Any]
     usage: Usage | None = None
     system_fingerprint: str | None = None
+
+
+class Completion(_Answer):
+    """A whole completion, or, in a stream, one chunk of it (the two have the same shape)."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
 
 
 class FunctionCall(BaseModel):
@@ -332,14 +327,10 @@ class ChatChoice(BaseModel):
     stop_reason: str | int | None = None
 
 
-class ChatCompletion(BaseModel):
-    id: str
+class ChatCompletion(_Answer):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
-    system_fingerprint: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -373,14 +364,9 @@ class ChatChunkChoice(BaseModel):
     stop_reason: str | int | None = None
 
 
-class ChatCompletionChunk(BaseModel):
-    id: str
+class ChatCompletionChunk(_Answer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    system_fingerprint: str | None = None
 
 
 class ErrorDetail(BaseModel):

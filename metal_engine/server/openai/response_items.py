@@ -11,7 +11,16 @@ from metal_engine.answers.deltas import AnswerDelta, ArgumentsDelta, CallStart, 
 
 Event = dict[str, Any]
 
-_REASONING_PART = {"type": "reasoning_text", "text": ""}
+# Of each kind of text: its part's type, and what else its part and the events about it have.
+_PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "content": ("output_text", {"annotations": [], "logprobs": []}, {"logprobs": []}),
+    "reasoning": ("reasoning_text", {}, {}),
+}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    name, more, _ = _PARTS[kind]
+    return {"type": name, "text": text, **more}
 
 
 class ResponseItems:
@@ -25,7 +34,6 @@ class ResponseItems:
         self.items: list[dict[str, Any]] = []
         self._open: str | None = None  # kind of the last item, while more of it may come
         self._text: list[str] = []
-        self._num_reasoning_characters = 0
 
     def add(self, deltas: list[AnswerDelta]) -> list[Event]:
         """Takes deltas; returns the events that they come to, without sequence numbers."""
@@ -33,7 +41,8 @@ class ResponseItems:
         for delta in deltas:
             if isinstance(delta, CallStart):
                 events += self.close()
-                events += self._begin_call(delta)
+                call = {"type": "function_call", "call_id": delta.id, "name": delta.name, "arguments": ""}
+                events.append(self._begin_item("call", "fc", call))
             elif isinstance(delta, ArgumentsDelta):
                 self._text.append(delta.text)
                 events.append(self._event("response.function_call_arguments.delta", delta=delta.text))
@@ -42,11 +51,7 @@ class ResponseItems:
                     events += self.close()
                     events += self._begin_text(delta)
                 self._text.append(delta.text)
-                if delta.kind == "content":
-                    event = self._part_event("response.output_text.delta", delta=delta.text, logprobs=[])
-                else:
-                    event = self._part_event("response.reasoning_text.delta", delta=delta.text)
-                events.append(event)
+                events.append(self._text_event("delta", delta.kind, delta=delta.text))
         return events
 
     def close(self, status: str = "completed") -> list[Event]:
@@ -64,53 +69,34 @@ class ResponseItems:
             if not _is_json(text):  # cut off, or proved to be no call
                 item["status"] = "incomplete"
             events.append(self._event("response.function_call_arguments.done", arguments=text, name=item["name"]))
-        elif kind == "content":
-            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-            item["content"] = [part]
-            events.append(self._part_event("response.output_text.done", text=text, logprobs=[]))
-            events.append(self._part_event("response.content_part.done", part=part))
         else:
-            part = {"type": "reasoning_text", "text": text}
-            item["content"] = [part]
-            events.append(self._part_event("response.reasoning_text.done", text=text))
-            events.append(self._part_event("response.content_part.done", part=part))
+            item["content"] = [_part(kind, text)]
+            events.append(self._text_event("done", kind, text=text))
+            events.append(self._part_event("response.content_part.done", part=_part(kind, text)))
         events.append(self._item_event("response.output_item.done"))
         return events
 
-    def _begin_call(self, delta: CallStart) -> list[Event]:
-        self._open = "call"
-        self.items.append(
-            {
-                "id": _new_id("fc"),
-                "type": "function_call",
-                "status": "in_progress",
-                "call_id": delta.id,
-                "name": delta.name,
-                "arguments": "",
-            }
-        )
-        return [self._item_event("response.output_item.added")]
-
     def _begin_text(self, delta: TextDelta) -> list[Event]:
-        self._open = delta.kind
         if delta.kind == "content":
-            item = {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []}
-            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = self._begin_item("content", "msg", {"type": "message", "role": "assistant", "content": []})
         else:
-            item = {"id": _new_id("rs"), "type": "reasoning", "summary": [], "content": []}
-            part = dict(_REASONING_PART)
-        self.items.append({**item, "status": "in_progress"})
-        return [
-            self._item_event("response.output_item.added"),
-            self._part_event("response.content_part.added", part=part),
-        ]
+            item = self._begin_item("reasoning", "rs", {"type": "reasoning", "summary": [], "content": []})
+        return [item, self._part_event("response.content_part.added", part=_part(delta.kind, ""))]
+
+    def _begin_item(self, kind: str, prefix: str, item: dict[str, Any]) -> Event:
+        self._open = kind
+        self.items.append({"id": f"{prefix}_{uuid.uuid4().hex}", **item, "status": "in_progress"})
+        return self._item_event("response.output_item.added")
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        at = len(self.items) - 1
-        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": at, **fields}
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
 
     def _part_event(self, kind: str, **fields: Any) -> Event:
         return self._event(kind, content_index=0, **fields)
+
+    def _text_event(self, change: str, kind: str, **fields: Any) -> Event:
+        name, _, more = _PARTS[kind]
+        return self._part_event(f"response.{name}.{change}", **fields, **more)
 
     def _item_event(self, kind: str) -> Event:
         return {"type": kind, "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
@@ -122,7 +108,3 @@ def _is_json(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"

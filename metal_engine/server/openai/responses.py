@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,12 @@ from metal_engine.server.generation.generation import Arrived, Generation, finis
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.openai.conversation import Conversation, message_of
-from metal_engine.server.openai.protocol import ChatCompletionBody, Usage
+from metal_engine.server.openai.protocol import Usage
 from metal_engine.server.openai.response_items import Event, ResponseItems
-from metal_engine.server.openai.responses_protocol import Message, Response, ResponsesBody, to_chat
+from metal_engine.server.openai.responses_protocol import Message, Response, ResponsesBody
+
+# What a response tells of its request as it came, or by Response's default.
+_TOLD = ResponsesBody.model_fields.keys() & Response.model_fields.keys() - {"model", "text", "tools"}
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,15 @@ class ResponseStore:
     def get(self, response_id: str, param: str | None = None) -> StoredResponse:
         """Raises APIError, a 404, for a response that is not there (any more)."""
         if response_id not in self._stored:
-            raise APIError(
-                404,
-                f"there is no response {response_id[:100]!r}: it was not stored, or has been dropped for newer ones",
-                param=param,
-                code="response_not_found",
-            )
+            problem = "it was not stored, or has been dropped for newer ones"
+            message = f"there is no response {response_id[:100]!r}: {problem}"
+            raise APIError(404, message, param=param, code="response_not_found")
         self._stored.move_to_end(response_id)
         return self._stored[response_id][0]
+
+    def messages(self, response_id: str | None) -> list[Message]:
+        """The conversation that ``previous_response_id`` stands for. Raises as :meth:`get` does."""
+        return [] if response_id is None else self.get(response_id, "previous_response_id").messages
 
     def delete(self, response_id: str) -> None:
         """Raises APIError, a 404, as :meth:`get` does."""
@@ -66,7 +71,7 @@ class ResponseStore:
 
 
 class ResponsesEndpoint(Conversation):
-    """Implements :class:`metal_engine.server.generation.preparation.Endpoint` for one request.
+    """Answers are items, which a stream's events tell of as they grow.
 
     Args:
         body: as it came.
@@ -76,13 +81,13 @@ class ResponsesEndpoint(Conversation):
     id_prefix = "resp"
 
     def __init__(self, served: ServedModel, store: ResponseStore, body: ResponsesBody, messages: list[Message]) -> None:
-        super().__init__(served.answer_format, auto_tool_choice=served.auto_tool_choice)
+        super().__init__(served)
         self._body = body
         self._store = store
         self._messages = messages
         self._items = ResponseItems()
         self._deltas: list[AnswerDelta] = []
-        self._num_events = 0
+        self._numbers = itertools.count()
 
     def response(self, generation: Generation) -> BaseModel:
         (choice,) = generation.choices
@@ -120,11 +125,7 @@ class ResponsesEndpoint(Conversation):
         return events
 
     def _numbered(self, events: list[Event]) -> bytes:
-        data = b""
-        for event in events:
-            data += named_sse({**event, "sequence_number": self._num_events})
-            self._num_events += 1
-        return data
+        return b"".join(named_sse({**event, "sequence_number": next(self._numbers)}) for event in events)
 
     def _finished(self, generation: Generation, reason: str | None) -> Response:
         complete = reason == "stop"
@@ -146,32 +147,8 @@ class ResponsesEndpoint(Conversation):
         return response
 
     def _response(self, generation: Generation, status: Any) -> Response:
-        body = self._body
-        tool_choice = body.tool_choice or "auto"
-        return Response(
-            id=generation.request_id,
-            created_at=generation.created,
-            status=status,
-            instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
-            metadata=body.metadata or {},
-            model=generation.model,
-            parallel_tool_calls=body.parallel_tool_calls is not False,
-            previous_response_id=body.previous_response_id,
-            reasoning=None if body.reasoning is None else body.reasoning.model_dump(),
-            store=body.store is not False,
-            temperature=body.temperature,
-            text={"format": {"type": "text"}} if body.text is None else body.text.model_dump(exclude_none=True),
-            tool_choice=tool_choice if isinstance(tool_choice, str) else tool_choice.model_dump(),
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or []],
-            top_p=body.top_p,
-            user=body.user,
-        )
-
-
-def chat_of(body: ResponsesBody, store: ResponseStore) -> tuple[ChatCompletionBody, list[Message]]:
-    """See :func:`metal_engine.server.openai.responses_protocol.to_chat`; a 404 if the previous response is gone."""
-    earlier: list[Message] = []
-    if body.previous_response_id is not None:
-        earlier = store.get(body.previous_response_id, "previous_response_id").messages
-    return to_chat(body, earlier)
+        told = {name: value for name, value in self._body.model_dump(include=_TOLD).items() if value is not None}
+        told |= {"text": {"format": {"type": "text"}}}
+        told |= self._body.model_dump(include={"text", "tools"}, exclude_none=True)
+        told |= {"id": generation.request_id, "created_at": generation.created, "model": generation.model}
+        return Response(status=status, **told)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from metal_engine.server.errors import APIError, invalid, validated
-from metal_engine.server.large_bodies import IN_PIECES
-from metal_engine.server.openai.protocol import ChatCompletionBody
+from metal_engine.server.errors import invalid, validated
+from metal_engine.server.openai.protocol import ChatCompletionBody, LongList, RequestModel
 
 Message = dict[str, Any]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
-
-class ResponseTool(_Body):
+class ResponseTool(RequestModel):
     type: str
     name: str | None = None
     description: str | None = None
@@ -25,36 +20,36 @@ class ResponseTool(_Body):
     strict: bool | None = None
 
 
-class ResponseToolChoice(_Body):
+class ResponseToolChoice(RequestModel):
     type: str
     name: str | None = None
 
 
-class TextFormat(_Body):
+class TextFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
 
 
-class TextOptions(_Body):
+class TextOptions(RequestModel):
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
-class ReasoningOptions(_Body):
+class ReasoningOptions(RequestModel):
     effort: str | None = None
     summary: str | None = None
 
 
-class ResponsesBody(_Body):
+class ResponsesBody(RequestModel):
     """``POST /v1/responses``. ``None`` always means the default."""
 
     model: str | None = None
-    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True), IN_PIECES]
+    input: str | LongList[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    tools: Annotated[list[ResponseTool], Field(fail_fast=True), IN_PIECES] | None = None
+    tools: LongList[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
@@ -64,7 +59,7 @@ class ResponsesBody(_Body):
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
-    include: Annotated[list[str], Field(fail_fast=True), IN_PIECES] | None = None
+    include: LongList[str] | None = None
     stream_options: dict[str, Any] | None = None
     user: str | None = None
 
@@ -111,8 +106,10 @@ RENAMED = {
     "reasoning_effort": "reasoning",
     "verbosity": "text",
 }
-# Fields whose meaning is all used here; everything that is not declared goes on to the chat.
-_USED = frozenset(ResponsesBody.model_fields)
+
+
+# Fields that mean the same to a chat.
+_SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user")
 
 
 def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletionBody, list[Message]]:
@@ -130,15 +127,10 @@ def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletion
         raise invalid("truncation must be disabled: the server drops nothing of the input", param="truncation")
     messages = earlier + input_messages(body.input)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    fields: dict[str, Any] = {
-        "model": body.model,
+    fields = {
+        **{name: getattr(body, name) for name in _SAME},
         "messages": system + messages,
         "max_completion_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "stream": body.stream,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "user": body.user,
     }
     if body.tools:
         fields["tools"] = [_tool(i, tool) for i, tool in enumerate(body.tools)]
@@ -150,10 +142,7 @@ def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletion
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     given = {name: value for name, value in fields.items() if value is not None}
-    try:
-        return validated(ChatCompletionBody, {**(body.model_extra or {}), **given}), messages
-    except APIError as error:
-        raise error.renamed(RENAMED) from error
+    return validated(ChatCompletionBody, {**(body.model_extra or {}), **given}), messages
 
 
 def _tool(i: int, tool: ResponseTool) -> dict[str, Any]:
@@ -231,7 +220,7 @@ def _assistant(messages: list[Message], fresh: str | None = None) -> Message:
     return last
 
 
-_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
 def _text(content: Any) -> str:
@@ -239,10 +228,7 @@ def _text(content: Any) -> str:
         return content
     texts = []
     for part in content:
-        if part["type"] == "refusal":
-            texts.append(part["refusal"])
-        elif part["type"] in _TEXT_PARTS:
-            texts.append(part["text"])
-        else:
+        if part["type"] not in _TEXT_PARTS:
             raise ValueError(f"content of type {part['type']!r} is not supported; the model takes text only")
+        texts.append(part["refusal" if part["type"] == "refusal" else "text"])
     return "\n".join(texts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from metal_engine.server.errors import APIError
+from metal_engine.server.errors import renaming
 from metal_engine.server.generation.answerer import EVENTS, Answerer
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.middleware.strict_json import off_loop_if_large
@@ -13,8 +13,8 @@ from metal_engine.server.openai import responses_protocol
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.openai.completions import CompletionEndpoint
 from metal_engine.server.openai.protocol import ChatCompletion, ChatCompletionBody, Completion, CompletionBody
-from metal_engine.server.openai.responses import ResponsesEndpoint, ResponseStore, chat_of
-from metal_engine.server.openai.responses_protocol import DeletedResponse, ResponsesBody
+from metal_engine.server.openai.responses import ResponsesEndpoint, ResponseStore
+from metal_engine.server.openai.responses_protocol import DeletedResponse, ResponsesBody, to_chat
 
 
 def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store: ResponseStore) -> None:
@@ -28,11 +28,10 @@ def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store
 
     @app.post("/v1/responses", tags=["responses"], response_model=responses_protocol.Response, responses=EVENTS)
     async def create_response(body: ResponsesBody, request: Request) -> Response:
-        try:
-            chat, messages = await off_loop_if_large(request, chat_of, body, store)
+        with renaming(responses_protocol.RENAMED):
+            earlier = store.messages(body.previous_response_id)
+            chat, messages = await off_loop_if_large(request, to_chat, body, earlier)
             return await answer(ResponsesEndpoint(served, store, body, messages), chat, request)
-        except APIError as error:
-            raise error.renamed(responses_protocol.RENAMED) from error
 
     @app.get("/v1/responses/{response_id}", tags=["responses"], response_model=responses_protocol.Response)
     async def get_response(response_id: str) -> Response:

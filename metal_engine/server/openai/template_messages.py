@@ -48,7 +48,7 @@ def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str,
     kwargs = dict(body.chat_template_kwargs or {})
     for name in kwargs:
         if name in _NOT_FOR_TEMPLATES:
-            raise invalid(f" cannot set {name}", param="chat_template_kwargs", where="chat_template_kwargs")
+            raise invalid(f" cannot set {name}", where="chat_template_kwargs")
     if body.reasoning_effort is None:
         return kwargs
     if tokenizer.template_mentions("reasoning_effort"):
@@ -56,12 +56,8 @@ def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str,
     elif tokenizer.template_mentions("enable_thinking"):
         kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
     elif body.reasoning_effort != "none":
-        raise invalid(
-            " is not supported: the model's chat template does not know it",
-            where="reasoning_effort",
-            param="reasoning_effort",
-            code="unsupported_parameter",
-        )
+        problem = " is not supported: the model's chat template does not know it"
+        raise invalid(problem, where="reasoning_effort", code="unsupported_parameter")
     return kwargs
 
 
@@ -70,29 +66,21 @@ def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
     if not body.continue_final_message:
         return {"add_generation_prompt": body.add_generation_prompt is not False}
     if body.add_generation_prompt:
-        raise invalid(
-            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
-        )
+        raise invalid(" and add_generation_prompt exclude each other", where="continue_final_message")
     if body.messages[-1].role != "assistant":
-        raise invalid(
-            "continue_final_message needs a last message of the role assistant", param="continue_final_message"
-        )
+        raise invalid(" needs a last message of the role assistant", where="continue_final_message")
     return {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     if message.content is None and message.role != "assistant":
-        where = f"messages[{index}].content"
-        raise invalid(f" is required for the role {message.role}", param="messages", where=where)
+        raise invalid(f" is required for the role {message.role}", where=f"messages[{index}].content")
     # Templates concatenate content, so an absent one (an assistant that only called tools) is an empty text.
     result: dict[str, Any] = {
         "role": _TEMPLATE_ROLES.get(message.role, message.role),
         "content": _text(index, message.content or ""),
     }
-    if message.name is not None:
-        result["name"] = message.name
-    if message.tool_call_id is not None:
-        result["tool_call_id"] = message.tool_call_id
+    result |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
     reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
     if reasoning is not None:
         # Templates have either name for it.
@@ -111,13 +99,10 @@ def _text(index: int, content: str | list[ContentPart]) -> str:
     for i, part in enumerate(content):
         place = f"messages[{index}].content[{i}]"
         if part.type != "text":
-            raise invalid(
-                f": content of type {part.type!r} is not supported; the model takes text only",
-                where=place,
-                param="messages",
-            )
+            problem = f": content of type {part.type!r} is not supported; the model takes text only"
+            raise invalid(problem, where=place)
         if part.text is None:
-            raise invalid(" is required", param="messages", where=f"{place}.text")
+            raise invalid(" is required", where=f"{place}.text")
         texts.append(part.text)
     return "\n".join(texts)  # as vLLM joins them
 

@@ -24,6 +24,12 @@ PREFIX = "metal_engine:"
 
 # Why a request never reached the engine.
 REJECTIONS = ("invalid", "unauthorized", "too_large", "not_found", "overloaded", "shutting_down")
+_BY_STATUS = {
+    **dict.fromkeys((400, 405, 415, 422), "invalid"),
+    **dict.fromkeys((401, 403), "unauthorized"),
+    404: "not_found",
+    413: "too_large",
+}
 
 _COUNTERS: dict[str, tuple[str, Callable[[EngineMetrics], float]]] = {
     "prompt_tokens": ("Prompt tokens of requests that were begun.", lambda m: m.num_prompt_tokens),
@@ -56,12 +62,8 @@ class ServerMetrics:
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._rejections = Counter(
-            f"{PREFIX}requests_rejected",
-            "Requests that never reached the engine.",
-            ["model_name", "reason"],
-            registry=self._registry,
-        )
+        help_, labels = "Requests that never reached the engine.", ["model_name", "reason"]
+        self._rejections = Counter(f"{PREFIX}requests_rejected", help_, labels, registry=self._registry)
         self._model = model
         for reason in REJECTIONS:
             self._rejections.labels(model, reason)
@@ -69,7 +71,7 @@ class ServerMetrics:
 
     def reject(self, status: int, code: str | None) -> None:
         """Count an answer with an error status that kept a request from the engine."""
-        reason = _rejection(status, code)
+        reason = code if status == 503 and code in ("overloaded", "shutting_down") else _BY_STATUS.get(status)
         if reason is not None:
             self._rejections.labels(self._model, reason).inc()
 
@@ -77,21 +79,6 @@ class ServerMetrics:
         """Everything, and its content type, in the format that an ``Accept`` header asks for."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
-
-
-def _rejection(status: int, code: str | None) -> str | None:
-    match status:
-        case 400 | 405 | 415 | 422:
-            return "invalid"
-        case 401 | 403:
-            return "unauthorized"
-        case 404:
-            return "not_found"
-        case 413:
-            return "too_large"
-        case 503 if code in ("overloaded", "shutting_down"):
-            return code
-    return None
 
 
 class _EngineCollector(Collector):
@@ -115,9 +102,8 @@ class _EngineCollector(Collector):
             yield self._counter(name, help_, value(metrics))
         yield self._counter("num_preemptions", "Requests that lost their KV blocks.", stats.num_preemptions)
         yield self._counter("failed_steps", "Steps that raised.", metrics.num_failed_steps)
-        yield self._by_label(
-            "request_success", "Requests that ended, by reason.", "finished_reason", dict(metrics.num_finished)
-        )
+        ended = dict(metrics.num_finished)
+        yield self._by_label("request_success", "Requests that ended, by reason.", "finished_reason", ended)
         transfer = metrics.kv_transfer
         for name, count in transfer.as_dict().items() if transfer is not None else ():
             yield self._counter(f"kv_transfer_{name}", "KV transfer, see docs/kv-transfer.md.", count)

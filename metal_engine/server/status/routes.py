@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -37,11 +38,8 @@ def add_model_routes(app: FastAPI, served: ServedModel) -> None:
 
     @app.post("/v1/embeddings", tags=["models"], status_code=404, response_model=ErrorBody)
     async def create_embedding() -> Response:
-        raise APIError(
-            404,
-            f"{served.names[0]} generates text and has no embeddings; serve an embedding model elsewhere",
-            code="unsupported_endpoint",
-        )
+        problem = "generates text and has no embeddings; serve an embedding model elsewhere"
+        raise APIError(404, f"{served.names[0]} {problem}", code="unsupported_endpoint")
 
 
 def add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
@@ -75,12 +73,9 @@ def add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle, m
     async def version() -> Version:
         return Version(version=__version__)
 
-    @app.get(
-        "/metrics",
-        tags=["status"],
-        response_class=Response,
-        responses={200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
-    )
+    formats: dict[str, Any] = {"text/plain": {}, "application/openmetrics-text": {}}
+
+    @app.get("/metrics", tags=["status"], response_class=Response, responses={200: {"content": formats}})
     async def metrics_(request: Request) -> Response:
         body, content_type = metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})

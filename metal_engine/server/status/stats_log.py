@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import time
-from dataclasses import dataclass
 
 from metal_engine.engine.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Totals:
-    time: float
-    prompt_tokens: int
-    generation_tokens: int
-    cache_queries: int
-    cache_hits: int
 
 
 class StatsLog:
@@ -28,28 +19,19 @@ class StatsLog:
         self._engine = engine
         self._last = self._totals()
 
-    def _totals(self) -> _Totals:
-        metrics = self._engine.metrics
-        return _Totals(
-            time.monotonic(),
-            metrics.num_prompt_tokens,
-            metrics.num_generation_tokens,
-            metrics.num_cache_queries,
-            metrics.num_cache_hits,
-        )
+    def _totals(self) -> tuple[float, int, int, int, int]:
+        m = self._engine.metrics
+        return time.monotonic(), m.num_prompt_tokens, m.num_generation_tokens, m.num_cache_queries, m.num_cache_hits
 
     def line(self) -> str | None:
         """What happened since the last call; None if nothing did, and nothing is under way."""
-        now, last, stats = self._totals(), self._last, self._engine.stats
-        self._last = now
-        num_prompt = now.prompt_tokens - last.prompt_tokens
-        num_generated = now.generation_tokens - last.generation_tokens
-        waiting = self._engine.num_waiting
+        stats, waiting = self._engine.stats, self._engine.num_waiting
+        last, self._last = self._last, self._totals()
+        seconds, num_prompt, num_generated, queries, hits = map(operator.sub, self._last, last)
         if not (num_prompt or num_generated or stats.num_running or waiting):
             return None
-        seconds = max(now.time - last.time, 1e-9)
-        queries = now.cache_queries - last.cache_queries
-        hit_rate = f"{(now.cache_hits - last.cache_hits) / queries:.1%}" if queries else "-"
+        seconds = max(seconds, 1e-9)
+        hit_rate = f"{hits / queries:.1%}" if queries else "-"
         return (
             f"prompt {num_prompt / seconds:.1f} tokens/s, generation {num_generated / seconds:.1f} tokens/s, "
             f"running {stats.num_running}, waiting {waiting}, "

@@ -135,7 +135,7 @@ def test_a_server_that_stops_ends_its_streams() -> None:
     with serve(step_time=0.01) as served:
         stream = served.client().completions.create(model=MODEL, prompt="a", max_tokens=500, stream=True)
         next(iter(stream))
-        served.loop.call_soon_threadsafe(served.server.stop)
+        asyncio.run_coroutine_threadsafe(served.server.stop(), served.loop)
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
         wait_until(lambda: served.engine.num_open_requests == 0, "open requests")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.build import read_chat_template
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ConfigError
-from metal_engine.server.openai.conversation import Conversation
+from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.openai.protocol import ChatCompletionBody
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -56,7 +57,9 @@ CASES: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
 @pytest.mark.parametrize(("messages", "fields", "text"), CASES)
 def test_the_demo_models_template(demo_tokenizer: Tokenizer, messages: Any, fields: dict[str, Any], text: str) -> None:
     body = ChatCompletionBody(messages=messages, **fields)
-    (ids,) = Conversation(AnswerFormat(), auto_tool_choice=True).tokenize(body, demo_tokenizer)
+    (ids,) = ChatEndpoint(SimpleNamespace(answer_format=AnswerFormat(), auto_tool_choice=True)).tokenize(
+        body, demo_tokenizer
+    )
     assert demo_tokenizer.decode(ids) == text
     assert ids == demo_tokenizer.encode(text, add_special_tokens=False)
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -18,7 +19,7 @@ from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ConfigError
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.server.openai.conversation import Conversation
+from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.openai.protocol import ChatCompletionBody
 from metal_engine.settings.args import ServerArgs
 from tests.server.test_errors import check_error
@@ -191,7 +192,7 @@ def test_what_a_forced_choice_asks_for() -> None:
 
     def schema(choice: Any, **more: Any) -> dict[str, Any]:
         body = ChatCompletionBody(messages=USER, tools=TOOLS, tool_choice=choice, **more)  # type: ignore[arg-type]
-        conversation = Conversation(AnswerFormat(), auto_tool_choice=True)
+        conversation = ChatEndpoint(SimpleNamespace(answer_format=AnswerFormat(), auto_tool_choice=True))
         conversation.tokenize(body, tokenizer)
         wanted = conversation.adjust(SamplingParams()).structured_outputs
         assert wanted is not None and isinstance(wanted.json, dict)
