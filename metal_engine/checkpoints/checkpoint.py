@@ -151,28 +151,6 @@ def weight_bytes(tensors: Iterator[StoredTensor], config: dict[str, Any], float_
     return total
 
 
-def check_memory(name: str, needed: int, available: int, *, on_cpu: bool) -> None:
-    """Refuse what cannot fit before it is loaded.
-
-    Args:
-        needed: bytes of weights.
-        available: bytes that the process may use.
-
-    Raises:
-        ModelLoadError: the weights alone take more than that.
-    """
-    if needed > available:
-        advice = (
-            "take a smaller model, or --dtype bfloat16 for half the size (slow on a CPU; not for models with experts)"
-            if on_cpu
-            else "take a smaller or a quantized model, or raise --gpu-memory-utilization"
-        )
-        raise ModelLoadError(
-            f"not enough memory for {name}: its weights take {needed / 1e9:.1f} GB and {available / 1e9:.1f} GB are "
-            f"available; {advice}"
-        )
-
-
 # --- generation_config.json ---
 
 # Sampling parameters that a checkpoint may recommend, for requests that give none; the same as in vLLM.
