@@ -8,10 +8,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
-from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -109,11 +107,7 @@ def _write_checkpoint(folder: Path, model: nn.Module) -> None:
 
 
 def _greedy(model: nn.Module, prompt: list[int]) -> list[int]:
-    cache = make_prompt_cache(model)
-    tokens = mx.array([prompt])
-    output: list[int] = []
+    tokens = list(prompt)
     for _ in range(_MAX_TOKENS):
-        token = mx.argmax(model(tokens, cache=cache)[0, -1])
-        output += np.array(token).reshape(1).tolist()
-        tokens = token.reshape(1, 1)
-    return output
+        tokens.append(int(mx.argmax(model(mx.array([tokens]))[0, -1])))
+    return tokens[len(prompt) :]

@@ -191,12 +191,8 @@ def _parse_bool(value: Any) -> bool:
     return text in _TRUE
 
 
-def _parse_count(value: Any) -> int:
-    return parse_count(value) if isinstance(value, str) else _parse_int(value)
-
-
-def _parse_size(value: Any) -> int:
-    return parse_size(value) if isinstance(value, str) else _parse_int(value)
+def _text_or_int(read: Callable[[str], int]) -> Callable[[Any], int]:
+    return lambda value: read(value) if isinstance(value, str) else _parse_int(value)
 
 
 def _parse_list(value: Any) -> tuple[str, ...]:
@@ -209,7 +205,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "int": (_parse_int, "a whole number"),
     "float": (_scalar(float, str, int, float), "a number"),
     "bool": (_parse_bool, "true or false"),
-    "count": (_parse_count, "a whole number such as 4096, 4k (4,000) or 4K (4,096)"),
-    "size": (_parse_size, "a size such as 2GiB, 512MB or 1073741824"),
+    "count": (_text_or_int(parse_count), "a whole number such as 4096, 4k (4,000) or 4K (4,096)"),
+    "size": (_text_or_int(parse_size), "a size such as 2GiB, 512MB or 1073741824"),
     "list": (_parse_list, "a text or a list of texts"),
 }
