@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from metal_engine.bench.stats import Distribution, Summary
+from metal_engine.bench.stats import Summary
 from metal_engine.errors import ConfigError
 
 WIDTH = 58
@@ -41,14 +41,11 @@ def table(summary: Summary) -> str:
         ("End-to-end Latency", "E2EL", summary.e2el),
     ):
         lines.append(heading.center(WIDTH, "-"))
-        lines += _lines_of(name, distribution)
+        lines.append(_line(f"Mean {name} (ms):", distribution.mean))
+        lines.append(_line(f"Median {name} (ms):", distribution.median))
+        lines += [_line(f"P{p:g} {name} (ms):", value) for p, value in distribution.percentiles.items()]
     lines.append("=" * WIDTH)
     return "\n".join(lines)
-
-
-def _lines_of(name: str, distribution: Distribution) -> list[str]:
-    lines = [_line(f"Mean {name} (ms):", distribution.mean), _line(f"Median {name} (ms):", distribution.median)]
-    return lines + [_line(f"P{p:g} {name} (ms):", value) for p, value in distribution.percentiles.items()]
 
 
 def _line(label: str, value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -48,11 +49,13 @@ class _Process:
 
 
 def _process(folder: Path, sockets: set[str]) -> _Process | None:
-    """A process by its folder in /proc, and whether it has one of these sockets; None if it cannot be read."""
+    """A process by its folder in /proc, and whether it has one of these sockets; None if it has ended."""
     try:
         status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-        listens = any(str(fd.readlink()) in sockets for fd in (folder / "fd").iterdir())
-    except OSError:  # another user's, or it has ended
+    except OSError:
         return None
+    listens = False
+    with contextlib.suppress(OSError):  # another user's, or one that has closed a file meanwhile
+        listens = any(str(fd.readlink()) in sockets for fd in (folder / "fd").iterdir())
     peak = int(status.get("VmHWM", "0 kB").split()[0]) * 1024
     return _Process(int(folder.name), int(status["PPid"]), peak, listens)

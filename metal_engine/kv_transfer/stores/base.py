@@ -24,23 +24,18 @@ class KVStore(Protocol):
 
     def contains(self, hashes: Sequence[bytes]) -> list[bool]:
         """Say of each block whether it is there. Raises StoreError."""
-        ...
 
     def get(self, hashes: Sequence[bytes]) -> list[bytes]:
         """Read the blocks, in order, up to the first that is not there. Raises StoreError."""
-        ...
 
     def put(self, blocks: Sequence[tuple[bytes, bytes]]) -> None:
         """Store (hash, bytes) pairs; a reader never sees part of one. Raises StoreError if some are not stored."""
-        ...
 
     def discard(self, block_hash: bytes) -> None:
         """Remove a block, if it is there. Raises StoreError."""
-        ...
 
     def close(self) -> None:
         """Let go of connections and the like."""
-        ...
 
 
 class StoreRest:
