@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.fields import flag, setting
+from metal_engine.settings.fields import Settings, setting
 
 DATASETS = ("random", "sonnet", "prefix", "mixed", "sharegpt", "custom")
 ENDPOINTS = ("completions", "chat")
@@ -13,7 +13,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadArgs:
+class WorkloadArgs(Settings):
     """Settings of the requests to send: what they ask for, and how many there are."""
 
     dataset_name: str = setting(
@@ -28,21 +28,18 @@ class WorkloadArgs:
         "File of the datasets sharegpt (JSON or JSONL with `conversations`) and custom (JSONL with `prompt` or "
         "`messages`, and perhaps `output_len`).",
     )
-    num_prompts: int = setting(100, "Requests to send.")
-    input_len: int = setting(512, "Tokens of a prompt.")
-    output_len: int = setting(128, "Tokens to generate for each.")
-    range_ratio: float = setting(0.0, "Lengths are drawn evenly between (1 - X) and (1 + X) times what is asked for.")
-    prefix_len: int = setting(0, "Tokens that all prompts begin with; --input-len counts those that follow.")
-    long_ratio: float = setting(0.25, "Share of long prompts in `mixed`.")
-    long_input_len: int = setting(2048, "Tokens of a long prompt in `mixed`.")
+    num_prompts: int = setting(100, "Requests to send.", ge=1)
+    input_len: int = setting(512, "Tokens of a prompt.", ge=1)
+    output_len: int = setting(128, "Tokens to generate for each.", ge=1)
+    range_ratio: float = setting(
+        0.0, "Lengths are drawn evenly between (1 - X) and (1 + X) times what is asked for.", ge=0, lt=1
+    )
+    prefix_len: int = setting(0, "Tokens that all prompts begin with; --input-len counts those that follow.", ge=0)
+    long_ratio: float = setting(0.25, "Share of long prompts in `mixed`.", ge=0, le=1)
+    long_input_len: int = setting(2048, "Tokens of a long prompt in `mixed`.", ge=1)
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "num_prompts", "input_len", "output_len", "long_input_len")
-        _at_least(self, 0, "prefix_len")
-        if not 0 <= self.range_ratio < 1:
-            raise ConfigError("--range-ratio", f"must be in [0, 1), got {self.range_ratio}")
-        if not 0 <= self.long_ratio <= 1:
-            raise ConfigError("--long-ratio", f"must be in [0, 1], got {self.long_ratio}")
+        super().__post_init__()
         if (self.dataset_name in ("sharegpt", "custom")) != (self.dataset_path is not None):
             raise ConfigError("--dataset-path", "is for the datasets sharegpt and custom, and they need it")
 
@@ -61,19 +58,19 @@ class BenchServeArgs(WorkloadArgs):
     tokenizer: str | None = setting(
         None, "What counts prompt tokens: a directory, a repository, a .gguf file or `demo`."
     )
-    seed: int = setting(0, "Seed of prompts, lengths and arrivals.")
+    seed: int = setting(0, "Seed of prompts, lengths and arrivals.", ge=0)
     api_key: str | None = setting(None, "Sent as `Authorization: Bearer KEY`.", secret=True)
-    request_rate: float = setting(float("inf"), "Requests a second; inf sends all at once.")
+    request_rate: float = setting(float("inf"), "Requests a second; inf sends all at once.", gt=0)
     burstiness: float = setting(
-        1.0, "Shape of the gamma distribution of times between requests: 1 is Poisson, less is burstier."
+        1.0, "Shape of the gamma distribution of times between requests: 1 is Poisson, less is burstier.", gt=0
     )
-    max_concurrency: int | None = setting(None, "Requests under way at once, at most.")
-    num_warmups: int = setting(1, "Requests sent, and waited for, before the measured ones.")
-    temperature: float = setting(0.0, "Sampling temperature.")
+    max_concurrency: int | None = setting(None, "Requests under way at once, at most.", ge=1)
+    num_warmups: int = setting(1, "Requests sent, and waited for, before the measured ones.", ge=0)
+    temperature: float = setting(0.0, "Sampling temperature.", ge=0)
     ignore_eos: bool = setting(True, "Ask for exactly --output-len tokens, and check that they came.")
     extra_body: str | None = setting(None, "More fields of every request, as JSON.")
-    request_timeout: float = setting(3600.0, "Seconds that a request may take.")
-    ready_timeout: float = setting(0.0, "Seconds to wait for the server to come up.")
+    request_timeout: float = setting(3600.0, "Seconds that a request may take.", gt=0)
+    ready_timeout: float = setting(0.0, "Seconds to wait for the server to come up.", ge=0)
     percentiles: tuple[str, ...] = setting(("99",), "Percentiles to report.")
     goodput: tuple[str, ...] = setting(
         (), "What a good request keeps to, in ms: ttft:N, tpot:N or e2el:N. Repeat for several."
@@ -84,11 +81,6 @@ class BenchServeArgs(WorkloadArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(self, 1, "max_concurrency")
-        _at_least(self, 0, "num_warmups", "temperature", "ready_timeout", "seed")
-        for name in ("request_rate", "burstiness", "request_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(flag(name), f"must be more than 0, got {getattr(self, name)}")
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigError("--base-url", f"must begin with http:// or https://, got {self.base_url!r}")
         _ = self.percentile_values, self.goodput_limits
@@ -126,23 +118,12 @@ class BenchThroughputArgs(WorkloadArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchLatencyArgs:
+class BenchLatencyArgs(Settings):
     """Settings of ``bench latency``: the same requests at once, again and again."""
 
-    input_len: int = setting(32, "Tokens of a prompt.")
-    output_len: int = setting(128, "Tokens to generate for each.")
-    batch_size: int = setting(8, "Requests at once.")
-    num_iters: int = setting(10, "Measured repetitions.")
-    num_iters_warmup: int = setting(2, "Repetitions before those.")
+    input_len: int = setting(32, "Tokens of a prompt.", ge=1)
+    output_len: int = setting(128, "Tokens to generate for each.", ge=1)
+    batch_size: int = setting(8, "Requests at once.", ge=1)
+    num_iters: int = setting(10, "Measured repetitions.", ge=1)
+    num_iters_warmup: int = setting(2, "Repetitions before those.", ge=0)
     save_result: str | None = setting(None, "JSON file for the result.")
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "input_len", "output_len", "batch_size", "num_iters")
-        _at_least(self, 0, "num_iters_warmup")
-
-
-def _at_least(args: object, lowest: int, *names: str) -> None:
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and not value >= lowest:
-            raise ConfigError(flag(name), f"must be at least {lowest}, got {value}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,9 @@ import aiohttp
 
 from metal_engine.bench.args import BenchServeArgs
 from metal_engine.bench.datasets import BenchRequest
+
+# Bytes of one line of a stream; a longer one is an error.
+_LONGEST_LINE = 16 << 20
 
 
 @dataclass
@@ -87,7 +89,7 @@ class BenchClient:
         try:
             await self._stream(request, record)
             self._check(request, record)
-        except (aiohttp.ClientError, TimeoutError, OSError, Rejected) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, Rejected) as error:
             kind = "" if isinstance(error, Rejected) else f"{type(error).__name__}: "
             record.error = f"{kind}{error}"
         record.ended = time.perf_counter()
@@ -116,8 +118,11 @@ class BenchClient:
             if response.status != 200:
                 raise Rejected(f"status {response.status}: {' '.join((await response.text()).split())[:500]}")
             done = False
-            async for data in _events(response.content):
+            async for line in response.content:
                 now = time.perf_counter()
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip().decode("utf-8")
                 if data == "[DONE]":
                     done = True
                     continue
@@ -164,14 +169,5 @@ def open_session(args: BenchServeArgs) -> aiohttp.ClientSession:
         headers=headers,
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=args.request_timeout),
+        read_bufsize=_LONGEST_LINE,
     )
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """The data of server-sent events, as they come."""
-    buffer = b""
-    async for chunk in content.iter_any():
-        *lines, buffer = (buffer + chunk).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip().decode("utf-8")

@@ -1,8 +1,9 @@
-"""What `bench` asks servers for: prompts of exact lengths, drawn from a seed, or read from a file."""
+"""What `bench` asks servers for, and when: prompts of exact lengths, drawn from a seed, or read from a file."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,23 @@ def make_requests(args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], Pr
 def _vary(rng: np.random.Generator, length: int, ratio: float) -> int:
     low, high = max(1, int(length * (1 - ratio))), max(1, int(length * (1 + ratio)))
     return int(rng.integers(low, high + 1))
+
+
+def arrival_times(num_requests: int, rate: float, burstiness: float, seed: int) -> np.ndarray:
+    """Seconds after the start at which each request is due, [num_requests] float64, the first at 0.
+
+    Times between requests follow a gamma distribution of shape ``burstiness`` whose mean is ``1 / rate``: with shape
+    1 a Poisson process; its coefficient of variation is ``burstiness ** -0.5``.
+
+    Args:
+        rate: requests a second; infinity for all at once.
+    """
+    if math.isinf(rate):
+        return np.zeros(num_requests)
+    # Not the generator that draws prompts: these stay the same when the rate changes.
+    rng = np.random.default_rng([seed, 1])
+    gaps = rng.gamma(burstiness, 1 / (rate * burstiness), num_requests - 1)
+    return np.concatenate([[0.0], np.cumsum(gaps)])
 
 
 def random_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int, prefix: str = "") -> str:

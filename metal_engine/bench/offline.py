@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ from rich.progress import Progress
 
 from metal_engine.bench.args import BenchLatencyArgs, BenchThroughputArgs
 from metal_engine.bench.datasets import BenchRequest, make_requests, random_text
-from metal_engine.bench.outputs import check_output
+from metal_engine.bench.report import check_output, write_json
 from metal_engine.bench.tokens import load_prompt_tokenizer
 from metal_engine.build import build_engine
 from metal_engine.engine.core import EngineCore
@@ -117,4 +115,4 @@ def _report(title: str, result: dict[str, Any], path: str | None) -> None:
         shown = f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
         print(f"  {name.replace('_', ' '):<26}{shown:>14}")
     if path is not None:
-        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(path, result)

@@ -1,30 +1,39 @@
-"""A run's figures as text."""
+"""A run's figures as text and as files.
+
+Files are tried before a benchmark runs, so that no long run is lost for a wrong name.
+"""
 
 from __future__ import annotations
 
-from metal_engine.bench.stats import Distribution, Summary
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from metal_engine.bench.stats import Summary
+from metal_engine.errors import ConfigError
 
 WIDTH = 58
 
 
 def table(summary: Summary) -> str:
     """Lays figures out as vLLM's benchmark does."""
+    figures: list[tuple[str, float | None]] = [
+        ("Successful requests:", summary.num_ok),
+        ("Failed requests:", summary.num_failed),
+        ("Benchmark duration (s):", summary.duration),
+        ("Total input tokens:", summary.input_tokens),
+        ("Cached input tokens:", summary.cached_tokens or None),
+        ("Total generated tokens:", summary.output_tokens),
+        ("Request throughput (req/s):", summary.request_throughput),
+        ("Request goodput (req/s):", summary.goodput),
+        ("Output token throughput (tok/s):", summary.output_throughput),
+        ("Total token throughput (tok/s):", summary.total_throughput),
+        ("Peak concurrent requests:", summary.peak_concurrency),
+        ("Peak memory of the server (MiB):", None if (peak := summary.server_peak_bytes) is None else peak / (1 << 20)),
+    ]
     lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
-    lines.append(_line("Successful requests:", summary.num_ok))
-    lines.append(_line("Failed requests:", summary.num_failed))
-    lines.append(_line("Benchmark duration (s):", summary.duration))
-    lines.append(_line("Total input tokens:", summary.input_tokens))
-    if summary.cached_tokens:
-        lines.append(_line("Cached input tokens:", summary.cached_tokens))
-    lines.append(_line("Total generated tokens:", summary.output_tokens))
-    lines.append(_line("Request throughput (req/s):", summary.request_throughput))
-    if summary.goodput is not None:
-        lines.append(_line("Request goodput (req/s):", summary.goodput))
-    lines.append(_line("Output token throughput (tok/s):", summary.output_throughput))
-    lines.append(_line("Total token throughput (tok/s):", summary.total_throughput))
-    lines.append(_line("Peak concurrent requests:", summary.peak_concurrency))
-    if summary.server_peak_bytes is not None:
-        lines.append(_line("Peak memory of the server (MiB):", summary.server_peak_bytes / (1 << 20)))
+    lines += [_line(label, value) for label, value in figures if value is not None]
     for heading, name, distribution in (
         ("Time to First Token", "TTFT", summary.ttft),
         ("Time per Output Token (excl. 1st token)", "TPOT", summary.tpot),
@@ -32,16 +41,39 @@ def table(summary: Summary) -> str:
         ("End-to-end Latency", "E2EL", summary.e2el),
     ):
         lines.append(heading.center(WIDTH, "-"))
-        lines += _lines_of(name, distribution)
+        lines.append(_line(f"Mean {name} (ms):", distribution.mean))
+        lines.append(_line(f"Median {name} (ms):", distribution.median))
+        lines += [_line(f"P{p:g} {name} (ms):", value) for p, value in distribution.percentiles.items()]
     lines.append("=" * WIDTH)
     return "\n".join(lines)
-
-
-def _lines_of(name: str, distribution: Distribution) -> list[str]:
-    lines = [_line(f"Mean {name} (ms):", distribution.mean), _line(f"Median {name} (ms):", distribution.median)]
-    return lines + [_line(f"P{p:g} {name} (ms):", value) for p, value in distribution.percentiles.items()]
 
 
 def _line(label: str, value: float) -> str:
     shown = str(value) if isinstance(value, int) else f"{value:.2f}"
     return f"{label:<42}{shown:>{WIDTH - 42}}"
+
+
+def check_output(path: str | None, flag: str) -> None:
+    """Check that a file can be written, and make its folder. None stands for no file.
+
+    Args:
+        flag: names the file, for the message.
+
+    Raises:
+        ConfigError: the file could not be written.
+    """
+    if path is None:
+        return
+    folder = Path(path).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(flag, f"cannot write to {folder} ({flag}): {error.strerror}") from error
+    if Path(path).is_dir():
+        raise ConfigError(flag, f"must name a file, and {path} is a folder")
+
+
+def write_json(path: str, result: dict[str, Any]) -> None:
+    Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

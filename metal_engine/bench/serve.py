@@ -16,12 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from metal_engine.bench.args import BenchServeArgs
-from metal_engine.bench.arrivals import arrival_times
 from metal_engine.bench.client import BenchClient, RequestRecord, open_session
-from metal_engine.bench.datasets import BenchRequest, make_requests
-from metal_engine.bench.outputs import check_output
+from metal_engine.bench.datasets import BenchRequest, arrival_times, make_requests
 from metal_engine.bench.plots import check_plots, plot_run
-from metal_engine.bench.report import table
+from metal_engine.bench.report import check_output, table, write_json
 from metal_engine.bench.server_memory import server_peak_bytes
 from metal_engine.bench.stats import Summary, summarize
 from metal_engine.bench.tokens import load_prompt_tokenizer
@@ -51,7 +49,7 @@ def bench_serve(args: BenchServeArgs) -> Summary:
     for error in sorted({r.error for r in records if r.error}):
         print(f"failed: {error} ({sum(r.error == error for r in records)} times)")
     if args.save_result:
-        save_result(Path(args.save_result), args, model, summary, records)
+        write_json(args.save_result, run_json(args, model, summary, records))
     if args.plot:
         plot_run(records, Path(args.plot))
     return summary
@@ -103,15 +101,22 @@ async def measure(
     slots = asyncio.Semaphore(args.max_concurrency or len(requests))
     async with BenchClient(args, model) as client:
         await _warm_up(args, client, requests)
-        with _Live(args.progress, len(requests)) as live:
+        with _progress(args.progress) as progress:
+            bar = progress.add_task("Requests", total=len(requests), running=0, rate=0.0)
             start = time.perf_counter()
+            running = tokens = 0
 
             async def one(request: BenchRequest, after: float) -> RequestRecord:
+                nonlocal running, tokens
                 await asyncio.sleep(start + after - time.perf_counter())
                 async with slots:
-                    live.begin()
+                    running += 1
+                    progress.update(bar, running=running)
                     record = await client.send(request)
-                live.end(record)
+                running -= 1
+                tokens += record.output_len
+                rate = tokens / (time.perf_counter() - start)
+                progress.update(bar, advance=1, running=running, rate=rate)
                 return record
 
             records = await asyncio.gather(*(one(r, t) for r, t in zip(requests, due.tolist(), strict=True)))
@@ -135,54 +140,29 @@ async def _warm_up(args: BenchServeArgs, client: BenchClient, requests: Sequence
             raise ConfigError(None, f"the server failed a warm-up request: {record.error}")
 
 
-class _Live:
+def _progress(wanted: bool) -> Progress:
     """Progress on a terminal's standard error: requests done, under way, tokens a second."""
-
-    def __init__(self, wanted: bool, total: int) -> None:
-        console = Console(stderr=True)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[running]} running, {task.fields[rate]:.1f} tok/s"),
-            TimeElapsedColumn(),
-        )
-        self._progress = Progress(*columns, console=console, disable=not (wanted and console.is_terminal))
-        self._task = self._progress.add_task("Requests", total=total, running=0, rate=0.0)
-        self._running = self._tokens = 0
-
-    def __enter__(self) -> _Live:
-        self._progress.start()
-        self._start = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def begin(self) -> None:
-        self._running += 1
-        self._progress.update(self._task, running=self._running)
-
-    def end(self, record: RequestRecord) -> None:
-        self._running -= 1
-        self._tokens += record.output_len
-        rate = self._tokens / (time.perf_counter() - self._start)
-        self._progress.update(self._task, advance=1, running=self._running, rate=rate)
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[running]} running, {task.fields[rate]:.1f} tok/s"),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=console, disable=not (wanted and console.is_terminal))
 
 
-def save_result(
-    path: Path, args: BenchServeArgs, model: str, summary: Summary, records: Sequence[RequestRecord]
-) -> None:
-    """Everything about the run as JSON: settings, figures, each request."""
+def run_json(args: BenchServeArgs, model: str, summary: Summary, records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Everything about the run: settings, figures, each request."""
     settings = {k: v for k, v in asdict(args).items() if k != "api_key"}
-    result: dict[str, Any] = {
+    return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": model,
         "settings": settings | {"request_rate": str(args.request_rate)},
         "summary": summary.to_json(),
         "requests": [request_json(record) for record in records],
     }
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def request_json(record: RequestRecord) -> dict[str, Any]:

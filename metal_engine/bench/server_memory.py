@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,15 +20,12 @@ def server_peak_bytes(base_url: str) -> int | None:
     url = urlsplit(base_url)
     if url.hostname not in _LOCAL or not Path("/proc/net/tcp").exists():
         return None
-    listeners = _processes_with(_listening_inodes(url.port or (443 if url.scheme == "https" else 80)))
-    family = set(listeners)
-    parents = _parents()
-    for pid in parents:
-        ancestor = pid
-        while ancestor := parents.get(ancestor, 0):
-            if ancestor in listeners:
-                family.add(pid)
-    return sum(_peak(pid) for pid in family) or None
+    wanted = {f"socket:[{inode}]" for inode in _listening_inodes(url.port or (443 if url.scheme == "https" else 80))}
+    processes = [process for folder in Path("/proc").glob("[0-9]*") if (process := _process(folder, wanted))]
+    family = {process.pid for process in processes if process.listens}
+    while children := {process.pid for process in processes if process.parent in family} - family:
+        family |= children
+    return sum(process.peak for process in processes if process.pid in family) or None
 
 
 def _listening_inodes(port: int) -> set[str]:
@@ -42,32 +40,22 @@ def _listening_inodes(port: int) -> set[str]:
     return inodes
 
 
-def _processes_with(inodes: set[str]) -> set[int]:
-    wanted = {f"socket:[{inode}]" for inode in inodes}
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(str(fd.readlink()) in wanted for fd in (folder / "fd").iterdir()):
-                found.add(int(folder.name))
-        except OSError:  # another user's, or it has ended
-            continue
-    return found
+@dataclass(frozen=True)
+class _Process:
+    pid: int
+    parent: int
+    peak: int  # bytes
+    listens: bool
 
 
-def _parents() -> dict[int, int]:
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            # "pid (name) state parent ...", and a name may hold anything.
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    return parents
-
-
-def _peak(pid: int) -> int:
+def _process(folder: Path, sockets: set[str]) -> _Process | None:
+    """A process by its folder in /proc, and whether it has one of these sockets; None if it has ended."""
     try:
-        match = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
     except OSError:
-        return 0
-    return int(match[1]) * 1024 if match else 0
+        return None
+    listens = False
+    with contextlib.suppress(OSError):  # another user's, or one that has closed a file meanwhile
+        listens = any(str(fd.readlink()) in sockets for fd in (folder / "fd").iterdir())
+    peak = int(status.get("VmHWM", "0 kB").split()[0]) * 1024
+    return _Process(int(folder.name), int(status["PPid"]), peak, listens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import isnan
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,7 @@ class Distribution:
     @staticmethod
     def of(seconds: Iterable[float], percentiles: Sequence[float]) -> Distribution:
         """Describes times given in seconds; NaN throughout where there are none."""
-        values = np.fromiter(seconds, np.float64) * MILLISECONDS
-        if values.size == 0:
-            nan = float("nan")
-            return Distribution(nan, nan, nan, dict.fromkeys(percentiles, nan))
+        values = np.array([*seconds] or [nan]) * MILLISECONDS
         return Distribution(
             mean=float(values.mean()),
             median=float(np.median(values)),

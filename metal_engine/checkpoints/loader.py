@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
 from transformers import PreTrainedTokenizerFast
 
@@ -114,7 +113,7 @@ def _load_directory(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device
     if on_cpu and config.get("quantization"):
         model = dequantize_model(model)
     if dtype is not None:
-        model.update(tree_map(lambda a: _cast(a, dtype), model.parameters()))
+        model.set_dtype(dtype)
     mx.eval(model.parameters())
     return LoadedModel(model, config, tokenizer, eos_token_ids, args.model, sampling)
 
@@ -151,9 +150,23 @@ def _quantization(config: dict[str, Any]) -> str:
 
 
 def _check_memory(args: EngineArgs, device: DeviceInfo, needed: int) -> None:
-    share = 1.0 if device.kind == "cpu" else args.gpu_memory_utilization
-    available = int(device.memory_bytes * share)
-    checkpoint.check_memory(args.model, needed, available, on_cpu=device.kind == "cpu")
+    """Refuse weights of so many bytes that cannot fit, before they are loaded.
+
+    Raises:
+        ModelLoadError: the weights alone take more than the process may use.
+    """
+    on_cpu = device.kind == "cpu"
+    available = int(device.memory_bytes * (1.0 if on_cpu else args.gpu_memory_utilization))
+    if needed > available:
+        advice = (
+            "take a smaller model, or --dtype bfloat16 for half the size (slow on a CPU; not for models with experts)"
+            if on_cpu
+            else "take a smaller or a quantized model, or raise --gpu-memory-utilization"
+        )
+        raise ModelLoadError(
+            f"not enough memory for {args.model}: its weights take {needed / 1e9:.1f} GB and {available / 1e9:.1f} GB "
+            f"are available; {advice}"
+        )
 
 
 def _generation_config(args: EngineArgs, own: dict[str, Any] | None) -> dict[str, Any]:
@@ -177,7 +190,3 @@ def _other_tokenizer(args: EngineArgs) -> PreTrainedTokenizerFast:
             raise ModelLoadError(f"{args.tokenizer} is not a directory (--tokenizer)")
         folder = fetch_from_hub(args.tokenizer, None, args.download_dir, TOKENIZER_PATTERNS)
     return load_tokenizer(folder, trust_remote_code=args.trust_remote_code)
-
-
-def _cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
-    return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array

@@ -58,8 +58,6 @@ def _from_tokenizer_json(folder: Path, config: dict[str, Any], error: Exception)
     own = folder / "chat_template.jinja"
     if own.is_file():
         template = own.read_text(encoding="utf-8")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}
     tokenizer.chat_template = template
     logger.info("tokenizer.json is used as it is: %s", one_line(error))
     return tokenizer

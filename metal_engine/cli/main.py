@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,7 +12,7 @@ from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import MODEL_HELP, command
 from metal_engine.errors import ConfigError, ParameterError
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
-from metal_engine.settings.fields import flag, make_args
+from metal_engine.settings.fields import flag
 
 app = typer.Typer(
     name="metal-engine",
@@ -30,10 +30,8 @@ app.add_typer(bench, name="bench")
 
 
 @command(app, {"Server": ServerArgs, "Engine": EngineArgs})
-def serve(values: dict[str, Any]) -> None:
+def serve(server_args: ServerArgs, args: EngineArgs) -> None:
     """Serve a model over an OpenAI-compatible API."""
-    args: EngineArgs = make_args(EngineArgs, values)
-    server_args: ServerArgs = make_args(ServerArgs, values)
     set_up_logging(server_args.log_level, server_args.log_format)
     from metal_engine.build import build_engine
     from metal_engine.cli.banner import print_banner, startup_facts
@@ -65,10 +63,8 @@ def serve(values: dict[str, Any]) -> None:
 
 
 @command(app, {"Chat": ChatArgs, "Engine": EngineArgs})
-def chat(values: dict[str, Any]) -> None:
+def chat(chat_args: ChatArgs, args: EngineArgs) -> None:
     """Talk to a model in the terminal. An empty line, Ctrl-D or /exit ends; /reset starts over."""
-    args: EngineArgs = make_args(EngineArgs, values)
-    chat_args: ChatArgs = make_args(ChatArgs, values)
     set_up_logging(chat_args.log_level)
     from metal_engine.cli.chat import chat_loop
     from metal_engine.llm import LLM
@@ -88,31 +84,31 @@ def chat(values: dict[str, Any]) -> None:
 
 
 @command(bench, {"Benchmark": BenchServeArgs}, takes_model=False)
-def _serve(values: dict[str, Any]) -> None:
+def _serve(args: BenchServeArgs) -> None:
     """Load a server that speaks OpenAI's API, and print what its users would see. Status 1 if a request failed."""
     set_up_logging("warning")
     from metal_engine.bench.serve import bench_serve
 
-    if bench_serve(make_args(BenchServeArgs, values)).num_failed:
+    if bench_serve(args).num_failed:
         raise typer.Exit(1)
 
 
 @command(bench, {"Benchmark": BenchThroughputArgs, "Engine": EngineArgs})
-def _throughput(values: dict[str, Any]) -> None:
+def _throughput(args: BenchThroughputArgs, engine_args: EngineArgs) -> None:
     """Tokens a second of the engine alone, all requests at once."""
     set_up_logging("warning")
     from metal_engine.bench.offline import bench_throughput
 
-    bench_throughput(make_args(EngineArgs, values), make_args(BenchThroughputArgs, values))
+    bench_throughput(engine_args, args)
 
 
 @command(bench, {"Benchmark": BenchLatencyArgs, "Engine": EngineArgs})
-def _latency(values: dict[str, Any]) -> None:
+def _latency(args: BenchLatencyArgs, engine_args: EngineArgs) -> None:
     """How long the engine alone takes for some requests at once."""
     set_up_logging("warning")
     from metal_engine.bench.offline import bench_latency
 
-    bench_latency(make_args(EngineArgs, values), make_args(BenchLatencyArgs, values))
+    bench_latency(engine_args, args)
 
 
 @app.command()

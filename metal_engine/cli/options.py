@@ -15,21 +15,21 @@ from rich.console import Console
 from rich.markup import escape
 
 from metal_engine.errors import ConfigError, ModelLoadError
-from metal_engine.settings.fields import Setting, settings_of
+from metal_engine.settings.fields import Setting, make_args, settings_of
 from metal_engine.settings.sources import read_settings
 
 MODEL_HELP = "`demo`, a Hugging Face repository, a local model directory, or a .gguf file."
-_MODEL = Setting("model", "str", None, MODEL_HELP, None, False)
+_MODEL = Setting("model", "str", help=MODEL_HELP)
 _CONFIG_HELP = "YAML file of settings, named as the flags are. The environment and the command line win over it."
 
 # Settings of all commands: one config file or one environment may serve several.
 _known: list[Setting] = []
 
-Command = Callable[[dict[str, Any]], None]
+Command = Callable[..., None]
 
 
 def command(app: typer.Typer, groups: dict[str, type], *, takes_model: bool = True) -> Callable[[Command], Command]:
-    """Register a function as a command: it is called with the values given anywhere, by field name.
+    """Register a function as a command: it is called with one dataclass for each group, in their order.
 
     Args:
         groups: heading in ``--help`` -> dataclass whose settings are the options below it.
@@ -44,7 +44,7 @@ def command(app: typer.Typer, groups: dict[str, type], *, takes_model: bool = Tr
                 values = read_settings(settings, given, os.environ, config, known=_known)
                 if takes_model and values.get("model") is None:
                     raise ConfigError(None, "name a MODEL: `demo`, a repository, a directory, or a .gguf file")
-                function(values)
+                function(*(make_args(cls, values) for cls in groups.values()))
 
         parameters = []
         if takes_model:

@@ -7,7 +7,6 @@ import logging
 import shutil
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -28,25 +27,21 @@ class CompiledByShape:
     """
 
     def __init__(self, function: Callable[..., mx.array], max_shapes: int = 128) -> None:
-        self._function = function
-        self._max_shapes = max_shapes
-        self._of_thread = threading.local()
+        self._of_thread = _Compilations(function, max_shapes)
 
     def __call__(self, *arrays: mx.array) -> mx.array:
         _warn_without_compiler()
-        compiled: OrderedDict[object, Callable[..., mx.array]] = vars(self._of_thread).setdefault(
-            "compiled", OrderedDict()
-        )
         # Its operations stay on the stream that they were traced on.
-        key = (str(mx.default_stream(mx.default_device())), *[array.shape for array in arrays])
-        if key in compiled:
-            compiled.move_to_end(key)
-        else:
-            # A function object of its own: MLX tells compilations apart by it.
-            compiled[key] = mx.compile(lambda *a: self._function(*a))
-            if len(compiled) > self._max_shapes:
-                compiled.popitem(last=False)
-        return compiled[key](*arrays)
+        stream = str(mx.default_stream(mx.default_device()))
+        return self._of_thread.compiled(stream, *[array.shape for array in arrays])(*arrays)
+
+
+class _Compilations(threading.local):
+    """Made anew in each thread that uses it: ``compiled`` of a stream and shapes gives the function for them."""
+
+    def __init__(self, function: Callable[..., mx.array], max_shapes: int) -> None:
+        # A function object of its own for each: MLX tells compilations apart by it.
+        self.compiled = functools.lru_cache(max_shapes)(lambda *_: mx.compile(lambda *a: function(*a)))
 
 
 @functools.cache

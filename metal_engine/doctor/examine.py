@@ -137,21 +137,12 @@ def _real_model(model: str | None) -> Iterator[Finding]:
 
 def _try_model(model: str) -> Finding:
     from metal_engine.build import build_engine
-    from metal_engine.sampling_params import SamplingParams
+    from metal_engine.doctor.tiny import generate
     from metal_engine.settings.args import EngineArgs
 
     engine = build_engine(EngineArgs(model=model, num_gpu_blocks_override=64))
-    prompt, text = "The capital of France is", ""
-    try:
-        params = SamplingParams(temperature=0, max_tokens=6)
-        engine.add_request("0", engine.prepare(engine.tokenizer.encode(prompt), params))
-        while engine.has_requests:
-            for output in engine.step():
-                if output.error is not None:
-                    return Finding(model, output.error, FAILED)
-                text += output.text
-    finally:
-        engine.close()
+    prompt = "The capital of France is"
+    ((_, text),) = generate(engine, [engine.tokenizer.encode(prompt)], max_tokens=6)
     info = engine.config.model
     wrong = model == "demo" and "Paris" not in text
     return Finding(model, f"{info.model_type}, {info.dtype}: {prompt!r} -> {text!r}", FAILED if wrong else OK)

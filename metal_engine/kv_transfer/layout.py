@@ -45,6 +45,7 @@ class BlockLayout:
         nbytes: length of a block's data.
         offsets: part name -> (first byte, one past the last) in the data.
         parts: in that order.
+        max_stored_bytes: no stored block of this layout is longer.
     """
 
     def __init__(self, parts: Sequence[KVPart], fingerprint: str) -> None:
@@ -57,7 +58,7 @@ class BlockLayout:
         self._tensors = header
         self._tensors_json = json.dumps(header, separators=(",", ":"))
         self.parts = tuple(sorted(parts, key=lambda part: self.offsets[part.name]))
-        self._max_stored_bytes = start + self.nbytes + 1024
+        self.max_stored_bytes = start + self.nbytes + 1024
 
     def encode(self, block_hash: bytes, data: np.ndarray) -> bytes:
         """The stored form of a block whose data is uint8 [nbytes]."""
@@ -99,11 +100,6 @@ class BlockLayout:
         if metadata.get("checksum") != self._checksum(block_hash, data):
             raise CorruptBlockError("its checksum is wrong")
         return data
-
-    @property
-    def max_stored_bytes(self) -> int:
-        """No stored block of this layout is longer."""
-        return self._max_stored_bytes
 
     def _checksum(self, block_hash: bytes, data: np.ndarray) -> str:
         digest = sha256(self.fingerprint.encode() + block_hash)

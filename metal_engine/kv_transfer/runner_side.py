@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -40,6 +41,7 @@ StepLoads = dict[int, np.ndarray]
 """Blocks on their way into the cache: block id -> contents, uint8 [bytes of a block]."""
 
 
+@dataclass
 class StepSaves:
     """Blocks on their way out of the cache: gathered by the step, not yet computed.
 
@@ -48,9 +50,8 @@ class StepSaves:
         arrays: part name -> [S, bytes of the part] uint8; evaluated with the step.
     """
 
-    def __init__(self, hashes: list[bytes]) -> None:
-        self.hashes = hashes
-        self.arrays: dict[str, mx.array] = {}
+    hashes: list[bytes]
+    arrays: dict[str, mx.array] = field(default_factory=dict)
 
 
 class KVConnectorRunner:
@@ -119,7 +120,7 @@ class KVConnectorRunner:
                 data[:, start:stop] = np.array(saves.arrays[part], copy=False)
         except Exception:  # no memory, say: the step itself is well, and its tokens are not to be lost
             logger.exception("KV of %d blocks is not saved", len(saves.hashes))
-            self._transfer.saves_failed(len(saves.hashes))
+            self._transfer.stats.add(blocks_failed=len(saves.hashes))
             return
         self._transfer.save(saves.hashes, data)
 

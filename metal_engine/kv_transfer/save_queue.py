@@ -13,8 +13,7 @@ import numpy as np
 from metal_engine.device.thread_priority import lower_thread_priority
 from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.kv_transfer.stores.base import KVStore, StoreError
-from metal_engine.kv_transfer.stores.rest import StoreRest
+from metal_engine.kv_transfer.stores.base import KVStore, StoreError, StoreRest
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from metal_engine.kv_transfer.layout import BlockLayout, CorruptBlockError
 from metal_engine.kv_transfer.save_queue import SaveQueue
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.kv_transfer.stores.base import KVStore, StoreError
-from metal_engine.kv_transfer.stores.rest import StoreRest
+from metal_engine.kv_transfer.stores.base import KVStore, StoreError, StoreRest
 
 logger = logging.getLogger(__name__)
 
@@ -161,10 +160,6 @@ class KVTransfer:
     def grant_saves(self, num_blocks: int) -> int:
         """How many of so many blocks to be saved have room in the queue now; the others are counted as dropped."""
         return self._save_queue.grant(num_blocks)
-
-    def saves_failed(self, num_blocks: int) -> None:
-        """Count blocks that were granted and could not be handed over."""
-        self.stats.add(blocks_failed=num_blocks)
 
     def save(self, hashes: Sequence[bytes], data: np.ndarray) -> None:
         """Queue blocks to be written; ``data`` is uint8 [len(hashes), block bytes] and must not change."""

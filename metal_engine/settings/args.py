@@ -6,9 +6,10 @@ None stands for "auto"; :mod:`metal_engine.settings.resolve` settles what that c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.fields import flag, setting
+from metal_engine.settings.fields import Settings, setting
 from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -24,7 +25,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineArgs:
+class EngineArgs(Settings):
     """Settings as the user gave them; ``None`` means "auto".
 
     Field names are the command-line flags with underscores, and mean what they mean in vLLM.
@@ -42,27 +43,31 @@ class EngineArgs:
         None, "Chat template instead of the model's own: a file, or the Jinja text itself."
     )
     dtype: str = setting("auto", "auto (as stored; float32 on a CPU), float32, float16 or bfloat16.", choices=DTYPES)
-    seed: int = setting(0, "Seed for requests that bring none of their own.")
+    seed: int = setting(0, "Seed for requests that bring none of their own.", ge=0, lt=2**64)
     max_model_len: int | None = setting(
         None,
         "Longest request, prompt and output, in tokens. Default: what the model was trained for, "
         "or what the KV cache holds if that is less.",
         kind="count",
+        ge=1,
     )
-    max_num_seqs: int | None = setting(None, "Requests running at once. Default: 256 on Metal, 64 on a CPU.")
+    max_num_seqs: int | None = setting(
+        None, "Requests running at once. Default: 256 on Metal, 64 on a CPU.", ge=1, le=MAX_NUM_SEQS
+    )
     max_num_batched_tokens: int | None = setting(
-        None, "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU.", kind="count"
+        None, "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU.", kind="count", ge=1
     )
-    block_size: int = setting(16, "Tokens per KV cache block.")
-    num_gpu_blocks_override: int | None = setting(None, "KV cache size in blocks, instead of in bytes.")
+    block_size: int = setting(16, "Tokens per KV cache block.", ge=1)
+    num_gpu_blocks_override: int | None = setting(None, "KV cache size in blocks, instead of in bytes.", ge=1)
     kv_cache_memory_bytes: int | None = setting(
         None,
         "KV cache size, as in 2GiB. Default: what --gpu-memory-utilization leaves on Metal; on a CPU 2 GiB, "
         "at most a quarter of the free memory.",
         kind="size",
+        ge=1,
     )
     gpu_memory_utilization: float = setting(
-        0.9, "Share of the device's memory for weights, KV cache and activations (Metal)."
+        0.9, "Share of the device's memory for weights, KV cache and activations (Metal).", gt=0, le=1
     )
     attention_backend: str = setting(
         "auto", "auto (the fastest that runs here), metal or mlx.", choices=ATTENTION_BACKENDS
@@ -72,75 +77,42 @@ class EngineArgs:
         None, "Directory that keeps KV beyond a restart, so that prompts seen before need not be computed."
     )
     kv_cache_dir_size: int = setting(
-        20 * GIB, "Largest size of that directory; what was used longest ago goes first.", kind="size"
+        20 * GIB, "Largest size of that directory; what was used longest ago goes first.", kind="size", ge=1
     )
     kv_transfer_config: str | None = setting(
         None,
         "JSON: where KV comes from and goes to (kv_connector, kv_role, kv_connector_extra_config, "
         "kv_load_failure_policy; see docs/kv-transfer.md).",
     )
-    max_num_partial_prefills: int = setting(4, "Prompts that may be in progress at once.")
-    max_long_partial_prefills: int = setting(1, "Long prompts that may be in progress at once.")
+    max_num_partial_prefills: int = setting(4, "Prompts that may be in progress at once.", ge=1)
+    max_long_partial_prefills: int = setting(1, "Long prompts that may be in progress at once.", ge=1)
     long_prefill_token_threshold: int = setting(
-        0, "A prompt with more tokens than this left to compute is long. 0: the token budget of a step."
+        0, "A prompt with more tokens than this left to compute is long. 0: the token budget of a step.", ge=0
     )
     page_aligned_scheduling: bool = setting(False, "End chunks of prompts on block boundaries.")
     scheduling_policy: str = setting(
         "fcfs", "fcfs, or priority (of the request, lower first).", choices=SCHEDULING_POLICIES
     )
     max_attention_work: int | None = setting(
-        None, "Pairs of a query row and a visible key in a step. Default: about a second's attention."
+        None, "Pairs of a query row and a visible key in a step. Default: about a second's attention.", ge=1
     )
     async_scheduling: bool = setting(False, "Plan and build a step while the one before it runs.")
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "block_size",
-            "num_gpu_blocks_override",
-            "kv_cache_memory_bytes",
-            "max_num_partial_prefills",
-            "max_long_partial_prefills",
-            "max_attention_work",
-            "kv_cache_dir_size",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(flag(name), f"must be at least 1, got {value}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError("--gpu-memory-utilization", f"must be in (0, 1], got {self.gpu_memory_utilization}")
-        if self.max_num_seqs is not None and self.max_num_seqs > MAX_NUM_SEQS:
-            raise ConfigError("--max-num-seqs", f"must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
-        if not 0 <= self.seed < 2**64:
-            raise ConfigError("--seed", f"must be in 0 ... 2**64 - 1, got {self.seed}")
-        if self.long_prefill_token_threshold < 0:
-            raise ConfigError(
-                "--long-prefill-token-threshold",
-                f"must be 0 (derived) or at least 1, got {self.long_prefill_token_threshold}",
-            )
+        super().__post_init__()
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
                 "--max-long-partial-prefills",
                 f"{self.max_long_partial_prefills} exceeds --max-num-partial-prefills {self.max_num_partial_prefills}",
             )
-        for name, choices in (
-            ("dtype", DTYPES),
-            ("attention_backend", ATTENTION_BACKENDS),
-            ("scheduling_policy", SCHEDULING_POLICIES),
-        ):
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(flag(name), f"must be one of {', '.join(choices)}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerArgs:
+class ServerArgs(Settings):
     """Settings of ``metal-engine serve`` beside the engine's."""
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
-    port: int = setting(8000, "Port to listen on; 0 for any free one.")
+    port: int = setting(8000, "Port to listen on; 0 for any free one.", ge=0, le=65535)
     uds: str | None = setting(None, "Unix domain socket to listen on, instead of --host and --port.")
     served_model_name: tuple[str, ...] = setting(
         (),
@@ -160,20 +132,24 @@ class ServerArgs:
         "given by repeating the flag.",
     )
     max_num_queued_reqs: int = setting(
-        2048, "Requests that may wait; further ones are answered 503 with Retry-After. 0: no limit."
+        2048, "Requests that may wait; further ones are answered 503 with Retry-After. 0: no limit.", ge=0
     )
     max_num_queued_tokens: int = setting(
-        0, "Prompt tokens of requests without any output yet; beyond it, 503 with Retry-After. 0: no limit."
+        0, "Prompt tokens of requests without any output yet; beyond it, 503 with Retry-After. 0: no limit.", ge=0
     )
-    request_timeout: float = setting(0.0, "Seconds after which a request is ended with an error (504); 0: never.")
+    request_timeout: float = setting(
+        0.0, "Seconds after which a request is ended with an error (504); 0: never.", ge=0, lt=inf
+    )
     ssl_keyfile: str | None = setting(None, "Private key of the certificate (PEM).")
     ssl_keyfile_password: str | None = setting(None, "Password of the private key.", secret=True)
     ssl_certfile: str | None = setting(None, "Certificate (PEM): serve over TLS.")
     ssl_ca_certs: str | None = setting(
         None, "Certificate authorities (PEM): clients must show a certificate of one of them."
     )
-    max_body_size: int = setting(16 << 20, "Largest request body, as in 16MiB.", kind="size")
-    shutdown_timeout: float = setting(30.0, "Seconds that running requests may take to finish after SIGTERM or SIGINT.")
+    max_body_size: int = setting(16 << 20, "Largest request body, as in 16MiB.", kind="size", ge=1)
+    shutdown_timeout: float = setting(
+        30.0, "Seconds that running requests may take to finish after SIGTERM or SIGINT.", ge=0, lt=inf
+    )
     strict_params: bool = setting(False, "Refuse request parameters that are unknown, instead of ignoring them.")
     log_level: str = setting("info", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS)
     enable_auto_tool_choice: bool = setting(
@@ -190,48 +166,35 @@ class ServerArgs:
         choices=REASONING_PARSER_CHOICES,
     )
     sse_keep_alive: float = setting(
-        15.0, "Seconds without an event after which a stream is sent a comment, so that it is not cut; 0: never."
+        15.0,
+        "Seconds without an event after which a stream is sent a comment, so that it is not cut; 0: never.",
+        ge=0,
+        lt=inf,
     )
     max_stored_responses: int = setting(
-        1000, "Responses of /v1/responses kept in memory for previous_response_id; 0: none."
+        1000, "Responses of /v1/responses kept in memory for previous_response_id; 0: none.", ge=0
     )
     log_format: str = setting("text", "text, or json (one object a line).", choices=LOG_FORMATS)
     log_stats_interval: float = setting(
-        10.0, "Seconds between log lines about throughput, running, waiting and KV cache; 0: none."
+        10.0, "Seconds between log lines about throughput, running, waiting and KV cache; 0: none.", ge=0, lt=inf
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("--ssl-certfile", "and --ssl-keyfile need each other")
         if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_keyfile_password) is not None:
             raise ConfigError("--ssl-ca-certs", "and --ssl-keyfile-password need --ssl-certfile")
-        for name in (
-            "log_stats_interval",
-            "sse_keep_alive",
-            "max_stored_responses",
-            "max_num_queued_reqs",
-            "max_num_queued_tokens",
-            "request_timeout",
-        ):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise ConfigError(flag(name), f"must be at least 0, got {value}")
-        if not 0 <= self.port < 65536:
-            raise ConfigError("--port", f"must be in 0 ... 65535, got {self.port}")
         if isinstance(self.api_key, str):
             object.__setattr__(self, "api_key", (self.api_key,))
         if not all(key.strip() and key.isascii() for key in self.api_key):
             raise ConfigError("--api-key", "must be ASCII and not empty")
-        if self.max_body_size < 1:
-            raise ConfigError("--max-body-size", f"must be at least 1, got {self.max_body_size}")
-        if not 0 <= self.shutdown_timeout < float("inf"):
-            raise ConfigError("--shutdown-timeout", f"must be at least 0, got {self.shutdown_timeout}")
         if any(not name.strip() for name in self.served_model_name):
             raise ConfigError("--served-model-name", "must not be empty")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatArgs:
+class ChatArgs(Settings):
     """Settings of ``metal-engine chat`` beside the engine's."""
 
     system: str | None = setting(None, "System prompt.")

@@ -7,6 +7,7 @@ and the error messages are made from one declaration. :mod:`metal_engine.setting
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 from metal_engine.errors import ConfigError
 
 ENV_PREFIX = "METAL_ENGINE_"
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 
 def flag(name: str) -> str:
@@ -23,7 +25,13 @@ def flag(name: str) -> str:
 
 
 def setting(
-    default: Any, help: str, *, kind: str | None = None, choices: tuple[str, ...] | None = None, secret: bool = False
+    default: Any,
+    help: str,
+    *,
+    kind: str | None = None,
+    choices: tuple[str, ...] | None = None,
+    secret: bool = False,
+    **bounds: float,
 ) -> Any:
     """A dataclass field that users can set.
 
@@ -34,8 +42,9 @@ def setting(
             given as ``4k``; else the annotation says it.
         choices: the only values accepted.
         secret: its value appears in no message.
+        bounds: what a number must be: at least ``ge``, more than ``gt``, at most ``le``, less than ``lt``.
     """
-    metadata = {"help": help, "kind": kind, "choices": choices, "secret": secret}
+    metadata = {"help": help, "kind": kind, "choices": choices, "secret": secret, "bounds": bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -46,10 +55,11 @@ class Setting:
 
     name: str
     kind: str
-    default: Any
-    help: str
-    choices: tuple[str, ...] | None
-    secret: bool
+    default: Any = None
+    help: str = ""
+    choices: tuple[str, ...] | None = None
+    secret: bool = False
+    bounds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def flag(self) -> str:
@@ -66,6 +76,24 @@ class Setting:
             return "NAME"
         return {"int": "N", "count": "N", "float": "X", "size": "BYTES", "bool": ""}.get(self.kind, "TEXT")
 
+    def check(self, value: Any, source: str) -> None:
+        """Raises ConfigError where a value is none of the choices or out of bounds; its ``flag`` is ``source``."""
+        wanted = ""
+        if self.choices and value not in self.choices:
+            wanted = f"one of {', '.join(self.choices)}"
+        elif value is not None and not all(getattr(operator, name)(value, b) for name, b in self.bounds.items()):
+            wanted = " and ".join(f"{_BOUNDS[name]} {bound}" for name, bound in self.bounds.items())
+        if wanted:
+            raise ConfigError(source, f"must be {wanted}{_got(self, value)}")
+
+
+class Settings:
+    """Base of the dataclasses of settings: each value is one of the choices and within the bounds of its field."""
+
+    def __post_init__(self) -> None:
+        for one in settings_of(type(self)):
+            one.check(getattr(self, one.name), one.flag)
+
 
 def settings_of(*classes: type) -> list[Setting]:
     """The settings of dataclasses, in order of declaration."""
@@ -75,14 +103,7 @@ def settings_of(*classes: type) -> list[Setting]:
 def _setting(field: dataclasses.Field[Any]) -> Setting:
     annotation = str(field.type).split(" | ")[0]
     kind = field.metadata["kind"] or ("list" if annotation.startswith("tuple") else annotation)
-    return Setting(
-        name=field.name,
-        kind=kind,
-        default=field.default,
-        help=field.metadata["help"],
-        choices=field.metadata["choices"],
-        secret=field.metadata["secret"],
-    )
+    return Setting(**{**field.metadata, "name": field.name, "kind": kind, "default": field.default})
 
 
 def make_args(cls: type, values: Mapping[str, Any]) -> Any:
@@ -133,15 +154,14 @@ def parse(setting: Setting, value: Any, source: str) -> Any:
     """A value out of what was given: a text, or what YAML made of it.
 
     Raises:
-        ConfigError: it is not of the setting's kind; its ``flag`` is ``source``.
+        ConfigError: it is not of the setting's kind, or not allowed; its ``flag`` is ``source``.
     """
     read, wanted = _KINDS[setting.kind]
     try:
         parsed = read(value)
     except (ValueError, TypeError, OverflowError):
         raise ConfigError(source, f"must be {wanted}{_got(setting, value)}") from None
-    if setting.choices and parsed not in setting.choices:
-        raise ConfigError(source, f"must be one of {', '.join(setting.choices)}{_got(setting, value)}")
+    setting.check(parsed, source)
     return parsed
 
 
@@ -171,12 +191,8 @@ def _parse_bool(value: Any) -> bool:
     return text in _TRUE
 
 
-def _parse_count(value: Any) -> int:
-    return parse_count(value) if isinstance(value, str) else _parse_int(value)
-
-
-def _parse_size(value: Any) -> int:
-    return parse_size(value) if isinstance(value, str) else _parse_int(value)
+def _text_or_int(read: Callable[[str], int]) -> Callable[[Any], int]:
+    return lambda value: read(value) if isinstance(value, str) else _parse_int(value)
 
 
 def _parse_list(value: Any) -> tuple[str, ...]:
@@ -189,7 +205,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "int": (_parse_int, "a whole number"),
     "float": (_scalar(float, str, int, float), "a number"),
     "bool": (_parse_bool, "true or false"),
-    "count": (_parse_count, "a whole number such as 4096, 4k (4,000) or 4K (4,096)"),
-    "size": (_parse_size, "a size such as 2GiB, 512MB or 1073741824"),
+    "count": (_text_or_int(parse_count), "a whole number such as 4096, 4k (4,000) or 4K (4,096)"),
+    "size": (_text_or_int(parse_size), "a size such as 2GiB, 512MB or 1073741824"),
     "list": (_parse_list, "a text or a list of texts"),
 }

@@ -70,7 +70,7 @@ def test_concurrency_is_limited(served: Served, tokenizer_folder: str) -> None:
 
 def test_a_rate_spreads_requests(served: Served, tokenizer_folder: str) -> None:
     summary = bench_serve(args(served.url, tokenizer_folder, request_rate=200.0, seed=5, goodput=("e2el:60000",)))
-    from metal_engine.bench.arrivals import arrival_times
+    from metal_engine.bench.datasets import arrival_times
 
     assert summary.duration >= arrival_times(12, 200.0, 1.0, 5)[-1]
     assert summary.goodput == pytest.approx(summary.request_throughput)

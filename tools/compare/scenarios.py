@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from metal_engine.bench.arrivals import arrival_times
-from metal_engine.bench.datasets import BenchRequest, random_text, verse_text
+from metal_engine.bench.datasets import BenchRequest, arrival_times, random_text, verse_text
 from metal_engine.bench.tokens import PromptTokenizer
 
 

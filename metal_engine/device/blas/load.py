@@ -94,9 +94,10 @@ def load_optimized_blas() -> BlasInfo:
         problem = "MLX was imported before load_optimized_blas() was called; call it first"
     elif (earlier := blas_in_use()) is None:
         try:
-            _load_chosen(choice) if choice else _load_any()
-        except BlasError as error:
-            problem = str(error)
+            # What the user named, or nothing: they might not notice that they got another.
+            _load(choice) if choice else _load_any()
+        except (BlasError, OSError) as error:
+            problem = f"{BLAS_VARIABLE}={choice} cannot be loaded: {error}" if choice else str(error)
     elif choice:
         # The first library in the global scope wins, so loading another one would change nothing.
         logger.warning("%s=%s is ignored: %s was loaded before it", BLAS_VARIABLE, choice, earlier)
@@ -159,22 +160,14 @@ def _describe(problem: str) -> BlasInfo:
     )
 
 
-def _load_chosen(choice: str) -> None:
-    """Load the library the user named, or fail: they might not notice that they got another."""
-    try:
-        _load(choice)
-    except OSError as error:
-        raise BlasError(f"{BLAS_VARIABLE}={choice} cannot be loaded: {error}") from error
-
-
 def _load_any() -> None:
     """Load the OpenBLAS of the installed package, or else the system's."""
     try:
         _load_packaged()
-    except BlasError as packaged:
+    except (BlasError, OSError) as packaged:
         try:
             _load(_SYSTEM_LIBRARY)
-        except (OSError, BlasError) as system:
+        except (BlasError, OSError) as system:
             raise BlasError(f"{packaged}; and the system has none: {system}") from packaged
         logger.info("Using the system's OpenBLAS: %s", packaged)
 
@@ -182,16 +175,13 @@ def _load_any() -> None:
 def _load_packaged() -> None:
     packaged = find_packaged()
     try:
-        try:
-            _load(standard_copy(packaged, cache_dir() / "blas"))
-        except OSError as error:
-            # The directory is read-only, full, or mounted noexec. A loaded library no longer needs its file's
-            # name, so the copy may go at once.
-            logger.info("OpenBLAS goes to a temporary directory, not to the cache: %s", error)
-            with tempfile.TemporaryDirectory(prefix="metal-engine-") as private:
-                _load(standard_copy(packaged, Path(private)))
+        _load(standard_copy(packaged, cache_dir() / "blas"))
     except OSError as error:
-        raise BlasError(f"the OpenBLAS in {packaged.path.parent} cannot be loaded: {error}") from error
+        # The directory is read-only, full, or mounted noexec. A loaded library no longer needs its file's name, so
+        # the copy may go at once.
+        logger.info("OpenBLAS goes to a temporary directory, not to the cache: %s", error)
+        with tempfile.TemporaryDirectory(prefix="metal-engine-") as private:
+            _load(standard_copy(packaged, Path(private)))
 
 
 def _load(library: str | Path) -> None:

@@ -75,8 +75,7 @@ class DiskStore:
         for block_hash in hashes:
             place = self.place(block_hash)
             try:
-                with open(place, "rb") as file:
-                    found.append(file.read())
+                found.append(place.read_bytes())
             except FileNotFoundError:
                 break
             except OSError as error:
@@ -97,13 +96,8 @@ class DiskStore:
     def _put(self, place: Path, stored: bytes) -> None:
         temporary = self._temporary(place.parent)
         try:
-            try:
-                file = open(temporary, "xb")  # noqa: SIM115  (closed below, where it exists)
-            except FileNotFoundError:  # the first block here, or somebody removed the directory
-                place.parent.mkdir(parents=True, exist_ok=True)
-                file = open(temporary, "xb")  # noqa: SIM115
-            with file:
-                file.write(stored)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(stored)
             os.replace(temporary, place)
         except OSError as error:
             with contextlib.suppress(OSError):  # it may never have been made; what is left is swept up

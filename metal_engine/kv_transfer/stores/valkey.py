@@ -6,13 +6,12 @@ read. How much the server keeps is its own setting (``maxmemory``, with an evict
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from metal_engine.kv_transfer.stores.base import StoreError
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_TTL = 24 * 3600
 DEFAULT_MAX_BLOCK_BYTES = 64 << 20
@@ -58,52 +57,35 @@ class ValkeyStore:
             self._client: Any = valkey.Valkey.from_url(
                 url, socket_timeout=socket_timeout, socket_connect_timeout=socket_timeout
             )
-            self._client.ping()
         except ValueError as error:
             raise StoreError(f"the url of the KV store is not one: {error}") from error
-        except self._errors as error:
-            raise self._error("the server does not answer", error) from error
+        with self._refusing("the server does not answer"):
+            self._client.ping()
 
     def contains(self, hashes: Sequence[bytes]) -> list[bool]:
-        try:
-            with self._client.pipeline(transaction=False) as pipeline:
-                for block_hash in hashes:
-                    pipeline.exists(self._key(block_hash))
-                return [bool(answer) for answer in pipeline.execute()]
-        except self._errors as error:
-            raise self._error("cannot look for blocks", error) from error
+        with self._refusing("cannot look for blocks"), self._client.pipeline(transaction=False) as pipeline:
+            for block_hash in hashes:
+                pipeline.exists(self._key(block_hash))
+            return [bool(answer) for answer in pipeline.execute()]
 
     def get(self, hashes: Sequence[bytes]) -> list[bytes]:
-        try:
-            with self._client.pipeline(transaction=False) as pipeline:
-                for block_hash in hashes:
-                    pipeline.getex(self._key(block_hash), ex=self.ttl)
-                found: list[bytes] = []
-                for answer in pipeline.execute():
-                    if answer is None:
-                        break
-                    found.append(answer)
-                return found
-        except self._errors as error:
-            raise self._error("cannot read blocks", error) from error
+        with self._refusing("cannot read blocks"), self._client.pipeline(transaction=False) as pipeline:
+            for block_hash in hashes:
+                pipeline.getex(self._key(block_hash), ex=self.ttl)
+            return list(itertools.takewhile(lambda answer: answer is not None, pipeline.execute()))
 
     def put(self, blocks: Sequence[tuple[bytes, bytes]]) -> None:
         too_large = [len(stored) for _, stored in blocks if len(stored) > self.max_block_bytes]
         if too_large:
             raise StoreError(f"a block has {too_large[0]} bytes, more than max_block_bytes")
-        try:
-            with self._client.pipeline(transaction=False) as pipeline:
-                for block_hash, stored in blocks:
-                    pipeline.set(self._key(block_hash), stored, ex=self.ttl)
-                pipeline.execute()
-        except self._errors as error:
-            raise self._error("cannot write blocks", error) from error
+        with self._refusing("cannot write blocks"), self._client.pipeline(transaction=False) as pipeline:
+            for block_hash, stored in blocks:
+                pipeline.set(self._key(block_hash), stored, ex=self.ttl)
+            pipeline.execute()
 
     def discard(self, block_hash: bytes) -> None:
-        try:
+        with self._refusing("cannot remove a block"):
             self._client.delete(self._key(block_hash))
-        except self._errors as error:
-            raise self._error("cannot remove a block", error) from error
 
     def close(self) -> None:
         self._client.close()
@@ -111,6 +93,11 @@ class ValkeyStore:
     def _key(self, block_hash: bytes) -> bytes:
         return self._prefix + block_hash.hex().encode()
 
-    def _error(self, what: str, error: Exception) -> StoreError:
-        # Never the URL: it may have a password in it.
-        return StoreError(f"valkey: {what}: {type(error).__name__}: {error}")
+    @contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        """Raises StoreError in place of the client's errors."""
+        try:
+            yield
+        except self._errors as error:
+            # Never the URL: it may have a password in it.
+            raise StoreError(f"valkey: {what}: {type(error).__name__}: {error}") from error
