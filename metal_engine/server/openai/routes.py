@@ -14,7 +14,6 @@ from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.openai.completions import CompletionEndpoint
 from metal_engine.server.openai.protocol import ChatCompletion, ChatCompletionBody, Completion, CompletionBody
 from metal_engine.server.openai.responses import ResponsesEndpoint, ResponseStore
-from metal_engine.server.openai.responses_protocol import DeletedResponse, ResponsesBody, to_chat
 
 
 def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store: ResponseStore) -> None:
@@ -27,10 +26,10 @@ def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store
         return await answer(ChatEndpoint(served), body, request)
 
     @app.post("/v1/responses", tags=["responses"], response_model=responses_protocol.Response, responses=EVENTS)
-    async def create_response(body: ResponsesBody, request: Request) -> Response:
+    async def create_response(body: responses_protocol.ResponsesBody, request: Request) -> Response:
         with renaming(responses_protocol.RENAMED):
             earlier = store.messages(body.previous_response_id)
-            chat, messages = await off_loop_if_large(request, to_chat, body, earlier)
+            chat, messages = await off_loop_if_large(request, responses_protocol.to_chat, body, earlier)
             return await answer(ResponsesEndpoint(served, store, body, messages), chat, request)
 
     @app.get("/v1/responses/{response_id}", tags=["responses"], response_model=responses_protocol.Response)
@@ -38,6 +37,6 @@ def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store
         return JSONResponse(store.get(response_id).response)
 
     @app.delete("/v1/responses/{response_id}", tags=["responses"])
-    async def delete_response(response_id: str) -> DeletedResponse:
+    async def delete_response(response_id: str) -> responses_protocol.DeletedResponse:
         store.delete(response_id)
-        return DeletedResponse(id=response_id)
+        return responses_protocol.DeletedResponse(id=response_id)
