@@ -18,7 +18,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
-# The runner keeps a row for each sequence; this is far beyond what a device computes at once.
+# The runner keeps an entry for each sequence; this is far beyond what a device computes at once.
 MAX_NUM_SEQS = 65_536
 
 GIB = 1 << 30
