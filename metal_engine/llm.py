@@ -179,7 +179,7 @@ class LLM:
         continues = bool(template_kwargs.get("continue_final_message"))
         answer_format = self._answer_format(self._tool_call_parser if tools else "none")
         answers = [
-            ChatAnswers.to_prompt(answer_format, plan, prompt, self.tokenizer.decode, continues=continues)
+            ChatAnswers.for_prompt(answer_format, plan, prompt, self.tokenizer.decode, continues=continues)
             for prompt in prompts
         ]
         params = self._params_for(prompts, sampling_params)

@@ -189,14 +189,15 @@ class RequestOutput:
         prompt_logprobs: on the first output, of each prompt token, None for the first of them; None unless asked for.
     """
 
+    # First what the scheduler knows: it makes one of these for each token.
     request_id: str
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+    text: str = ""
     token_ends: list[int] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_external_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None

@@ -21,8 +21,8 @@ class AnswerReader:
     """Reads one answer while it comes, and counts its tokens of reasoning.
 
     Attributes:
-        num_reasoning_tokens: tokens of reasoning so far. Of the marks, it includes the tokens that end the first one,
-            and all of the second one.
+        num_reasoning_tokens: tokens of reasoning so far. A token that completes the opening mark counts, and so does
+            every token of the closing mark.
     """
 
     def __init__(self, splitter: Splitter) -> None:
@@ -77,7 +77,7 @@ class ChatAnswers:
     in_reasoning: bool = False
 
     @classmethod
-    def to_prompt(
+    def for_prompt(
         cls,
         answer_format: AnswerFormat,
         plan: ToolPlan,

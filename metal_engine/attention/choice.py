@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionBackend
 from metal_engine.attention.metal.backend import BLOCK_SIZES, THREADGROUPS_PER_CORE, MetalBackend
-from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.device.info import gpu_core_count
 from metal_engine.errors import ConfigError
 
@@ -20,7 +20,7 @@ def choose_backend(setting: str, block_size: int) -> AttentionBackend:
     """
     has_metal = mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
     if setting == "mlx" or (setting == "auto" and not has_metal):
-        return MlxOpsBackend()
+        return PortableBackend()
     if not has_metal:
         raise ConfigError("--attention-backend", "metal needs Apple's Metal, and there is none here; use mlx")
     if block_size not in BLOCK_SIZES:

@@ -21,7 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-from metal_engine.kv_cache.writes import GroupWrites, SlotWrites, Writes
+from metal_engine.kv_cache.writes import MakeWrites, SlotWrites, Writes
 
 
 def slots_of(
@@ -44,7 +44,7 @@ class StepRows:
     slot_mapping: np.ndarray  # [N] slot that each row's state is written to
     logits_indices: np.ndarray  # [R] rows that sample, in packing order
     sample_requests: np.ndarray  # [R] index of the request that samples there; one may be there several times
-    group_writes: GroupWrites
+    make_writes: MakeWrites
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +65,7 @@ class StepRows:
     @cached_property
     def writes(self) -> Writes:
         """How rows go to their slots, on the device."""
-        return self.group_writes(self.slot_mapping, self.block_size)
+        return self.make_writes(self.slot_mapping, self.block_size)
 
     def slots(self, requests: np.ndarray | int, positions: np.ndarray | int) -> np.ndarray:
         """Slots of positions of this step's requests; both are indices that broadcast."""
@@ -140,7 +140,7 @@ def step_rows(
     block_size: int,
     *,
     num_samples: Sequence[int] | np.ndarray | None = None,
-    group_writes: GroupWrites = SlotWrites,
+    make_writes: MakeWrites = SlotWrites,
 ) -> StepRows:
     """Lay out a step: rows of requests in packing order.
 
@@ -156,7 +156,7 @@ def step_rows(
         context_lens: [B] int32, tokens that have state already.
         query_lens: [B] tokens of this step.
         num_samples: [B] how many of its last rows a request samples at; None: one each.
-        group_writes: how rows are written to their slots.
+        make_writes: how rows are written to their slots.
 
     Raises:
         ValueError: the arguments differ in length, or a block table is too short.
@@ -184,7 +184,7 @@ def step_rows(
         slot_mapping=slots_of(block_table, request_of_row, positions, block_size),
         logits_indices=_last_rows(cu_seqlens_q, counts),
         sample_requests=np.repeat(np.arange(num_requests, dtype=np.int32), counts),
-        group_writes=group_writes,
+        make_writes=make_writes,
     )
 
 

@@ -28,7 +28,7 @@ class Writes(Protocol):
         ...
 
 
-GroupWrites = Callable[[np.ndarray, int], Writes]
+MakeWrites = Callable[[np.ndarray, int], Writes]
 """From the slots of a step's rows, [N] int32, and the block size to the way in which they are written."""
 
 
@@ -87,7 +87,7 @@ def _others(slots: np.ndarray, written: np.ndarray) -> np.ndarray | None:
     return np.flatnonzero(is_other).astype(np.int32)
 
 
-def choose_writes(*, page_aligned: bool) -> GroupWrites:
+def choose_writes(*, page_aligned: bool) -> MakeWrites:
     """The fastest way on this device; a GPU wants one launch for all rows, and by block only where many fill some."""
     if computes_on_cpu():
         return RunWrites

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from metal_engine.kv_cache.rows import StepRows, step_rows
-from metal_engine.kv_cache.writes import GroupWrites, SlotWrites
+from metal_engine.kv_cache.writes import MakeWrites, SlotWrites
 from metal_engine.runner.logits_edits import RequestEdits
 from metal_engine.runner.sampler import SamplingTable
 from metal_engine.step import NewRequestData, SchedulerOutput
@@ -73,14 +73,14 @@ class RequestTable:
         max_num_seqs: requests held at once.
         max_model_len: tokens a request may grow to.
         block_size: tokens per block.
-        group_writes: how a step's rows are written to their slots.
+        make_writes: how a step's rows are written to their slots.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, group_writes: GroupWrites = SlotWrites
+        self, max_num_seqs: int, max_model_len: int, block_size: int, make_writes: MakeWrites = SlotWrites
     ) -> None:
         self.block_size = block_size
-        self._group_writes = group_writes
+        self._group_writes = make_writes
         # Untouched pages of a zeroed array cost no memory, so sizing for the longest request is free.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
@@ -187,7 +187,7 @@ class RequestTable:
             query_lens,
             self.block_size,
             num_samples=samples,
-            group_writes=self._group_writes,
+            make_writes=self._group_writes,
         )
         pending_rows, pending_samples = self._pending(indices, rows)
         self._num_computed[indices] = seq_lens

@@ -13,8 +13,8 @@ from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.waiting_queue import WaitingQueue
 from metal_engine.settings.config import SchedulerConfig
 
-# Waiting requests that one admission looks past, at most: the others' turn is the next step.
-_MAX_PASSED_OVER_PER_STEP = 32
+# Waiting requests that one admission looks past, at most: the others' turn is the next one.
+_MAX_PASSED_OVER = 32
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class Admissions:
         compute what a running prefill is about to.
         """
         may_be_long = prefills.num_long < self._config.max_long_partial_prefills
-        for _ in range(_MAX_PASSED_OVER_PER_STEP):
+        for _ in range(_MAX_PASSED_OVER):
             request = self.waiting.head(include_long=may_be_long)
             if request is None or request.num_output_placeholders:
                 return None  # the latter: preempted while a step was under way, its token must land first

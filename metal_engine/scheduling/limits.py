@@ -1,7 +1,8 @@
-"""Limits one request's share of a step: every limit is here, for running and for waiting requests.
+"""Limits one request's share of a step: its size is decided here, for running and for waiting requests.
 
-Token budget, partial-prefill share, long-prompt limit, ``max_model_len``, block alignment and the cap on attention
-work meet in :class:`PrefillShares`. A decode's share is one token, so :func:`num_remaining` is all it needs.
+Token budget, even shares, block alignment and the cap on attention work meet in :class:`PrefillShares`;
+``max_model_len`` is in :func:`num_remaining`, which is all that a decode needs: its share is one token. Which waiting
+request may start, beside how many others and how many long ones, is decided in ``scheduler.py`` and ``admission.py``.
 
 ``--async-scheduling`` and ``--page-aligned-scheduling`` change who gets what in one place each:
 :func:`num_remaining` and :func:`chunk_unit`.

@@ -166,11 +166,13 @@ class Scheduler:
             if remaining > 1:
                 prefills.append(request)
             elif remaining == 1:
-                new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + 1)
-                if new_block_ids is None:
-                    break  # the request was the last in order and preempted itself
-                if new_block_ids:
-                    plan.new_block_ids[request.request_id] = new_block_ids
+                # All computed tokens have blocks, so only the first token of a block can need one.
+                if request.num_computed_tokens % self.blocks.block_size == 0:
+                    new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + 1)
+                    if new_block_ids is None:
+                        break  # the request was the last in order and preempted itself
+                    if new_block_ids:
+                        plan.new_block_ids[request.request_id] = new_block_ids
                 self._add_to_plan(plan, request, 1)
                 budget.tokens -= 1
                 budget.attention_work -= request.num_computed_tokens
@@ -351,9 +353,8 @@ class Scheduler:
             status = _finish_status(request, token_id)
             if request.num_computed_tokens == request.num_tokens and request.status is RequestStatus.RUNNING:
                 self.prefix_cache.publish(request)  # its last block was computed before this token was known
-            output = RequestOutput(request_id, token_ids=[token_id])
-            output.num_cached_tokens = request.num_cached_tokens
-            output.num_external_tokens = request.num_external_tokens
+            num_cached, num_external = request.num_cached_tokens, request.num_external_tokens
+            output = RequestOutput(request_id, [token_id], num_cached, num_external)
             if (logprobs := model_output.logprobs.get(request_id)) is not None:
                 output.logprobs = [logprobs]
             if status is not None:

@@ -52,7 +52,10 @@ class EngineArgs(Settings):
         ge=1,
     )
     max_num_seqs: int | None = setting(
-        None, "Requests running at once. Default: 256 on Metal, 64 on a CPU.", ge=1, le=MAX_NUM_SEQS
+        None,
+        "Requests running at once. Default: 256 on Metal, 64 on a CPU; never more than tokens per step.",
+        ge=1,
+        le=MAX_NUM_SEQS,
     )
     max_num_batched_tokens: int | None = setting(
         None, "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU.", kind="count", ge=1
@@ -87,7 +90,7 @@ class EngineArgs(Settings):
     max_num_partial_prefills: int = setting(4, "Prompts that may be in progress at once.", ge=1)
     max_long_partial_prefills: int = setting(1, "Long prompts that may be in progress at once.", ge=1)
     long_prefill_token_threshold: int = setting(
-        0, "A prompt with more tokens than this left to compute is long. 0: the token budget of a step.", ge=0
+        0, "A prompt with more tokens than this left to compute is long. 0: the tokens of a step.", ge=0
     )
     page_aligned_scheduling: bool = setting(False, "End chunks of prompts on block boundaries.")
     scheduling_policy: str = setting(

@@ -11,7 +11,7 @@ import pytest
 
 from metal_engine.attention.backend import AttentionBackend, StepAttention
 from metal_engine.attention.metal.backend import MetalBackend, UnsupportedAttentionError
-from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
@@ -76,7 +76,7 @@ def test_greedy_tokens_equal_mlx_ops(sliding: bool) -> None:
     prompts = [rng.integers(1, 256, n).tolist() for n in (37, 3, 18, 50, 9, 1)]
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
     outputs = []
-    for attention in (MlxOpsBackend(), backend()):
+    for attention in (PortableBackend(), backend()):
         engine = make_engine(PagedModel(tiny_model(**config)), attention, tiny_tokenizer(), budget=24, num_blocks=10)
         with record_launches() as launches:
             outputs.append(run(engine, prompts, params))
@@ -97,7 +97,7 @@ def test_greedy_tokens_on_a_mac() -> None:
     prompts = [rng.integers(1, 256, n).tolist() for n in (37, 3, 18, 50, 9, 1)]
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
     outputs = []
-    for attention in (MlxOpsBackend(), MetalBackend()):
+    for attention in (PortableBackend(), MetalBackend()):
         engine = make_engine(PagedModel(tiny_model(**SHAPE)), attention, tiny_tokenizer(), budget=24, num_blocks=10)
         outputs.append(run(engine, prompts, params))
     reference = tiny_model(**SHAPE)
@@ -140,7 +140,7 @@ def test_real_activations_of_the_demo_model(demo_path: Path, dtype: mx.Dtype) ->
     """q, K and V of the first and the last layer from a step with decodes, a chunk and a fresh prompt."""
     paged = PagedModel(load_gguf_model(demo_path, dtype=mx.float32, dequantize=True)[0])
     tokenizer = Tokenizer(load_gguf_tokenizer(demo_path), gguf_eos_token_ids(read_gguf_header(demo_path)))
-    recorder = _Recorder(MlxOpsBackend())
+    recorder = _Recorder(PortableBackend())
     engine = make_engine(paged, recorder, tokenizer, budget=48, num_blocks=128, vocab_size=49152)
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

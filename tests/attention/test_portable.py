@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.exp2 import exp2
 from metal_engine.attention.portable.groups import (
     CPU_LIMITS,
@@ -122,7 +122,7 @@ RUNS = Limits(scores=300, span=500, tile_rows=5, run_keys=16)
 def test_decodes_over_runs(seed: int, window: int | None, dtype: mx.Dtype) -> None:
     segments = [*MIXED, (1, 70), (1, 63), (1, 64), (1, 200), (1, 16)]
     step = make_step(segments, in_order=True, window=window, dtype=dtype, v_head_dim=8, seed=seed)
-    work = MlxOpsBackend(RUNS).for_step(step.rows).work(window, Dims(4, 2, 16))
+    work = PortableBackend(RUNS).for_step(step.rows).work(window, Dims(4, 2, 16))
     assert bool(work.run_decodes) == (window is None or window >= 16)
     options = {"scale": 0.4, "window": window, "softcap": 3.0}
     check(step, RUNS, **options)
@@ -139,7 +139,7 @@ def test_what_is_read_in_place_is_not_gathered() -> None:
     table[1, :94] = [*range(100, 150), *range(250, 206, -1)]  # the first half
     table[2, :188] = np.arange(600, 600 - 2 * 188, -2)  # nothing
     table[3, :40] = np.arange(60, 100)  # in order, but few
-    work = MlxOpsBackend(CPU_LIMITS).for_step(step.rows).work(None, DIMS)
+    work = PortableBackend(CPU_LIMITS).for_step(step.rows).work(None, DIMS)
     (runs,) = [group.runs for group in work.run_decodes if len(group.runs) == 1 and group.rest is None]
     assert runs == [[(0, 900)]]
     (group,) = [group for group in work.run_decodes if group.rest is not None]
@@ -155,7 +155,7 @@ def test_long_runs_are_read_in_parts() -> None:
     table = step.rows.block_table
     table[0, :13] = np.arange(13)
     table[1, :19] = [*range(5, 15), *range(25, 16, -1)]  # the rest is too much to gather
-    (decodes,) = MlxOpsBackend(limits).for_step(step.rows).work(None, Dims(4, 2, 16)).run_decodes
+    (decodes,) = PortableBackend(limits).for_step(step.rows).work(None, Dims(4, 2, 16)).run_decodes
     assert decodes.runs == [[(slot, min(40, 200 - slot)) for slot in range(0, 200, 40)]]
     check(step, limits)
     check(step, limits, softcap=2.0)
@@ -170,7 +170,7 @@ def test_large_scores() -> None:
 
 def test_layers_with_different_windows_share_a_step() -> None:
     step = make_step(MIXED)
-    attention = MlxOpsBackend(TINY).for_step(step.rows)
+    attention = PortableBackend(TINY).for_step(step.rows)
     outs = {}
     for window in (None, 8, None, 8, 30):
         out = np.array(attention.attend(step.q, step.state, scale=0.25, window=window))
@@ -241,7 +241,7 @@ DIMS = Dims(9, 3, 64)
 
 def work_of(segments: list[tuple[int, int]], window: int | None = None) -> tuple[int, int, int]:
     """(units, keys gathered, scores computed) with the CPU's limits, whatever machine this is."""
-    work = MlxOpsBackend(CPU_LIMITS).for_step(make_step(segments, head_dim=1).rows).work(window, DIMS)
+    work = PortableBackend(CPU_LIMITS).for_step(make_step(segments, head_dim=1).rows).work(window, DIMS)
     return len(work.units), work.keys_gathered, work.scores_computed
 
 
@@ -280,7 +280,7 @@ def test_two_lanes_gather_about_as_much(lengths: list[int], loads: list[int]) ->
 def test_two_streams_only_for_many_keys_on_a_cpu() -> None:
     for limits, count, lanes in ((CPU_LIMITS, 16, [0, 1]), (CPU_LIMITS, 1, [0]), (GPU_LIMITS, 64, [0])):
         step = make_step([(1, 154)] * count, head_dim=1, poison=False)
-        work = MlxOpsBackend(limits).for_step(step.rows).work(None, DIMS)
+        work = PortableBackend(limits).for_step(step.rows).work(None, DIMS)
         assert [unit.lane for unit in work.units] == lanes
 
 
@@ -322,7 +322,7 @@ def test_peak_memory(segments: list[tuple[int, int]]) -> None:
     of scores (1.5 MB). MLX runs ahead of its CPU worker by up to 100 ops: three tiles of 6 temporaries each.
     """
     step = make_step(segments, num_heads=3, num_kv_heads=1, head_dim=64, poison=False)
-    attention = MlxOpsBackend(CPU_LIMITS).for_step(step.rows)
+    attention = PortableBackend(CPU_LIMITS).for_step(step.rows)
     mx.eval(step.q, step.k_cache, step.v_cache)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -335,7 +335,7 @@ def test_peak_memory(segments: list[tuple[int, int]]) -> None:
 def test_attend_builds_a_graph_and_holds_no_cache() -> None:
     """The next write to the cache is in place although the plan lives on: only its owner holds the cache."""
     step = make_step([(64, 900), (1, 500)], **HEADS)
-    attention = MlxOpsBackend().for_step(step.rows)
+    attention = PortableBackend().for_step(step.rows)
     cache = mx.zeros((4096, 16, 3, 64))  # 50 MB
     mx.eval(step.q, cache)
     step.rows.block_table[:] = np.clip(step.rows.block_table, 0, 4095)
@@ -368,7 +368,7 @@ def test_exp2() -> None:
 
 
 def test_mismatched_shapes_are_refused(one_request: Step) -> None:
-    attention = MlxOpsBackend().for_step(one_request.rows)
+    attention = PortableBackend().for_step(one_request.rows)
     q, k, v = one_request.q, one_request.k_cache, one_request.v_cache
     with pytest.raises(ValueError, match="2 rows"):
         attention.attend(q[:2], kv_state(k, v), scale=1.0)

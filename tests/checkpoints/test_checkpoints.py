@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.loader import LoadedModel, load
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.llm import LLM
@@ -64,7 +64,7 @@ def test_loads_as_mlx_lm_does(tmp_path: Path, options: dict[str, Any]) -> None:
     own.set_dtype(mx.float32)
     expected, got = logits_of(own), logits_of(loaded.model)
     assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()
-    check_paged_model(PagedModel(loaded.model), MlxOpsBackend(), VOCAB_SIZE)
+    check_paged_model(PagedModel(loaded.model), PortableBackend(), VOCAB_SIZE)
 
 
 def test_on_metal_quantized_weights_stay_quantized(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_on_metal_quantized_weights_stay_quantized(tmp_path: Path) -> None:
     assert types == {mx.uint32, mx.float16}
     expected = logits_of(load_model(tmp_path)[0])
     np.testing.assert_allclose(logits_of(loaded.model), expected, rtol=0, atol=1e-6)
-    check_paged_model(PagedModel(loaded.model), MlxOpsBackend(), VOCAB_SIZE)
+    check_paged_model(PagedModel(loaded.model), PortableBackend(), VOCAB_SIZE)
 
 
 def _arrays(model: Any) -> list[mx.array]:
@@ -242,4 +242,4 @@ def test_code_of_a_checkpoint_runs_only_if_trusted(tmp_path: Path) -> None:
         load_args(folder)
     loaded = load_args(folder, trust_remote_code=True)
     assert type(loaded.model).__module__ == "custom_model"
-    check_paged_model(PagedModel(loaded.model), MlxOpsBackend(), VOCAB_SIZE)
+    check_paged_model(PagedModel(loaded.model), PortableBackend(), VOCAB_SIZE)

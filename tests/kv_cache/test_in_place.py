@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS, Limits
 from metal_engine.kv_cache import state
 from metal_engine.kv_cache.rows import StepRows
@@ -79,7 +79,7 @@ def measure_in_place(paged: PagedModel, num_ahead: int, limits: Limits | None = 
     config = SchedulerConfig(
         max_num_batched_tokens=24, max_num_seqs=4, max_model_len=512, async_scheduling=num_ahead > 0
     )
-    runner = ModelRunner(paged, MlxOpsBackend(limits), config, cache)
+    runner = ModelRunner(paged, PortableBackend(limits), config, cache)
     scheduler = Scheduler(config, cache)
     _add(scheduler, [20, 27, 80], NUM_STEPS)
     mx.synchronize()
@@ -181,7 +181,7 @@ def _aligned_runner(
         page_aligned_scheduling=True,
         async_scheduling=ahead,
     )
-    return paged, ModelRunner(paged, MlxOpsBackend(), config, cache), Scheduler(config, cache)
+    return paged, ModelRunner(paged, PortableBackend(), config, cache), Scheduler(config, cache)
 
 
 def _add(scheduler: Scheduler, lengths: list[int], max_tokens: int) -> None:
@@ -196,10 +196,10 @@ def test_every_way_of_writing_leaves_the_same_cache(config: dict[str, Any]) -> N
     caches: dict[str, list[np.ndarray]] = {}
     ways = {"slot": SlotWrites, "block": BlockWrites, "run": RunWrites}
     num_faster = dict.fromkeys(ways, 0)
-    for way, group_writes in ways.items():
+    for way, make_writes in ways.items():
         mx.random.seed(0)  # the same weights
         paged, runner, scheduler = _aligned_runner(num_blocks=64, **config)
-        runner._table._group_writes = group_writes
+        runner._table._group_writes = make_writes
         _add(scheduler, [5, 100, 64, 33], 4)
         while scheduler.has_requests:
             plan = scheduler.schedule()

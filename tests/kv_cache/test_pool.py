@@ -60,10 +60,10 @@ def pool() -> StatePool:
     return made
 
 
-def rows_of(group_writes: type = SlotWrites) -> StepRows:
+def rows_of(make_writes: type = SlotWrites) -> StepRows:
     """Two requests: 6 rows that fill block 3 and half of block 1, and one row in block 4."""
     table = np.array([[3, 1], [4, 0]], np.int32)
-    return step_rows(table, np.array([0, 2], np.int32), [6, 1], BLOCK_SIZE, group_writes=group_writes)
+    return step_rows(table, np.array([0, 2], np.int32), [6, 1], BLOCK_SIZE, make_writes=make_writes)
 
 
 def write(pool: StatePool, step: StepRows, seed: int = 0) -> list[dict[str, mx.array]]:
@@ -87,9 +87,9 @@ def test_sizes_come_from_the_declared_arrays() -> None:
         assert sum(a.nbytes for a in arrays) == NUM_BLOCKS * BLOCK_SIZE * state.spec.bytes_per_token
 
 
-@pytest.mark.parametrize("group_writes", [SlotWrites, BlockWrites, RunWrites])
-def test_rows_go_to_their_slots(group_writes: type) -> None:
-    made, step = pool(), rows_of(group_writes)
+@pytest.mark.parametrize("make_writes", [SlotWrites, BlockWrites, RunWrites])
+def test_rows_go_to_their_slots(make_writes: type) -> None:
+    made, step = pool(), rows_of(make_writes)
     given = write(made, step)
     made.evaluate()
     assert step.slot_mapping.tolist() == [12, 13, 14, 15, 4, 5, 18]

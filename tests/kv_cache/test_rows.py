@@ -29,7 +29,7 @@ ARRAYS = {
 
 def good() -> StepRows:
     arrays = {name: np.array(values, np.int32) for name, values in ARRAYS.items()}
-    return StepRows(**arrays, block_size=BLOCK_SIZE, group_writes=SlotWrites)
+    return StepRows(**arrays, block_size=BLOCK_SIZE, make_writes=SlotWrites)
 
 
 def changed(name: str, values: object, dtype: type = np.int32) -> StepRows:

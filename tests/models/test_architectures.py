@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.spec import LatentSpec
@@ -59,7 +59,7 @@ class PackedRun:
         for r, n in shares:
             self.computed[r] += n
         input_ids = mx.array(np.concatenate(ids).astype(np.int32))
-        return np.array(self.paged(input_ids, rows, MlxOpsBackend().for_step(rows)))
+        return np.array(self.paged(input_ids, rows, PortableBackend().for_step(rows)))
 
 
 def largest_error(model: nn.Module, paged: PagedModel) -> float:
@@ -85,7 +85,7 @@ def test_packed_equals_mlx_lm(model_type: str) -> None:
         assert layer.num_writes == len(STEPS)
         # More reads where other layers share its K and V.
         assert layer.num_reads in (len(STEPS), 2 * len(STEPS))
-    check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
+    check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
@@ -110,7 +110,7 @@ def test_what_cannot_run_is_refused_with_the_reason(model_type: str) -> None:
     reason = UNSUPPORTED[model_type][1]
     model = random_model(configuration(model_type))
     with pytest.raises(UnsupportedModelError) as refusal:
-        check_paged_model(PagedModel(model), MlxOpsBackend(), VOCAB_SIZE)
+        check_paged_model(PagedModel(model), PortableBackend(), VOCAB_SIZE)
     assert reason in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -120,7 +120,7 @@ def test_what_cannot_run_is_refused_with_the_reason(model_type: str) -> None:
 def test_half_precision_passes_the_check_at_load(model_type: str, dtype: mx.Dtype) -> None:
     for seed in range(3):
         paged = PagedModel(random_model(configuration(model_type), seed, dtype))
-        check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
+        check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
 
 
 def test_what_the_device_cannot_do_is_a_refusal_too() -> None:
@@ -129,7 +129,7 @@ def test_what_the_device_cannot_do_is_a_refusal_too() -> None:
         pytest.skip("there it has")
     paged = PagedModel(random_model(configuration("mixtral"), dtype=mx.bfloat16))
     with pytest.raises(UnsupportedModelError, match="float32"):
-        check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
+        check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -142,7 +142,7 @@ def test_the_check_notices_mistakes_in_any_precision(dtype: mx.Dtype, monkeypatc
 
     monkeypatch.setattr(LayerCache, "attend", without_window)
     with pytest.raises(UnsupportedModelError, match="logits through the paged cache are off"):
-        check_paged_model(paged, MlxOpsBackend(), VOCAB_SIZE)
+        check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
 
 
 def test_the_table_covers_what_differs() -> None:

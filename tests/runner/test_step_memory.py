@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS
 from metal_engine.build import build_engine
 from metal_engine.errors import ConfigError
@@ -25,13 +25,13 @@ NUM_TOKENS, NUM_SEQS = 512, 8
 
 def test_real_steps_take_no_more() -> None:
     paged = PagedModel(tiny_model(vocab_size=4096))
-    measured = measure_step_bytes(paged, MlxOpsBackend(), 16, None, NUM_TOKENS, NUM_SEQS)
+    measured = measure_step_bytes(paged, PortableBackend(), 16, None, NUM_TOKENS, NUM_SEQS)
     assert not paged.pool.is_allocated
     cache = CacheConfig(block_size=16, num_blocks=400)
     config = SchedulerConfig(
         max_num_batched_tokens=NUM_TOKENS, max_num_seqs=NUM_SEQS, max_model_len=1024, max_num_partial_prefills=4
     )
-    runner, scheduler = ModelRunner(paged, MlxOpsBackend(), config, cache), Scheduler(config, cache)
+    runner, scheduler = ModelRunner(paged, PortableBackend(), config, cache), Scheduler(config, cache)
     rng = np.random.default_rng(0)
     for i, length in enumerate([900, 512, 100, 30, 3, 600, 17, 64]):
         params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=6, seed=i)
@@ -52,7 +52,7 @@ def test_real_steps_take_no_more() -> None:
 def test_it_grows_with_the_step() -> None:
     paged = PagedModel(tiny_model(vocab_size=4096))
     sizes = [(16, 1), (256, 1), (256, 32), (1024, 64)]
-    taken = [measure_step_bytes(paged, MlxOpsBackend(), 16, None, *size) for size in sizes]
+    taken = [measure_step_bytes(paged, PortableBackend(), 16, None, *size) for size in sizes]
     assert 0 < taken[0] < taken[1] < taken[2] < taken[3]
 
 
@@ -75,7 +75,7 @@ def test_no_request_is_longer_than_it_may_be(
 
     monkeypatch.setattr(PagedModel, "__call__", note)
     paged = PagedModel(tiny_model())
-    measure_step_bytes(paged, MlxOpsBackend(), 4, max_positions, num_tokens, num_seqs)
+    measure_step_bytes(paged, PortableBackend(), 4, max_positions, num_tokens, num_seqs)
     assert seen == [(lengths, [p for length in lengths for p in range(length)])]
 
 
@@ -87,7 +87,7 @@ def test_a_step_that_does_not_fit_names_the_flag(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(PagedModel, "__call__", fail)
     with pytest.raises(ConfigError, match=r"lower --max-num-batched-tokens \(\[malloc\] Unable to allocate 5 bytes"):
-        measure_step_bytes(paged, MlxOpsBackend(), 4, None, 16, 2)
+        measure_step_bytes(paged, PortableBackend(), 4, None, 16, 2)
     assert not paged.pool.is_allocated
 
 

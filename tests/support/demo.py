@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from metal_engine.attention.backend import AttentionBackend
-from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
@@ -87,7 +87,7 @@ def engine_for(
         attention: the backend; the portable one if None.
     """
     scheduler_side, runner_side = connector or (None, None)
-    attention = attention or MlxOpsBackend()
+    attention = attention or PortableBackend()
     cache = CacheConfig(
         block_size=block_size,
         num_blocks=num_blocks,

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from metal_engine.attention.portable.backend import MlxOpsBackend
+from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.engine.core import EngineCore
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import RequestOutput
@@ -35,7 +35,7 @@ def tiny_engine(*, ahead: bool = False, seed: int = 0, **config: Any) -> EngineC
             block_size=settings.cache.block_size, num_blocks=settings.cache.num_blocks, enable_prefix_caching=True
         ),
     )
-    runner = ModelRunner(PagedModel(tiny_reference(seed)), MlxOpsBackend(), settings.scheduler, settings.cache)
+    runner = ModelRunner(PagedModel(tiny_reference(seed)), PortableBackend(), settings.scheduler, settings.cache)
     return EngineCore(settings, runner, tiny_tokenizer())
 
 

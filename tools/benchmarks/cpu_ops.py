@@ -21,7 +21,7 @@ import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 import numpy as np  # noqa: E402
 
-from metal_engine.attention.portable.backend import MlxOpsBackend  # noqa: E402
+from metal_engine.attention.portable.backend import PortableBackend  # noqa: E402
 from metal_engine.attention.portable.exp2 import FLOOR, weights_of_scores  # noqa: E402
 from metal_engine.attention.portable.groups import CPU_LIMITS  # noqa: E402
 from metal_engine.kv_cache.rows import step_rows  # noqa: E402
@@ -141,7 +141,7 @@ def decodes() -> None:
             times: dict[str, list[float]] = {"gathered": [], "in place": []}
             for _ in range(5):
                 for name, limits in zip(times, (gathered, in_place), strict=True):
-                    attention = MlxOpsBackend(limits).for_step(rows)
+                    attention = PortableBackend(limits).for_step(rows)
                     for layer in layers:
                         mx.eval(weights + 1)  # what a step reads between two layers' attention
                         built = attention.attend(queries, layer, scale=0.1)

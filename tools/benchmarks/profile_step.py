@@ -67,7 +67,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
     import mlx.nn as nn
     import mlx_lm.models.llama as llama
 
-    from metal_engine.attention.portable.backend import MlxOpsStep
+    from metal_engine.attention.portable.backend import PortableStep
     from metal_engine.kv_cache.pool import StatePool
     from metal_engine.models.cpu_ops import ProductRMSNorm, TableRoPE
     from metal_engine.models.layer_cache import LayerCache
@@ -101,7 +101,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
     replace(nn.RoPE, "__call__", "RoPE")
     replace(TableRoPE, "__call__", "RoPE")
     replace(LayerCache, "update_and_fetch", "KV write", also=lambda cache, *_: tuple(cache._state.arrays.values()))
-    replace(MlxOpsStep, "attend", "attention")
+    replace(PortableStep, "attend", "attention")
     replace(llama, "swiglu", "SwiGLU")
     replace(step_sampling, "sample", "sampling")
     try:

@@ -130,7 +130,7 @@ def _parameters(model: object) -> list[tuple[str, object]]:
 
 
 def _refusal(model_type: str) -> str:
-    from metal_engine.attention.portable.backend import MlxOpsBackend
+    from metal_engine.attention.portable.backend import PortableBackend
     from metal_engine.errors import UnsupportedModelError
     from metal_engine.models.check import check_paged_model
     from metal_engine.models.paged_model import PagedModel
@@ -138,7 +138,7 @@ def _refusal(model_type: str) -> str:
     from tools.fixtures.tiny_models import random_model
 
     try:
-        check_paged_model(PagedModel(random_model(configuration(model_type))), MlxOpsBackend(), VOCAB_SIZE)
+        check_paged_model(PagedModel(random_model(configuration(model_type))), PortableBackend(), VOCAB_SIZE)
     except UnsupportedModelError as error:
         return str(error)
     raise AssertionError(f"{model_type} is not refused")

@@ -24,7 +24,7 @@ from metal_engine.kv_cache.state import KVState
 
 
 @dataclass
-class MlxOpsStep:
+class PortableStep:
     """One step's work: index arrays and masks. It keeps no layer's arrays: the next write to them must be in place."""
 
     rows: StepRows
@@ -140,7 +140,7 @@ def _finish(state: Running | None, queries: Queries, num_heads: int) -> mx.array
     return split.swapaxes(1, 2).reshape(-1, num_heads, v_head_dim)
 
 
-class MlxOpsBackend:
+class PortableBackend:
     """The portable backend, see the module's docstring. Runs wherever MLX does.
 
     What is special to a CPU is chosen here, once: limits that read runs in place and use two streams, and a vectorized
@@ -154,6 +154,6 @@ class MlxOpsBackend:
         self._limits = limits or (CPU_LIMITS if on_cpu else GPU_LIMITS)
         self._weights = cpu_weights if on_cpu else plain_weights
 
-    def for_step(self, rows: StepRows) -> MlxOpsStep:
+    def for_step(self, rows: StepRows) -> PortableStep:
         """Plan a step. Index arrays are made for a kind of layer when the first of its kind attends."""
-        return MlxOpsStep(rows, self._limits, self._weights)
+        return PortableStep(rows, self._limits, self._weights)

@@ -42,7 +42,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
         except ValueError as error:
             raise invalid_prompt(error, "messages") from error
         continues = bool(body.continue_final_message)
-        self._answers = ChatAnswers.to_prompt(self._format, plan, prompt, tokenizer.decode, continues=continues)
+        self._answers = ChatAnswers.for_prompt(self._format, plan, prompt, tokenizer.decode, continues=continues)
         return [prompt]
 
     def _tool_plan(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolPlan:
