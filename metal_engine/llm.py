@@ -184,7 +184,8 @@ class LLM:
         ]
         params = self._params_for(prompts, sampling_params)
         if any(one.needs_special_tokens for one in answers):
-            params = [replace(one, skip_special_tokens=False) for one in params]
+            with_special = {id(one): one.changed(skip_special_tokens=False) for one in params}
+            params = [with_special[id(one)] for one in params]  # those that shared one still do
         results = self._run(prompts, params, use_tqdm)
         return [_read(result, one) for result, one in zip(results, answers, strict=True)]
 

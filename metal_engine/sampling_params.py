@@ -249,7 +249,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits are changed before the temperature: what plain requests do not pay for."""
+        """Whether the request changes logits before the temperature. Requests that do not skip that code."""
         if self.allowed_token_ids is not None or self.min_tokens > 0:
             return True
         return bool(self.logit_bias) or self.needs_token_on_host

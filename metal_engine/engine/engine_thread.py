@@ -15,7 +15,8 @@ from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-# How long requests are taken in before the next step. One takes 10 to 400 us, with a prompt of a million tokens 6 ms.
+# How long requests are taken in before the next step. One takes 10 to 400 us; with prefix caching its prompt's blocks
+# are hashed, too: 19 ms for 262,144 tokens.
 _TAKE_IN_SECONDS = 0.01
 
 OutputSink = Callable[[list[RequestOutput]], None]

@@ -70,7 +70,7 @@ class Tokenizer:
 
     @cached_property
     def _longest_token(self) -> int:
-        """In characters."""
+        """Length of the vocabulary's longest token, in characters."""
         return max(map(len, self.hf_tokenizer.get_vocab()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -189,7 +189,7 @@ def step_rows(
 
 
 def _last_rows(cu_seqlens_q: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The last ``counts``, [B], rows of each request, [R] int32."""
+    """Returns the rows at which requests sample: the last ``counts[i]`` rows of request i, [R] int32."""
     ends = np.repeat(cu_seqlens_q[1:], counts)
     # Counted back from the end: a request's last one is at its last row.
     back = np.repeat(np.cumsum(counts), counts) - np.arange(len(ends))

@@ -115,12 +115,12 @@ class KVState(TokenState):
 
     @property
     def key_blocks(self) -> mx.array:
-        """[num_blocks, block_size, num_kv_heads, head_dim]"""
+        """Returns the keys by block, [num_blocks, block_size, num_kv_heads, head_dim]; not copied."""
         return self._blocks(self.keys)
 
     @property
     def value_blocks(self) -> mx.array:
-        """[num_blocks, block_size, num_kv_heads, v_head_dim]"""
+        """Returns the values by block, [num_blocks, block_size, num_kv_heads, v_head_dim]; not copied."""
         return self._blocks(self.values)
 
     def read_heads(self, head_rows: mx.array) -> tuple[mx.array, mx.array]:

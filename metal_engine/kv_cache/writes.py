@@ -79,7 +79,7 @@ class RunWrites:
 
 
 def _others(slots: np.ndarray, written: np.ndarray) -> np.ndarray | None:
-    """The rows, [M] int32, that are not ``written`` otherwise; None: all of them."""
+    """Returns the rows left to write one by one, [M] int32; None if that is every row."""
     if len(written) == 0:
         return None
     is_other = np.ones(len(slots), bool)

@@ -20,7 +20,7 @@ _SAMPLES = 4096
 def kv_fingerprint(
     weights: Iterable[tuple[str, mx.array]], model_config: Mapping[str, Any], block_size: int, parts: Sequence[KVPart]
 ) -> str:
-    """Returns hex digits that differ wherever KV could.
+    """Returns a name in hex digits: engines whose KV for the same tokens could differ get different names.
 
     Args:
         weights: the model's parameters by name, as they are computed with. All of each counts, as sums of the bits

@@ -23,7 +23,7 @@ class CorruptBlockError(Exception):
 
 @dataclass(frozen=True)
 class KVPart:
-    """K or V of one layer in a block: ``shape`` is [block_size, num_kv_heads, head_dim].
+    """One named array of one layer in a block; ``shape`` is [block_size, ...], as the layer's spec declares it.
 
     ``dtype`` is NumPy's name of the type, or ``bfloat16``; ``nbytes`` counts the whole part.
     """

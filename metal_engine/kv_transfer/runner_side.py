@@ -90,7 +90,10 @@ class KVConnectorRunner:
         the arrays' memory directly, which costs a fifth of a scatter with its host arrays, indices and copies.
         """
         for name, array in arrays.items():
-            start, stop = self._layout.offsets[_part_name(layer_index, name)]
+            part = _part_name(layer_index, name)
+            if part not in self._layout.offsets:
+                continue  # kept of requests, not of tokens: in no block
+            start, stop = self._layout.offsets[part]
             memory = np.array(array.view(mx.uint8), copy=False)  # the array's own
             by_block = memory.reshape(-1, stop - start)  # [num_blocks, bytes]
             for block_id, block in loads.items():

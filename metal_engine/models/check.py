@@ -12,6 +12,7 @@ from metal_engine.attention.backend import AttentionBackend
 from metal_engine.attention.metal.backend import UnsupportedAttentionError
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import step_rows
+from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.models.paged_model import PagedModel
 
 _NUM_TOKENS = 16
@@ -112,7 +113,9 @@ def _run_step(
 ) -> np.ndarray:
     """One packed step; the logits of each request's last row, [2, vocab_size] float32."""
     first, end = np.array(shares, np.int32).T
-    rows = step_rows(block_table, first, end - first, _BLOCK_SIZE)
+    # Whole blocks are written as an engine would write them under page-aligned scheduling; others by slot or run.
+    make_writes = choose_writes(page_aligned=True)
+    rows = step_rows(block_table, first, end - first, _BLOCK_SIZE, make_writes=make_writes)
     input_ids = np.concatenate([sequence[a:b] for sequence, (a, b) in zip(tokens, shares, strict=True)])
     logits = paged(mx.array(input_ids), rows, backend.for_step(rows))
     if logits.shape[0] != len(shares):

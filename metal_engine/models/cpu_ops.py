@@ -77,7 +77,7 @@ class TableRoPE(nn.RoPE):
     """RoPE that takes sines and cosines from the step where it can: MLX's own computes them anew at every call."""
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """x [N, heads, 1, head_dim] for :class:`StepPositions`; else as ``nn.RoPE``."""
+        """Rotate x, [N, heads, 1, head_dim], with the tables of :class:`StepPositions`; else as ``nn.RoPE`` does."""
         if not (isinstance(offset, StepPositions) and x.ndim == 4 and x.shape[2] == 1 and _on_cpu(x)):
             return super().__call__(x, offset)  # type: ignore[arg-type]
         key = (self.dims, self.traditional, self.base, self.scale)

@@ -80,7 +80,7 @@ class RequestTable:
         self, max_num_seqs: int, max_model_len: int, block_size: int, make_writes: MakeWrites = SlotWrites
     ) -> None:
         self.block_size = block_size
-        self._group_writes = make_writes
+        self._make_writes = make_writes
         # Untouched pages of a zeroed array cost no memory, so sizing for the longest request is free.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
@@ -187,7 +187,7 @@ class RequestTable:
             query_lens,
             self.block_size,
             num_samples=samples,
-            make_writes=self._group_writes,
+            make_writes=self._make_writes,
         )
         pending_rows, pending_samples = self._pending(indices, rows)
         self._num_computed[indices] = seq_lens

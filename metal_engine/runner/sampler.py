@@ -126,7 +126,7 @@ def _smallest(values: mx.array, k: int) -> mx.array:
 
 
 def _mass_limit(below: mx.array, limit: mx.array, top_p: np.ndarray, _top_k: np.ndarray) -> mx.array:
-    """The smallest distance within which ``top_p`` of the probability within ``limit`` lies.
+    """Returns top-p's limit: the smallest distance within which lies ``top_p`` of the probability that ``limit`` left.
 
     Args:
         below: [R, V] float32, distance of each logit from the largest.

@@ -9,6 +9,7 @@ from metal_engine.attention.backend import AttentionBackend
 from metal_engine.device.streams import synchronize
 from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.rows import step_rows
+from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.sampler import SamplingTable, sample
 from metal_engine.sampling_params import SamplingParams
@@ -45,7 +46,8 @@ def measure_step_bytes(
     # Each request's blocks in order; padding repeats its last one.
     column = np.minimum(np.arange(num_blocks.max()), num_blocks[:, None] - 1)
     block_table = ((ends - num_blocks)[:, None] + column).astype(np.int32)
-    rows = step_rows(block_table, np.zeros_like(seq_lens), seq_lens, block_size)
+    make_writes = choose_writes(page_aligned=False)
+    rows = step_rows(block_table, np.zeros_like(seq_lens), seq_lens, block_size, make_writes=make_writes)
 
     sampling = SamplingTable(num_seqs)
     for index in range(num_seqs):

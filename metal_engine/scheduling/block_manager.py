@@ -127,9 +127,9 @@ class BlockManager:
     def find_cached(
         self, block_hashes: Sequence[bytes], max_blocks: int, also: Container[bytes] = ()
     ) -> list[Block | None]:
-        """Returns the longest run of cached blocks that a chain of hashes begins with, ``max_blocks`` at most.
+        """Returns the blocks for the longest beginning of a chain that is cached here, ``max_blocks`` at most.
 
-        Hashes in ``also`` belong to the run too; where they are not cached here, None stands for the block.
+        Hashes in ``also`` are at hand elsewhere and belong to it, too; None stands for a block that is only there.
         """
         found: list[Block | None] = []
         for block_hash in block_hashes[:max_blocks]:

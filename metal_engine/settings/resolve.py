@@ -110,7 +110,7 @@ def _attention_work(model: ModelInfo, device: DeviceInfo) -> int:
 
 
 def _fingerprint(args: EngineArgs, model: ModelInfo) -> str:
-    """Names what K and V depend on besides the tokens, as far as it has a name."""
+    """Names what K and V depend on besides the tokens, as far as it has a name; it does not look at the weights."""
     return repr((args.model, args.revision, model.model_type, model.dtype, model.num_params, args.block_size))
 
 

@@ -199,7 +199,7 @@ def test_every_way_of_writing_leaves_the_same_cache(config: dict[str, Any]) -> N
     for way, make_writes in ways.items():
         mx.random.seed(0)  # the same weights
         paged, runner, scheduler = _aligned_runner(num_blocks=64, **config)
-        runner._table._group_writes = make_writes
+        runner._table._make_writes = make_writes
         _add(scheduler, [5, 100, 64, 33], 4)
         while scheduler.has_requests:
             plan = scheduler.schedule()
@@ -217,7 +217,7 @@ def test_every_way_of_writing_leaves_the_same_cache(config: dict[str, Any]) -> N
 @pytest.mark.parametrize("by_run", [False, True], ids=["by block", "by run"])
 def test_faster_writes_stay_in_place(by_run: bool, num_ahead: int) -> None:
     _, runner, scheduler = _aligned_runner(num_blocks=16_384, ahead=num_ahead > 0)
-    runner._table._group_writes = RunWrites if by_run else BlockWrites
+    runner._table._make_writes = RunWrites if by_run else BlockWrites
     array_bytes = 16_384 * 16 * 2 * 16 * 4
     _add(scheduler, [500, 400, 480], 2)
     mx.clear_cache()

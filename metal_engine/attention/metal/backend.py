@@ -33,7 +33,7 @@ DEVICE_ELEMENTS = 8
 
 
 class UnsupportedAttentionError(ValueError):
-    """The kernel does not do this shape. The message names it."""
+    """An attention shape that the kernel cannot compute; the message names it."""
 
 
 def kernel_text(name: str) -> str:

@@ -71,7 +71,7 @@ class ChatEndpoint(Conversation):
         return b"".join(sse(_chunk(generation, [choice], usage)) for choice in choices)
 
     def _plain(self, generation: Generation, index: int, delta: AnswerDelta) -> bytes:
-        """The event that tells of a delta and nothing else, as that of most tokens."""
+        """Encode one delta without role, usage or log probabilities: the common case."""
         if isinstance(delta, TextDelta) and delta.kind == "content":
             return self._template(generation, index).fill(delta.text)
         return sse(_chunk(generation, [ChatChunkChoice(index=index, delta=_delta(delta))]))
