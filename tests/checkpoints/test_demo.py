@@ -212,9 +212,11 @@ def test_two_processes_share_one_download(cache: Path, tmp_path: Path) -> None:
 # --- the real runner, with another command than pip ---
 
 
+# A test run in the background ignores SIGINT, and its children with it.
 RUNNER = """
-import os, sys
+import os, signal, sys
 from metal_engine.checkpoints import demo
+signal.signal(signal.SIGINT, signal.default_int_handler)
 print(demo._run_pip([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], dict(os.environ)))
 """
 COMPLAINS = "import sys; print('progress'); print('ERROR: it broke', file=sys.stderr); sys.exit(3)"
