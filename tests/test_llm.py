@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -189,7 +190,11 @@ def test_a_chat_whose_format_the_tokenizer_tells(monkeypatch: pytest.MonkeyPatch
         return tokens[len(so_far) - num_prompt_tokens]
 
     with answering(monkeypatch, next_token, tokenizer) as llm:
-        both = llm.chat([USER, USER], SamplingParams(max_tokens=100), tools=TOOLS, use_tqdm=False)
+        with monkeypatch.context() as patch:
+            prepare_all = MagicMock(side_effect=llm._core.prepare_all)
+            patch.setattr(llm._core, "prepare_all", prepare_all)
+            both = llm.chat([USER, USER], SamplingParams(max_tokens=100), tools=TOOLS, use_tqdm=False)
+        prepare_all.assert_called_once()  # chats that share their parameters are prepared together
         (generated,) = generate(llm, "hi", SamplingParams(max_tokens=100))
     for result in both:
         assert (result.content, result.reasoning) == ("Yes.", "hm")

@@ -1,0 +1,52 @@
+"""Blocks on their way into and out of the arrays of a layer, also one that keeps more than blocks."""
+
+from __future__ import annotations
+
+from unittest.mock import MagicMock
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.kv_cache.spec import ArraySpec
+from metal_engine.kv_transfer.layout import BlockLayout
+from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts
+from metal_engine.step import KVConnectorMetadata
+
+BLOCK_SIZE = 4
+
+
+class _Spec:
+    """Of a layer that keeps two arrays of each token and one of each request."""
+
+    token_arrays = {"keys": ArraySpec((3,), mx.float16), "scales": ArraySpec((), mx.float32)}  # noqa: RUF012
+    request_arrays = {"sum": ArraySpec((7,), mx.float32)}  # noqa: RUF012
+
+
+def test_what_is_saved_is_loaded_elsewhere_and_what_is_kept_of_requests_is_not_touched() -> None:
+    layout = BlockLayout(block_parts([_Spec()], BLOCK_SIZE), "00")  # type: ignore[list-item]
+    connector = KVConnectorRunner(MagicMock(), layout)
+    random = np.random.default_rng(0)
+    keys = mx.array(random.normal(size=(8 * BLOCK_SIZE, 3)).astype(np.float16))
+    scales = mx.array(random.normal(size=8 * BLOCK_SIZE).astype(np.float32))
+    sums = mx.array(random.normal(size=(2, 7)).astype(np.float32))
+
+    layer = MagicMock()
+    layer.block_arrays.return_value = {"keys": keys.reshape(8, BLOCK_SIZE, 3), "scales": scales.reshape(8, BLOCK_SIZE)}
+    connector.bind_connector_metadata(KVConnectorMetadata(saves=[(b"a", 5), (b"b", 2)]))
+    connector.save_kv_layer(0, layer)
+    saves = connector.take_saves()
+    assert saves.hashes == [b"a", b"b"]
+    blocks = np.empty((2, layout.nbytes), np.uint8)
+    for part, (start, stop) in layout.offsets.items():
+        blocks[:, start:stop] = np.array(saves.arrays[part])
+
+    arrays = {"keys": mx.zeros_like(keys), "scales": mx.zeros_like(scales), "sum": mx.array(sums)}
+    mx.eval(arrays)
+    connector.bind_connector_metadata(KVConnectorMetadata(loads={1: blocks[0], 6: blocks[1]}))
+    connector.write_loaded_blocks(0, arrays, connector.take_loads())
+    assert mx.array_equal(arrays["sum"], sums).item()
+    for name, saved in (("keys", keys), ("scales", scales)):
+        by_block = np.array(saved).reshape(8, BLOCK_SIZE, *saved.shape[1:])
+        expected = np.zeros_like(by_block)
+        expected[1], expected[6] = by_block[5], by_block[2]
+        np.testing.assert_array_equal(np.array(arrays[name]).reshape(by_block.shape), expected)
