@@ -65,7 +65,7 @@ LONG_FILES = (
     "cli/test_docs.py",
     "tools/metal_sim/test_faults.py",
     "tools/test_kernel_tools.py",
-    "server/middleware/test_lifecycle.py",
+    "server/test_lifecycle.py",
     "server/openai/test_forced_calls.py",
     "engine/test_one_ahead.py",
     "engine/test_scheduling.py",

@@ -17,13 +17,13 @@ from metal_engine.server.generation.admission import Admission
 from metal_engine.server.generation.answerer import Answerer
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.middleware.gate import limit_body, require_api_key
-from metal_engine.server.middleware.lifecycle import Lifecycle
 from metal_engine.server.middleware.observe import observe
 from metal_engine.server.middleware.strict_json import StrictJSONRoute
-from metal_engine.server.openai.protocol import ErrorBody
 from metal_engine.server.openai.responses import ResponseStore
 from metal_engine.server.openai.routes import add_openai_routes
+from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
 from metal_engine.server.status.routes import add_model_routes, add_status_routes
 from metal_engine.server.tokenization import add_tokenization_routes

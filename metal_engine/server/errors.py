@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 from metal_engine.engine.engine_thread import EngineDeadError
 from metal_engine.engine.tokenizer import TextTooLongError
-from metal_engine.server.openai.protocol import ErrorBody, ErrorDetail
+from metal_engine.server.protocol import ErrorBody, ErrorDetail
 
 # Where an error's code is left in the ASGI scope, for whoever counts errors by their cause.
 ERROR_CODE = "metal_engine.error_code"

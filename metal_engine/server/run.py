@@ -22,8 +22,8 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ConfigError
 from metal_engine.server.app import create_app
+from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.listen import Listener
-from metal_engine.server.middleware.lifecycle import Lifecycle
 from metal_engine.server.status.stats_log import StatsLog
 from metal_engine.settings.args import ServerArgs
 

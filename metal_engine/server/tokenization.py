@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from metal_engine.server.errors import invalid, validated
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.openai.chat import ChatEndpoint
-from metal_engine.server.openai.protocol import ChatCompletionBody, ChatMessage, LongList, RequestModel
+from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, LongList, RequestModel
 
 
 class TokenizeBody(RequestModel):

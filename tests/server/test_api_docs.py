@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from metal_engine.server.openai.protocol import ChatCompletionBody, CompletionBody
+from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from tests.cli.test_docs import as_pattern, commands
 from tests.support.serving import Served, serve
 from tests.support.splitting import answer_format

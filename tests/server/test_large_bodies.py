@@ -26,7 +26,7 @@ from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server import large_bodies
 from metal_engine.server.large_bodies import MAX_CONTAINERS, MAX_MEMBERS, TooComplexError, is_large
-from metal_engine.server.openai.protocol import ChatCompletionBody, CompletionBody
+from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from tests.support.serving import Served, serve
 from tools.fixtures.fake_engine import byte_ids, fake_config, generated
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from metal_engine.server.errors import invalid, validated
-from metal_engine.server.openai.protocol import ChatCompletionBody, LongList, RequestModel
+from metal_engine.server.protocol import ChatCompletionBody, LongList, RequestModel
 
 Message = dict[str, Any]
 

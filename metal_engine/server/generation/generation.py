@@ -15,10 +15,10 @@ from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, TokenLogprobs
 from metal_engine.server.errors import APIError, engine_dead
+from metal_engine.server.generation.logprobs import prompt_logprobs
+from metal_engine.server.lifecycle import SHUTTING_DOWN
 from metal_engine.server.logs import note
-from metal_engine.server.middleware.lifecycle import SHUTTING_DOWN
-from metal_engine.server.openai.logprobs import prompt_logprobs
-from metal_engine.server.openai.protocol import (
+from metal_engine.server.protocol import (
     CompletionTokensDetails,
     FinishReason,
     PromptLogprobs,

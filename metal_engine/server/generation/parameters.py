@@ -14,7 +14,7 @@ from typing import Any
 
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid
-from metal_engine.server.openai.protocol import ChatCompletionBody, GenerationBody
+from metal_engine.server.protocol import ChatCompletionBody, GenerationBody
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from metal_engine.server.generation.generation import Arrived, Generation
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
 from metal_engine.server.generation.streaming import sse
-from metal_engine.server.openai.protocol import GenerationBody, KVTransferParams, Usage
+from metal_engine.server.protocol import GenerationBody, KVTransferParams, Usage
 
 # Sequences of one request; each takes memory before it runs.
 MAX_SEQUENCES = 2048

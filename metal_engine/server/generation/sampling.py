@@ -8,7 +8,7 @@ from typing import Any
 from metal_engine.errors import ParameterError, short
 from metal_engine.sampling_params import PARAMETER_NAMES, SamplingParams, StructuredOutputsParams
 from metal_engine.server.errors import APIError, invalid
-from metal_engine.server.openai.protocol import ChatCompletionBody, GenerationBody
+from metal_engine.server.protocol import ChatCompletionBody, GenerationBody
 
 # Not copied from the body field for field.
 _MADE_HERE = {"max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}

@@ -7,11 +7,11 @@ from pydantic import BaseModel
 from metal_engine.answers.deltas import AnswerDelta, CallStart, TextDelta
 from metal_engine.request import TokenLogprobs
 from metal_engine.server.generation.generation import Arrived, Generation, finish_reason
+from metal_engine.server.generation.logprobs import chat_logprobs
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
 from metal_engine.server.openai.conversation import Conversation, message_of
-from metal_engine.server.openai.logprobs import chat_logprobs
-from metal_engine.server.openai.protocol import (
+from metal_engine.server.protocol import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,

@@ -10,10 +10,10 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput
 from metal_engine.server.errors import invalid, invalid_prompt
 from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
+from metal_engine.server.generation.logprobs import completion_logprobs, prompt_offsets
 from metal_engine.server.generation.preparation import Endpoint
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
-from metal_engine.server.openai.logprobs import completion_logprobs, prompt_offsets
-from metal_engine.server.openai.protocol import Completion, CompletionBody, CompletionChoice, CompletionLogprobs, Usage
+from metal_engine.server.protocol import Completion, CompletionBody, CompletionChoice, CompletionLogprobs, Usage
 
 
 class CompletionEndpoint(Endpoint[CompletionBody]):

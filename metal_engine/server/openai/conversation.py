@@ -10,7 +10,8 @@ from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.server.errors import invalid, invalid_prompt
 from metal_engine.server.generation.preparation import Endpoint, ServedModel
-from metal_engine.server.openai.protocol import (
+from metal_engine.server.openai.template_messages import template_flags, template_kwargs, template_messages
+from metal_engine.server.protocol import (
     AssistantMessage,
     ChatCompletionBody,
     ChatFinishReason,
@@ -18,7 +19,6 @@ from metal_engine.server.openai.protocol import (
     NamedToolChoice,
     ToolCall,
 )
-from metal_engine.server.openai.template_messages import template_flags, template_kwargs, template_messages
 
 
 class Conversation(Endpoint[ChatCompletionBody]):

@@ -15,9 +15,9 @@ from metal_engine.server.generation.generation import Arrived, Generation, finis
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.openai.conversation import Conversation, message_of
-from metal_engine.server.openai.protocol import Usage
 from metal_engine.server.openai.response_items import Event, ResponseItems
 from metal_engine.server.openai.responses_protocol import Message, Response, ResponsesBody
+from metal_engine.server.protocol import Usage
 
 # What a response tells of its request as it came, or by Response's default.
 _TOLD = ResponsesBody.model_fields.keys() & Response.model_fields.keys() - {"model", "text", "tools"}

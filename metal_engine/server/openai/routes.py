@@ -12,8 +12,8 @@ from metal_engine.server.middleware.strict_json import off_loop_if_large
 from metal_engine.server.openai import responses_protocol
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.openai.completions import CompletionEndpoint
-from metal_engine.server.openai.protocol import ChatCompletion, ChatCompletionBody, Completion, CompletionBody
 from metal_engine.server.openai.responses import ResponsesEndpoint, ResponseStore
+from metal_engine.server.protocol import ChatCompletion, ChatCompletionBody, Completion, CompletionBody
 
 
 def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store: ResponseStore) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.errors import invalid
-from metal_engine.server.openai.protocol import ChatCompletionBody, ChatMessage, ContentPart
+from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
 
 # Chat templates were written before OpenAI renamed the system role for newer models.
 _TEMPLATE_ROLES = {"developer": "system"}

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from metal_engine import __version__
 from metal_engine.server.errors import APIError, model_not_found
 from metal_engine.server.generation.preparation import ServedModel
-from metal_engine.server.middleware.lifecycle import Lifecycle
-from metal_engine.server.openai.protocol import ErrorBody
+from metal_engine.server.lifecycle import Lifecycle
+from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
 from metal_engine.server.status.protocol import Health, ModelCard, ModelList, Ready, Version
 

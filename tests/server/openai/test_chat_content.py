@@ -13,7 +13,7 @@ from metal_engine.build import read_chat_template
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ConfigError
 from metal_engine.server.openai.chat import ChatEndpoint
-from metal_engine.server.openai.protocol import ChatCompletionBody
+from metal_engine.server.protocol import ChatCompletionBody
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 ASSISTANT = "<|im_start|>assistant\n"

@@ -20,7 +20,7 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ConfigError
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.openai.chat import ChatEndpoint
-from metal_engine.server.openai.protocol import ChatCompletionBody
+from metal_engine.server.protocol import ChatCompletionBody
 from metal_engine.settings.args import ServerArgs
 from tests.server.test_errors import check_error
 from tests.support.serving import MODEL, Served, serve

@@ -8,13 +8,7 @@ from typing import Any
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import TokenLogprobs
-from metal_engine.server.openai.protocol import (
-    ChatLogprob,
-    ChatLogprobs,
-    ChatTopLogprob,
-    CompletionLogprobs,
-    PromptLogprob,
-)
+from metal_engine.server.protocol import ChatLogprob, ChatLogprobs, ChatTopLogprob, CompletionLogprobs, PromptLogprob
 
 # JSON has no infinity; where a token is excluded by the model itself, this is far enough.
 _LOWEST = -9999.0
