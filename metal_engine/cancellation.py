@@ -1,0 +1,26 @@
+"""Work in a thread whose asker has left: long work looks now and then whether anybody still waits for it."""
+
+from __future__ import annotations
+
+import threading
+from contextvars import ContextVar
+
+
+class Cancelled(Exception):
+    """Nobody waits for the work any more."""
+
+
+# Set while work runs for somebody who may leave; ``asyncio.to_thread`` and ``Context.run`` hand it on to threads.
+asker_left: ContextVar[threading.Event | None] = ContextVar("asker_left", default=None)
+
+
+def is_cancelled() -> bool:
+    """Whether whoever asked for the work under way has left."""
+    left = asker_left.get()
+    return left is not None and left.is_set()
+
+
+def check_cancelled() -> None:
+    """Raise :class:`Cancelled` if whoever asked for the work under way has left."""
+    if is_cancelled():
+        raise Cancelled
