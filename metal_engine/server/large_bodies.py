@@ -20,7 +20,7 @@ from pydantic import ValidationError, WrapValidator
 # A body is large from so many bytes on, or from so many commas: what has fewer is parsed and validated within 10 ms.
 LARGE_BYTES = 1 << 20
 LARGE_COMMAS = 1 << 14
-_ALWAYS_SMALL_BYTES = 1 << 15
+ALWAYS_SMALL_BYTES = 1 << 15
 # Elements validated in one call: 10 ms of the slowest kind, messages.
 _ELEMENTS_AT_ONCE = 1 << 12
 # Characters of an array of numbers, or of a text, parsed in one call: 2 ms; looked through in one call: 3 ms.
@@ -57,7 +57,7 @@ class TooComplexError(Exception):
 
 def is_large(body: bytes) -> bool:
     """Whether a body must be read and validated in pieces, outside the event loop."""
-    if len(body) < _ALWAYS_SMALL_BYTES:
+    if len(body) < ALWAYS_SMALL_BYTES:
         return False
     return len(body) >= LARGE_BYTES or body.count(b",") >= LARGE_COMMAS
 

@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server import large_bodies
+from metal_engine.server.anthropic.protocol import MessagesBody
 from metal_engine.server.large_bodies import (
     MAX_CONTAINERS,
     MAX_INTEGERS,
@@ -34,7 +35,9 @@ from metal_engine.server.large_bodies import (
     TooComplexError,
     is_large,
 )
+from metal_engine.server.openai.responses_protocol import ResponsesBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
+from metal_engine.server.tokenization import DetokenizeBody, TokenizeBody
 from tests.support.serving import Served, serve
 from tools.fixtures.fake_engine import byte_ids, fake_config, generated
 
@@ -156,6 +159,31 @@ def test_validation_in_pieces_finds_the_same() -> None:
         CompletionBody(prompt="a", allowed_token_ids=[*ids, "b"])
     (error,) = caught.value.errors()
     assert error["loc"] == ("allowed_token_ids", 100_000)
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionBody, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(10_000)), "x")}),
+        (CompletionBody, {"prompt": [0.5] * 10_000}),
+        (CompletionBody, {"prompt": "a", "stop": [0] * 10_000}),
+        (ChatCompletionBody, {"messages": [0] * 10_000}),
+        (ChatCompletionBody, {"messages": [{"role": "user", "content": [0] * 10_000}]}),
+        (ChatCompletionBody, {"messages": [{"role": "user", "tool_calls": [0] * 10_000}]}),
+        (ChatCompletionBody, {"messages": [{"role": "user"}], "tools": [0] * 10_000}),
+        (ResponsesBody, {"input": [0] * 10_000}),
+        (ResponsesBody, {"input": "a", "metadata": dict.fromkeys(map(str, range(10_000)), 0)}),
+        (ResponsesBody, {"input": "a", "tools": [0] * 10_000, "include": [0] * 10_000}),
+        (MessagesBody, {"model": "m", "max_tokens": 1, "messages": [0] * 10_000, "system": [0] * 10_000}),
+        (MessagesBody, {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [0] * 10_000}]}),
+        (TokenizeBody, {"messages": [0] * 10_000}),
+        (DetokenizeBody, {"tokens": ["a"] * 10_000}),
+    ],
+)
+def test_a_list_or_an_object_gives_few_errors(model: type[BaseModel], body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() <= 5  # one for each type that a field may have
 
 
 # --- serving ------------------------------------------------------------------------------------------------
