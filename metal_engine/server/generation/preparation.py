@@ -27,6 +27,8 @@ from metal_engine.server.workers import Weight, Workers
 
 # Sequences of one request; each takes memory before it runs.
 MAX_SEQUENCES = 2048
+# Tokens of all of them: each sequence has a list of its own, of 8 bytes a token.
+MAX_PROMPT_TOKENS = 1 << 22
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
@@ -169,7 +171,7 @@ def _prepared(
     try:
         adjusted = endpoint.adjust(params)
         is_forced = adjusted.structured_outputs is not params.structured_outputs
-        requests = engine.prepare_all(prompts, adjusted)
+        requests = engine.prepare_all(prompts, adjusted, body.cache_salt or "")
     except ParameterError as error:
         raise parameter_error(error, body, is_forced=is_forced) from error
     except ContextLengthError as error:
@@ -178,4 +180,6 @@ def _prepared(
     except PromptError as error:
         raise invalid(str(error), param=body.prompt_field) from error
     prompts = [request.prompt_token_ids for request in requests]
+    if sum(map(len, prompts)) * params.n > MAX_PROMPT_TOKENS:
+        raise invalid(f"n times the tokens of the prompts may be {MAX_PROMPT_TOKENS} at most", param="n")
     return requests, endpoint.echoes(body, prompts, engine.tokenizer)
