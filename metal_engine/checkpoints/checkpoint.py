@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from safetensors import SafetensorError, safe_open
 
@@ -224,7 +224,7 @@ def eos_token_ids(*configs: dict[str, Any]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _is_token_id(value: Any) -> bool:
+def _is_token_id(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_SIZE
 
 
