@@ -63,7 +63,7 @@ def test_a_fresh_installation_serves_the_demo_model(wheel: Path, demo_path: Path
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    run("python", "-m", "pip", "install", "--quiet", f"{wheel}[dev]")
+    run("python", "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), f"{wheel}[dev]")
     where = run("python", "-c", "import metal_engine; print(metal_engine.__file__)").strip()
     assert Path(where).is_relative_to(environment)
     run("pytest", "--version")
