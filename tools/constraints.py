@@ -17,6 +17,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -60,17 +61,26 @@ def needed(requirements: list[Requirement]) -> tuple[dict[str, str], list[str]]:
             if version is not None and _applies(requirement, for_extra, ELSEWHERE):
                 versions.setdefault(name, version)
             continue
-        try:
-            distribution = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
+        installed = _installed(name)
+        if installed is None:
             missing.append(name)
             continue
-        versions[name] = distribution.version
+        versions[name], its_requirements = installed
         for extra in ("", *requirement.extras):
             if (name, extra) not in seen:
                 seen.add((name, extra))
-                waiting += [(Requirement(line), extra) for line in distribution.requires or ()]
+                waiting += [(one, extra) for one in its_requirements]
     return versions, sorted(set(missing))
+
+
+@cache
+def _installed(name: str) -> tuple[str, list[Requirement]] | None:
+    """A distribution's version and requirements, those of its extras included; None if it is not there."""
+    try:
+        distribution = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return None
+    return distribution.version, [Requirement(line) for line in distribution.requires or ()]
 
 
 def _applies(requirement: Requirement, extra: str, changes: dict[str, str]) -> bool:
@@ -111,16 +121,10 @@ def disagreements(text: str) -> Iterator[str]:
         elif name not in listed and made_here:
             yield f"{name} {version} is needed and not listed"
     for name in sorted(listed.keys() - versions.keys()):
-        if made_here and _is_installed(name):  # others are of another platform, or of an extra that is not installed
+        if (
+            made_here and _installed(name) is not None
+        ):  # others are of another platform, or of an extra that is not installed
             yield f"{name} is listed and not needed"
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def main() -> int:

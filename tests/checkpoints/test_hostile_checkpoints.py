@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from metal_engine.checkpoints import checkpoint, files
 from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.checkpoints.files import read_json
 from metal_engine.checkpoints.loader import load
+from metal_engine.cli.options import one_line_errors
 from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
@@ -200,6 +202,12 @@ def test_a_tool_parser_that_is_no_name(tmp_path: Path, name: Any) -> None:
     tokenizer = load(EngineArgs(model=str(tmp_path)), DEVICE).tokenizer
     with pytest.raises(ConfigError, match="choose a --tool-call-parser"):
         find_answer_format(tokenizer)
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), one_line_errors():
+        raise ModelLoadError("no place for tensor \x1b]0;title\x07\x9b2J")
+    assert capsys.readouterr().err == "error: no place for tensor \ufffd]0;title\ufffd\ufffd2J\n"
 
 
 def run(*command: str) -> str:
