@@ -75,7 +75,7 @@ def load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
     """
     try:
         loaded = _load(args, device)
-        loaded.tokenizer.encode(_TRIED_TEXT)
+        _try_tokenizer(loaded.tokenizer)
         return loaded
     except (ModelLoadError, ConfigError):
         raise
@@ -85,6 +85,14 @@ def load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
         logger.debug("loading %s", args.model, exc_info=True)
         problem = f"{type(error).__name__}: {one_line(error)}"
         raise ModelLoadError(f"cannot load {args.model}: its files are not as those of a model ({problem})") from error
+
+
+def _try_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Uses a tokenizer once: one that panics then is refused now."""
+    try:
+        tokenizer.encode(_TRIED_TEXT)
+    except Exception as error:  # noqa: BLE001  (not every vocabulary has all of this text, and that is no panic)
+        logger.info("the tokenizer has no tokens for some of %r: %s", _TRIED_TEXT, one_line(error))
 
 
 def _load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
