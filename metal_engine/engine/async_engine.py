@@ -15,21 +15,37 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 
+# Log probabilities of a request's outputs that wait for their reader: 110 bytes each.
+MAX_UNREAD = 1 << 18
+# Outputs that wait for their reader before they are merged into one, which takes less memory.
+_UNMERGED = 64
+
 
 class _Mailbox:
     """Outputs of one request on their way to its one reader; all in the event loop."""
 
-    __slots__ = ("_arrived", "_waiter", "num_prompt_tokens")
+    __slots__ = ("_arrived", "_max_unread", "_num_unread", "_waiter", "num_prompt_tokens")
 
-    def __init__(self, num_prompt_tokens: int) -> None:
+    def __init__(self, num_prompt_tokens: int, max_unread: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens  # as long as there is no output
+        self._max_unread = max_unread
+        self._num_unread = 0
         self._arrived: list[RequestOutput] = []
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
         self._arrived.append(output)
+        for logprobs in output.text_logprobs or ():
+            self._num_unread += len(logprobs.top) + 1
+        if len(self._arrived) > _UNMERGED:
+            self._arrived = [merge_outputs(self._arrived)]
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether more log probabilities wait for the reader than there is memory for."""
+        return self._num_unread > self._max_unread
 
     async def take(self) -> RequestOutput:
         """Wait for an output. Returns all that have come as one."""
@@ -37,6 +53,7 @@ class _Mailbox:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         arrived, self._arrived = self._arrived, []
+        self._num_unread = 0
         return merge_outputs(arrived)
 
 
@@ -184,7 +201,7 @@ class AsyncEngine:
         if reservation is not None:
             reservation.take(len(prepared.prompt_token_ids))
         self._loop = asyncio.get_running_loop()
-        outputs = _Mailbox(len(prepared.prompt_token_ids))
+        outputs = _Mailbox(len(prepared.prompt_token_ids), MAX_UNREAD // prepared.params.n)
         self._num_queued_tokens += outputs.num_prompt_tokens
         self._queues[request_id] = outputs
         finished = False
@@ -225,3 +242,5 @@ class AsyncEngine:
             queue = self._queues.get(output.request_id)
             if queue is not None:
                 queue.put(output)
+                if queue.is_overfull and not output.finished:
+                    self.cut_request(output.request_id, "the client does not read its answer")
