@@ -88,37 +88,45 @@ class StoreFolder:
             NotAStoreError: it has no marker and things in it that no store made, or belongs to another user.
             OSError: it cannot be made or written.
         """
-        self.mark()
+        if self.mark():
+            return
         with self.opened() as folder:
             _make_private(self.root, folder)
 
-    def mark(self) -> None:
-        """Make the directory, if need be, and put the marker into it.
+    def mark(self) -> bool:
+        """Make the directory, close it to others and put the marker into it; does nothing where there is a marker.
+
+        Returns:
+            whether there was none.
 
         Raises:
-            NotAStoreError: it has no marker and things in it that no store made, or is of another version.
+            NotAStoreError: it has no marker and things in it that no store made, belongs to another user, or is of
+                another version.
             OSError: it cannot be made or written.
         """
-        for folder in (*reversed(self.root.parents), self.root):
-            if not folder.is_dir():
+        for path in (*reversed(self.root.parents), self.root):
+            if not path.is_dir():
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(folder, 0o700)
+                    os.mkdir(path, 0o700)
         with self.opened() as folder:
             try:
                 marker = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
             except FileNotFoundError:
                 self._mark_new(folder)
-                return
+                return True
             with open(marker, "rb") as file:
                 if file.read(len(_MARKER_TEXT) + 1) != _MARKER_TEXT:
                     raise NotAStoreError(f"{self.root / MARKER} is not of this version: name another directory")
+        return False
 
     def _mark_new(self, folder: int) -> None:
         if (other := _other_things(folder)) is not None:
             raise NotAStoreError(
                 f"{self.root} has things in it that are not a KV store's ({other}): name a new or an empty directory"
             )
-        if os.listdir(folder):
+        is_old = bool(os.listdir(folder))
+        _make_private(self.root, folder)
+        if is_old:
             logger.info("KV store %s: taken over from an earlier version", self.root)
         # Renamed into place, so that no other process sees a part of it; on the medium first, so that none ever does.
         temporary = temporary_name()
