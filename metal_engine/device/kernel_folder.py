@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import logging
 import os
 import platform
 import stat
@@ -21,6 +22,8 @@ from pathlib import Path
 
 from metal_engine.device.cache_dir import cache_dir
 from metal_engine.device.private_folder import NotPrivateError, check_ours, private_folder
+
+logger = logging.getLogger(__name__)
 
 _OURS = "TEMPDIR"
 _VARIABLES = ("TMPDIR", "TMP", "TEMP", _OURS)
@@ -44,16 +47,20 @@ def use_private_kernel_folder() -> Path:
     given = next((name for name in _VARIABLES if os.environ.get(name) is not None), None)
     if given is not None:
         return _in_users_folder(given, Path(os.environ[given]))
-    problems = []
+    problems: list[OSError] = []
     # Machines with other code may share the cache. The other folder is this machine's, and may be tidied away.
     for place in (lambda: cache_dir() / "kernels" / _kind_of_machine(), _in_temporary_folder):
         try:
             folder = _fit_for_code(private_folder(place()))
-            os.environ[_OURS] = str(folder)
-            return folder / "mlx"
         except OSError as error:
-            problems.append(str(error))
-    raise NotPrivateError(f"{'; '.join(problems)} (METAL_ENGINE_CACHE names another folder)")
+            problems.append(error)
+            continue
+        for problem in problems:
+            level = logging.WARNING if isinstance(problem, NotPrivateError) else logging.INFO
+            logger.log(level, "MLX's compiled kernels go to %s, not to the cache: %s", folder, problem)
+        os.environ[_OURS] = str(folder)
+        return folder / "mlx"
+    raise NotPrivateError(f"{'; '.join(map(str, problems))} (METAL_ENGINE_CACHE names another folder)")
 
 
 def _in_users_folder(variable: str, folder: Path) -> Path:

@@ -73,7 +73,7 @@ def standard_copy(packaged: PackagedLibrary, directory: Path) -> Path:
     content = packaged.path.read_bytes()
     origin = hashlib.sha256(content)
     directory = private_folder(directory)
-    target = directory / f"libopenblas-{packaged.version}-{origin.hexdigest()[:16]}.so"
+    target = directory / f"libopenblas-{packaged.version}-{origin.hexdigest()[:32]}.so"
     if _is_intact(target, origin.digest()):
         return target
     work = directory / f".making-{os.getpid()}-{os.urandom(4).hex()}"
