@@ -99,9 +99,11 @@ def _compute() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
+    from metal_engine.device.compiled import keep_kernels_private
     from metal_engine.device.kernel_folder import use_private_kernel_folder
     from metal_engine.device.private_folder import NotPrivateError
 
+    keep_kernels_private()
     if sys.platform == "linux":
         try:
             yield Finding("compiled kernels", _without_home(use_private_kernel_folder()), OK)

@@ -96,6 +96,12 @@ def test_every_flipped_bit_and_every_length_is_noticed() -> None:
         LAYOUT.decode(block_hash, good + b"\0")
 
 
+def test_a_header_that_is_nested_deep_is_refused() -> None:
+    header = b"[" * 100_000
+    with pytest.raises(CorruptBlockError, match="not JSON"):
+        LAYOUT.decode(block(1)[0], len(header).to_bytes(8, "little") + header)
+
+
 def test_a_block_of_another_hash_model_or_layout_is_refused() -> None:
     block_hash, data = block(1)
     good = LAYOUT.encode(block_hash, data)
