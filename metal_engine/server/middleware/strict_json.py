@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -16,12 +15,6 @@ from starlette.responses import Response
 from metal_engine.server import large_bodies
 from metal_engine.server.errors import APIError, invalid, validated
 
-# Escapes and raw bytes that might make lone surrogates: rare, so that most bodies are not looked at twice.
-_MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-_LONGEST_MARK = 4  # bytes that the pattern looks at
-# Looked through in one call: 3 ms.
-_BYTES_AT_ONCE = 1 << 20
-
 
 def loads(body: bytes) -> Any:
     """The value of a JSON text; for a large one (:func:`large_bodies.is_large`), to be called in a thread.
@@ -31,15 +24,10 @@ def loads(body: bytes) -> Any:
         APIError: 400, for NaN and Infinity, text that is not Unicode, numbers of thousands of digits, nesting
             beyond what the parser can hold, and more arrays and objects than any request needs.
     """
-    is_large = large_bodies.is_large(body)
-    parse = large_bodies.loads if is_large else json.loads
+    parse = large_bodies.loads if large_bodies.is_large(body) else json.loads
     try:
         value = parse(body, parse_constant=_refuse_constant)
-        if any(
-            _MAYBE_SURROGATE.search(body, start, start + _BYTES_AT_ONCE + _LONGEST_MARK)
-            for start in range(0, len(body), _BYTES_AT_ONCE)
-        ):
-            large_bodies.check_unicode(value, is_large=is_large)
+        large_bodies.check_unicode(body, value)
     except RecursionError as error:
         raise _bad("is nested too deeply") from error
     except large_bodies.TooComplexError as error:
