@@ -95,7 +95,21 @@ def _compute() -> Iterator[Finding]:
         yield Finding("blas", blas.description, OK if blas.optimized else WARNING)
         if blas.problem:
             yield Finding("blas problem", blas.problem, WARNING)
+        yield from _kernels()
     yield Finding("memory", f"{device.memory_bytes / (1 << 30):.1f} GiB for weights and KV cache")
+
+
+def _kernels() -> Iterator[Finding]:
+    from metal_engine.device.compiled import keep_kernels_private
+    from metal_engine.device.kernel_folder import use_private_kernel_folder
+    from metal_engine.device.private_folder import NotPrivateError
+
+    keep_kernels_private()
+    if sys.platform == "linux":
+        try:
+            yield Finding("compiled kernels", _without_home(use_private_kernel_folder()), OK)
+        except NotPrivateError as error:
+            yield Finding("compiled kernels", f"none: {error}", WARNING)
 
 
 def _folders() -> Iterator[Finding]:
