@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from metal_engine.engine.structured_output import GrammarCompiler
+from metal_engine.engine.grammars.compiler import GrammarCompiler
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
