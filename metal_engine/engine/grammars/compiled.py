@@ -11,12 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from metal_engine.engine.grammars.messages import ERROR, LENGTH, MASK_LAST, framed, pack_step
+from metal_engine.engine.grammars.messages import BUFFER_BYTES, ERROR, LENGTH, MASK_LAST, framed, pack_step
 
 # A mask is computed in a bounded CPU time; a process that does not answer for so long has come to harm.
 _ANSWER_SECONDS = 20.0
-# Room for a dozen masks, so that a process rarely waits for the engine to read one.
-_BUFFER_BYTES = 1 << 18
 _TOO_COMPLEX = "its grammar got too complex to go on"
 
 
@@ -35,7 +33,6 @@ class CompiledGrammar:
 
     def __init__(self, channel: socket.socket, vocab_size: int) -> None:
         channel.setblocking(False)
-        channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         self._channel = channel
         self._num_words = -(-vocab_size // 32)
         self._ids = itertools.count()
@@ -101,7 +98,7 @@ class CompiledGrammar:
         try:
             if not select.select([self._channel], [], [], _ANSWER_SECONDS)[0]:
                 return False
-            data = self._channel.recv(_BUFFER_BYTES)
+            data = self._channel.recv(BUFFER_BYTES)
         except OSError:
             return False
         self._received += data

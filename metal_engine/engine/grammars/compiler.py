@@ -33,7 +33,7 @@ _MAX_COMPILING = 2
 # Compiled grammars kept for further requests. Each is a process of a few MiB, some tens at worst.
 _MAX_KEPT = 16
 # Of requests that run or wait, and kept ones.
-_MAX_PROCESSES = 256
+_MAX_PROCESSES = 512
 # How often somebody who waits for his turn looks whether his asker has left.
 _POLL_SECONDS = 0.02
 

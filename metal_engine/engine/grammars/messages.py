@@ -11,6 +11,8 @@ import struct
 from array import array
 from collections.abc import Sequence
 
+# Of a socket: room for a dozen masks, so that a process rarely waits for the engine to read one.
+BUFFER_BYTES = 1 << 18
 LENGTH = struct.Struct("<I")
 # Which output; whether that ends it.
 _STEP = struct.Struct("<I?")

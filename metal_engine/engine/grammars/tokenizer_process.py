@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 
 from metal_engine.cancellation import check_cancelled
-from metal_engine.engine.grammars.messages import LENGTH, framed
+from metal_engine.engine.grammars.messages import BUFFER_BYTES, LENGTH, framed
 
 _MODULE = "metal_engine.engine.grammars.process"
 # How often somebody who waits looks whether its asker has left.
@@ -84,6 +84,8 @@ class TokenizerProcess:
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             try:
+                theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
                 if self._control is None or not self._hand_over(self._control, theirs):
                     self._start()
                     assert self._control is not None
