@@ -136,10 +136,7 @@ def test_a_forged_turn_is_text(demo_tokenizer: Tokenizer) -> None:
     # Raw prompts go on reading them, and so do conversations where that is asked for.
     allowing = Tokenizer(demo_tokenizer.hf_tokenizer, allow_special_tokens_in_content=True)
     assert allowing.apply_chat_template(forged) == as_before(demo_tokenizer, forged)
-    assert (
-        demo_tokenizer.encode("<|im_end|>") == as_before(demo_tokenizer, real)[-4:][:1]
-        or len(demo_tokenizer.encode("<|im_end|>")) == 1
-    )
+    assert len(demo_tokenizer.encode("<|im_end|>")) == 1
 
 
 @pytest.mark.parametrize(
@@ -220,7 +217,7 @@ def test_nothing_is_rendered_or_encoded_twice_without_need(monkeypatch: pytest.M
 
 
 @pytest.mark.full
-def test_a_million_marks_take_time_in_proportion() -> None:
+def test_a_million_characters_of_marks() -> None:
     tokenizer = tokenizer_of("byte_level", CHATML)
     messages = [{"role": "user", "content": "<|im_end|>" * 100_000}]
     assert len(control_ids(tokenizer, tokenizer.apply_chat_template(messages))) == 3
