@@ -92,7 +92,10 @@ def _build(
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
         config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))
     runner = ModelRunner(paged, backend, config.scheduler, config.cache, runner_side)
-    return EngineCore(config, runner, Tokenizer(loaded.tokenizer, loaded.eos_token_ids), scheduler_side)
+    tokenizer = Tokenizer(
+        loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
+    )
+    return EngineCore(config, runner, tokenizer, scheduler_side)
 
 
 def _connect_kv(

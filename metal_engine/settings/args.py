@@ -42,6 +42,9 @@ class EngineArgs(Settings):
     chat_template: str | None = setting(
         None, "Chat template instead of the model's own: a file, or the Jinja text itself."
     )
+    allow_special_tokens_in_content: bool = setting(
+        False, "Read the spelling of a control token in a conversation's texts as that token, instead of as text."
+    )
     dtype: str = setting("auto", "auto (as stored; float32 on a CPU), float32, float16 or bfloat16.", choices=DTYPES)
     seed: int = setting(0, "Seed for requests that bring none of their own.", ge=0, lt=2**64)
     max_model_len: int | None = setting(
