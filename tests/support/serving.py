@@ -17,6 +17,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.app import create_app
+from metal_engine.server.connections.limits import connection_limits
 from metal_engine.server.run import Server, tls_options
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig
@@ -97,6 +98,7 @@ def serve(
         engine,
         shutdown_timeout=args.shutdown_timeout,
         death_grace=death_grace,
+        limits=connection_limits(args),
         on_ready=lambda: idle_tasks.append(len(asyncio.all_tasks())),
         host="127.0.0.1",
         port=0,
