@@ -45,17 +45,19 @@ def chunk(data: bytes, extension: bytes = b"") -> bytes:
 class Shape:
     """Bytes to send, and the statuses of the answers that they may get, in order; none where nothing was asked.
 
-    ``statuses`` has one set for each answer.
+    ``statuses`` has one set for each answer. ``at_any_pace`` is False where the answers depend on whether an earlier
+    one is under way when the rest comes.
     """
 
     name: str
     data: bytes
     statuses: tuple[frozenset[int], ...]
+    at_any_pace: bool = True
 
 
-def shape(name: str, data: bytes, *statuses: int | tuple[int, ...]) -> Shape:
+def shape(name: str, data: bytes, *statuses: int | tuple[int, ...], at_any_pace: bool = True) -> Shape:
     sets = tuple(frozenset((s,) if isinstance(s, int) else s) for s in statuses)
-    return Shape(name, data, sets)
+    return Shape(name, data, sets, at_any_pace)
 
 
 END = b"0\r\n\r\n"
@@ -201,10 +203,10 @@ SHAPES = [
     shape("TLS", post(b"Connection: close, Upgrade\r\nUpgrade: TLS/1.0, x\r\n"), 200),
     # --- several requests
     shape("three", post() * 3, 200, 200, 200),
-    shape("12", get() * 12, *[200] * 9),
-    shape("20,000", get() * 20_000, *[200] * 9),
-    shape("one and garbage", get() + b"garbage\r\n\r\n" + get(), 200),
-    shape("one and a half", get() + get()[:-5], 200),
+    shape("12", get() * 12, *[200] * 9, at_any_pace=False),
+    shape("20,000", get() * 20_000, *[200] * 9, at_any_pace=False),
+    shape("one and garbage", get() + b"garbage\r\n\r\n" + get(), 200, at_any_pace=False),
+    shape("one and a half", get() + get()[:-5], 200, at_any_pace=False),
     shape("one behind the last", get(headers=b"Connection: close\r\n") + get(), 200),
     # --- bodies
     shape("asked first", post(b"Expect: 100-continue\r\n"), 200),
@@ -250,13 +252,19 @@ def answers(received: bytes, *, head: bool = False) -> list[Answer]:
     return found
 
 
-async def exchange(port: int, data: bytes) -> bytes:
-    """Everything that a server sends over a connection until it closes it, which it must do by itself."""
+async def exchange(port: int, data: bytes, piece: int | None = None) -> bytes:
+    """Everything that a server sends over a connection until it closes it, which it must do by itself.
+
+    Args:
+        piece: bytes sent at a time, the event loop running in between; everything at once by default.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = b""
     try:
         async with asyncio.timeout(DEADLINE):
-            writer.write(data)
+            for start in range(0, len(data), piece or len(data) or 1):
+                writer.write(data[start : start + (piece or len(data))])
+                await asyncio.sleep(0)
             while part := await reader.read(65536):
                 received += part
     except ConnectionError:  # closed while there was more to send

@@ -19,8 +19,6 @@ from metal_engine.server.status.routes import WITHOUT_KEY
 OPEN_PATHS = frozenset({"/health", "/ready"})
 _NO_KEY = "No API key provided; send it as `Authorization: Bearer KEY`"
 _WRONG_KEY = "Incorrect API key provided"
-# How long a body that is too large is read and thrown away, so that its client gets to read the answer.
-_DISCARD_SECONDS = 10.0
 
 
 def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
@@ -77,7 +75,12 @@ def limit_body(app: ASGIApp, max_bytes: int, read_seconds: float) -> ASGIApp:
         headers = Headers(scope=scope)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > max_bytes:
-            await _refuse(scope, receive, send, max_bytes, expects_continue="expect" in headers)
+            error = error_response(_too_large(max_bytes), scope)
+            await send({"type": "http.response.start", "status": 413, "headers": error.raw_headers})
+            await send({"type": "http.response.body", "body": bytes(error.body), "more_body": True})
+            if "expect" not in headers:  # such a client waits for the answer before it sends anything
+                await _discard(receive, read_seconds)
+            await send({"type": "http.response.body", "body": b""})
             return
         num_bytes = 0
         is_whole = False
@@ -95,7 +98,7 @@ def limit_body(app: ASGIApp, max_bytes: int, read_seconds: float) -> ASGIApp:
             num_bytes += len(message.get("body", b""))
             if num_bytes > max_bytes:  # a body of unannounced length
                 if message.get("more_body", False):
-                    await _discard(receive)
+                    await _discard(receive, read_seconds)
                 raise _too_large(max_bytes)
             return message
 
@@ -114,18 +117,10 @@ def _too_slow(read_seconds: float) -> APIError:
     return APIError(408, message, headers={"connection": "close"})
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send, max_bytes: int, *, expects_continue: bool) -> None:
-    response = error_response(_too_large(max_bytes), scope)
-    await send({"type": "http.response.start", "status": 413, "headers": response.raw_headers})
-    await send({"type": "http.response.body", "body": bytes(response.body), "more_body": True})
-    if not expects_continue:  # such a client waits for the answer before it sends anything
-        await _discard(receive)
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def _discard(receive: Receive) -> None:
-    """Read the rest of a body into nothing. Closing instead would reset the connection and lose the answer."""
+async def _discard(receive: Receive, seconds: float) -> None:
+    """Read the rest of a body into nothing, for a while. Closing at once would reset the connection, and lose the
+    answer."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(_DISCARD_SECONDS):
+        async with asyncio.timeout(seconds):
             while (await receive()).get("more_body", False):
                 pass
