@@ -6,6 +6,9 @@ import asyncio
 import http.client
 import io
 import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,4 +274,34 @@ async def exchange(port: int, data: bytes, piece: int | None = None) -> bytes:
         pass
     finally:
         writer.close()
+    return received
+
+
+def address(url: str) -> tuple[str, int]:
+    host, _, port = url.rpartition("/")[2].partition(":")
+    return host, int(port)
+
+
+@contextmanager
+def crowd(url: str, number: int, data: bytes) -> Iterator[list[socket.socket]]:
+    """Connections that send ``data`` and no more."""
+    sockets: list[socket.socket] = []
+    try:
+        for _ in range(number):
+            sockets.append(one := socket.create_connection(address(url), timeout=DEADLINE))
+            one.sendall(data)
+        yield sockets
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def rest(one: socket.socket) -> bytes:
+    """Everything that comes until the server closes the connection."""
+    received = b""
+    try:
+        while part := one.recv(65536):
+            received += part
+    except ConnectionResetError:
+        pass
     return received

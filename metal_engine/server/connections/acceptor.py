@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 # Taken from the queue of the socket in one go.
 _MOST_AT_ONCE = 64
-# Until descriptors or memory are there again.
-_PAUSE_SECONDS = 0.2
+# Until descriptors or memory are there again, or a place among the connections.
+_SHORTAGE_SECONDS = 0.2
+_NO_ROOM_SECONDS = 0.05
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TLS_SHUTDOWN_SECONDS = 5.0
 
@@ -49,6 +50,7 @@ class Acceptor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._is_short = False
+        self._held: socket.socket | None = None  # accepted, and there is no room for it yet
 
     def start(self, backlog: int) -> None:
         """Begin to listen.
@@ -69,6 +71,8 @@ class Acceptor:
         if listening.fileno() >= 0:
             self._loop.remove_reader(listening.fileno())
             listening.close()
+        if self._held is not None:
+            self._held.close()
         for task in self._tasks:
             task.cancel()
 
@@ -76,21 +80,21 @@ class Acceptor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _accept(self) -> None:
-        (listening,) = self.sockets
         for _ in range(_MOST_AT_ONCE):
             try:
-                accepted, _address = listening.accept()
+                accepted = self._held or self.sockets[0].accept()[0]
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
                 self._on_shortage(error)
                 return
-            self._is_short = False
+            self._is_short, self._held = False, None
             accepted.setblocking(False)
             connection = self._make()
             if not self._connections.add(connection):
-                accepted.close()
-                continue
+                self._held = accepted
+                self._wait(_NO_ROOM_SECONDS)
+                return
             task = self._loop.create_task(self._connect(connection, accepted))
             connection.connecting = task
             self._tasks.add(task)
@@ -104,14 +108,17 @@ class Acceptor:
             self._is_short = True
             logger.error("cannot accept a connection (%s): raise the limit of open files (ulimit -n)", error.strerror)
         self._connections.evict_oldest()
-        (listening,) = self.sockets
-        self._loop.remove_reader(listening.fileno())
-        self._pause = self._loop.call_later(_PAUSE_SECONDS, self._resume)
+        self._wait(_SHORTAGE_SECONDS)
+
+    def _wait(self, seconds: float) -> None:
+        self._loop.remove_reader(self.sockets[0].fileno())
+        self._pause = self._loop.call_later(seconds, self._resume)
 
     def _resume(self) -> None:
-        (listening,) = self.sockets
         self._pause = None
-        self._loop.add_reader(listening.fileno(), self._accept)
+        self._loop.add_reader(self.sockets[0].fileno(), self._accept)
+        if self._held is not None:
+            self._accept()
 
     async def _connect(self, connection: Connection, accepted: socket.socket) -> None:
         await self._loop.connect_accepted_socket(lambda: connection, accepted, **self._tls)
@@ -121,4 +128,4 @@ class Acceptor:
         connection.connecting = None
         if task.cancelled() or task.exception() is not None:  # left, or cannot speak TLS
             accepted.close()
-            self._connections.remove(connection)
+            connection.forget()

@@ -64,6 +64,11 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
+    def forget(self) -> None:
+        """The connection came to nothing. Its transport may have told of its beginning, and tells of no end."""
+        self._registry.remove(self)
+        self.connections.discard(self)
+
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return

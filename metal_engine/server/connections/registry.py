@@ -13,6 +13,12 @@ logger = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 1.0
 _WARN_SECONDS = 60.0
+# What the first bytes of a client may take even where others want its place: else a burst would throw itself out.
+_GRACE_SECONDS = 0.1
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class Closable(Protocol):
@@ -39,9 +45,9 @@ class Connections:
         self._limits = limits
         self._open: set[Closable] = set()
         self._num_spare = 0
-        # In the order in which they began to wait.
-        self._waiting: dict[Closable, None] = {}
-        self._spare_waiting: dict[Closable, None] = {}
+        # Since when they wait, the earliest first.
+        self._waiting: dict[Closable, float] = {}
+        self._spare_waiting: dict[Closable, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._warned = -inf
 
@@ -49,13 +55,15 @@ class Connections:
         return len(self._open)
 
     def add(self, connection: Closable) -> bool:
-        """Take in a new connection, which may make another go, or may be a spare one; False if there is no room."""
-        if len(self._open) - self._num_spare >= self._limits.max_connections and not self.evict_oldest():
-            self._warn()
-            if self._num_spare >= self._limits.num_spare and not self._evict(self._spare_waiting):
+        """Take in a new connection, which may make another go, or may be a spare one; False if there is no room yet."""
+        if len(self._open) - self._num_spare >= self._limits.max_connections:
+            connection.is_spare = not self._waiting
+            if connection.is_spare:
+                self._warn()
+            has_room = connection.is_spare and self._num_spare < self._limits.num_spare
+            if not has_room and not self._evict(self._spare_waiting if connection.is_spare else self._waiting):
                 return False
-            connection.is_spare = True
-            self._num_spare += 1
+            self._num_spare += connection.is_spare
         self._open.add(connection)
         self.wait_for(connection)
         if self._timer is None:
@@ -72,26 +80,26 @@ class Connections:
     def wait_for(self, connection: Closable) -> None:
         """The server has begun to wait for the connection's client."""
         if connection in self._open:
-            (self._spare_waiting if connection.is_spare else self._waiting)[connection] = None
+            (self._spare_waiting if connection.is_spare else self._waiting).setdefault(connection, _now())
 
     def wait_no_longer(self, connection: Closable) -> None:
         """The connection's client has sent what the server waited for."""
         (self._spare_waiting if connection.is_spare else self._waiting).pop(connection, None)
 
     def evict_oldest(self) -> bool:
-        """Close the connection that has waited longest; False if none waits."""
+        """Close the connection that has waited longest; False if none waits, or only for a moment."""
         return self._evict(self._waiting)
 
-    def _evict(self, waiting: dict[Closable, None]) -> bool:
+    def _evict(self, waiting: dict[Closable, float]) -> bool:
         oldest = next(iter(waiting), None)
-        if oldest is None:
+        if oldest is None or _now() - waiting[oldest] < _GRACE_SECONDS:
             return False
         self.remove(oldest)
         oldest.evict()
         return True
 
     def _warn(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = _now()
         if now - self._warned > _WARN_SECONDS:
             self._warned = now
             logger.warning("%d connections are busy (--max-connections): others are refused", len(self))
@@ -105,7 +113,7 @@ class Connections:
 
     def _sweep(self) -> None:
         self._timer = None
-        now = asyncio.get_running_loop().time()
+        now = _now()
         for connection in list(self._open):
             connection.check_time(now)
         if self._open:
