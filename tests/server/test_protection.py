@@ -6,12 +6,14 @@ import asyncio
 import ssl
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import uvloop
 
 from metal_engine.errors import ConfigError
 from metal_engine.server.generation.streaming import KEEP_ALIVE
@@ -154,12 +156,13 @@ def test_tls(certificate: tuple[Path, Path]) -> None:
             httpx.get(served.url + "/health")
 
 
-def test_half_a_handshake(certificate: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("loop", [None, pytest.param(uvloop.new_event_loop, marks=pytest.mark.full)])
+def test_half_a_handshake(certificate: tuple[Path, Path], loop: Callable[[], asyncio.AbstractEventLoop] | None) -> None:
     key, cert = certificate
     args = ServerArgs(
         ssl_keyfile=str(key), ssl_certfile=str(cert), timeout_read=0.5, max_connections=10, shutdown_timeout=1
     )
-    with serve(args=args) as served:
+    with serve(args=args, loop_factory=loop) as served:
         with crowd(served.url, 30, b"\x16\x03\x01\x02\x00") as sockets:
             wait_until(lambda: 0 < len(served.server.connections) <= 10, "room to be made")
             url = served.url.replace("http:", "https:")

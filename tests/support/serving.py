@@ -87,6 +87,7 @@ def serve(
     death_grace: float = DEADLINE,
     answer_format: AnswerFormat | None = None,
     engine: AsyncEngine | None = None,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Iterator[Served]:
     """A server on a fake runner, or on an ``engine`` that has been started; it is shut down at the end."""
     config = config or fake_config()
@@ -111,7 +112,11 @@ def serve(
         loops.append(asyncio.get_running_loop())
         await server.serve()
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()), name="server")
+    def run_loop() -> None:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(run())
+
+    thread = threading.Thread(target=run_loop, name="server")
     thread.start()
     try:
         wait_until(lambda: bool(idle_tasks) or not thread.is_alive(), "the server to start")

@@ -227,7 +227,8 @@ class Connection(HttpToolsProtocol):
         scope: Scope = {"path": path}
         response = error_response(error, scope)
         request_id = uuid.uuid4().hex
-        logger.info("refused a request: %s %s request_id=%s", error.status_code, error.message, request_id)
+        # Nobody has shown a key: more than this would let anyone fill the log.
+        logger.debug("refused a request: %s %s request_id=%s", error.status_code, error.message, request_id)
         added = [(b"connection", b"close"), (b"x-request-id", request_id.encode())]
         headers = [*self.server_state.default_headers, *response.raw_headers, *added]
         lines = [b"%b: %b\r\n" % header for header in headers]

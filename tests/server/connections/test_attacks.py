@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+import uvloop
 
+from metal_engine.device.descriptors import open_file_limit
 from metal_engine.errors import ConfigError
 from metal_engine.server.connections import limits
 from metal_engine.server.connections.limits import RESERVED_DESCRIPTORS, ConnectionLimits
@@ -24,6 +27,7 @@ from tests.support.serving import DEADLINE, Served, serve, wait_until
 
 HALF_HEAD = get()[:-2] + b"X: "
 MIB = 1 << 20
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 def statuses(one: socket.socket) -> list[int]:
@@ -51,10 +55,11 @@ STARTS = [b"", b"G", HALF_HEAD, get(), post(length=b"1000"), b"\x16\x03\x01"]
 
 
 @pytest.mark.parametrize("start", STARTS, ids=["nothing", "a byte", "half a head", "a request", "half a body", "TLS"])
-def test_half_a_request_keeps_nobody_out(start: bytes) -> None:
+@pytest.mark.parametrize("loop", [None, pytest.param(uvloop.new_event_loop, marks=pytest.mark.full)])
+def test_half_a_request_keeps_nobody_out(start: bytes, loop: LoopFactory | None) -> None:
     """Time limits are far off: those that wait longest make room."""
     args = ServerArgs(max_connections=20, timeout_read=DEADLINE, timeout_keep_alive=DEADLINE, shutdown_timeout=1)
-    with serve(args=args) as served, crowd(served.url, 60, start):
+    with serve(args=args, loop_factory=loop) as served, crowd(served.url, 60, start):
         for _ in range(3):
             ask(served.url)
         assert len(served.server.connections) <= 20
@@ -64,9 +69,15 @@ def test_half_a_request_keeps_nobody_out(start: bytes) -> None:
 @pytest.mark.full
 def test_2100_half_sent_heads() -> None:
     """As many descriptors as mlx-lm leaves a process."""
-    with process(open_files=2048, timeout_read=DEADLINE) as server, crowd(server.url, 2100, HALF_HEAD + b"a" * 60_000):
-        for _ in range(20):
-            ask(server.url)
+    assert open_file_limit(2400) >= 2400  # for the clients
+    with process(open_files=2048, timeout_read=DEADLINE) as server:
+        ask(server.url)
+        before = resident_bytes(server)
+        with crowd(server.url, 2100, HALF_HEAD + b"a" * 60_000):
+            for _ in range(20):
+                ask(server.url)
+            grown = resident_bytes(server) - before
+    assert grown < 2048 * 160_000, grown
 
 
 def test_those_that_make_room_are_told() -> None:
@@ -155,10 +166,10 @@ def test_descriptors_set_the_number_of_connections(endless: Process) -> None:
 # --- time ---
 
 
-@pytest.fixture(scope="module")
-def hurried() -> Iterator[Served]:
+@pytest.fixture(scope="module", params=[None, pytest.param(uvloop.new_event_loop, marks=pytest.mark.full)])
+def hurried(request: pytest.FixtureRequest) -> Iterator[Served]:
     args = ServerArgs(timeout_read=0.5, timeout_write=0.5, timeout_keep_alive=0.2, shutdown_timeout=1)
-    with serve(args=args) as served:
+    with serve(args=args, loop_factory=request.param) as served:
         yield served
 
 
@@ -267,3 +278,26 @@ def test_limits_of_the_process() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE)
     assert result.stdout == "ModelLoadError True\n", result.stderr
+
+
+def test_accepting_while_descriptors_run_out(hurried: Served) -> None:
+    """The server tries again now and then, not all the time, and goes on where it was."""
+    (acceptor,) = hurried.server.servers
+    (listening,) = acceptor.sockets
+    num_failed = 0
+
+    class Short:
+        """The listening socket while the process has too many files open."""
+
+        fileno = listening.fileno
+
+        def accept(self) -> None:
+            nonlocal num_failed
+            num_failed += 1
+            if num_failed == 3:
+                acceptor.sockets = (listening,)
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    acceptor.sockets = (Short(),)
+    ask(hurried.url)
+    assert num_failed == 3
