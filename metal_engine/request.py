@@ -36,12 +36,16 @@ class PreparedRequest:
         params: how to generate.
         max_tokens: tokens to generate at most.
         rules: what ``params`` mean in the model's tokens.
+        cache_salt: requests share cached prefixes only with requests of the same salt.
+        block_hashes: of the prompt's full blocks, with this salt.
     """
 
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
     rules: TokenRules
+    cache_salt: str = ""
+    block_hashes: list[bytes] = field(default_factory=list)
 
 
 class RequestStatus(enum.Enum):
@@ -110,6 +114,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     options: RequestOptions = RequestOptions()
     needs_prompt_rows: bool = False
+    block_hashes: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     stop_token_id_set: frozenset[int] = field(init=False)
@@ -118,7 +123,6 @@ class Request:
     num_output_placeholders: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
     arrival: int = field(default=-1, init=False)
-    block_hashes: list[bytes] = field(default_factory=list, init=False)
     num_cached_tokens: int = field(default=-1, init=False)
     num_external_tokens: int = field(default=0, init=False)
     num_registered_blocks: int = field(default=0, init=False)
@@ -183,6 +187,7 @@ class RequestOutput:
         finish_reason: ``stop``, ``length``, ``abort`` or ``error`` on the last output, else None.
         stop_reason: the stop string or stop token id that ended generation, if one did.
         error: message, when ``finish_reason`` is ``error``.
+        caused_by_request: whether the error comes of what the request itself asks for.
         logprobs: of each of ``token_ids``; None unless asked for.
         text_logprobs: of the tokens of ``token_ends``, except those whose whole text a stop string has cut off; None
             unless asked for.
@@ -201,6 +206,7 @@ class RequestOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    caused_by_request: bool = False
     logprobs: list[TokenLogprobs] | None = None
     text_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None

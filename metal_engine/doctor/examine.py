@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from metal_engine import __version__
+from metal_engine.errors import one_line
 
 PACKAGES = (
     "mlx", "mlx-lm", "transformers", "tokenizers", "huggingface-hub", "gguf", "numpy", "fastapi",
@@ -62,7 +63,7 @@ def examine(report: Callable[[Finding], None], model: str | None = None) -> bool
                 report(finding)
         except Exception as error:  # noqa: BLE001  (whatever is broken is what this command is for)
             healthy = False
-            report(Finding(label, f"{type(error).__name__}: {' '.join(str(error).split())}", FAILED))
+            report(Finding(label, f"{type(error).__name__}: {one_line(error, limit=600)}", FAILED))
     return healthy
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
 from metal_engine.engine.core import EngineCore
@@ -47,17 +48,19 @@ class Reservation:
 
     def __init__(self, engine: AsyncEngine, prompt_lens: list[int]) -> None:
         self._engine = engine
-        self._left = list(prompt_lens)
-        engine._reserve(len(self._left), sum(self._left))
+        self._left = Counter(prompt_lens)  # places by prompt length
+        engine._reserve(len(prompt_lens), sum(prompt_lens))
 
     def take(self, num_prompt_tokens: int) -> None:
         """Take the place of a request that is submitted now."""
-        self._left.remove(num_prompt_tokens)
+        if not self._left[num_prompt_tokens]:
+            raise ValueError(f"no place is left for a prompt of {num_prompt_tokens} tokens")
+        self._left[num_prompt_tokens] -= 1
         self._engine._reserve(-1, -num_prompt_tokens)
 
     def release(self) -> None:
         """Give back the places that nobody took."""
-        self._engine._reserve(-len(self._left), -sum(self._left))
+        self._engine._reserve(-self._left.total(), -sum(self._left.elements()))
         self._left.clear()
 
     def __del__(self) -> None:
@@ -150,9 +153,11 @@ class AsyncEngine:
         self._num_reserved += num_requests
         self._num_queued_tokens += num_tokens
 
-    def prepare_all(self, prompts: list[list[int]], params: SamplingParams) -> list[PreparedRequest]:
+    def prepare_all(
+        self, prompts: list[list[int]], params: SamplingParams, cache_salt: str = ""
+    ) -> list[PreparedRequest]:
         """See :meth:`EngineCore.prepare_all`. Call it in a thread: it may compile a grammar."""
-        return self._started.prepare_all(prompts, params)
+        return self._started.prepare_all(prompts, params, cache_salt)
 
     async def generate(
         self,
