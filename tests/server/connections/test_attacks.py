@@ -43,10 +43,17 @@ LAST = b"Connection: close\r\n"
 
 
 def ask(url: str) -> None:
-    """What must work throughout: probes, and requests."""
+    """What must work throughout: probes, and requests.
+
+    While a crowd is still coming in, who is slow to send a request may have to make room, and tries again.
+    """
     for request in (get(headers=LAST), get(b"/ready", LAST), post(LAST)):
-        with crowd(url, 1, request) as (one,):
-            assert statuses(one) == [200]
+        for _ in range(20):
+            with crowd(url, 1, request) as (one,):
+                if (got := statuses(one)) == [200]:
+                    break
+            assert got in ([], [503])
+        assert got == [200]
 
 
 # --- too many connections ---
@@ -168,7 +175,7 @@ def test_descriptors_set_the_number_of_connections(endless: Process) -> None:
 
 @pytest.fixture(scope="module", params=[None, pytest.param(uvloop.new_event_loop, marks=pytest.mark.full)])
 def hurried(request: pytest.FixtureRequest) -> Iterator[Served]:
-    args = ServerArgs(timeout_read=0.5, timeout_write=0.5, timeout_keep_alive=0.2, shutdown_timeout=1)
+    args = ServerArgs(timeout_read=1.0, timeout_write=0.5, timeout_keep_alive=0.2, shutdown_timeout=1)
     with serve(args=args, loop_factory=request.param) as served:
         yield served
 
