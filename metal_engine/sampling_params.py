@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from metal_engine.errors import ParameterError, short
+from metal_engine.sizes import num_characters
 
 # Far beyond any use; what a request may cost in memory beside its tokens.
 MAX_STOP_CHARACTERS = 16_384
@@ -124,6 +125,8 @@ class StructuredOutputsParams:
         """The JSON schema as JSON, if one is given."""
         if self.json is None or isinstance(self.json, str):
             return self.json
+        if num_characters(self.json, per_value=1, limit=MAX_GRAMMAR_CHARACTERS) > MAX_GRAMMAR_CHARACTERS:
+            raise ParameterError("structured_outputs", f"may have {MAX_GRAMMAR_CHARACTERS} characters")
         try:
             return json.dumps(self.json)
         except (TypeError, ValueError, RecursionError) as error:

@@ -20,6 +20,7 @@ from metal_engine.engine import chat_template
 from metal_engine.engine.control_tokens import ControlTokens
 from metal_engine.engine.detokenizer import Detokenizer
 from metal_engine.engine.long_text import TextTooLongError, encode
+from metal_engine.sizes import num_characters
 
 # How tokenizers without a byte alphabet spell a byte that is no character.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -33,6 +34,10 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
+
+# Beyond so many characters, a text with more of them in each token is refused: every call on it takes long.
+_MAX_CHARACTERS = 1 << 22
+_CHARACTERS_PER_TOKEN = 8
 
 # Characters that Unicode normalization makes one of, at most, as far as prompts go.
 _SHRINKING = 4
@@ -91,7 +96,10 @@ class Tokenizer:
     @property
     def _max_chars(self) -> int | None:
         """Characters of the longest text that may fit."""
-        return None if self._max_tokens is None else _SHRINKING * self._longest_token * self._max_tokens
+        if self._max_tokens is None:
+            return None
+        most = max(_MAX_CHARACTERS, _CHARACTERS_PER_TOKEN * self._max_tokens)
+        return min(_SHRINKING * self._longest_token * self._max_tokens, most)
 
     @cached_property
     def _longest_token(self) -> int:
@@ -174,6 +182,12 @@ class Tokenizer:
         if not self.hf_tokenizer.chat_template:
             raise ValueError("the model has no chat template; use /v1/completions with a plain prompt")
         template_kwargs.setdefault("add_generation_prompt", not template_kwargs.get("continue_final_message"))
+        contents = [message.get("content") for message in messages]
+        if (
+            self._max_chars is not None
+            and num_characters(contents, per_value=0, limit=self._max_chars) > self._max_chars
+        ):
+            raise TextTooLongError
         try:
             given = chat_template.plain_messages(messages)
             variables = chat_template.plain_variables(template_kwargs)

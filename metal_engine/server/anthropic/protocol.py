@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid, validated
+from metal_engine.server.large_bodies import dumps
 from metal_engine.server.protocol import ChatCompletionBody, LongList, RequestModel
 
 Message = dict[str, Any]
@@ -193,7 +193,7 @@ def _assistant_turn(content: str | list[dict[str, Any]]) -> list[Message]:
             case "redacted_thinking":
                 pass  # nobody can read it
             case "tool_use":
-                function = {"name": block["name"], "arguments": json.dumps(block["input"])}
+                function = {"name": block["name"], "arguments": dumps(block["input"])}
                 call = {"id": block["id"], "type": "function", "function": function}
                 turn.setdefault("tool_calls", []).append(call)
             case _:

@@ -19,6 +19,10 @@ from metal_engine.server.protocol import (
     NamedToolChoice,
     ToolCall,
 )
+from metal_engine.sizes import num_characters
+
+# Templates and schemas make JSON of all tools in one call: 10 ms.
+MAX_TOOL_CHARACTERS = 1 << 22
 
 
 class Conversation(Endpoint[ChatCompletionBody]):
@@ -46,6 +50,8 @@ class Conversation(Endpoint[ChatCompletionBody]):
         return [prompt]
 
     def _tool_plan(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolPlan:
+        if body.tools and num_characters([tool.model_dump() for tool in body.tools]) > MAX_TOOL_CHARACTERS:
+            raise invalid(f" may have {MAX_TOOL_CHARACTERS} characters together", where="tools")
         choice = body.tool_choice
         name = choice.function.name if isinstance(choice, NamedToolChoice) else None
         try:

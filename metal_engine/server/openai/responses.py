@@ -19,13 +19,12 @@ from metal_engine.server.openai.conversation import Conversation, message_of
 from metal_engine.server.openai.response_items import Event, ResponseItems
 from metal_engine.server.openai.responses_protocol import Message, Response, ResponsesBody, to_chat
 from metal_engine.server.protocol import ChatCompletionBody, Usage
+from metal_engine.sizes import num_characters
 
 # What a response tells of its request as it came, or by Response's default.
 _TOLD = ResponsesBody.model_fields.keys() & Response.model_fields.keys() - {"model", "text", "tools"}
 
 
-# What an object, a text or a number takes beside its characters.
-_CHARACTERS_PER_VALUE = 64
 # What is told again is made JSON in the event loop, three times over: 3 ms each.
 MAX_TOLD_CHARACTERS = 1 << 20
 
@@ -127,21 +126,6 @@ class ResponseStore:
         self.get(response_id)
         with self._lock:
             self._num_characters -= self._stored.pop(response_id, (None, 0))[1]
-
-
-def num_characters(value: Any) -> int:
-    """The characters of all texts in a JSON value; each value counts as some, for what Python keeps of it."""
-    total, left = 0, [value]
-    while left:
-        one = left.pop()
-        total += _CHARACTERS_PER_VALUE
-        if isinstance(one, str):
-            total += len(one)
-        elif isinstance(one, dict):
-            left += [*one, *one.values()]
-        elif isinstance(one, list):
-            left += one
-    return total
 
 
 class ResponsesEndpoint(Conversation):

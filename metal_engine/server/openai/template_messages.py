@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from metal_engine.engine.chat_template import RESERVED_NAMES
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import short
+from metal_engine.server import large_bodies
 from metal_engine.server.errors import invalid
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
 
@@ -116,7 +116,9 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = large_bodies.loads_text(function["arguments"])
+    except large_bodies.TooComplexError as error:
+        raise invalid(f": a call's arguments {error}", where="messages") from error
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}

@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from metal_engine.answers.answer_format import AnswerFormat
-from metal_engine.server.openai.responses import ResponseStore, StoredResponse, num_characters
+from metal_engine.server.openai.responses import ResponseStore, StoredResponse
 from metal_engine.settings.args import ServerArgs
+from metal_engine.sizes import num_characters
 from tests.server.test_errors import check_error
 from tests.support.serving import MODEL, Served, serve
 from tests.support.splitting import answer_format
