@@ -78,3 +78,45 @@ def with_fields(endpoint: Endpoint, **fields: Any) -> bytes:
     """The endpoint's small body with other fields; None leaves one out."""
     body = {**endpoint.small, **fields}
     return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
+
+
+def _unknown_names(endpoint: Endpoint) -> Callable[[int], bytes]:
+    return lambda size: with_fields(endpoint, **json.loads(names(size)))
+
+
+def _in_message(field: str, value: Callable[[int], Any]) -> Callable[[int], bytes]:
+    return lambda size: with_fields(CHAT, messages=[{"role": "user", "content": "a", field: value(size)}])
+
+
+def _parts(size: int) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": "a", f"k{i}": 0} for i in range(max(size // 35, 1))]
+
+
+# Bodies in which it is not a field that grows -> the body of about so many bytes.
+SHAPES: dict[str, tuple[Endpoint, Callable[[int], bytes]]] = {
+    **{f"{endpoint.path}, unknown names": (endpoint, _unknown_names(endpoint)) for endpoint in ENDPOINTS},
+    "unknown fields of a part": (
+        CHAT,
+        _in_message("content", lambda size: [{"type": "text", "text": "a", **json.loads(names(size))}]),
+    ),
+    "parts with an unknown field each": (CHAT, _in_message("content", _parts)),
+    "unknown stream options": (
+        CHAT,
+        lambda size: with_fields(CHAT, stream=True, stream_options=json.loads(names(size))),
+    ),
+    "allowed tokens and n": (
+        COMPLETIONS,
+        lambda size: with_fields(
+            COMPLETIONS, n=128, temperature=1, max_tokens=1, allowed_token_ids=list(range(10_000, 10_000 + size // 7))
+        ),
+    ),
+    "arguments of a call": (
+        CHAT,
+        lambda size: with_fields(
+            CHAT,
+            messages=[
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": repeated("1", size)}}]}
+            ],
+        ),
+    ),
+}
