@@ -183,6 +183,7 @@ class RequestOutput:
         finish_reason: ``stop``, ``length``, ``abort`` or ``error`` on the last output, else None.
         stop_reason: the stop string or stop token id that ended generation, if one did.
         error: message, when ``finish_reason`` is ``error``.
+        caused_by_request: whether the error comes of what the request itself asks for.
         logprobs: of each of ``token_ids``; None unless asked for.
         text_logprobs: of the tokens of ``token_ends``, except those whose whole text a stop string has cut off; None
             unless asked for.
@@ -201,6 +202,7 @@ class RequestOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    caused_by_request: bool = False
     logprobs: list[TokenLogprobs] | None = None
     text_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None

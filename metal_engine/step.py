@@ -85,7 +85,7 @@ class ModelOutput:
         sampled_token_ids: one token for each of ``SchedulerOutput.sampled_req_ids``, in that order.
         logprobs: by request id, of the token it sampled, where asked for.
         prompt_logprobs: by request id, of the prompt tokens in this step, where asked for.
-        errors: by request id, why a request must end. Its sampled token is void.
+        errors: by request id, why what the request asks for must end it. Its sampled token is void.
     """
 
     sampled_token_ids: list[int]

@@ -19,6 +19,7 @@ from metal_engine.answers.deltas import (
     new_call_id,
 )
 from metal_engine.answers.json_reader import JSONObjectReader
+from metal_engine.errors import short
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +121,9 @@ class CallReader:
         """A parsed call. Raises ValueError if it is not a call of one of the tools."""
         name, arguments = call["name"], call.get("arguments", {})
         if name not in self._names:
-            raise ValueError(f"there is no tool {name!r}")
+            raise ValueError(f"there is no tool {short(name)}")
         if not isinstance(arguments, dict):
-            raise ValueError(f"the arguments are no object: {arguments!r}")
+            raise ValueError(f"the arguments are no object: {short(arguments)}")
         given_id = call.get("id")
         call_id = given_id if isinstance(given_id, str) and given_id else new_call_id()
         return ToolCall(call_id, name, json_text(arguments))

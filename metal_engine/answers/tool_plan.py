@@ -9,7 +9,7 @@ from typing import Any
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.forced_calls import forced_schema
-from metal_engine.errors import ParameterError
+from metal_engine.errors import ParameterError, short
 
 Tool = dict[str, Any]
 
@@ -86,7 +86,7 @@ def plan_tools(
     listed = list(tools)
     if choice == "required":
         if name is not None and name not in names:
-            raise ParameterError("tool_choice", f"names {name!r}, which is not among the tools")
+            raise ParameterError("tool_choice", f"names {short(name)}, which is not among the tools")
         shown, told = (listed, []) if template_takes_tools else ([], listed)
         return ToolPlan(shown=shown, told=told, forced=True, name=name, parallel=parallel)
     if not template_takes_tools:

@@ -268,7 +268,7 @@ class EngineCore:
         """Fill in one request's new text. A stop string in it ends the request in the scheduler, too."""
         request_id = output.request_id
         if output.error is not None:
-            return self._fail_request(request_id, output.error)
+            return self._fail_request(request_id, output.error, caused_by_request=output.caused_by_request)
         try:
             self._outputs.process(output)
         except Exception as error:
@@ -310,10 +310,10 @@ class EngineCore:
                 logger.exception("a step under way failed, too")
                 self._under_way.clear()  # void
 
-    def _fail_request(self, request_id: str, message: str) -> RequestOutput:
+    def _fail_request(self, request_id: str, message: str, *, caused_by_request: bool = False) -> RequestOutput:
         self.metrics.finished(request_id, "error")
         self._forget(request_id, RequestStatus.FINISHED_ERROR)
-        return RequestOutput(request_id, finish_reason="error", error=message)
+        return RequestOutput(request_id, finish_reason="error", error=message, caused_by_request=caused_by_request)
 
 
 def _under_clients_ids(outputs: list[RequestOutput]) -> list[RequestOutput]:

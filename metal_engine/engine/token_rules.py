@@ -35,9 +35,11 @@ class TokenRulesMaker:
         if params.structured_outputs is not None:
             grammar = self._compiler.compile(params.structured_outputs)
         biases = params.logit_bias or {}
+        bad_words = self._bad_words(params)
+        self._check_choice(params, stop, bad_words.get((), []))
         return TokenRules(
             stop_token_ids=np.array(sorted(i for i in stop if i < self._vocab_size), np.int32),
-            bad_words=self._bad_words(params),
+            bad_words=bad_words,
             allowed=self._allowed(params),
             bias_ids=np.fromiter(biases, np.int32),
             biases=np.fromiter(biases.values(), np.float32),
@@ -56,6 +58,14 @@ class TokenRulesMaker:
         if token_id >= self._vocab_size:
             message = f"has token id {token_id}, outside the vocabulary of {self._vocab_size}"
             raise ParameterError(name, message)
+
+    def _check_choice(self, params: SamplingParams, stop: frozenset[int], bad_words: list[int]) -> None:
+        """Refuse parameters that leave no token to begin with."""
+        excluded = {*bad_words, *stop} if params.min_tokens > 0 and params.structured_outputs is None else {*bad_words}
+        allowed = range(self._vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+        if len(excluded) and all(token_id in excluded for token_id in allowed):
+            name = "min_tokens" if params.allowed_token_ids is None else "allowed_token_ids"
+            raise ParameterError(name, "leaves no token beside bad_words, stop tokens and min_tokens")
 
     def _allowed(self, params: SamplingParams) -> np.ndarray | None:
         """The mask of ``allowed_token_ids``, [W] int32."""

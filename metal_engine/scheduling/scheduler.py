@@ -346,7 +346,7 @@ class Scheduler:
             if request_id in model_output.errors:
                 self.finish_request(request_id, RequestStatus.FINISHED_ERROR)
                 error = model_output.errors[request_id]
-                outputs.append(RequestOutput(request_id, finish_reason="error", error=error))
+                outputs.append(RequestOutput(request_id, finish_reason="error", error=error, caused_by_request=True))
                 continue
             request.num_output_placeholders -= 1
             request.token_ids.append(token_id)

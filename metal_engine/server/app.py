@@ -27,6 +27,7 @@ from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
 from metal_engine.server.status.routes import add_model_routes, add_status_routes
 from metal_engine.server.tokenization import add_tokenization_routes
+from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ServerArgs
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
@@ -46,12 +47,14 @@ def create_app(
     app = FastAPI(title="metal-engine", version=__version__, responses=_ERRORS)
     app.router.route_class = StrictJSONRoute
     install_error_handlers(app)
+    workers = app.state.workers = Workers()
     served = ServedModel(
         engine,
         tuple(names),
         ParameterPolicy(strict=args.strict_params),
         answer_format or AnswerFormat(),
         Admission(engine, args.max_num_queued_reqs, args.max_num_queued_tokens, args.request_timeout),
+        workers,
         auto_tool_choice=args.enable_auto_tool_choice,
     )
     lifecycle = app.state.lifecycle = Lifecycle(engine)

@@ -22,6 +22,10 @@ from metal_engine.server.protocol import ErrorBody, ErrorDetail
 ERROR_CODE = "metal_engine.error_code"
 
 
+# Characters of a message: it may quote what the client sent.
+_MAX_ERROR = 1000
+
+
 class APIError(HTTPException):
     """An error to tell the client. FastAPI lets it through wherever it is raised.
 
@@ -46,7 +50,7 @@ class APIError(HTTPException):
     ) -> None:
         super().__init__(status, where + message, headers)
         # JSON may smuggle in lone surrogates, which could not be sent back.
-        self.message = (where + message).encode("utf-8", "replace").decode("utf-8")
+        self.message = (where + message)[:_MAX_ERROR].encode("utf-8", "replace").decode("utf-8")
         self.where = where
         self.param = param or re.split(r"[.\[]", where)[0] or None
         self.code = code
@@ -82,8 +86,13 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
+# What an error tells of the name of a model that is not there.
+_MAX_MODEL = 200
+
+
 def model_not_found(model: str) -> APIError:
-    return APIError(404, f"The model `{model}` does not exist.", param="model", code="model_not_found")
+    shown = model[:_MAX_MODEL] + "..." * (len(model) > _MAX_MODEL)
+    return APIError(404, f"The model `{shown}` does not exist.", param="model", code="model_not_found")
 
 
 def engine_dead(error: BaseException) -> APIError:

@@ -15,8 +15,9 @@ from typing_extensions import TypedDict  # typing's own, which pydantic takes fr
 from metal_engine.server.large_bodies import IN_PIECES
 
 T = TypeVar("T")
-# One error for a list, not one for each of its 100,000 elements.
+# One error for a list or an object, not one for each of its 100,000 elements.
 LongList = Annotated[list[T], Field(fail_fast=True), IN_PIECES]
+LongDict = Annotated[dict[str, T], Field(fail_fast=True)]
 
 
 class RequestModel(BaseModel):
@@ -61,7 +62,7 @@ class GenerationBody(RequestModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LongDict[float] | None = None
     allowed_token_ids: LongList[int] | None = None
     bad_words: LongList[str] | None = None
     include_stop_str_in_output: bool | None = None

@@ -209,8 +209,9 @@ def run_server(
     Raises:
         ConfigError: another process has begun to listen on the address.
     """
+    app = create_app(engine, names, args, answer_format)
     server = Server(
-        create_app(engine, names, args, answer_format),
+        app,
         engine,
         shutdown_timeout=args.shutdown_timeout,
         log_stats_interval=args.log_stats_interval,
@@ -226,6 +227,7 @@ def run_server(
         engine.shutdown()
         problem = f"cannot listen on {listener.url}: {error.strerror}; choose another --port"
         raise ConfigError("--port", problem) from error
+    app.state.workers.close()
     stopped = engine.shutdown(0.5 if server.force_exit else _ENGINE_STOP_SECONDS)
     if not stopped:
         # Leaving in the usual way would tear MLX down under the thread that is still within a step.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
 from metal_engine.server.errors import invalid, validated
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, LongList, RequestModel
+from metal_engine.server.workers import Weight
 
 
 class TokenizeBody(RequestModel):
@@ -45,14 +44,14 @@ class Text(BaseModel):
 
 def add_tokenization_routes(app: FastAPI, served: ServedModel) -> None:
     @app.post("/tokenize", tags=["tokens"])
-    async def tokenize(body: TokenizeBody) -> Tokens:
+    async def tokenize(body: TokenizeBody, request: Request) -> Tokens:
         served.check_model(body.model)
-        return await asyncio.to_thread(_tokenized, served, body)
+        return await served.workers.run(Weight.of(len(await request.body())), _tokenized, served, body)
 
     @app.post("/detokenize", tags=["tokens"])
-    async def detokenize(body: DetokenizeBody) -> Text:
+    async def detokenize(body: DetokenizeBody, request: Request) -> Text:
         served.check_model(body.model)
-        return await asyncio.to_thread(_detokenized, served, body)
+        return await served.workers.run(Weight.of(len(await request.body())), _detokenized, served, body)
 
 
 def _tokenized(served: ServedModel, body: TokenizeBody) -> Tokens:

@@ -220,11 +220,11 @@ def test_bad_words_of_one_and_of_several_tokens() -> None:
 
 
 def test_a_request_that_excludes_every_token_fails_alone() -> None:
-    params = SamplingParams(temperature=0, allowed_token_ids=[97], bad_words=["a"])
+    params = SamplingParams(temperature=0, allowed_token_ids=[97], bad_words=["aa"])
     fine = SamplingParams(temperature=0, max_tokens=5)
     failed, others = run_all(tiny_engine(), [(PROMPT, params), (PROMPT, fine)])
-    assert [output.finish_reason for output in failed] == ["error"]
-    assert "leave no token" in (failed[0].error or "")
+    assert [output.finish_reason for output in failed] == [None, "error"]
+    assert "leave no token" in (failed[1].error or "") and failed[1].caused_by_request
     assert others[-1].finish_reason in ("length", "stop")
 
 

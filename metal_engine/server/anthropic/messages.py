@@ -28,6 +28,7 @@ class MessagesEndpoint(Conversation):
     """Answers are blocks, which a stream's events tell of as they grow."""
 
     id_prefix = "msg"
+    has_choices = False
 
     def __init__(self, served: ServedModel) -> None:
         super().__init__(served)

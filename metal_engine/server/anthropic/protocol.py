@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from metal_engine.errors import short
 from metal_engine.server.errors import invalid, validated
 from metal_engine.server.protocol import ChatCompletionBody, LongList, RequestModel
 
@@ -128,7 +129,7 @@ def to_chat(body: CountTokensBody) -> ChatCompletionBody:
 
 def _tool(i: int, tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise invalid(f"tools[{i}]: type {tool.type!r} is not supported; the server runs no tools", param="tools")
+        raise invalid(f"tools[{i}]: type {short(tool.type)} is not supported; the server runs no tools", param="tools")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
@@ -208,7 +209,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
     texts = []
     for block in content:
         if block["type"] != "text":
-            raise ValueError(f"blocks of type {block['type']!r} are not supported here; the model takes text only")
+            raise ValueError(f"blocks of type {short(block['type'])} are not supported here; the model takes text only")
         texts.append(block["text"])
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("a text block's text must be a string")

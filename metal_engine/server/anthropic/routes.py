@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,7 +12,7 @@ from metal_engine.server.anthropic.messages import MessagesEndpoint
 from metal_engine.server.errors import renaming
 from metal_engine.server.generation.answerer import EVENTS, Answerer
 from metal_engine.server.generation.preparation import ServedModel
-from metal_engine.server.middleware.strict_json import off_loop_if_large
+from metal_engine.server.workers import Weight
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": protocol.AnthropicError}}
 _ANSWERS = {**EVENTS, **_ERRORS}
@@ -23,13 +22,15 @@ def add_anthropic_routes(app: FastAPI, served: ServedModel, answer: Answerer) ->
     @app.post("/v1/messages", tags=["messages"], response_model=protocol.AnthropicResponse, responses=_ANSWERS)
     async def create_message(body: protocol.MessagesBody, request: Request) -> Response:
         with renaming(protocol.RENAMED):
-            chat = await off_loop_if_large(request, protocol.to_chat, body)
-            return await answer(MessagesEndpoint(served), chat, request)
+            raw = await request.body()
+            chat = await served.workers.run_if_large(len(raw), protocol.to_chat, body)
+            return await answer(MessagesEndpoint(served), chat, len(raw))
 
     @app.post("/v1/messages/count_tokens", tags=["messages"], responses=_ERRORS)
-    async def count_tokens(body: protocol.CountTokensBody) -> protocol.TokenCount:
+    async def count_tokens(body: protocol.CountTokensBody, request: Request) -> protocol.TokenCount:
         with renaming(protocol.RENAMED):
-            return await asyncio.to_thread(_count_tokens, served, body)
+            weight = Weight.of(len(await request.body()))
+            return await served.workers.run(weight, _count_tokens, served, body)
 
 
 def _count_tokens(served: ServedModel, body: protocol.CountTokensBody) -> protocol.TokenCount:

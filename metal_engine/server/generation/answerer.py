@@ -8,19 +8,14 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from metal_engine.server.errors import APIError, to_api_error
 from metal_engine.server.generation.generation import Generation
 from metal_engine.server.generation.preparation import BodyT, Endpoint, ServedModel, prepare
-from metal_engine.server.generation.streaming import EventStreamResponse, cancel_on_disconnect
+from metal_engine.server.generation.streaming import EventStreamResponse
 
 logger = logging.getLogger(__name__)
-
-# nginx's status for a client that left; nobody receives it, but access logs show it.
-CLIENT_CLOSED_REQUEST = 499
 
 # What a route that may stream says of its answer.
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
@@ -33,14 +28,12 @@ class Answerer:
     served: ServedModel
     sse_keep_alive: float
 
-    async def __call__(self, endpoint: Endpoint[BodyT], body: BodyT, request: Request) -> Response:
-        generation = await prepare(self.served, endpoint, body)
+    async def __call__(self, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int) -> Response:
+        """The response to a request whose prompt was made of so many bytes."""
+        generation = await prepare(self.served, endpoint, body, num_bytes)
         if body.stream:
             return EventStreamResponse(_events(generation, endpoint, body), keep_alive=self.sse_keep_alive)
-        try:
-            await cancel_on_disconnect(request.receive, generation.finish())
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        await generation.finish()
         return Response(endpoint.response(generation).model_dump_json(), media_type="application/json")
 
 

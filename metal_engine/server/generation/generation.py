@@ -237,7 +237,8 @@ class Generation:
             return APIError(504, message, code="timeout")
         if output.finish_reason == "abort":
             return APIError(503, output.error or "the request was aborted", code=SHUTTING_DOWN)
-        return APIError(500, output.error or "the request failed", code="generation_failed")
+        status = 400 if output.caused_by_request else 500
+        return APIError(status, output.error or "the request failed", code="generation_failed")
 
 
 def _hide_output(output: RequestOutput) -> None:

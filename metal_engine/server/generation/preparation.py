@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from metal_engine.server.generation.generation import Arrived, Generation
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
 from metal_engine.server.generation.streaming import sse
-from metal_engine.server.protocol import GenerationBody, KVTransferParams, Usage
+from metal_engine.server.protocol import ChatCompletionBody, GenerationBody, KVTransferParams, Usage
+from metal_engine.server.workers import Weight, Workers
 
 # Sequences of one request; each takes memory before it runs.
 MAX_SEQUENCES = 2048
@@ -40,6 +40,7 @@ class ServedModel:
     parameters: ParameterPolicy
     answer_format: AnswerFormat
     admission: Admission
+    workers: Workers
     auto_tool_choice: bool = True
 
     def check_model(self, model: str | None) -> None:
@@ -52,6 +53,8 @@ class Endpoint(ABC, Generic[BodyT]):
     """What sets a generating endpoint apart from the others, for one request."""
 
     id_prefix: str
+    has_choices = True
+    """Whether its answer has a place for more than one output of a prompt."""
 
     @abstractmethod
     def tokenize(self, body: BodyT, tokenizer: Tokenizer) -> list[list[int]]:
@@ -98,8 +101,11 @@ class Endpoint(ABC, Generic[BodyT]):
         return sse(error.body)
 
 
-async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -> Generation:
+async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int) -> Generation:
     """Validate a request and make a generation of it; nothing reaches the engine's queue yet.
+
+    Args:
+        num_bytes: what the prompt was made of.
 
     Raises:
         APIError: the request cannot be served; 4xx with the field at fault, or 503 if the engine has ended.
@@ -110,7 +116,8 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
     if engine.error is not None:
         raise engine_dead(engine.error)
     # Long for a long prompt, for many parameters or for a large grammar, and the event loop serves everybody.
-    requests, echoes = await asyncio.to_thread(_prepared, served, endpoint, body)
+    weight = Weight.COMPILING if _may_compile(body) else Weight.of(num_bytes)
+    requests, echoes = await served.workers.run(weight, _prepared, served, endpoint, body)
     prompt_lens = [len(request.prompt_token_ids) for request in requests for _ in range(request.params.n)]
     reservation = served.admission.admit(prompt_lens)
     return Generation(
@@ -126,6 +133,11 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -
         shows_prompt_logprobs=body.prompt_logprobs is not None,
         reader=endpoint.reader,
     )
+
+
+def _may_compile(body: GenerationBody) -> bool:
+    tool_choice = body.tool_choice if isinstance(body, ChatCompletionBody) else None
+    return bool(body.structured_outputs or body.response_format) or tool_choice not in (None, "none", "auto")
 
 
 def _options(body: GenerationBody) -> RequestOptions:
@@ -145,6 +157,8 @@ def _prepared(
     engine = served.engine
     served.parameters.check(body)
     params = sampling_params(body, engine.config.model.default_sampling)
+    if params.n > 1 and not endpoint.has_choices:
+        raise invalid(" must be 1: the answer is one message", where="n")
     tokenizer = engine.tokenizer
     if body.truncate_prompt_tokens is None:
         tokenizer = tokenizer.limited(engine.config.scheduler.max_model_len)

@@ -10,17 +10,55 @@ from typing import Any
 from pydantic import BaseModel
 
 from metal_engine.answers.deltas import AnswerDelta
-from metal_engine.server.errors import APIError
+from metal_engine.server.errors import APIError, invalid
 from metal_engine.server.generation.generation import Arrived, Generation, finish_reason
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.openai.conversation import Conversation, message_of
 from metal_engine.server.openai.response_items import Event, ResponseItems
-from metal_engine.server.openai.responses_protocol import Message, Response, ResponsesBody
-from metal_engine.server.protocol import Usage
+from metal_engine.server.openai.responses_protocol import Message, Response, ResponsesBody, to_chat
+from metal_engine.server.protocol import ChatCompletionBody, Usage
 
 # What a response tells of its request as it came, or by Response's default.
 _TOLD = ResponsesBody.model_fields.keys() & Response.model_fields.keys() - {"model", "text", "tools"}
+
+
+# What an object, a text or a number takes beside its characters.
+_CHARACTERS_PER_VALUE = 64
+# What is told again is made JSON in the event loop, three times over: 3 ms each.
+MAX_TOLD_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class AskedResponse:
+    """What a request asks for beside what its chat does.
+
+    Attributes:
+        told: what the response tells of its request.
+        messages: the conversation, without instructions.
+        num_characters: how much text there is in both.
+    """
+
+    told: dict[str, Any]
+    messages: list[Message]
+    num_characters: int
+
+
+def read_request(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletionBody, AskedResponse]:
+    """A request as a chat's, and what else it asks for. Raises as :func:`to_chat` does, and for too much to be told.
+
+    Args:
+        earlier: the messages that ``previous_response_id`` stands for.
+    """
+    told = {name: value for name, value in body.model_dump(include=_TOLD).items() if value is not None}
+    told |= {"text": {"format": {"type": "text"}}}
+    told |= body.model_dump(include={"text", "tools"}, exclude_none=True)
+    instructions = len(body.instructions or "")
+    if num_characters(told) - instructions > MAX_TOLD_CHARACTERS:
+        problem = f"tools, text and metadata are part of the answer: they may have {MAX_TOLD_CHARACTERS} characters"
+        raise invalid(problem, param="tools")
+    chat, messages = to_chat(body, earlier)
+    return chat, AskedResponse(told, messages, num_characters(messages) + num_characters(told))
 
 
 @dataclass(frozen=True)
@@ -43,8 +81,8 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._stored)
 
-    def put(self, stored: StoredResponse) -> None:
-        size = len(repr(stored.messages)) + len(repr(stored.response))
+    def put(self, stored: StoredResponse, size: int) -> None:
+        """Keep a response of so many characters, and those before it as far as there is room."""
         self._stored[stored.response["id"]] = stored, size
         self._num_characters += size
         while self._stored and (len(self._stored) > self._max_responses or self._num_characters > self._max_characters):
@@ -64,27 +102,45 @@ class ResponseStore:
         """The conversation that ``previous_response_id`` stands for. Raises as :meth:`get` does."""
         return [] if response_id is None else self.get(response_id, "previous_response_id").messages
 
+    def num_characters(self, response_id: str | None) -> int:
+        """How much text there is in the conversation that ``previous_response_id`` stands for."""
+        return 0 if response_id is None else self._stored[response_id][1]
+
     def delete(self, response_id: str) -> None:
         """Raises APIError, a 404, as :meth:`get` does."""
         self.get(response_id)
         self._num_characters -= self._stored.pop(response_id)[1]
 
 
+def num_characters(value: Any) -> int:
+    """The characters of all texts in a JSON value; each value counts as some, for what Python keeps of it."""
+    total, left = 0, [value]
+    while left:
+        one = left.pop()
+        total += _CHARACTERS_PER_VALUE
+        if isinstance(one, str):
+            total += len(one)
+        elif isinstance(one, dict):
+            left += [*one, *one.values()]
+        elif isinstance(one, list):
+            left += one
+    return total
+
+
 class ResponsesEndpoint(Conversation):
     """Answers are items, which a stream's events tell of as they grow.
 
     Args:
-        body: as it came.
-        messages: the conversation, without instructions.
+        asked: what the request asks for beside what its chat does.
     """
 
     id_prefix = "resp"
+    has_choices = False
 
-    def __init__(self, served: ServedModel, store: ResponseStore, body: ResponsesBody, messages: list[Message]) -> None:
+    def __init__(self, served: ServedModel, store: ResponseStore, asked: AskedResponse) -> None:
         super().__init__(served)
-        self._body = body
         self._store = store
-        self._messages = messages
+        self._asked = asked
         self._items = ResponseItems()
         self._deltas: list[AnswerDelta] = []
         self._numbers = itertools.count()
@@ -143,12 +199,14 @@ class ResponsesEndpoint(Conversation):
         }
         if response.store:
             answer = message_of(self._deltas).model_dump(exclude_none=True)
-            self._store.put(StoredResponse(response.model_dump(), [*self._messages, answer]))
+            stored = StoredResponse(response.model_dump(), [*self._asked.messages, answer])
+            self._store.put(stored, self._asked.num_characters + num_characters([answer, response.output]))
         return response
 
     def _response(self, generation: Generation, status: Any) -> Response:
-        told = {name: value for name, value in self._body.model_dump(include=_TOLD).items() if value is not None}
-        told |= {"text": {"format": {"type": "text"}}}
-        told |= self._body.model_dump(include={"text", "tools"}, exclude_none=True)
-        told |= {"id": generation.request_id, "created_at": generation.created, "model": generation.model}
-        return Response(status=status, **told)
+        told: dict[str, Any] = {
+            "id": generation.request_id,
+            "created_at": generation.created,
+            "model": generation.model,
+        }
+        return Response(status=status, **self._asked.told, **told)

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from metal_engine.errors import short
 from metal_engine.server.errors import invalid, validated
-from metal_engine.server.protocol import ChatCompletionBody, LongList, RequestModel
+from metal_engine.server.protocol import ChatCompletionBody, LongDict, LongList, RequestModel
 
 Message = dict[str, Any]
 
@@ -54,7 +55,7 @@ class ResponsesBody(RequestModel):
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: LongDict[str] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -147,7 +148,9 @@ def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletion
 
 def _tool(i: int, tool: ResponseTool) -> dict[str, Any]:
     if tool.type != "function":
-        raise invalid(f"tools[{i}]: type {tool.type!r} is not supported; the server has functions only", param="tools")
+        raise invalid(
+            f"tools[{i}]: type {short(tool.type)} is not supported; the server has functions only", param="tools"
+        )
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
@@ -208,7 +211,7 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
         if text:
             _assistant(messages, fresh="reasoning")["reasoning"] = text
     else:
-        raise ValueError(f"items of type {kind!r} are not supported")
+        raise ValueError(f"items of type {short(kind)} are not supported")
 
 
 def _assistant(messages: list[Message], fresh: str | None = None) -> Message:
@@ -229,6 +232,6 @@ def _text(content: Any) -> str:
     texts = []
     for part in content:
         if part["type"] not in _TEXT_PARTS:
-            raise ValueError(f"content of type {part['type']!r} is not supported; the model takes text only")
+            raise ValueError(f"content of type {short(part['type'])} is not supported; the model takes text only")
         texts.append(part["refusal" if part["type"] == "refusal" else "text"])
     return "\n".join(texts)

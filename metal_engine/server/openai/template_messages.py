@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.errors import short
 from metal_engine.server.errors import invalid
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
 
@@ -99,7 +100,7 @@ def _text(index: int, content: str | list[ContentPart]) -> str:
     for i, part in enumerate(content):
         place = f"messages[{index}].content[{i}]"
         if part.type != "text":
-            problem = f": content of type {part.type!r} is not supported; the model takes text only"
+            problem = f": content of type {short(part.type)} is not supported; the model takes text only"
             raise invalid(problem, where=place)
         if part.text is None:
             raise invalid(" is required", where=f"{place}.text")

@@ -154,6 +154,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({**OK, "tool_choice": {"type": "tool"}}, "tool_choice"),
     ({**OK, "stop_sequences": [""]}, "stop_sequences"),
     ({**OK, "temperature": -1}, "temperature"),
+    ({**OK, "n": 3}, "n must be 1"),
+    ({**OK, "n": 3, "stream": True}, "n must be 1"),
 ]
 
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from metal_engine.answers.answer_format import AnswerFormat
-from metal_engine.server.openai.responses import ResponseStore, StoredResponse
+from metal_engine.server.openai.responses import ResponseStore, StoredResponse, num_characters
 from metal_engine.settings.args import ServerArgs
 from tests.server.test_errors import check_error
 from tests.support.serving import MODEL, Served, serve
@@ -154,6 +154,8 @@ def test_parts_are_joined(served: Served) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
+    ({"input": "hi", "n": 3}, "n"),
+    ({"input": "hi", "metadata": {"a": 5}}, "metadata"),
     ({}, "input"),
     ({"input": 5}, "input"),
     ({"input": []}, "input"),
@@ -202,18 +204,26 @@ def test_an_error_within_a_stream() -> None:
 def test_the_store_is_bounded() -> None:
     store = ResponseStore(3, max_characters=1000)
     for i in range(5):
-        store.put(StoredResponse({"id": str(i)}, []))
+        store.put(StoredResponse({"id": str(i)}, []), 5)
     assert len(store) == 3
     store.get("2")  # so 3 is the oldest now
-    store.put(StoredResponse({"id": "5"}, []))
+    store.put(StoredResponse({"id": "5"}, []), 5)
     store.get("2")
-    store.put(StoredResponse({"id": "6"}, [{"content": "x" * 960}]))
+    store.put(StoredResponse({"id": "6"}, []), 996)
     assert len(store) == 1
-    store.put(StoredResponse({"id": "7"}, [{"content": "x" * 2000}]))
+    store.put(StoredResponse({"id": "7"}, []), 2000)
     assert len(store) == 0
     nothing = ResponseStore(0)
-    nothing.put(StoredResponse({"id": "1"}, []))
+    nothing.put(StoredResponse({"id": "1"}, []), 5)
     assert len(nothing) == 0
+
+
+def test_what_is_told_again_is_bounded() -> None:
+    with serve() as served:
+        tools = [{"type": "function", "name": f"f{i}", "parameters": {"type": "object"}} for i in range(3000)]
+        answer = served.post("/v1/responses", {"model": MODEL, "input": "hi", "tools": tools})
+        assert answer.status_code == 400 and "tools, text and metadata" in answer.json()["error"]["message"]
+    assert num_characters({"a": ["bc", 1]}) == 5 * 64 + 3
 
 
 def test_nothing_is_stored_if_told_so() -> None:

@@ -1,0 +1,79 @@
+"""Threads for what would hold up the event loop: reading large bodies, rendering and tokenizing prompts, compiling."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import enum
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from metal_engine.cancellation import asker_left, check_cancelled
+from metal_engine.server.large_bodies import ALWAYS_SMALL_BYTES
+
+T = TypeVar("T")
+
+# Bytes from which work on a text takes long: a tokenizer needs 0.1 s for so many.
+HEAVY_BYTES = 1 << 18
+
+
+class Weight(enum.Enum):
+    """Which threads do a piece of work, so that quick work never queues behind slow work; and how many there are.
+
+    Threads that run Python take turns of 5 ms with the event loop, so few are heavy. Compiling waits for processes.
+    """
+
+    LIGHT = ("light", 4)
+    HEAVY = ("heavy", 2)
+    COMPILING = ("compiling", 8)
+
+    @classmethod
+    def of(cls, num_bytes: int) -> Weight:
+        """Of work on a text or a body of so many bytes."""
+        return cls.HEAVY if num_bytes >= HEAVY_BYTES else cls.LIGHT
+
+
+class Workers:
+    """Runs work in threads; drops what nobody waits for any more. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._pools = {
+            weight: ThreadPoolExecutor(weight.value[1], thread_name_prefix=f"{weight.value[0]}-work")
+            for weight in Weight
+        }
+        self._under_way: set[threading.Event] = set()
+
+    async def run(self, weight: Weight, work: Callable[..., T], *args: object) -> T:
+        """Returns ``work(*args)``. Cancelling takes it out of the queue, or makes
+        :func:`metal_engine.cancellation.is_cancelled` true within it."""
+        left = threading.Event()
+        context = contextvars.copy_context()
+        context.run(asker_left.set, left)
+        self._under_way.add(left)
+        future = self._pools[weight].submit(context.run, _unless_left, work, *args)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            left.set()
+            future.cancel()
+            raise
+        finally:
+            self._under_way.discard(left)
+
+    async def run_if_large(self, num_bytes: int, work: Callable[..., T], *args: object) -> T:
+        """Returns ``work(*args)``, which takes 10 ms at most for ``ALWAYS_SMALL_BYTES``: in a thread for more."""
+        return work(*args) if num_bytes <= ALWAYS_SMALL_BYTES else await self.run(Weight.of(num_bytes), work, *args)
+
+    def close(self) -> None:
+        """Drop everything: what is queued, and what is under way as soon as it notices."""
+        for left in self._under_way:
+            left.set()
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _unless_left(work: Callable[..., T], *args: object) -> T:
+    check_cancelled()
+    return work(*args)

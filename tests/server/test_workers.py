@@ -1,0 +1,93 @@
+"""Work in threads: light work does not wait for heavy work, and what nobody waits for is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from metal_engine.cancellation import Cancelled, check_cancelled, is_cancelled
+from metal_engine.server.workers import HEAVY_BYTES, Weight, Workers
+
+
+@pytest.fixture
+def release() -> threading.Event:
+    return threading.Event()
+
+
+def run(work: Callable[[Workers], object]) -> None:
+    async def main() -> None:
+        workers = Workers()
+        try:
+            await work(workers)  # type: ignore[misc]
+        finally:
+            workers.close()
+
+    asyncio.run(main())
+
+
+def test_light_work_passes_heavy_work(release: threading.Event) -> None:
+    async def work(workers: Workers) -> None:
+        heavy = [asyncio.create_task(workers.run(Weight.HEAVY, release.wait)) for _ in range(20)]
+        await asyncio.sleep(0)
+        assert await workers.run(Weight.LIGHT, lambda: 7) == 7
+        release.set()
+        await asyncio.gather(*heavy)
+
+    run(work)
+
+
+def test_queued_work_whose_asker_left_is_never_begun(release: threading.Event) -> None:
+    begun: list[int] = []
+
+    async def work(workers: Workers) -> None:
+        blockers = [asyncio.create_task(workers.run(Weight.HEAVY, release.wait)) for _ in range(2)]
+        left = [asyncio.create_task(workers.run(Weight.HEAVY, begun.append, i)) for i in range(5)]
+        await asyncio.sleep(0)
+        for task in left:
+            task.cancel()
+        results = await asyncio.gather(*left, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        release.set()
+        await asyncio.gather(*blockers)
+        await workers.run(Weight.HEAVY, begun.append, 9)
+
+    run(work)
+    assert begun == [9]
+
+
+@pytest.mark.parametrize("by", ["cancel", "close"])
+def test_work_under_way_notices_that_its_asker_left(by: str, release: threading.Event) -> None:
+    noticed: list[bool] = []
+    started = threading.Event()
+
+    def long() -> None:
+        assert not is_cancelled()
+        started.set()
+        release.wait()
+        try:
+            check_cancelled()
+        except Cancelled:
+            noticed.append(True)
+            raise
+
+    async def work(workers: Workers) -> None:
+        task = asyncio.create_task(workers.run(Weight.LIGHT, long))
+        await asyncio.to_thread(started.wait)
+        if by == "cancel":
+            task.cancel()
+        else:
+            workers.close()
+        release.set()
+        with pytest.raises((asyncio.CancelledError, Cancelled)):
+            await task
+        while not noticed:
+            await asyncio.sleep(0.001)
+
+    run(work)
+
+
+def test_weights() -> None:
+    assert Weight.of(HEAVY_BYTES) is Weight.HEAVY and Weight.of(HEAVY_BYTES - 1) is Weight.LIGHT
