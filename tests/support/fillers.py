@@ -106,9 +106,7 @@ SHAPES: dict[str, tuple[Endpoint, Callable[[int], bytes]]] = {
     ),
     "allowed tokens and n": (
         COMPLETIONS,
-        lambda size: with_fields(
-            COMPLETIONS, n=128, temperature=1, max_tokens=1, allowed_token_ids=list(range(10_000, 10_000 + size // 7))
-        ),
+        lambda size: with_fields(COMPLETIONS, n=128, temperature=1, max_tokens=1, allowed_token_ids=[7] * (size // 3)),
     ),
     "arguments of a call": (
         CHAT,

@@ -11,7 +11,7 @@ def every_case() -> list[Case]:
     return [*texts(), *many(), *broken(), *contradictions(), *grammars(), *routes()]
 
 
-# What the plain run sends: one of each kind, and the small ones that were a 500.
+# What the plain run sends: one of each kind, and the small ones that were a 5xx.
 QUICK = {
     "/v1/completions: 1000 bytes of special tokens",
     "/v1/chat/completions: 100000 bytes of combining marks",
@@ -37,6 +37,10 @@ QUICK = {
     "/v1/chat/completions: a schema of a loop",
     "/v1/chat/completions: choices of 15 MB",
     "/v1/completions: a prompt of nothing",
+    "/v1/completions: only the end allowed, and 3 tokens at least",
+    "/v1/chat/completions: the template's self",
+    "/v1/messages: n 3",
+    "/v1/responses: n 3, streamed",
     "/v1/messages/count_tokens: a block of nothing",
     "/detokenize: tokens beyond 64 bits",
     "GET /v1/models/%ff%fe",

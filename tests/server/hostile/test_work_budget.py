@@ -18,6 +18,7 @@ from metal_engine.server.middleware import strict_json
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, GenerationBody
 from tests.server.hostile.cases import FIELDS
 from tests.support.fillers import CHAT, COMPLETIONS, DETOKENIZE, FILLERS, MESSAGES, RESPONSES, SHAPES, Endpoint
+from tests.support.fuzzing import growing
 from tests.support.work_budget import MAX_GROWTH, MAX_ROUNDS_PER_BYTE, Application, application, filled
 
 
@@ -27,6 +28,7 @@ def app() -> Iterator[Application]:
         yield app
 
 
+SEED = 20261122
 QUICK = (
     (COMPLETIONS, "prompt", "lists"),
     (COMPLETIONS, "allowed_token_ids", "numbers"),
@@ -65,6 +67,13 @@ def test_every_field(app: Application, endpoint: Endpoint, field: str) -> None:
 def test_a_body_that_grows_elsewhere(app: Application, name: str) -> None:
     endpoint, make = SHAPES[name]
     check(app, endpoint.path, make)
+
+
+@pytest.mark.parametrize("number", [12, pytest.param(400, marks=pytest.mark.full)])
+def test_random_places(app: Application, number: int) -> None:
+    for body in growing(SEED, number):
+        work = app.work(body.path, body)
+        assert work.is_within_budget, (body, work)
 
 
 # --- what it finds when a mending is taken out -------------------------------------------------------------
