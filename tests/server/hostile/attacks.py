@@ -133,7 +133,7 @@ def many() -> list[Case]:
         attack("100,000 prompts", COMPLETIONS, 400, prompt=lambda: ["a"] * 100_000),
         attack("60,000 prompts of tokens", COMPLETIONS, 400, prompt=lambda: [[1]] * n),
         attack("60,000 empty prompts", COMPLETIONS, 400, prompt=lambda: [[]] * n),
-        attack("128 prompts of 2,000 tokens", COMPLETIONS, prompt=lambda: [[7] * 2_000] * 128),
+        attack("128 prompts of 100 tokens", COMPLETIONS, 200, prompt=lambda: [[7] * 100] * 128),
         attack("a prompt of 5,000,000 tokens", COMPLETIONS, 400, prompt=lambda: [7] * 5_000_000),
         attack("prompts of two kinds", COMPLETIONS, 400, prompt=lambda: [1] * n + ["a"]),
         attack("all tokens allowed, n 128", COMPLETIONS, 200, n=128, temperature=1,
@@ -152,11 +152,11 @@ def many() -> list[Case]:
                bad_words=lambda: [f"word {i}" for i in range(1_024)]),
         attack("a bad word of 16,384 characters", COMPLETIONS, bad_words=["a b " * 4_096]),
         attack("100,000 bad words", COMPLETIONS, 400, bad_words=lambda: ["ab"] * 100_000),
-        attack("n 128, 20 log probabilities of 1,500 tokens", COMPLETIONS, n=128, temperature=1, logprobs=20, echo=True,
-               prompt=lambda: [7] * 1_500),
-        attack("log probabilities of 2,000 tokens", COMPLETIONS, 200, prompt_logprobs=20, prompt=lambda: [7] * 2_000),
-        attack("an echo of 2,000 tokens, n 128", COMPLETIONS, 200, n=128, temperature=1, echo=True, max_tokens=0,
-               prompt=lambda: [7] * 2_000),
+        attack("n 8, 20 log probabilities of 500 tokens", COMPLETIONS, 200, n=8, temperature=1, logprobs=20, echo=True,
+               prompt=lambda: [7] * 500),
+        attack("log probabilities of 1,000 tokens", COMPLETIONS, 200, prompt_logprobs=20, prompt=lambda: [7] * 1_000),
+        attack("an echo of 1,000 tokens, n 8", COMPLETIONS, 200, n=8, temperature=1, echo=True, max_tokens=0,
+               prompt=lambda: [7] * 1_000),
         attack("a stream, n 128", CHAT, 200, n=128, temperature=1, stream=True, max_tokens=16),
         attack("100,000 to include", RESPONSES, include=lambda: ["ab"] * 100_000),
         attack("metadata of 30,000", RESPONSES, metadata=lambda: dict.fromkeys(map(str, range(n // 2)), "a")),
@@ -180,6 +180,6 @@ def many() -> list[Case]:
     ]  # fmt: skip
     for endpoint in CHATS:
         name = "input" if endpoint is RESPONSES else "messages"
-        for number in (500_000, 7_000_000):
+        for number in (500_000, 5_000_000):
             cases.append(attack(f"{number} numbers for {name}", endpoint, 400, **{name: lambda k=number: [0] * k}))
     return cases

@@ -94,7 +94,7 @@ def nested(depth: int) -> Any:
 def contradictions() -> list[Case]:
     deep_arguments = "[" * 100_000 + "]" * 100_000
     long_name = "n" * 1_000_000
-    kwargs = ("self", "messages", "tokenize", "chat_template", "conversation", "tokenizer", "return_dict")
+    kwargs = ("self", "messages", "tokenize", "chat_template", "conversation", "return_dict")
     return [
         attack("n 3", MESSAGES, 400, n=3),
         attack("n 3", RESPONSES, 400, n=3),
@@ -176,6 +176,11 @@ SCHEMAS: dict[str, Any] = {
     "of 3,000 alternatives": {"anyOf": [{"const": f"c{i}"} for i in range(3_000)]},
     "of many digits": {"type": "integer", "minimum": 10**300, "maximum": 10**301},
     "of a million items": {"type": "array", "items": {"type": "string"}, "minItems": 1_000_000},
+    # A reference to a reference: what follows them one within the other may run out of stack.
+    "of 2,500 references": {
+        "$ref": "#/$defs/d0",
+        "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(2_500)} | {"d2500": {"type": "integer"}},
+    },
     "of a long text": {"type": "string", "minLength": 1_000_000_000},
 }
 REGEXES = {
@@ -188,6 +193,7 @@ GRAMMARS = {
     "of itself": "start: start",
     "of nobody": "start: nobody",
     "of ambiguity": "start: a\na: a a | a a a | \"x\" | ",
+    # The compiler follows them one within the other, until its stack ends, and with it the process.
     "of 5,000 rules": "start: r0\n" + "".join(f"r{i}: r{i + 1} | \"x\"\n" for i in range(5_000)) + 'r5000: "x"',
     "of brackets": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000,
 }  # fmt: skip
