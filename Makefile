@@ -6,10 +6,14 @@ PORT  ?= 8000
 # More flags for `make serve`, as in ARGS="--max-model-len 4096".
 ARGS  ?=
 
+# The exact versions that the tests ran on (tools/constraints.py); empty for the newest that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
+
 # The first Python of at least 3.11.
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # Test processes side by side, at most four; a file's tests stay together.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
@@ -30,11 +34,12 @@ test: .venv/.installed-dev clang  ## all tests, long sweeps run small
 test-full: .venv/.installed-full clang  ## all tests and the long sweeps
 	$(PYTEST) -m "full or not full" $(ARGS)
 
-lint: .venv/.installed-dev  ## ruff, mypy, import-linter
+lint: .venv/.installed-dev  ## ruff, mypy, import-linter, and whether constraints.txt says what is installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(if $(CONSTRAINTS),$(BIN)/python -m tools.constraints --check)
 
 format: .venv/.installed-dev
 	$(BIN)/ruff format .
@@ -50,15 +55,15 @@ clean:
 	@test -n "$(PYTHON)" || { echo "metal-engine needs Python 3.11 or newer: install one, or make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv .venv
 
-.venv/.installed: .venv/bin/python pyproject.toml
+.venv/.installed: .venv/bin/python pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e .
+	$(INSTALL) -e .
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	@touch $@
 
 .venv/.installed-full: .venv/.installed-dev
-	$(BIN)/python -m pip install --quiet -e '.[full]'
+	$(INSTALL) -e '.[full]'
 	@touch $@

@@ -39,8 +39,10 @@ def build_engine(args: EngineArgs) -> EngineCore:
     transfer = kv_transfer_config(args)
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
+    from metal_engine.device.compiled import keep_kernels_private
     from metal_engine.device.streams import end_streams_of_thread
 
+    keep_kernels_private()
     try:
         return _build(args, blas, chat_template, transfer)
     except BaseException:

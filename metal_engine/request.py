@@ -36,12 +36,16 @@ class PreparedRequest:
         params: how to generate.
         max_tokens: tokens to generate at most.
         rules: what ``params`` mean in the model's tokens.
+        cache_salt: requests share cached prefixes only with requests of the same salt.
+        block_hashes: of the prompt's full blocks, with this salt.
     """
 
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
     rules: TokenRules
+    cache_salt: str = ""
+    block_hashes: list[bytes] = field(default_factory=list)
 
 
 class RequestStatus(enum.Enum):
@@ -110,6 +114,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     options: RequestOptions = RequestOptions()
     needs_prompt_rows: bool = False
+    block_hashes: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     stop_token_id_set: frozenset[int] = field(init=False)
@@ -118,7 +123,6 @@ class Request:
     num_output_placeholders: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
     arrival: int = field(default=-1, init=False)
-    block_hashes: list[bytes] = field(default_factory=list, init=False)
     num_cached_tokens: int = field(default=-1, init=False)
     num_external_tokens: int = field(default=0, init=False)
     num_registered_blocks: int = field(default=0, init=False)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from metal_engine.device.blas.load import load_optimized_blas
+from metal_engine.device.kernel_folder import use_private_kernel_folder
 
 # Test processes side by side share the cores: more BLAS threads than cores are slower than one.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
@@ -18,6 +19,9 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 
 # Before any test module imports MLX.
 load_optimized_blas()
+# Processes that tests start use it, too, and need not compile anew where a test gives them an empty cache.
+if sys.platform == "linux":
+    use_private_kernel_folder()
 
 # Fixtures: the demo model, and live servers.
 pytest_plugins = ["tests.support.demo", "tests.support.servers"]

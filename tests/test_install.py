@@ -43,6 +43,13 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     assert "Provides-Extra: dev" in metadata and "Requires-Dist: mlx-lm" in metadata
 
 
+def test_make_finds_every_python_that_ci_runs() -> None:
+    (matrix,) = re.findall(r"python: \[(.*)\]", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    listed = re.findall(r"python(3\.\d+)", (ROOT / "Makefile").read_text())
+    assert listed == sorted(listed, key=lambda version: -int(version.split(".")[1]))  # the newest first
+    assert set(re.findall(r"[\d.]+", matrix)) <= set(listed)
+
+
 @pytest.mark.full
 def test_a_fresh_installation_serves_the_demo_model(wheel: Path, demo_path: Path, tmp_path: Path) -> None:
     """Of the wheel with the `dev` extra; in a folder and an environment that know nothing of the checkout."""
@@ -63,7 +70,7 @@ def test_a_fresh_installation_serves_the_demo_model(wheel: Path, demo_path: Path
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    run("python", "-m", "pip", "install", "--quiet", f"{wheel}[dev]")
+    run("python", "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), f"{wheel}[dev]")
     where = run("python", "-c", "import metal_engine; print(metal_engine.__file__)").strip()
     assert Path(where).is_relative_to(environment)
     run("pytest", "--version")

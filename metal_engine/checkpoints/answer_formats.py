@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from metal_engine.answers import harmony
 from metal_engine.answers.answer_format import AnswerFormat, ReasoningMarks
-from metal_engine.errors import ConfigError
+from metal_engine.errors import ConfigError, short
 from metal_engine.settings.format_names import (
     HARMONY_PARSERS,
     REASONING_MARKS,
@@ -70,10 +70,12 @@ def _tool_parser(name: str) -> Any:
     try:
         return importlib.import_module(f"mlx_lm.tool_parsers.{name}")
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "--tool-call-parser",
-            f"the tokenizer asks for the tool parser {name!r}, which mlx-lm does not have: choose a --tool-call-parser",
-        ) from error
+        raise _no_parser(name) from error
+
+
+def _no_parser(name: Any) -> ConfigError:
+    asked_for = f"the tokenizer asks for the tool parser {short(name)}"
+    return ConfigError("--tool-call-parser", f"{asked_for}, which mlx-lm does not have: choose a --tool-call-parser")
 
 
 def _tool_parser_name(tokenizer: PreTrainedTokenizerFast, wanted: str) -> str | None:
@@ -83,6 +85,8 @@ def _tool_parser_name(tokenizer: PreTrainedTokenizerFast, wanted: str) -> str | 
     if wanted != "auto":
         return TOOL_PARSER_ALIASES.get(wanted, wanted)
     asked_for = tokenizer.init_kwargs.get("tool_parser_type")
+    if asked_for and not (isinstance(asked_for, str) and asked_for.isidentifier()):  # it becomes a module's name
+        raise _no_parser(asked_for)
     return asked_for or tokenizer_utils._infer_tool_parser(tokenizer)
 
 

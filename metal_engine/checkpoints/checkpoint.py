@@ -6,17 +6,18 @@ the headers of the weight files.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from safetensors import SafetensorError, safe_open
 
-from metal_engine.errors import ModelLoadError, one_line
+from metal_engine.checkpoints.files import MAX_HEADER_BYTES, check_readable, read_json
+from metal_engine.errors import ModelLoadError, one_line, short
 from metal_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,24 @@ _INDEX = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
 _ELEMENT_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
 _ELEMENT_BITS |= {"I16": 16, "U16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+# No model has as many, nor as many dimensions; MLX's sizes are int32.
+_MAX_TENSORS = 1 << 19
+_MAX_DIMS = 16
+_MAX_SIZE = (1 << 31) - 1
 _INTEGERS = ("I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8", "BOOL")
+
+
+# Parts of config.json that are objects, where they are there.
+_SECTIONS = ("text_config", "quantization", "quantization_config")
+# What architectures make one module each for.
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+# What this engine calculates with; the rest of config.json is mlx-lm's.
+_SIZES = (
+    "hidden_size", "num_attention_heads", "head_dim", "vocab_size", "sliding_window",
+    "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length",
+)  # fmt: skip
+_MAYBE_LISTS = ("num_attention_heads",)
+_FILE_NAME = re.compile(r"[^/\\\0]{1,255}")
 
 
 @dataclass(frozen=True)
@@ -45,21 +63,6 @@ class StoredTensor:
         return self.size * _ELEMENT_BITS.get(self.dtype, 8) // 8
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint.
-
-    Raises:
-        ModelLoadError: it cannot be read, or is something else.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} is not valid JSON ({error}): fetch it anew") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} is not a JSON object: fetch it anew")
-    return value
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """``config.json`` of a checkpoint.
 
@@ -74,7 +77,36 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     if not isinstance(config.get("model_type"), str):
         raise ModelLoadError(f"{path} names no model_type: not the configuration of a model")
+    for name in _SECTIONS:
+        if not isinstance(config.get(name) or {}, dict):
+            raise ModelLoadError(f"{path}: {name} is no JSON object but {short(config[name])}")
+    for name, value in _sizes(config):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_SIZE:
+            raise ModelLoadError(f"{path}: {name} is {short(value)}, which is no size")
     return config
+
+
+def _sizes(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a configuration says of sizes that are one number each; some models list one for each layer."""
+    for section in (config, config.get("text_config") or {}):
+        for name in (*_LAYER_COUNTS, *_SIZES):
+            value = section.get(name)
+            if value not in (None, False) and not (name in _MAYBE_LISTS and isinstance(value, list)):
+                yield name, value
+
+
+def check_num_layers(config: dict[str, Any], num_tensors: int) -> None:
+    """Refuses a configuration with more layers than the weights have tensors, before anyone makes so many.
+
+    Raises:
+        ModelLoadError: as above.
+    """
+    for name, value in _sizes(config):
+        if name in _LAYER_COUNTS and value > num_tensors:
+            raise ModelLoadError(
+                f"config.json says that {name} is {value}, and the weights have only {num_tensors} tensors: "
+                "they do not belong together"
+            )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -86,10 +118,7 @@ def weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("model*.safetensors"))
     index = folder / _INDEX
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelLoadError(f"{index} has no weight_map: fetch it anew")
-        listed = sorted({str(name) for name in weight_map.values()})
+        listed = _listed_files(index)
         missing = [name for name in listed if not (folder / name).is_file()]
         if missing:
             raise ModelLoadError(
@@ -103,6 +132,21 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def _listed_files(index: Path) -> list[str]:
+    """The files that an index lists, sorted.
+
+    Raises:
+        ModelLoadError: it lists none, or something that is no file of its folder.
+    """
+    weight_map = read_json(index, MAX_HEADER_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelLoadError(f"{index} has no weight_map: fetch it anew")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+            raise ModelLoadError(f"{index} lists {short(name)}, which is no name of a file beside it")
+    return sorted(set(weight_map.values()))
+
+
 def stored_tensors(files: list[Path]) -> Iterator[StoredTensor]:
     """Lists every tensor in some safetensors files, from their headers.
 
@@ -110,39 +154,52 @@ def stored_tensors(files: list[Path]) -> Iterator[StoredTensor]:
         ModelLoadError: a file is cut short or is something else.
     """
     for path in files:
+        check_readable(path)
         with path.open("rb") as start:
             if start.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 raise ModelLoadError(f"{path} is only a Git LFS pointer: run `git lfs pull` in {path.parent}")
         try:
             with safe_open(path, "np") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no dictionary)
+                names = file.keys()
+                if len(names) > _MAX_TENSORS:
+                    raise ModelLoadError(f"{path} has {len(names)} tensors: no model has as many")
+                slices = {name: file.get_slice(name) for name in names}
                 tensors = [StoredTensor(n, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()]
         except SafetensorError as error:
             raise ModelLoadError(
                 f"{path} is cut short or no safetensors file ({one_line(error)}): if it was only half-downloaded, "
                 "fetch it anew"
             ) from error
-        yield from tensors
+        for tensor in tensors:
+            if len(tensor.shape) > _MAX_DIMS or any(size > _MAX_SIZE for size in tensor.shape):
+                raise ModelLoadError(f"{path}: tensor {short(tensor.name)} has a shape that no array can have")
+            yield tensor
 
 
-def weight_bytes(tensors: Iterator[StoredTensor], config: dict[str, Any], float_bytes: int | None) -> int:
+def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_bytes: int | None) -> int:
     """Returns how many bytes of memory a checkpoint's weights will take.
 
     Args:
         tensors: as stored.
         config: the checkpoint's configuration, for the bits of quantized weights.
         float_bytes: bytes of an element after everything is dequantized and converted; None if nothing is.
+
+    Raises:
+        ModelLoadError: the configuration says something impossible of the bits.
     """
     stored = {tensor.name: tensor for tensor in tensors}
     if float_bytes is None:
         return sum(tensor.nbytes for tensor in stored.values())
     quantization = config.get("quantization") or config.get("quantization_config") or {}
+    default_bits = quantization.get("bits", 4)
     total = 0
     for name, tensor in stored.items():
         module, _, kind = name.rpartition(".")
         if kind == "weight" and f"{module}.scales" in stored:
             own = quantization.get(module)
-            bits = (own if isinstance(own, dict) else quantization).get("bits", 4)
+            bits = own.get("bits", 4) if isinstance(own, dict) else default_bits
+            if bits not in range(1, 33):
+                raise ModelLoadError(f"config.json: quantized weights have {short(bits)} bits, which cannot be")
             total += tensor.size * 32 // bits * float_bytes
         elif kind in ("scales", "biases") and f"{module}.scales" in stored:
             continue  # gone once dequantized
@@ -163,8 +220,12 @@ def eos_token_ids(*configs: dict[str, Any]) -> frozenset[int]:
     for config in configs:
         for place in (config, config.get("text_config")):
             eos = place.get("eos_token_id") if isinstance(place, dict) else None
-            found.update(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
+            found.update(i for i in (eos if isinstance(eos, list) else [eos]) if _is_token_id(i))
     return frozenset(found)
+
+
+def _is_token_id(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_SIZE
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

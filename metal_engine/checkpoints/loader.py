@@ -19,18 +19,23 @@ from transformers import PreTrainedTokenizerFast
 
 from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.demo import fetch_demo_model
+from metal_engine.checkpoints.files import check_small_files
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.checkpoints.hub import TOKENIZER_PATTERNS, fetch_from_hub
 from metal_engine.checkpoints.tokenizer import load_tokenizer
-from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line
+from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError, one_line
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 
 logger = logging.getLogger(__name__)
 
 DEMO_MODEL = "demo"
+# What a panic in `tokenizers` becomes in Python: no Exception, and of a type that cannot be imported.
+_RUST_PANIC = "PanicException"
+# Some tokenizers are made without complaint and panic when they are used.
+_TRIED_TEXT = "A text, 2 lines:\né"
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -58,13 +63,39 @@ class LoadedModel:
 def load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
     """Load the model that ``args.model`` names.
 
+    Whatever the libraries that read its files raise becomes one line: anyone may have written the files.
+
     On a CPU everything becomes float32 and quantized weights are dequantized: half precision and quantized
     products run there at a fraction of the speed. On Metal weights stay as they are unless ``--dtype`` says
     otherwise.
 
     Raises:
         ModelLoadError: it cannot be found, read or run; the message says why.
+        ConfigError: a setting does not fit it.
     """
+    try:
+        loaded = _load(args, device)
+        _try_tokenizer(loaded.tokenizer)
+        return loaded
+    except (ModelLoadError, ConfigError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != _RUST_PANIC:
+            raise
+        logger.debug("loading %s", args.model, exc_info=True)
+        problem = f"{type(error).__name__}: {one_line(error)}"
+        raise ModelLoadError(f"cannot load {args.model}: its files are not as those of a model ({problem})") from error
+
+
+def _try_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Uses a tokenizer once: one that panics then is refused now."""
+    try:
+        tokenizer.encode(_TRIED_TEXT)
+    except Exception as error:  # noqa: BLE001  (not every vocabulary has all of this text, and that is no panic)
+        logger.info("the tokenizer has no tokens for some of %r: %s", _TRIED_TEXT, one_line(error))
+
+
+def _load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
     on_cpu = device.kind == "cpu"
     dtype = _DTYPES.get(args.dtype, mx.float32 if on_cpu else None)
     if args.revision is not None and (args.model == DEMO_MODEL or Path(args.model).expanduser().exists()):
@@ -96,11 +127,13 @@ def _load_gguf(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: Dev
 
 
 def _load_directory(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo) -> LoadedModel:
+    check_small_files(path)
     config = checkpoint.read_config(path)
     files = checkpoint.weight_files(path)
     on_cpu = device.kind == "cpu"
     float_bytes = dtype.size if on_cpu and dtype else None
-    tensors = checkpoint.stored_tensors(files)
+    tensors = list(checkpoint.stored_tensors(files))
+    checkpoint.check_num_layers(config, len(tensors))
     _check_memory(args, device, checkpoint.weight_bytes(tensors, config, float_bytes))
     own_generation_config = checkpoint.read_generation_config(path)
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
@@ -189,4 +222,5 @@ def _other_tokenizer(args: EngineArgs) -> PreTrainedTokenizerFast:
         if folder.exists() or args.tokenizer.startswith((".", "/", "~")):
             raise ModelLoadError(f"{args.tokenizer} is not a directory (--tokenizer)")
         folder = fetch_from_hub(args.tokenizer, None, args.download_dir, TOKENIZER_PATTERNS)
+    check_small_files(folder)
     return load_tokenizer(folder, trust_remote_code=args.trust_remote_code)

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from metal_engine.checkpoints.checkpoint import read_json
+from metal_engine.checkpoints.files import read_json
 from metal_engine.errors import ModelLoadError, one_line
 
 logger = logging.getLogger(__name__)

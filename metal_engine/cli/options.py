@@ -92,7 +92,9 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (ConfigError, ModelLoadError) as error:
-        message = escape(" ".join(str(error).split()))
+        # What a model's files call their tensors may hold a terminal's control characters.
+        line = " ".join(str(error).split())
+        message = escape("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line))
         Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:

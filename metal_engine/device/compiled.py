@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from metal_engine.device.kernel_folder import use_private_kernel_folder
+from metal_engine.device.private_folder import NotPrivateError
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,4 +52,24 @@ def _warn_without_compiler() -> None:
     if sys.platform == "linux" and shutil.which("g++") is None:
         logger.warning(
             "there is no g++, with which MLX compiles elementwise operations: they take two to three times as long"
+        )
+
+
+@functools.cache
+def keep_kernels_private() -> None:
+    """See to it that MLX loads no machine code that another user could have written. Call it before anything computes.
+
+    On Linux MLX's kernels for the CPU get a folder of this user's own; where there is none, MLX compiles nothing any
+    more, in this whole process, and a warning says so. Elsewhere nothing changes.
+    """
+    if sys.platform != "linux":
+        return
+    try:
+        use_private_kernel_folder()
+    except NotPrivateError as error:
+        mx.disable_compile()
+        logger.warning(
+            "MLX compiles no elementwise operations, and they take two to three times as long: there is no folder "
+            "that other users cannot write to for its machine code: %s",
+            error,
         )

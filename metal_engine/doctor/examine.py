@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from metal_engine import __version__
+from metal_engine.errors import one_line
 
 PACKAGES = (
     "mlx", "mlx-lm", "transformers", "tokenizers", "huggingface-hub", "gguf", "numpy", "fastapi",
@@ -62,7 +63,7 @@ def examine(report: Callable[[Finding], None], model: str | None = None) -> bool
                 report(finding)
         except Exception as error:  # noqa: BLE001  (whatever is broken is what this command is for)
             healthy = False
-            report(Finding(label, f"{type(error).__name__}: {' '.join(str(error).split())}", FAILED))
+            report(Finding(label, f"{type(error).__name__}: {one_line(error, limit=600)}", FAILED))
     return healthy
 
 
@@ -94,7 +95,21 @@ def _compute() -> Iterator[Finding]:
         yield Finding("blas", blas.description, OK if blas.optimized else WARNING)
         if blas.problem:
             yield Finding("blas problem", blas.problem, WARNING)
+        yield from _kernels()
     yield Finding("memory", f"{device.memory_bytes / (1 << 30):.1f} GiB for weights and KV cache")
+
+
+def _kernels() -> Iterator[Finding]:
+    from metal_engine.device.compiled import keep_kernels_private
+    from metal_engine.device.kernel_folder import use_private_kernel_folder
+    from metal_engine.device.private_folder import NotPrivateError
+
+    keep_kernels_private()
+    if sys.platform == "linux":
+        try:
+            yield Finding("compiled kernels", _without_home(use_private_kernel_folder()), OK)
+        except NotPrivateError as error:
+            yield Finding("compiled kernels", f"none: {error}", WARNING)
 
 
 def _folders() -> Iterator[Finding]:

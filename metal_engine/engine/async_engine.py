@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
 from metal_engine.engine.core import EngineCore
@@ -14,21 +15,37 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 
+# Log probabilities of a request's outputs that wait for their reader: 110 bytes each.
+MAX_UNREAD = 1 << 18
+# Outputs that wait for their reader before they are merged into one, which takes less memory.
+_UNMERGED = 64
+
 
 class _Mailbox:
     """Outputs of one request on their way to its one reader; all in the event loop."""
 
-    __slots__ = ("_arrived", "_waiter", "num_prompt_tokens")
+    __slots__ = ("_arrived", "_max_unread", "_num_unread", "_waiter", "num_prompt_tokens")
 
-    def __init__(self, num_prompt_tokens: int) -> None:
+    def __init__(self, num_prompt_tokens: int, max_unread: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens  # as long as there is no output
+        self._max_unread = max_unread
+        self._num_unread = 0
         self._arrived: list[RequestOutput] = []
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
         self._arrived.append(output)
+        for logprobs in output.text_logprobs or ():
+            self._num_unread += len(logprobs.top) + 1
+        if len(self._arrived) > _UNMERGED:
+            self._arrived = [merge_outputs(self._arrived)]
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether more log probabilities wait for the reader than there is memory for."""
+        return self._num_unread > self._max_unread
 
     async def take(self) -> RequestOutput:
         """Wait for an output. Returns all that have come as one."""
@@ -36,6 +53,7 @@ class _Mailbox:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         arrived, self._arrived = self._arrived, []
+        self._num_unread = 0
         return merge_outputs(arrived)
 
 
@@ -47,17 +65,19 @@ class Reservation:
 
     def __init__(self, engine: AsyncEngine, prompt_lens: list[int]) -> None:
         self._engine = engine
-        self._left = list(prompt_lens)
-        engine._reserve(len(self._left), sum(self._left))
+        self._left = Counter(prompt_lens)  # places by prompt length
+        engine._reserve(len(prompt_lens), sum(prompt_lens))
 
     def take(self, num_prompt_tokens: int) -> None:
         """Take the place of a request that is submitted now."""
-        self._left.remove(num_prompt_tokens)
+        if not self._left[num_prompt_tokens]:
+            raise ValueError(f"no place is left for a prompt of {num_prompt_tokens} tokens")
+        self._left[num_prompt_tokens] -= 1
         self._engine._reserve(-1, -num_prompt_tokens)
 
     def release(self) -> None:
         """Give back the places that nobody took."""
-        self._engine._reserve(-len(self._left), -sum(self._left))
+        self._engine._reserve(-self._left.total(), -sum(self._left.elements()))
         self._left.clear()
 
     def __del__(self) -> None:
@@ -150,9 +170,11 @@ class AsyncEngine:
         self._num_reserved += num_requests
         self._num_queued_tokens += num_tokens
 
-    def prepare_all(self, prompts: list[list[int]], params: SamplingParams) -> list[PreparedRequest]:
+    def prepare_all(
+        self, prompts: list[list[int]], params: SamplingParams, cache_salt: str = ""
+    ) -> list[PreparedRequest]:
         """See :meth:`EngineCore.prepare_all`. Call it in a thread: it may compile a grammar."""
-        return self._started.prepare_all(prompts, params)
+        return self._started.prepare_all(prompts, params, cache_salt)
 
     async def generate(
         self,
@@ -179,7 +201,7 @@ class AsyncEngine:
         if reservation is not None:
             reservation.take(len(prepared.prompt_token_ids))
         self._loop = asyncio.get_running_loop()
-        outputs = _Mailbox(len(prepared.prompt_token_ids))
+        outputs = _Mailbox(len(prepared.prompt_token_ids), MAX_UNREAD // prepared.params.n)
         self._num_queued_tokens += outputs.num_prompt_tokens
         self._queues[request_id] = outputs
         finished = False
@@ -220,3 +242,5 @@ class AsyncEngine:
             queue = self._queues.get(output.request_id)
             if queue is not None:
                 queue.put(output)
+                if queue.is_overfull and not output.finished:
+                    self.cut_request(output.request_id, "the client does not read its answer")

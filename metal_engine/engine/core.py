@@ -16,6 +16,7 @@ from metal_engine.errors import ContextLengthError, ParameterError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
@@ -72,7 +73,7 @@ class EngineCore:
 
     # --- requests ---
 
-    def prepare(self, prompt_token_ids: list[int], params: SamplingParams) -> PreparedRequest:
+    def prepare(self, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = "") -> PreparedRequest:
         """Check a prompt and its parameters, once, and work out what they mean for this model.
 
         Thread-safe, and called outside the engine's thread, which must not wait for it: it may compile a grammar.
@@ -82,9 +83,11 @@ class EngineCore:
             ContextLengthError: the prompt, or the prompt and its output, are longer than the model's context.
             PromptError: the prompt is empty, or the request larger than the KV cache.
         """
-        return self.prepare_all([prompt_token_ids], params)[0]
+        return self.prepare_all([prompt_token_ids], params, cache_salt)[0]
 
-    def prepare_all(self, prompts: list[list[int]], params: SamplingParams) -> list[PreparedRequest]:
+    def prepare_all(
+        self, prompts: list[list[int]], params: SamplingParams, cache_salt: str = ""
+    ) -> list[PreparedRequest]:
         """:meth:`prepare` for prompts that share their parameters, which are resolved once."""
         rules = self._rules.rules_for(params)
         prepared = []
@@ -92,7 +95,8 @@ class EngineCore:
             kept = self._truncated(prompt, params)
             max_tokens = self._max_tokens(len(kept), params)
             self._check_token_ids(kept)
-            prepared.append(PreparedRequest(kept, params, max_tokens, rules))
+            hashes = prompt_block_hashes(kept, self.config.cache, cache_salt)
+            prepared.append(PreparedRequest(kept, params, max_tokens, rules, cache_salt, hashes))
         return prepared
 
     def _truncated(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
@@ -151,7 +155,7 @@ class EngineCore:
         """
         if request_id in self._ids:
             raise ValueError(f"request id {request_id!r} is in use")
-        params = prepared.params
+        params, options = prepared.params, options or RequestOptions()
         seed = params.seed_of(index)
         if seed is None:
             # Drawn once, so that a request draws the same numbers again after preemption.
@@ -164,7 +168,9 @@ class EngineCore:
             rules=prepared.rules,
             seed=seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
-            options=options or RequestOptions(),
+            options=options,
+            # Hashes of another salt would let it share what it must not.
+            block_hashes=list(prepared.block_hashes) if prepared.cache_salt == options.cache_salt else [],
             needs_prompt_rows=params.prompt_logprobs is not None,
         )
         self.scheduler.add_request(request)

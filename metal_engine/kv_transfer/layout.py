@@ -123,7 +123,7 @@ def _read_header(stored: bytes) -> tuple[dict, int]:
         raise CorruptBlockError(f"it is cut short, at {len(stored)} bytes")
     try:
         header = json.loads(stored[8 : 8 + length])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptBlockError("its header is not JSON") from error
     if not isinstance(header, dict):
         raise CorruptBlockError("its header is no table")

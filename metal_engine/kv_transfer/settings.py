@@ -12,6 +12,7 @@ from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.fields import Setting, parse, setting, settings_of
 
 _FLAG = "--kv-transfer-config"
+_SHORT_FLAG = "--kv-cache-dir"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class KVTransferConfig:
 
     Attributes:
         options: of the store alone: ``path`` and ``max_size``, or ``url``, ``ttl`` and so on.
+        flag: what the user gave to ask for it.
     """
 
     kv_connector: str = setting(None, "The kind of store.", choices=("disk", "valkey"))
@@ -33,6 +35,7 @@ class KVTransferConfig:
         choices=("recompute", "fail"),
     )
     options: dict[str, Any] = field(default_factory=dict)
+    flag: str = _FLAG
     load_timeout: float = setting(
         10.0, "Seconds that loading a request's KV may take; then the rest is computed.", gt=0, lt=inf
     )
@@ -80,10 +83,10 @@ def kv_transfer_config(args: EngineArgs) -> KVTransferConfig | None:
         ConfigError: they contradict each other, or the JSON is not right; the message names the key.
     """
     if args.kv_cache_dir is not None and args.kv_transfer_config is not None:
-        raise ConfigError("--kv-cache-dir", f"is short for a {_FLAG}: give one of them")
+        raise ConfigError(_SHORT_FLAG, f"is short for a {_FLAG}: give one of them")
     if args.kv_cache_dir is not None:
         options = {"path": args.kv_cache_dir, "max_size": args.kv_cache_dir_size}
-        config = KVTransferConfig(kv_connector="disk", options=options)
+        config = KVTransferConfig(kv_connector="disk", options=options, flag=_SHORT_FLAG)
     elif args.kv_transfer_config is not None:
         config = _parse(args.kv_transfer_config)
     else:

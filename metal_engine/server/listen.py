@@ -31,13 +31,16 @@ def listen(args: ServerArgs) -> Iterator[Listener]:
     """
     scheme = "http" if args.ssl_certfile is None else "https"
     listener = _bind_tcp(args.host, args.port, scheme) if args.uds is None else _bind_unix(args.uds)
+    made = None if args.uds is None else os.lstat(args.uds)
     try:
         yield listener
     finally:
         listener.socket.close()
-        if args.uds is not None:
+        if args.uds is not None and made is not None:
             with suppress(OSError):
-                os.unlink(args.uds)
+                # Something else may have been put there meanwhile: another server's socket.
+                if os.path.samestat(os.lstat(args.uds), made):
+                    os.unlink(args.uds)
 
 
 def _bind_tcp(host: str, port: int, scheme: str) -> Listener:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypedDict  # typing's own, which pydantic takes from Python 3.12 on
 
+from metal_engine.server.json_parts import Placeholder
 from metal_engine.server.large_bodies import IN_PIECES
 
 T = TypeVar("T")
@@ -265,16 +267,19 @@ class PromptLogprob(BaseModel):
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
+# Clients never see it.
+_Placeholder = SkipJsonSchema[Placeholder]
+
 
 class CompletionChoice(BaseModel):
     """One prompt's text, or, in a stream, the next piece of it."""
 
     index: int
     text: str
-    logprobs: CompletionLogprobs | None = None
+    logprobs: CompletionLogprobs | _Placeholder | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | _Placeholder | None = None
 
 
 class _Answer(BaseModel):
@@ -323,7 +328,7 @@ class AssistantMessage(BaseModel):
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
-    logprobs: ChatLogprobs | None = None
+    logprobs: ChatLogprobs | _Placeholder | None = None
     finish_reason: ChatFinishReason
     stop_reason: str | int | None = None
 
@@ -332,7 +337,7 @@ class ChatCompletion(_Answer):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | _Placeholder | None = None
 
 
 class FunctionCallDelta(TypedDict, total=False):

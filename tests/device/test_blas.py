@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from metal_engine.device.blas import load as blas
 from metal_engine.device.blas import openblas_copy
 
 ROOT = Path(__file__).parents[2]
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="MLX uses Accelerate on macOS")
 
 LOAD = """
@@ -319,6 +321,48 @@ def test_a_damaged_copy_is_made_again(copy: Path, tmp_path: Path, damage: str) -
     assert "is damaged" in err
     assert target.read_bytes() == content
     assert libraries(tmp_path) == [target]
+
+
+@linux_only
+def test_a_copy_that_others_could_have_written_is_made_again(copy: Path, tmp_path: Path) -> None:
+    """It has the right digest, as whoever writes one can give it."""
+    (tmp_path / "blas").mkdir()
+    target = tmp_path / "blas" / copy.name
+    target.write_bytes(copy.read_bytes())
+    target.chmod(0o666)
+    report, err = run("report()", tmp_path)
+    assert_openblas(report)
+    assert "can be written by other users (mode 0666): remove it; it is made again" in err
+    assert (target.stat().st_mode & 0o777, target.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert target.read_bytes() == copy.read_bytes()
+
+
+@linux_only
+def test_a_copy_of_another_library_is_made_again(copy: Path, tmp_path: Path) -> None:
+    """Whole, but not the package's."""
+    other = tmp_path / "other.so"
+    other.write_bytes(openblas_copy.find_packaged().path.read_bytes() + b"other")
+    made = openblas_copy.standard_copy(openblas_copy.PackagedLibrary(other, "1"), tmp_path / "blas")
+    target = made.rename(made.with_name(copy.name))
+    report, err = run("report()", tmp_path)
+    assert_openblas(report)
+    assert "is damaged or of another version" in err and target.read_bytes() == copy.read_bytes()
+
+
+@linux_only
+@pytest.mark.parametrize("whose", ["everybody's", pytest.param("another's", marks=as_root)])
+def test_a_folder_that_others_can_write_to_is_not_used(copy: Path, tmp_path: Path, whose: str) -> None:
+    folder = tmp_path / "blas"
+    folder.mkdir()
+    shutil.copy(copy, folder)
+    if whose == "everybody's":
+        folder.chmod(0o777)
+    else:
+        os.chown(folder, 12345, 12345)
+    report, err = run("report()", tmp_path)
+    assert_openblas(report)
+    assert not Path(str(report["path"])).is_relative_to(tmp_path)
+    assert err.count("OpenBLAS is copied to a temporary directory, not to the cache") == 1
 
 
 @linux_only

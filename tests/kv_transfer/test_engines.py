@@ -24,6 +24,7 @@ from metal_engine.kv_transfer.layout import KVPart
 from metal_engine.kv_transfer.stores import disk
 from metal_engine.kv_transfer.stores.base import StoreError
 from metal_engine.kv_transfer.stores.disk import DiskStore
+from metal_engine.kv_transfer.stores.store_folder import MARKER
 from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 from metal_engine.request import RequestOptions
 from metal_engine.runner.model_runner import PendingStep
@@ -331,8 +332,7 @@ def test_kv_of_another_model_in_the_wrong_place_is_refused(make: MakeEngine, che
     engine = make()
     (wrong,) = {path.parent.parent for path in files(tmp_path)}
     # Block hashes begin with the fingerprint, so even in the right folder they would not be asked for.
-    (right,) = set((tmp_path / "kv").iterdir()) - {wrong, tmp_path / "kv" / ".evicting"}
-    shutil.copytree(wrong, right, dirs_exist_ok=True)
+    shutil.copytree(wrong, tmp_path / "kv" / engine.layout.fingerprint)
     check(engine.run(PROMPTS))
     assert engine.stats.blocks_loaded == 0
 
@@ -388,13 +388,13 @@ def test_the_directory_vanishes_while_running(
 def test_the_disk_is_full(make: MakeEngine, check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
 
-    def refuse(*args: object) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk.os, "replace", refuse)
     check(engine.run(PROMPTS))
     assert engine.stats.blocks_saved == 0 and engine.stats.store_errors > 0
-    assert not [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and path.name != ".evicting"]
+    assert not [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and path.name != MARKER]
 
 
 @pytest.mark.parametrize("operation", ["get", "contains", "put"])

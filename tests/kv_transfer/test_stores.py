@@ -24,11 +24,13 @@ from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.kv_transfer.stores import disk
 from metal_engine.kv_transfer.stores.base import StoreError
 from metal_engine.kv_transfer.stores.disk import DiskStore
+from metal_engine.kv_transfer.stores.store_folder import MARKER
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.settings.args import EngineArgs
 from tests.support.serving import wait_until
 
-FINGERPRINT = "0123456789abcdef"
+FINGERPRINT = "0123456789abcdef" * 2
+ANOTHER_MODEL = "f" * 32
 DEADLINE = 60.0
 
 
@@ -94,6 +96,12 @@ def test_every_flipped_bit_and_every_length_is_noticed() -> None:
         LAYOUT.decode(block_hash, good + b"\0")
 
 
+def test_a_header_that_is_nested_deep_is_refused() -> None:
+    header = b"[" * 100_000
+    with pytest.raises(CorruptBlockError, match="not JSON"):
+        LAYOUT.decode(block(1)[0], len(header).to_bytes(8, "little") + header)
+
+
 def test_a_block_of_another_hash_model_or_layout_is_refused() -> None:
     block_hash, data = block(1)
     good = LAYOUT.encode(block_hash, data)
@@ -120,7 +128,7 @@ def test_get_ends_at_the_first_missing_block(tmp_path: Path) -> None:
         block(2)[1].tolist(),
     ]
     assert len(DiskStore(tmp_path, FINGERPRINT).get(hashes(4))) == 1
-    assert DiskStore(tmp_path, "another model").get(hashes(4)) == []
+    assert DiskStore(tmp_path, ANOTHER_MODEL).get(hashes(4)) == []
     store.discard(hashes(1)[0])
     store.discard(hashes(1)[0])
     assert store.get(hashes(1, 2)) == []
@@ -129,7 +137,7 @@ def test_get_ends_at_the_first_missing_block(tmp_path: Path) -> None:
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     size = len(stored(0)[0][1])
     store = DiskStore(tmp_path, FINGERPRINT, max_size=10 * size)
-    other = DiskStore(tmp_path, "another model", max_size=10 * size)
+    other = DiskStore(tmp_path, ANOTHER_MODEL, max_size=10 * size)
     other.put(stored(100))
     for seed in range(9):
         store.put(stored(seed))
@@ -147,7 +155,7 @@ def test_old_temporary_files_are_swept_up(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, FINGERPRINT)
     store.put(stored(1))
     folder = store.place(hashes(1)[0]).parent
-    old, new = folder / ".tmp-old", folder / ".tmp-new"
+    old, new = folder / f".tmp-{0:032x}", folder / f".tmp-{1:032x}"
     for path in (old, new):
         path.write_bytes(b"half a block")
     os.utime(old, (1, 1))
@@ -238,7 +246,7 @@ def test_writers_killed_at_any_point_leave_whole_blocks_only(tmp_path: Path, num
         os.utime(path, (1, 1))
     store = DiskStore(tmp_path, FINGERPRINT)
     left = [path.name for path in others if path.exists()]
-    assert left == [".evicting"], "what they were writing is swept up"
+    assert left == [MARKER], "what they were writing is swept up"
     for seed in range(50):
         store.put(stored(seed))
     assert check_whole(tmp_path) == 50

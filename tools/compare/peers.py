@@ -124,8 +124,10 @@ def running(name: str, model: Path, *, same_blas: bool, extra: Sequence[str] = (
     env["PYTHONPATH"] = str(ROOT) if name == OURS else ""
     if same_blas and name != OURS and sys.platform == "linux":
         env["LD_PRELOAD"] = str(standard_copy(find_packaged(), cache_dir() / "blas"))
-    log = Path(tempfile.gettempdir()) / f"compare-{name}-{port}.log"
-    with log.open("wb") as output:
+    # A name that nobody can have put a link under.
+    descriptor, log_path = tempfile.mkstemp(prefix=f"compare-{name}-{port}-", suffix=".log")
+    log = Path(log_path)
+    with open(descriptor, "wb") as output:
         # A session of its own, so that whatever it starts can be ended with it.
         process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:

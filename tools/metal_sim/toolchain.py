@@ -13,6 +13,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from metal_engine.device.private_folder import NotPrivateError, private_folder
+
 from .errors import ToolchainError
 
 HERE = Path(__file__).parent
@@ -54,8 +56,10 @@ def cache_dir() -> Path:
     """Where compiled kernels stay between runs (``METAL_SIM_CACHE``, else the user's cache directory)."""
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = Path(os.environ.get("METAL_SIM_CACHE") or users / "metal-sim")
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+    try:
+        return private_folder(path)
+    except NotPrivateError as error:
+        raise ToolchainError(f"code is not loaded from METAL_SIM_CACHE: {error}") from error
 
 
 @cache

@@ -3,6 +3,9 @@
 The format is llama.cpp's (``docs/gguf.md`` of ggml). PyPI's ``gguf`` has a reader too, which makes two NumPy
 arrays for every string of the vocabulary: 2 s for 49k tokens, 6 s for 150k. This one takes 0.1 s, checks
 every length against the file, and is tested against that reader. Enumerations and block sizes are ``gguf``'s.
+
+Anyone may have written the file. Counts, lengths and sizes are checked before anything is done as often or made as
+large as they say, and a file of zeros that claims to be a header of terabytes ends at its second entry.
 """
 
 from __future__ import annotations
@@ -17,10 +20,16 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
-from metal_engine.errors import ModelLoadError
+from metal_engine.checkpoints.files import MAX_HEADER_BYTES, check_readable
+from metal_engine.errors import ModelLoadError, short
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
+# Tensors, and entries of metadata: dense models have hundreds of either.
+_MAX_ENTRIES = 1 << 16
+# Of all arrays together: a vocabulary of 262k tokens has 1.3 million, its merges, scores and types included.
+_MAX_ELEMENTS = 1 << 22
+_MAX_DIMS = 4  # ggml's
 # struct codes of the scalar value types.
 _SCALARS = {
     GGUFValueType.UINT8: "B",
@@ -99,6 +108,7 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
         ModelLoadError: not a GGUF file, a version or tensor type unknown here, or cut short.
     """
     path = Path(path)
+    check_readable(path)
     try:
         data = np.memmap(path, dtype=np.uint8, mode="r").data
     except (OSError, ValueError) as error:  # ValueError: an empty file
@@ -121,6 +131,7 @@ class _Cursor:
     def __init__(self, data: memoryview, offset: int) -> None:
         self.data = data
         self.offset = offset
+        self.elements_left = _MAX_ELEMENTS
 
     def scalar(self, code: str) -> Any:
         (value,) = struct.unpack_from("<" + code, self.data, self.offset)
@@ -130,7 +141,7 @@ class _Cursor:
     def string(self) -> str:
         length = self.scalar("Q")
         end = self.offset + length
-        if end > len(self.data):
+        if end > len(self.data) or end > MAX_HEADER_BYTES:
             raise _Damaged
         # Tokens of a byte-level vocabulary may be cut inside a character.
         value = str(self.data[self.offset : end], encoding="utf-8", errors="replace")
@@ -150,8 +161,9 @@ class _Cursor:
     def _array(self) -> list[Any]:
         element_type, length = self.scalar("I"), self.scalar("Q")
         # Checked before a loop or an allocation of that length. The format has arrays in arrays, but no model has.
-        if length > len(self.data) or element_type == GGUFValueType.ARRAY:
+        if length > self.elements_left or element_type == GGUFValueType.ARRAY:
             raise _Damaged
+        self.elements_left -= length
         code = _SCALARS.get(element_type)
         if code is None:
             return [self.value(element_type) for _ in range(length)]
@@ -168,22 +180,35 @@ def _parse(path: Path, data: memoryview) -> GgufHeader:
         # Version 1 is long gone; a huge number is a big-endian file.
         raise ModelLoadError(f"{path.name}: GGUF version {version} cannot be read (2 and 3 can, little-endian)")
     num_tensors, num_values = cursor.scalar("Q"), cursor.scalar("Q")
+    if max(num_tensors, num_values) > _MAX_ENTRIES:
+        raise _Damaged
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
         key = cursor.string()
+        if key in metadata:
+            raise _Damaged
         metadata[key] = cursor.value(cursor.scalar("I"))
-    infos = []
+    infos = {}
     for _ in range(num_tensors):
         name = cursor.string()
         num_dims = cursor.scalar("I")
+        if name in infos or num_dims > _MAX_DIMS:
+            raise _Damaged
         dims = tuple(cursor.scalar("Q") for _ in range(num_dims))
-        infos.append((name, dims, cursor.scalar("I"), cursor.scalar("Q")))
+        infos[name] = (dims, cursor.scalar("I"), cursor.scalar("Q"))
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise _Damaged
     start = -(-cursor.offset // alignment) * alignment
-    tensors = {name: _tensor(path, name, dims, raw_type, start + offset) for name, dims, raw_type, offset in infos}
-    if any(tensor.offset + tensor.nbytes > len(data) for tensor in tensors.values()):
+    tensors = {
+        name: _tensor(path, name, dims, raw_type, start + offset) for name, (dims, raw_type, offset) in infos.items()
+    }
+    end = start
+    for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+        if tensor.offset < end:  # two in one place: small files could claim any size of memory
+            raise _Damaged
+        end = tensor.offset + tensor.nbytes
+    if end > len(data):
         raise _Damaged
     return GgufHeader(path, metadata, tensors)
 
@@ -192,7 +217,7 @@ def _tensor(path: Path, name: str, dims: tuple[int, ...], raw_type: int, offset:
     try:
         tensor_type = GGMLQuantizationType(raw_type)
     except ValueError:
-        raise ModelLoadError(f"{path.name}: tensor {name} has the unknown type {raw_type}") from None
+        raise ModelLoadError(f"{path.name}: tensor {short(name)} has the unknown type {raw_type}") from None
     block, block_bytes = GGML_QUANT_SIZES[tensor_type]
     if not dims or 0 in dims or dims[0] % block:
         raise _Damaged

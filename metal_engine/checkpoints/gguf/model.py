@@ -17,7 +17,7 @@ import mlx.nn as nn
 from metal_engine.checkpoints.gguf.header import GgufHeader, read_gguf_header
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids
 from metal_engine.checkpoints.gguf.weights import GROUP_SIZE, QuantizedTensor, load_tensor
-from metal_engine.errors import ModelLoadError, UnsupportedModelError
+from metal_engine.errors import ModelLoadError, UnsupportedModelError, short
 
 # mlx-lm's modules carry the same names. llama files interleave the rows of q and k (see gguf_config).
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -116,10 +116,15 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         )
     if "token_embd.weight" not in header.tensors:
         raise ModelLoadError(f"{header.path.name} has no token_embd.weight: not a complete model")
+    num_layers = header.require(f"{arch}.block_count")
+    if num_layers > len(header.tensors):  # mlx-lm makes a module for each before it looks at the weights
+        raise ModelLoadError(
+            f"{header.path.name} says {short(num_layers)} layers and has {len(header.tensors)} tensors"
+        )
     return {
         "model_type": arch,
         "hidden_size": hidden_size,
-        "num_hidden_layers": header.require(f"{arch}.block_count"),
+        "num_hidden_layers": num_layers,
         "intermediate_size": ffn_size,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
@@ -142,7 +147,9 @@ def _check_architecture(header: GgufHeader) -> None:
     arch = header.architecture
     if arch not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
-        raise UnsupportedModelError(f"{header.path.name}: GGUF architecture {arch!r} is not supported ({known} are)")
+        raise UnsupportedModelError(
+            f"{header.path.name}: GGUF architecture {short(arch)} is not supported ({known} are)"
+        )
     if header.metadata.get("split.count", 1) > 1:
         raise UnsupportedModelError(f"{header.path.name} is one part of a split GGUF: merge the parts first")
     if header.metadata.get(f"{arch}.expert_count", 0):
@@ -166,7 +173,7 @@ def _rope_scaling(header: GgufHeader) -> dict[str, Any] | None:
             "beta_fast": values.get("yarn_beta_fast", 32.0),
             "beta_slow": values.get("yarn_beta_slow", 1.0),
         }
-    raise UnsupportedModelError(f"{header.path.name}: RoPE scaling {kind!r} is not supported as GGUF")
+    raise UnsupportedModelError(f"{header.path.name}: RoPE scaling {short(kind)} is not supported as GGUF")
 
 
 def _parameter_name(header: GgufHeader, name: str) -> str:
@@ -174,7 +181,7 @@ def _parameter_name(header: GgufHeader, name: str) -> str:
     match = _TENSOR_NAME.fullmatch(name)
     module = _MODULES.get(match["module"]) if match else None
     if match is None or module is None:
-        raise UnsupportedModelError(f"{header.path.name}: {header.architecture} has no place for tensor {name}")
+        raise UnsupportedModelError(f"{header.path.name}: {header.architecture} has no place for tensor {short(name)}")
     layer = f"model.layers.{match['layer']}." if match["layer"] else ""
     return f"{layer}{module}.{match['kind']}"
 

@@ -17,11 +17,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine.checkpoints.gguf.header import GgufHeader, read_gguf_header
-from metal_engine.errors import UnsupportedModelError
+from metal_engine.errors import ModelLoadError, UnsupportedModelError, short
 
 # Ends of a turn that checkpoints have as control tokens without always naming them in the metadata.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 _SPACE = "▁"
+# Each is a pattern that all text is searched for; models have up to 7,000.
+_MAX_UNSPLIT = 1 << 16
+# Characters looked at when every token is cut at every place; vocabularies of 262k tokens take some 20 million.
+_MAX_CUTS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     elif kind == "llama":
         tokenizer, add_bos = _sentencepiece_bpe(header), True
     else:
-        raise UnsupportedModelError(f"{header.path.name}: tokenizer {kind!r} is not supported; use --tokenizer")
+        raise UnsupportedModelError(f"{header.path.name}: tokenizer {short(kind)} is not supported; use --tokenizer")
     _add_special_tokens(header, tokenizer)
     special = _special_tokens(header)
     bos, eos = (
@@ -130,7 +134,7 @@ def gguf_eos_token_ids(header: GgufHeader) -> list[int]:
 def _byte_level_bpe(header: GgufHeader) -> tuple[Tokenizer, bool]:
     pre = header.metadata.get("tokenizer.ggml.pre")
     if pre not in _PRE_TOKENIZERS:
-        problem = f"pre-tokenizer {pre!r} is not known" if pre else "the file names no pre-tokenizer"
+        problem = f"pre-tokenizer {short(pre)} is not known" if pre else "the file names no pre-tokenizer"
         raise UnsupportedModelError(f"{header.path.name}: {problem}; name another tokenizer with --tokenizer")
     rules = _PRE_TOKENIZERS[pre]
     tokens = header.require("tokenizer.ggml.tokens")
@@ -180,6 +184,8 @@ def _sentencepiece_bpe(header: GgufHeader) -> Tokenizer:
 def _merges_from_scores(header: GgufHeader, vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """SentencePiece merges the two neighbours whose union scores best; BPE wants the pairs in that order."""
     types = header.require("tokenizer.ggml.token_type")
+    if sum(len(token) ** 2 for token in vocab) > _MAX_CUTS:
+        raise ModelLoadError(f"{header.path.name} has tokens of more characters than words have")
     merges = []
     for token, token_id in vocab.items():
         if types[token_id] not in (TokenType.NORMAL, TokenType.USER_DEFINED):
@@ -206,6 +212,8 @@ def _add_special_tokens(header: GgufHeader, tokenizer: Tokenizer) -> None:
     """Control tokens are special; user-defined ones are ordinary text that is never cut."""
     kinds = header.metadata.get("tokenizer.ggml.token_type", [])
     unsplit = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
+    if sum(kind in unsplit for kind in kinds) > _MAX_UNSPLIT:
+        raise ModelLoadError(f"{header.path.name} has more control tokens than models have")
     added = [
         AddedToken(token, special=kind != TokenType.USER_DEFINED, normalized=False)
         for token, kind in zip(header.require("tokenizer.ggml.tokens"), kinds, strict=False)

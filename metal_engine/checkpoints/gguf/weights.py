@@ -13,7 +13,7 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType as T
 
 from metal_engine.checkpoints.gguf.header import GgufHeader, GgufTensor
-from metal_engine.errors import ModelLoadError
+from metal_engine.errors import ModelLoadError, short
 
 # Blocks of 32 elements with one scale each: MLX's affine form with this group size says the same.
 GROUP_SIZE = 32
@@ -61,7 +61,7 @@ def load_tensor(header: GgufHeader, name: str, dtype: mx.Dtype, dequantize: bool
         array = quants.dequantize(header.rows(name), tensor.type)
     except NotImplementedError as error:
         raise ModelLoadError(
-            f"{header.path.name}: tensor {name} has the type {tensor.type.name}, which cannot be read"
+            f"{header.path.name}: tensor {short(name)} has the type {tensor.type.name}, which cannot be read"
         ) from error
     return mx.array(array.reshape(tensor.shape)).astype(dtype)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from metal_engine.device.blas.dynamic_linker import library_at, loaded_libraries, symbol_address
 from metal_engine.device.blas.openblas_copy import BlasError, find_packaged, standard_copy
 from metal_engine.device.cache_dir import cache_dir
+from metal_engine.device.private_folder import NotPrivateError
 
 logger = logging.getLogger(__name__)
 
@@ -177,9 +178,10 @@ def _load_packaged() -> None:
     try:
         _load(standard_copy(packaged, cache_dir() / "blas"))
     except OSError as error:
-        # The directory is read-only, full, or mounted noexec. A loaded library no longer needs its file's name, so
-        # the copy may go at once.
-        logger.info("OpenBLAS goes to a temporary directory, not to the cache: %s", error)
+        # The directory is read-only, full, mounted noexec, or others can write to it. A loaded library no longer needs
+        # its file's name, so the copy may go at once.
+        level = logging.WARNING if isinstance(error, NotPrivateError) else logging.INFO
+        logger.log(level, "OpenBLAS is copied to a temporary directory, not to the cache: %s", error)
         with tempfile.TemporaryDirectory(prefix="metal-engine-") as private:
             _load(standard_copy(packaged, Path(private)))
 

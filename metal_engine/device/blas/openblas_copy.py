@@ -3,6 +3,9 @@
 The package prefixes each name with ``scipy_``, so that loading it does not do what is wanted here: take the
 place of the BLAS that others were linked with. ``patchelf`` renames the symbols in a copy, which is made once
 and kept in the cache directory; no compiler is needed.
+
+A copy is loaded only from a folder, and as a file, that nobody but this user (and root) can write to: whoever may
+write as this user may as well change the package. Its digest is against damage, and against a copy of another library.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from metal_engine.device.private_folder import NotPrivateError, check_ours, private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -59,36 +64,56 @@ def standard_copy(packaged: PackagedLibrary, directory: Path) -> Path:
     """Returns the library with standard names: the one in ``directory`` if it is intact, or else a new one there.
 
     Any number of processes may do this at once: each makes its own and moves it into place in one step.
+
+    Raises:
+        BlasError: it cannot be made.
+        NotPrivateError: other users can write to the directory.
+        OSError: the directory cannot be made or written.
     """
     content = packaged.path.read_bytes()
-    target = directory / f"libopenblas-{packaged.version}-{hashlib.sha256(content).hexdigest()[:16]}.so"
-    if _is_intact(target):
+    origin = hashlib.sha256(content)
+    directory = private_folder(directory)
+    target = directory / f"libopenblas-{packaged.version}-{origin.hexdigest()[:32]}.so"
+    if _is_intact(target, origin.digest()):
         return target
-    directory.mkdir(parents=True, exist_ok=True)
     work = directory / f".making-{os.getpid()}-{os.urandom(4).hex()}"
     work.mkdir(mode=0o700)
     try:
-        _write_standard_copy(content, work / target.name)
+        _write_standard_copy(content, origin.digest(), work / target.name)
         os.replace(work / target.name, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
 
 
-def _is_intact(path: Path) -> bool:
-    """Whether the file ends in the digest of the rest. Loading a damaged library can kill the process."""
+def _is_intact(path: Path, origin: bytes) -> bool:
+    """Whether the file is ours and ends in the digest of the rest, made from the library with the digest ``origin``.
+
+    Loading a damaged library can kill the process.
+    """
     try:
+        check_ours(path, os.lstat(path))
         content = path.read_bytes()
     except FileNotFoundError:
         return False
-    intact = hashlib.sha256(content[:-_DIGEST_SIZE]).digest() == content[-_DIGEST_SIZE:]
+    except NotPrivateError as error:
+        logger.warning("%s; it is made again", error)
+        return False
+    intact = _digest(content[:-_DIGEST_SIZE], origin) == content[-_DIGEST_SIZE:]
     if not intact:
-        logger.warning("%s is damaged and will be made again", path)
+        logger.warning("%s is damaged or of another version and will be made again", path)
     return intact
 
 
-def _write_standard_copy(content: bytes, copy: Path) -> None:
+def _digest(copy: bytes, origin: bytes) -> bytes:
+    digest = hashlib.sha256(origin)
+    digest.update(copy)
+    return digest.digest()
+
+
+def _write_standard_copy(content: bytes, origin: bytes, copy: Path) -> None:
     """Write the library without the prefix on its symbols, and with its digest at the end."""
+    copy.touch(mode=0o600)
     copy.write_bytes(content)
     names = copy.with_name("names")
     # Symbol names stand in the ELF string tables between zero bytes. patchelf skips what is not exported.
@@ -98,7 +123,7 @@ def _write_standard_copy(content: bytes, copy: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BlasError(f"patchelf failed on {_PACKAGE}: {done.stderr.strip() or f'exit {done.returncode}'}")
-    digest = hashlib.sha256(copy.read_bytes()).digest()
+    digest = _digest(copy.read_bytes(), origin)
     with copy.open("ab") as file:  # the loader goes by the ELF headers and never reads this far
         file.write(digest)
 

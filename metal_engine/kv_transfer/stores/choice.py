@@ -7,6 +7,7 @@ from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.kv_transfer.stores.base import KVStore, StoreError
 from metal_engine.kv_transfer.stores.disk import DiskStore
+from metal_engine.kv_transfer.stores.store_folder import NotAStoreError
 from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 
 
@@ -24,6 +25,8 @@ def open_store(config: KVTransferConfig, layout: BlockLayout) -> KVStore:
         else:
             store = DiskStore(fingerprint=layout.fingerprint, writable=config.saves, **config.options)
             limit, key = store.max_size, "max_size"
+    except NotAStoreError as error:
+        raise ConfigError(config.flag, f"{config.flag}: {error}") from error
     except StoreError as error:
         raise ConfigError(None, f"KV transfer: {error}") from error
     if limit < layout.max_stored_bytes:

@@ -14,6 +14,7 @@ from metal_engine.server.errors import APIError, to_api_error
 from metal_engine.server.generation.generation import Generation
 from metal_engine.server.generation.preparation import BodyT, Endpoint, ServedModel, prepare
 from metal_engine.server.generation.streaming import EventStreamResponse
+from metal_engine.server.workers import Weight
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,16 @@ class Answerer:
         if body.stream:
             return EventStreamResponse(_events(generation, endpoint, body), keep_alive=self.sse_keep_alive)
         await generation.finish()
-        return Response(endpoint.response(generation).model_dump_json(), media_type="application/json")
+        if generation.is_long:
+            data = await self.served.workers.run(Weight.HEAVY, _encoded, endpoint, generation)
+        else:
+            data = _encoded(endpoint, generation)
+        return Response(data, media_type="application/json")
+
+
+def _encoded(endpoint: Endpoint[BodyT], generation: Generation) -> bytes:
+    generation.read()
+    return generation.parts.encode(endpoint.response(generation))
 
 
 async def _events(generation: Generation, endpoint: Endpoint[BodyT], body: BodyT) -> AsyncGenerator[bytes, None]:
@@ -50,8 +60,8 @@ async def _events(generation: Generation, endpoint: Endpoint[BodyT], body: BodyT
         async with aclosing(generation.outputs()) as batches:
             async for batch in batches:
                 data = b""
+                usage = generation.usage if continuous_usage else None
                 for arrived in batch:
-                    usage = generation.usage if continuous_usage else None
                     data += endpoint.chunk(generation, arrived, arrived[0] not in started, usage)
                     started.add(arrived[0])
                 if data:

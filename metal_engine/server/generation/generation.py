@@ -14,17 +14,18 @@ from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, TokenLogprobs
-from metal_engine.server.errors import APIError, engine_dead
-from metal_engine.server.generation.logprobs import prompt_logprobs
+from metal_engine.server.errors import APIError, engine_dead, invalid
+from metal_engine.server.generation.logprobs import num_entries, prompt_logprobs_json
+from metal_engine.server.json_parts import JSONParts, Placeholder
 from metal_engine.server.lifecycle import SHUTTING_DOWN
 from metal_engine.server.logs import note
-from metal_engine.server.protocol import (
-    CompletionTokensDetails,
-    FinishReason,
-    PromptLogprobs,
-    PromptTokensDetails,
-    Usage,
-)
+from metal_engine.server.protocol import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
+
+# Log probabilities of one answer that is no stream, or of its prompts: 100 bytes each while they are collected, and as
+# many as JSON.
+MAX_LOGPROB_ENTRIES = 1 << 17
+# Tokens and log probabilities of an answer that is read and encoded outside the event loop.
+_LONG = 1 << 11
 
 # The index of a choice, an output of it, and what the output's text comes to; nothing where that is not read.
 Arrived = tuple[int, RequestOutput, list[AnswerDelta]]
@@ -71,10 +72,12 @@ class Choice:
         """Tokens of reasoning in what has been read of the answer."""
         return 0 if self.reader is None else self.reader.num_reasoning_tokens
 
-    def add(self, output: RequestOutput) -> None:
-        self.texts.append(output.text)
-        self.token_ends += output.token_ends
-        self.text_logprobs += output.text_logprobs or ()
+    def add(self, output: RequestOutput, *, keep: bool) -> None:
+        """Takes an output; ``keep`` is whether its text will be wanted again."""
+        if keep:
+            self.texts.append(output.text)
+            self.token_ends += output.token_ends
+            self.text_logprobs += output.text_logprobs or ()
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.latest = output
         self.finish_reason = finish_reason(output)
@@ -93,6 +96,7 @@ class Generation:
         shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
         reader: makes a reader for a choice's answer; None if answers are plain text.
         choices: what each sequence has come to; complete once :meth:`outputs` is exhausted.
+        parts: of the answer's JSON, made apart.
     """
 
     engine: AsyncEngine
@@ -109,6 +113,8 @@ class Generation:
 
     def __post_init__(self) -> None:
         self._timed_out = False
+        self._num_entries = 0
+        self.parts = JSONParts()
         self.params = self.requests[0].params
         self.created = int(time.time())
         self.choices = [
@@ -155,7 +161,9 @@ class Generation:
                         if self.is_echo_only:
                             _hide_output(output)
                         choice = self.choices[index]
-                        choice.add(output)
+                        choice.add(output, keep=not read)
+                        if not read:
+                            self._check_size(output)
                         deltas: list[AnswerDelta] = []
                         if read and choice.reader is not None:
                             deltas = choice.reader.add(output.text, output.token_ends, choice.finish_reason)
@@ -182,11 +190,29 @@ class Generation:
             finish_reason=",".join(str(choice.finish_reason) for choice in self.choices),
         )
 
+    def _check_size(self, output: RequestOutput) -> None:
+        """Refuse to collect more log probabilities than there is memory for."""
+        self._num_entries += num_entries(len(output.text_logprobs or ()), self.params.logprobs)
+        if self._num_entries > MAX_LOGPROB_ENTRIES:
+            problem = f" with more than {MAX_LOGPROB_ENTRIES} log probabilities in one answer: ask for a stream"
+            raise invalid(problem, where="logprobs")
+
     async def finish(self) -> None:
-        """Runs to the end and reads the answers whole. Raises what :meth:`outputs` raises."""
+        """Runs to the end. Raises what :meth:`outputs` raises."""
         async with aclosing(self.outputs(read=False)) as batches:
             async for _ in batches:
                 pass
+
+    @property
+    def is_long(self) -> bool:
+        """Whether reading the answers and making JSON of them takes more than 10 ms."""
+        num_tokens = sum(choice.latest.num_output_tokens for choice in self.choices)
+        num_prompt = sum(len(choice.prompt_logprobs or ()) for choice in self.choices)
+        entries = num_entries(num_tokens, self.params.logprobs) + num_entries(num_prompt, self.params.prompt_logprobs)
+        return num_tokens + entries > _LONG
+
+    def read(self) -> None:
+        """Reads the answers whole, once they are complete."""
         for choice in self.choices:
             if choice.reader is not None:
                 choice.deltas = choice.reader.add(choice.text, choice.token_ends, choice.finish_reason)
@@ -223,11 +249,11 @@ class Generation:
     def tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
-    def prompt_logprobs(self, choice: Choice) -> PromptLogprobs | None:
+    def prompt_logprobs(self, choice: Choice) -> Placeholder | None:
         """Log probabilities of a choice's prompt, if they are wanted beside the answer."""
         if not self.shows_prompt_logprobs or choice.prompt_logprobs is None:
             return None
-        return prompt_logprobs(self.tokenizer, choice.prompt_logprobs)
+        return self.parts.add(prompt_logprobs_json(self.tokenizer, choice.prompt_logprobs))
 
     def _failure(self, output: RequestOutput) -> APIError:
         if self.engine.error is not None:
@@ -263,15 +289,16 @@ async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGen
             async for output in stream:
                 yield [(0, output)]
         return
-    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue()
+    # Bounded: what a slow reader leaves waits in the streams, which merge it.
+    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(2 * len(streams))
 
     async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
         try:
             async with aclosing(stream):
                 async for output in stream:
-                    arrived.put_nowait((index, output))
+                    await arrived.put((index, output))
         except Exception as error:  # noqa: BLE001  (raised again by the reader)
-            arrived.put_nowait((index, error))
+            await arrived.put((index, error))
 
     tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
     try:

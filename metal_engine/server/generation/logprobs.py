@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import TokenLogprobs
-from metal_engine.server.protocol import ChatLogprob, ChatLogprobs, ChatTopLogprob, CompletionLogprobs, PromptLogprob
+from metal_engine.server.json_parts import array
+from metal_engine.server.protocol import (
+    ChatLogprob,
+    ChatLogprobs,
+    ChatTopLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+)
 
 # JSON has no infinity; where a token is excluded by the model itself, this is far enough.
 _LOWEST = -9999.0
+
+
+# Log probabilities made JSON in one call: 5 ms, and 5 MiB of objects.
+_ENTRIES_AT_ONCE = 1 << 12
+_PROMPT_LOGPROBS = TypeAdapter(PromptLogprobs)
+_JSON: TypeAdapter[Any] = TypeAdapter(Any)
+
+
+def num_entries(num_tokens: int, num_top: int | None) -> int:
+    """Log probabilities of so many tokens and the alternatives to each; None for no log probabilities."""
+    return 0 if num_top is None else num_tokens * (num_top + 1)
 
 
 def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
@@ -55,6 +76,22 @@ def completion_logprobs(
     return result
 
 
+def completion_logprobs_json(
+    tokenizer: Tokenizer,
+    tokens: Sequence[TokenLogprobs | None],
+    offsets: Sequence[int],
+    first_token_id: int | None = None,
+) -> bytes:
+    """:func:`completion_logprobs` of any number of tokens, as JSON."""
+    names = list(CompletionLogprobs.model_fields)
+    parts: dict[str, list[bytes]] = {name: [] for name in names}
+    for part in _slices(tokens):
+        made = completion_logprobs(tokenizer, tokens[part], offsets[part], first_token_id)
+        for name in names:
+            parts[name].append(_JSON.dump_json(getattr(made, name)))
+    return b"{" + b",".join(b'"%b":%b' % (name.encode(), array(parts[name])) for name in names) + b"}"
+
+
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
     """For ``/v1/chat/completions``."""
 
@@ -69,11 +106,25 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> Chat
     return ChatLogprobs(content=content)
 
 
-def prompt_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs | None]
-) -> list[dict[str, PromptLogprob] | None]:
-    """vLLM's ``prompt_logprobs``: for each token, it and the alternatives, by token id."""
-    return [None if token is None else _by_id(tokenizer, token) for token in tokens]
+def chat_logprobs_json(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> bytes:
+    """:func:`chat_logprobs` of any number of tokens, as JSON."""
+    content = array(_JSON.dump_json(chat_logprobs(tokenizer, tokens[part]).content) for part in _slices(tokens))
+    return b'{"content":%b,"refusal":null}' % content
+
+
+def prompt_logprobs_json(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs | None]) -> bytes:
+    """vLLM's ``prompt_logprobs`` as JSON: for each token, it and the alternatives, by token id."""
+    return array(
+        _PROMPT_LOGPROBS.dump_json([None if token is None else _by_id(tokenizer, token) for token in tokens[part]])
+        for part in _slices(tokens)
+    )
+
+
+def _slices(tokens: Sequence[TokenLogprobs | None]) -> Iterator[slice]:
+    """What of the tokens is made JSON in one call."""
+    num_top = max((len(token.top) for token in tokens[:2] if token is not None), default=0)
+    step = max(_ENTRIES_AT_ONCE // (num_top + 1), 1)
+    return (slice(start, start + step) for start in range(0, len(tokens), step))
 
 
 def _by_id(tokenizer: Tokenizer, token: TokenLogprobs) -> dict[str, PromptLogprob]:

@@ -18,7 +18,8 @@ from metal_engine.request import PreparedRequest, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.generation.admission import Admission
-from metal_engine.server.generation.generation import Arrived, Generation
+from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, Arrived, Generation
+from metal_engine.server.generation.logprobs import num_entries
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
 from metal_engine.server.generation.streaming import sse
@@ -27,6 +28,10 @@ from metal_engine.server.workers import Weight, Workers
 
 # Sequences of one request; each takes memory before it runs.
 MAX_SEQUENCES = 2048
+# Log probabilities of prompts in a stream, which are one event, encoded in the event loop: 5 ms.
+MAX_STREAMED_ENTRIES = 1 << 12
+# Tokens of all of them: each sequence has a list of its own, of 8 bytes a token.
+MAX_PROMPT_TOKENS = 1 << 22
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
@@ -169,7 +174,7 @@ def _prepared(
     try:
         adjusted = endpoint.adjust(params)
         is_forced = adjusted.structured_outputs is not params.structured_outputs
-        requests = engine.prepare_all(prompts, adjusted)
+        requests = engine.prepare_all(prompts, adjusted, body.cache_salt or "")
     except ParameterError as error:
         raise parameter_error(error, body, is_forced=is_forced) from error
     except ContextLengthError as error:
@@ -178,4 +183,11 @@ def _prepared(
     except PromptError as error:
         raise invalid(str(error), param=body.prompt_field) from error
     prompts = [request.prompt_token_ids for request in requests]
+    if sum(map(len, prompts)) * params.n > MAX_PROMPT_TOKENS:
+        raise invalid(f"n times the tokens of the prompts may be {MAX_PROMPT_TOKENS} at most", param="n")
+    num_prompt_entries = num_entries(sum(map(len, prompts)) * params.n, params.prompt_logprobs)
+    limit = MAX_STREAMED_ENTRIES if body.stream else MAX_LOGPROB_ENTRIES
+    if num_prompt_entries > limit:
+        field = body.logprobs_field if body.prompt_logprobs is None else "prompt_logprobs"
+        raise invalid(f" of the prompts are {num_prompt_entries}, and may be {limit} at most", where=field)
     return requests, endpoint.echoes(body, prompts, engine.tokenizer)

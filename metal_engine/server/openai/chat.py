@@ -6,10 +6,11 @@ from pydantic import BaseModel
 
 from metal_engine.answers.deltas import AnswerDelta, CallStart, TextDelta
 from metal_engine.request import TokenLogprobs
-from metal_engine.server.generation.generation import Arrived, Generation, finish_reason
-from metal_engine.server.generation.logprobs import chat_logprobs
+from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
+from metal_engine.server.generation.logprobs import chat_logprobs, chat_logprobs_json
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
+from metal_engine.server.json_parts import Placeholder
 from metal_engine.server.openai.conversation import Conversation, message_of
 from metal_engine.server.protocol import (
     ChatChoice,
@@ -40,7 +41,7 @@ class ChatEndpoint(Conversation):
                 ChatChoice(
                     index=choice.index,
                     message=message_of(choice.deltas),
-                    logprobs=_logprobs(generation, choice.text_logprobs),
+                    logprobs=self._all_logprobs(generation, choice),
                     finish_reason=self.chat_finish_reason(choice.num_calls, choice.finish_reason),
                     stop_reason=choice.stop_reason,
                 )
@@ -51,6 +52,12 @@ class ChatEndpoint(Conversation):
             usage=generation.usage,
             prompt_logprobs=generation.prompt_logprobs(generation.choices[0]),
         )
+
+    @staticmethod
+    def _all_logprobs(generation: Generation, choice: Choice) -> Placeholder | None:
+        if generation.params.logprobs is None:
+            return None
+        return generation.parts.add(chat_logprobs_json(generation.tokenizer, choice.text_logprobs))
 
     def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
         index, output, deltas = arrived

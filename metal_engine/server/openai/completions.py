@@ -7,13 +7,13 @@ from typing import cast
 from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.request import RequestOutput
+from metal_engine.request import RequestOutput, TokenLogprobs
 from metal_engine.server.errors import invalid, invalid_prompt
 from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
-from metal_engine.server.generation.logprobs import completion_logprobs, prompt_offsets
+from metal_engine.server.generation.logprobs import completion_logprobs, completion_logprobs_json, prompt_offsets
 from metal_engine.server.generation.preparation import Endpoint
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
-from metal_engine.server.protocol import Completion, CompletionBody, CompletionChoice, CompletionLogprobs, Usage
+from metal_engine.server.protocol import Completion, CompletionBody, CompletionChoice, Usage
 
 
 class CompletionEndpoint(Endpoint[CompletionBody]):
@@ -48,7 +48,10 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
         choices = []
         for choice in generation.choices:
             has_logprobs = generation.params.logprobs is not None
-            logprobs = self._logprobs(generation, choice, choice, first=True) if has_logprobs else None
+            logprobs = None
+            if has_logprobs:
+                told = self._told_logprobs(generation, choice, choice, first=True)
+                logprobs = generation.parts.add(completion_logprobs_json(generation.tokenizer, *told))
             choices.append(
                 CompletionChoice(
                     index=choice.index,
@@ -70,7 +73,10 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
         has_logprobs = bool(output.text_logprobs) or (first and output.text_logprobs is not None)
         if not (output.finished or has_logprobs or usage is not None):
             return self._template(generation, index).fill(text)
-        logprobs = self._logprobs(generation, choice, output, first) if has_logprobs else None
+        logprobs = None
+        if has_logprobs:
+            told = self._told_logprobs(generation, choice, output, first)
+            logprobs = completion_logprobs(generation.tokenizer, *told)
         chunk = CompletionChoice(
             index=index,
             text=text,
@@ -87,26 +93,25 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
             template = self._templates[index] = ChunkTemplate(_completion(generation, [choice]))
         return template
 
-    def _logprobs(
+    def _told_logprobs(
         self, generation: Generation, choice: Choice, told: Choice | RequestOutput, first: bool
-    ) -> CompletionLogprobs:
-        """Log probabilities of all of a choice's tokens, or of those of one output of it.
+    ) -> tuple[list[TokenLogprobs | None], list[int], int | None]:
+        """All of a choice's tokens, or those of one output of it, where each begins, and the first one's id.
 
         Args:
             first: whether these are the choice's first tokens. The prompt's come before them if it is wanted back.
         """
-        tokens = told.text_logprobs or []
+        tokens: list[TokenLogprobs | None] = [*(told.text_logprobs or ())]
         begin = len(choice.echo or "")
         starts = [self._text_ends.get(choice.index, 0), *told.token_ends]
         self._text_ends[choice.index] = starts[-1]
         offsets = [begin + start for start in starts[: len(tokens)]]
         prompt = choice.prompt_logprobs if first and choice.echo is not None else None
         if not prompt:
-            return completion_logprobs(generation.tokenizer, tokens, offsets)
+            return tokens, offsets, None
         skip = generation.params.skip_special_tokens
         before = prompt_offsets(generation.tokenizer, choice.prompt_token_ids, skip_special_tokens=skip)
-        tokens_of_both, first_token_id = [*prompt, *tokens], choice.prompt_token_ids[0]
-        return completion_logprobs(generation.tokenizer, tokens_of_both, before + offsets, first_token_id)
+        return [*prompt, *tokens], before + offsets, choice.prompt_token_ids[0]
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:
         return (sse(_completion(generation, [], generation.usage)) if include_usage else b"") + DONE

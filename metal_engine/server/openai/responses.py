@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ _TOLD = ResponsesBody.model_fields.keys() & Response.model_fields.keys() - {"mod
 _CHARACTERS_PER_VALUE = 64
 # What is told again is made JSON in the event loop, three times over: 3 ms each.
 MAX_TOLD_CHARACTERS = 1 << 20
+
+
+# Of a conversation that grows from response to response; each takes a kilobyte.
+MAX_MESSAGES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ def read_request(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompl
         problem = f"tools, text and metadata are part of the answer: they may have {MAX_TOLD_CHARACTERS} characters"
         raise invalid(problem, param="tools")
     chat, messages = to_chat(body, earlier)
+    if len(messages) > MAX_MESSAGES:
+        raise invalid(f" and the responses before it may have {MAX_MESSAGES} messages", where="input")
     return chat, AskedResponse(told, messages, num_characters(messages) + num_characters(told))
 
 
@@ -70,46 +77,56 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The latest responses, in memory: the oldest go when there are too many, or too much text in them."""
+    """The latest responses, in memory: the oldest go when there are too many, or too much text in them. Thread-safe."""
 
     def __init__(self, max_responses: int, max_characters: int = 1 << 26) -> None:
         self._max_responses = max_responses
         self._max_characters = max_characters
         self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
         self._num_characters = 0
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._stored)
 
     def put(self, stored: StoredResponse, size: int) -> None:
         """Keep a response of so many characters, and those before it as far as there is room."""
-        self._stored[stored.response["id"]] = stored, size
-        self._num_characters += size
-        while self._stored and (len(self._stored) > self._max_responses or self._num_characters > self._max_characters):
-            _, (_, gone) = self._stored.popitem(last=False)
-            self._num_characters -= gone
+        with self._lock:
+            self._stored[stored.response["id"]] = stored, size
+            self._num_characters += size
+            while self._stored and self._is_overfull:
+                _, (_, gone) = self._stored.popitem(last=False)
+                self._num_characters -= gone
+
+    @property
+    def _is_overfull(self) -> bool:
+        return len(self._stored) > self._max_responses or self._num_characters > self._max_characters
 
     def get(self, response_id: str, param: str | None = None) -> StoredResponse:
         """Raises APIError, a 404, for a response that is not there (any more)."""
-        if response_id not in self._stored:
-            problem = "it was not stored, or has been dropped for newer ones"
-            message = f"there is no response {response_id[:100]!r}: {problem}"
-            raise APIError(404, message, param=param, code="response_not_found")
-        self._stored.move_to_end(response_id)
-        return self._stored[response_id][0]
+        with self._lock:
+            found = self._stored.get(response_id)
+            if found is not None:
+                self._stored.move_to_end(response_id)
+                return found[0]
+        problem = "it was not stored, or has been dropped for newer ones"
+        message = f"there is no response {response_id[:100]!r}: {problem}"
+        raise APIError(404, message, param=param, code="response_not_found")
 
     def messages(self, response_id: str | None) -> list[Message]:
         """The conversation that ``previous_response_id`` stands for. Raises as :meth:`get` does."""
         return [] if response_id is None else self.get(response_id, "previous_response_id").messages
 
-    def num_characters(self, response_id: str | None) -> int:
+    def num_characters(self, response_id: str) -> int:
         """How much text there is in the conversation that ``previous_response_id`` stands for."""
-        return 0 if response_id is None else self._stored[response_id][1]
+        with self._lock:
+            return self._stored[response_id][1] if response_id in self._stored else 0
 
     def delete(self, response_id: str) -> None:
         """Raises APIError, a 404, as :meth:`get` does."""
         self.get(response_id)
-        self._num_characters -= self._stored.pop(response_id)[1]
+        with self._lock:
+            self._num_characters -= self._stored.pop(response_id, (None, 0))[1]
 
 
 def num_characters(value: Any) -> int:

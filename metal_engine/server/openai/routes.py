@@ -29,7 +29,7 @@ def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store
         with renaming(responses_protocol.RENAMED):
             earlier = store.messages(body.previous_response_id)
             raw = await request.body()
-            num_bytes = len(raw) + store.num_characters(body.previous_response_id)
+            num_bytes = len(raw) + store.num_characters(body.previous_response_id or "")
             chat, asked = await served.workers.run_if_large(num_bytes, read_request, body, earlier)
             return await answer(ResponsesEndpoint(served, store, asked), chat, num_bytes)
 

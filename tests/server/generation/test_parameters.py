@@ -5,33 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from metal_engine.engine.async_engine import AsyncEngine
 from tests.support.serving import MODEL, Served, serve
-from tests.support.tiny_engine import log_softmax, reference_logits, tiny_engine, tiny_reference
+from tests.support.tiny_engine import log_softmax, reference_logits, tiny_reference
 from tools.fixtures.fake_engine import EOS, byte_ids
 
 PROMPT = "the thing in the string"
 USER: Any = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def _tiny() -> Iterator[Served]:
-    engine = AsyncEngine(lambda: tiny_engine(num_blocks=512))
-    engine.start()
-    with serve(engine=engine) as served:
-        yield served
-
-
-@pytest.fixture
-def tiny(_tiny: Served) -> Iterator[Served]:
-    yield _tiny
-    _tiny.settle()
 
 
 def complete(served: Served, prompt: Any = PROMPT, **params: Any) -> Any:

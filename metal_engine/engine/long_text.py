@@ -1,0 +1,100 @@
+"""Encoding texts of any length in pieces: no call holds Python's lock for long or takes much memory, and a text that
+is too long is noticed before all of it is encoded.
+
+A tokenizer needs up to 65 bytes for each byte of its text. Its batch functions let other threads run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unicodedata import category
+
+from metal_engine.cancellation import check_cancelled
+
+# Characters encoded in one call: 33 MiB at most (of four bytes each).
+CHARACTERS_AT_ONCE = 1 << 17
+# A text without a place to cut is encoded whole, if it is no longer than this.
+MAX_WITHOUT_CUT = 1 << 19
+# What is looked at on either side of a cut; tokens are shorter.
+_WINDOW = 256
+# Places tried for one cut, of those within so many characters.
+_MAX_TRIES = 32
+_PLACES_LOOKED_AT = 1 << 12
+
+
+class TextTooLongError(ValueError):
+    """A text that cannot fit, whatever its tokens are."""
+
+    def __init__(self, num_characters: int) -> None:
+        super().__init__(
+            f"a prompt of {num_characters} characters is far longer than the maximum context length of the model"
+        )
+
+
+def encode(backend: Any, text: str, *, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
+    """Token ids of a text; those of one call for all of it, wherever it is cut.
+
+    Args:
+        backend: a ``tokenizers.Tokenizer`` that neither truncates nor pads.
+        max_tokens: so many are enough to know that the text is too long; only texts that are cut are measured.
+
+    Raises:
+        TextTooLongError: there are more tokens, or the text is long and has no place to cut.
+        Cancelled: nobody waits for it any more.
+        TypeError: the text is not valid Unicode.
+    """
+    if len(text) <= CHARACTERS_AT_ONCE:
+        return _ids(backend, text, add_special_tokens)
+    before, after = _around(backend) if add_special_tokens else ([], [])
+    ids = before
+    for piece in _pieces(backend, text):
+        check_cancelled()
+        ids += _ids(backend, piece)
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise TextTooLongError(len(text))
+    return ids + after
+
+
+def _ids(backend: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
+
+
+def _around(backend: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that stand before and after any text."""
+    whole, inner = _ids(backend, "a", True), _ids(backend, "a")
+    start = next(i for i in range(len(whole)) if whole[i : i + len(inner)] == inner)
+    return whole[:start], whole[start + len(inner) :]
+
+
+def _pieces(backend: Any, text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > CHARACTERS_AT_ONCE:
+        end = _cut(backend, text, start + CHARACTERS_AT_ONCE)
+        if end is None:
+            if len(text) - start > MAX_WITHOUT_CUT:
+                raise TextTooLongError(len(text))
+            break
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _cut(backend: Any, text: str, end: int) -> int | None:
+    """The last place before ``end`` that no token crosses, and where both sides are encoded as they are alone.
+
+    Only places where a word, a number, a row of signs or of white space begins: within one, what is far away counts.
+    """
+    places = [i for i in range(end, end - _PLACES_LOOKED_AT, -1) if _kind(text[i - 1]) != _kind(text[i])]
+    places.sort(key=lambda i: not text[i].isspace())  # most tokenizers let words begin with their space
+    for place in places[:_MAX_TRIES]:
+        left, right = text[place - _WINDOW : place], text[place : place + _WINDOW]
+        if _ids(backend, left + right) == _ids(backend, left) + _ids(backend, right):
+            return place
+    return None
+
+
+def _kind(ch: str) -> str:
+    """The first letter of a character's Unicode category, with white space as one."""
+    return "Z" if ch.isspace() else category(ch)[0]

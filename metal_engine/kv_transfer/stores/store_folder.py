@@ -1,0 +1,289 @@
+"""A directory that is a KV store: marked as one, closed to others, entered without following links.
+
+    DIR/metal-engine-kv-store                                     the marker: one line, with the store's version
+    DIR/<fingerprint>/<first two digits of the hash>/<hash>.safetensors
+    .tmp-<32 hex digits>, in DIR and in each folder below it      what is being written
+
+What has another name, or lies elsewhere, is somebody else's: it is neither read, overwritten nor removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from metal_engine.kv_transfer.stores.base import StoreError
+
+logger = logging.getLogger(__name__)
+
+MARKER = "metal-engine-kv-store"
+_MARKER_TEXT = b"metal-engine KV store, version 1\n"
+# A store without a marker is an earlier version's, which had a lock; or the system's own things lie in it.
+_HARMLESS = frozenset({".evicting", "lost+found", ".DS_Store", ".snapshot"})
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+_DIGITS = re.compile(r"[0-9a-f]{2}")
+_BLOCK = re.compile(r"[0-9a-f]{64}\.safetensors")
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+class NotAStoreError(StoreError):
+    """The directory is no KV store and has other things in it, or is another user's."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A block, or what is left of one that was being written.
+
+    Attributes:
+        names: of its folders below the store, and its own.
+    """
+
+    names: tuple[str, ...]
+    is_temporary: bool
+    size: int
+    mtime_ns: int
+
+
+def block_names(fingerprint: str, block_hash: bytes) -> tuple[str, str, str]:
+    """Where a block lies: its folders' names and its file's. Fingerprints are 32 hex digits, hashes 32 bytes."""
+    digits = block_hash.hex()
+    assert _FINGERPRINT.fullmatch(fingerprint) and len(digits) == 64, (fingerprint, digits)
+    return fingerprint, digits[:2], f"{digits}.safetensors"
+
+
+def temporary_name() -> str:
+    return f".tmp-{uuid.uuid4().hex}"
+
+
+class StoreFolder:
+    """The directory of a store. Folders are made with mode 0700 and files with 0600, whatever the umask.
+
+    Args:
+        path: the directory; links in the path itself are the user's, and followed once, here.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.root = Path(path).expanduser().resolve()
+
+    @property
+    def is_marked(self) -> bool:
+        try:
+            return stat.S_ISREG(os.lstat(self.root / MARKER).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def prepare(self) -> None:
+        """Make the directory a store that this process may write, if it is not one yet.
+
+        Raises:
+            NotAStoreError: it has no marker and things in it that no store made, or belongs to another user.
+            OSError: it cannot be made or written.
+        """
+        if self.mark():
+            return
+        with self.opened() as folder:
+            _make_private(self.root, folder)
+
+    def mark(self) -> bool:
+        """Make the directory, close it to others and put the marker into it; does nothing where there is a marker.
+
+        Returns:
+            whether there was none.
+
+        Raises:
+            NotAStoreError: it has no marker and things in it that no store made, belongs to another user, or is of
+                another version.
+            OSError: it cannot be made or written.
+        """
+        for path in (*reversed(self.root.parents), self.root):
+            if not path.is_dir():
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(path, 0o700)
+        with self.opened() as folder:
+            try:
+                marker = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+            except FileNotFoundError:
+                self._mark_new(folder)
+                return True
+            with open(marker, "rb") as file:
+                if file.read(len(_MARKER_TEXT) + 1) != _MARKER_TEXT:
+                    raise NotAStoreError(f"{self.root / MARKER} is not of this version: name another directory")
+        return False
+
+    def _mark_new(self, folder: int) -> None:
+        if (other := _other_things(folder)) is not None:
+            raise NotAStoreError(
+                f"{self.root} has things in it that are not a KV store's ({other}): name a new or an empty directory"
+            )
+        is_old = bool(os.listdir(folder))
+        _make_private(self.root, folder)
+        if is_old:
+            logger.info("KV store %s: taken over from an earlier version", self.root)
+        # Renamed into place, so that no other process sees a part of it; on the medium first, so that none ever does.
+        temporary = temporary_name()
+        with write_private(temporary, folder) as file:
+            file.write(_MARKER_TEXT)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, MARKER, src_dir_fd=folder, dst_dir_fd=folder)
+
+    @contextmanager
+    def opened(self, *names: str, make: bool = False) -> Iterator[int]:
+        """Open a folder of the store, as a descriptor to work in, without following links below its path.
+
+        Args:
+            names: of the folders on the way.
+            make: whether folders that are missing are made, and the whole store where it was removed.
+
+        Raises:
+            NotAStoreError: the directory is no store any more.
+            OSError: the folder cannot be opened.
+        """
+        try:
+            folder = self._open(names, make=False)
+        except FileNotFoundError:
+            if not make:
+                raise
+            self.mark()
+            folder = self._open(names, make=True)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _open(self, names: tuple[str, ...], *, make: bool) -> int:
+        folder = os.open(self.root, _FOLDER)
+        for name in names:
+            try:
+                if make:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(name, 0o700, dir_fd=folder)
+                inner = os.open(name, _FOLDER, dir_fd=folder)
+            finally:
+                os.close(folder)
+            folder = inner
+        return folder
+
+    def remove(self, names: tuple[str, ...]) -> None:
+        """Remove a file of the store, if it is there. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError), self.opened(*names[:-1]) as folder:
+            os.unlink(names[-1], dir_fd=folder)
+
+    def files(self) -> Iterator[StoredFile]:
+        """The files that the store made; what vanishes meanwhile is passed over. Folders are closed to others."""
+        with self.opened() as root:
+            yield from _own_files(root, (), (_FINGERPRINT, _DIGITS))
+
+
+def write_private(name: str, folder: int) -> contextlib.AbstractContextManager:
+    """Open a new file in a folder for writing, with mode 0600. Raises OSError."""
+    return open(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder), "wb")
+
+
+def _own_files(folder: int, names: tuple[str, ...], below: tuple[re.Pattern[str], ...]) -> Iterator[StoredFile]:
+    """The files of a folder and those below it whose folders have names of these forms."""
+    with os.scandir(folder) as found:
+        entries = list(found)
+    for entry in entries:
+        name = entry.name
+        try:
+            if below and below[0].fullmatch(name) and entry.is_dir(follow_symlinks=False):
+                inner = os.open(name, _FOLDER, dir_fd=folder)
+                try:
+                    _close_to_others(inner)
+                    yield from _own_files(inner, (*names, name), below[1:])
+                finally:
+                    os.close(inner)
+            elif _is_own_file(entry, names):
+                status = entry.stat(follow_symlinks=False)
+                is_temporary = _TEMPORARY.fullmatch(name) is not None
+                yield StoredFile((*names, name), is_temporary, status.st_size, status.st_mtime_ns)
+        except FileNotFoundError:
+            continue
+
+
+def _is_own_file(entry: os.DirEntry[str], names: tuple[str, ...]) -> bool:
+    """Whether a store makes files of this name in this place: two folders down for a block."""
+    own = _TEMPORARY.fullmatch(entry.name) or (
+        len(names) == 2 and _BLOCK.fullmatch(entry.name) and entry.name.startswith(names[1])
+    )
+    return bool(own) and entry.is_file(follow_symlinks=False)
+
+
+def _other_things(folder: int, names: tuple[str, ...] = ()) -> str | None:
+    """Something that no store made, in a directory that has no marker: its path in there; None if there is none."""
+    with os.scandir(folder) as found:
+        entries = list(found)
+    forms = (_FINGERPRINT, _DIGITS)[len(names) :]
+    for entry in entries:
+        if _is_own_file(entry, names) or (not names and entry.name in (*_HARMLESS, MARKER)):
+            continue
+        if not (forms and forms[0].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)):
+            return "/".join((*names, entry.name))
+        try:
+            inner = os.open(entry.name, _FOLDER, dir_fd=folder)
+        except FileNotFoundError:
+            continue
+        try:
+            other = _other_things(inner, (*names, entry.name))
+        finally:
+            os.close(inner)
+        if other is not None:
+            return other
+    return None
+
+
+# --- who may enter ---------------------------------------------------------------------------------------------
+
+
+def _make_private(root: Path, folder: int) -> None:
+    """Close the directory to others.
+
+    It is ours if what we make in it has the same owner: shares of a network may give all files another owner than
+    the process has. One that is root's (a volume's mount point) stays as it is, for root may do everything anyway;
+    and root may use anybody's (a folder of the host's in a container).
+
+    Raises:
+        NotAStoreError: it is another user's.
+        OSError: it cannot be written.
+    """
+    probe = temporary_name()
+    try:
+        with write_private(probe, folder) as file:
+            us = os.fstat(file.fileno()).st_uid
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(probe, dir_fd=folder)
+    status = os.fstat(folder)
+    if status.st_uid not in (us, 0) and us != 0:
+        raise NotAStoreError(f"{root} belongs to another user (uid {status.st_uid}): name a directory of your own")
+    if status.st_uid == us and _close_to_others(folder):
+        logger.warning("KV store %s: was open to other users (mode %04o), is 0700 now", root, status.st_mode & 0o7777)
+    if status.st_uid not in (us, 0) or os.fstat(folder).st_mode & 0o022:
+        logger.warning(
+            "KV store %s: other users can write there (owner %d, mode %04o), and so make the model say what they like",
+            root,
+            status.st_uid,
+            os.fstat(folder).st_mode & 0o7777,
+        )
+
+
+def _close_to_others(folder: int) -> bool:
+    """Take others' permissions from a folder; whether there were some that could be taken."""
+    mode = os.fstat(folder).st_mode
+    if not mode & 0o077:
+        return False
+    try:
+        os.fchmod(folder, 0o700)
+    except PermissionError:  # another user's, in a mount that is root's, or a file system without modes
+        return False
+    return not os.fstat(folder).st_mode & 0o077

@@ -1,0 +1,235 @@
+"""Directories that nobody's converter has written: each is refused in one line, with work bounded by its bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from metal_engine.checkpoints import checkpoint, files
+from metal_engine.checkpoints.answer_formats import find_answer_format
+from metal_engine.checkpoints.files import read_json
+from metal_engine.checkpoints.loader import load
+from metal_engine.cli.options import one_line_errors
+from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import DeviceInfo
+from tests.support.checkpoint_files import CONFIG, write_checkpoint, write_tokenizer
+
+Damage = Callable[[Path], object]
+DEVICE = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)
+DEEP = "[" * 100_000 + "]" * 100_000
+INDEX = "model.safetensors.index.json"
+
+
+def write(name: str, content: str | bytes) -> Damage:
+    data = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def configure(**entries: Any) -> Damage:
+    return write("config.json", json.dumps({**CONFIG, **entries}))
+
+
+def weights(header: bytes | dict[str, Any], data: bytes = b"1234", length: int | None = None) -> Damage:
+    """A safetensors file; its header says it has ``length`` bytes."""
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    claimed = len(encoded) if length is None else length
+    return write("model.safetensors", struct.pack("<Q", claimed) + encoded + data)
+
+
+def tensor(shape: tuple[Any, ...] = (1,), offsets: tuple[int, int] = (0, 4)) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def listing(name: Any) -> Damage:
+    return write(INDEX, json.dumps({"weight_map": {"a": name}}))
+
+
+def weights_in_a_pipe(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+    # Held open, and with something to read: without the check the test would end with another message, not hang.
+    os.write(os.open(path, os.O_RDWR), checkpoint._LFS_POINTER)
+
+
+def weights_in_a_folder(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+
+
+def edit_tokenizer(**entries: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+    return damage
+
+
+# A special token that the table beside it does not have.
+BROKEN_TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<none>", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {},
+}
+
+CASES: dict[str, tuple[Damage, str]] = {
+    "deep config": (write("config.json", f'{{"model_type": "llama", "x": {DEEP}}}'), "nested more than 64 deep"),
+    "config 65 deep": (configure(x=json.loads("[" * 64 + "]" * 64)), "nested more than 64 deep"),
+    "deep generation_config": (write("generation_config.json", f'{{"x": {DEEP}}}'), "nested more than 64 deep"),
+    "deep tokenizer_config": (write("tokenizer_config.json", f'{{"x": {DEEP}}}'), "nested more than 64 deep"),
+    "deep tokenizer": (write("tokenizer.json", f'{{"x": {DEEP}}}'), "cannot load the tokenizer"),
+    "deep index": (write(INDEX, f'{{"weight_map": {DEEP}}}'), "nested more than 64 deep"),
+    "deep header": (weights(f'{{"a": {DEEP}}}'.encode()), "recursion limit"),
+    "a number of 5,000 digits": (write("config.json", '{"x": ' + "9" * 5000 + "}"), "not valid JSON"),
+    "header of 2^63 bytes": (weights(b"{}", length=1 << 63), "header too large"),
+    "header of 2^64 - 1 bytes": (weights(b"{}", length=(1 << 64) - 1), "header too large"),
+    "shape of fractions": (weights({"a": tensor((1.5,))}), "invalid type"),
+    "negative shape": (weights({"a": tensor((-1,))}), "invalid value"),
+    "huge shape": (weights({"a": tensor((1 << 62, 1 << 62))}), "overflow"),
+    "huge and empty shape": (weights({"a": tensor((0, 1 << 62), (0, 0))}, b""), "shape that no array can have"),
+    "100,000 dimensions": (weights({"a": tensor((1,) * 100_000)}), "shape that no array can have"),
+    "beyond the file": (weights({"a": tensor((1 << 38,), (0, 1 << 40))}), "cut short or no safetensors"),
+    "overlapping": (weights({"a": tensor(), "b": tensor()}), "invalid offset"),
+    "a name twice": (
+        weights(b'{"a":%b,"a":%b}' % ((json.dumps(tensor()).encode(),) * 2)),
+        "the weights have only 1 tensors",
+    ),
+    "index leads out": (listing("../../../../etc/passwd"), "no name of a file beside it"),
+    "index is absolute": (listing("/etc/passwd"), "no name of a file beside it"),
+    "index lists a list": (listing(["model.safetensors"]), "no name of a file beside it"),
+    "index lists a long name": (listing("m" * 5000), "no name of a file beside it"),
+    "index lists an end of text": (listing("a\0b"), "no name of a file beside it"),
+    "weights in a pipe": (weights_in_a_pipe, "no regular file"),
+    "weights in a folder": (weights_in_a_folder, "no regular file"),
+    "more layers than tensors": (configure(num_hidden_layers=2000), "do not belong together"),
+    "more layers in a section": (configure(text_config={"num_layers": 2000}), "do not belong together"),
+    "a size in words": (configure(hidden_size="many"), "hidden_size is 'many', which is no size"),
+    "a negative size": (configure(max_position_embeddings=-1), "which is no size"),
+    "a size beyond MLX": (configure(vocab_size=10**15), "which is no size"),
+    "a window in words": (configure(sliding_window="wide"), "which is no size"),
+    "section is a list": (configure(text_config=[1]), "text_config is no JSON object"),
+    "quantization is a text": (configure(quantization_config="4 bits"), "quantization_config is no JSON object"),
+    "tokenizer that panics when made": (
+        edit_tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        "not as those of a model (PanicException",
+    ),
+    "tokenizer that panics when used": (edit_tokenizer(post_processor=BROKEN_TEMPLATE), "(PanicException"),
+}
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        load(EngineArgs(model=str(folder)), DEVICE)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 600
+    return message
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("good"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_in_one_line(good: Path, tmp_path: Path, case: str) -> None:
+    damage, words = CASES[case]
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    damage(folder)
+    assert words in refused(folder)
+
+
+@pytest.mark.parametrize("module", ["", "model.layers.0.self_attn.q_proj"])
+def test_bits_that_cannot_be(tmp_path: Path, module: str) -> None:
+    folder = write_checkpoint(tmp_path, bits=4)
+    config = json.loads((folder / "config.json").read_text())
+    (config["quantization"].setdefault(module, {}) if module else config["quantization"])["bits"] = 0
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "0 bits" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", INDEX])
+def test_large_files_are_not_read(good: Path, tmp_path: Path, name: str) -> None:
+    """Sparse ones: what they say of their size costs nothing to write."""
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    with (folder / name).open("ab") as file:
+        file.truncate(files.MAX_HEADER_BYTES + 1)
+    assert "more than such a file may have" in refused(folder)
+
+
+def test_no_more_tensors_than_models_have(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_MAX_TENSORS", 3)
+    assert "no model has as many" in refused(good)
+
+
+def test_json_as_deep_as_may_be(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"x": ' + "[" * 63 + "]" * 63 + "}")
+    read_json(path)
+    path.write_text("3")
+    with pytest.raises(ModelLoadError, match="not a JSON object"):
+        read_json(path)
+
+
+def test_links_are_followed(good: Path, tmp_path: Path) -> None:
+    """The hub's cache is made of them."""
+    for path in good.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    load(EngineArgs(model=str(tmp_path)), DEVICE)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "nowhere")
+    assert "no regular file" in refused(tmp_path)
+
+
+def test_ids_that_are_none_end_nothing() -> None:
+    assert checkpoint.eos_token_ids({"eos_token_id": [2, -1, True, 1 << 40, "x", {}, 1.0]}) == {2}
+
+
+@pytest.mark.parametrize("name", [["json_tools"], "a.b", "..", "a\0", "x" * 5000])
+def test_a_tool_parser_that_is_no_name(tmp_path: Path, name: Any) -> None:
+    write_tokenizer(write_checkpoint(tmp_path), tool_parser_type=name)
+    tokenizer = load(EngineArgs(model=str(tmp_path)), DEVICE).tokenizer
+    with pytest.raises(ConfigError, match="choose a --tool-call-parser"):
+        find_answer_format(tokenizer)
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), one_line_errors():
+        raise ModelLoadError("no place for tensor \x1b]0;title\x07\x9b2J")
+    assert capsys.readouterr().err == "error: no place for tensor \ufffd]0;title\ufffd\ufffd2J\n"
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "metal_engine", *command], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    (line,) = [line for line in (done.stdout + done.stderr).splitlines() if "nested more than" in line]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("command", "beginning"),
+    [
+        (["serve", "--port", "0"], "error: "),
+        pytest.param(["doctor"], "model: ", marks=pytest.mark.full),
+        pytest.param(["bench", "latency"], "error: ", marks=pytest.mark.full),
+    ],
+    ids=["serve", "doctor", "bench"],
+)
+def test_the_commands_say_it_in_one_line(good: Path, tmp_path: Path, command: list[str], beginning: str) -> None:
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    CASES["deep config"][0](folder)
+    assert run(*command, str(folder)).startswith(beginning)

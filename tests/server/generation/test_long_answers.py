@@ -1,0 +1,97 @@
+"""Long answers: encoded in parts and outside the event loop, the same as short ones; and bounded."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from typing import Any
+
+import pytest
+
+from metal_engine.engine.async_engine import _UNMERGED, _Mailbox
+from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.server.generation import generation, logprobs, preparation
+from metal_engine.server.json_parts import JSONParts
+from metal_engine.server.protocol import ChatLogprobs, PromptLogprobs
+from tests.support.serving import MODEL, Served
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("completions", {"prompt": ["ab", "c"], "n": 2, "logprobs": 3, "echo": True, "prompt_logprobs": 2}),
+    "chat": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 3},
+    ),
+    "prompt": ("chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 2, "prompt_logprobs": 1}),
+    "response": ("responses", {"input": "hi"}),
+    "message": ("messages", {"messages": [{"role": "user", "content": "hi"}]}),
+}
+
+
+def answer(tiny: Served, name: str) -> Any:
+    path, body = BODIES[name]
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    return tiny.post(f"/v1/{path}", {"temperature": 0, limit: 6, **body, "model": MODEL})
+
+
+def without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: without_ids(v) for k, v in value.items() if k not in ("id", "created", "created_at")}
+    return [without_ids(v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_long_answer_is_as_a_short_one(tiny: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(tiny, name)  # from here on the prompt is cached
+    short = answer(tiny, name)
+    assert short.status_code == 200, short.text
+    threads: list[str] = []
+    encode = JSONParts.encode
+
+    def encoding(self: JSONParts, body: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return encode(self, body)
+
+    monkeypatch.setattr(JSONParts, "encode", encoding)
+    monkeypatch.setattr(generation, "_LONG", 0)
+    monkeypatch.setattr(logprobs, "_ENTRIES_AT_ONCE", 3)
+    assert without_ids(answer(tiny, name).json()) == without_ids(short.json())
+    assert len(threads) == 1 and threads[0].startswith("heavy-work")
+
+
+def test_log_probabilities_of_one_answer_are_bounded(tiny: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_LOGPROB_ENTRIES", 15)
+    refused = answer(tiny, "chat")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
+    monkeypatch.setattr(preparation, "MAX_LOGPROB_ENTRIES", 5)
+    refused = answer(tiny, "prompt")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
+    tiny.settle()
+
+
+def test_slices_make_one_whole(monkeypatch: pytest.MonkeyPatch, tiny: Served) -> None:
+    monkeypatch.setattr(logprobs, "_ENTRIES_AT_ONCE", 7)
+    rng = random.Random(0)
+    for length in (0, 1, 2, 3, 10):
+        tokens = [
+            TokenLogprobs(rng.randrange(90), -rng.random(), 1, tuple((rng.randrange(90), -1e30) for _ in range(2)))
+            for _ in range(length)
+        ]
+        offsets = list(range(length))
+        made = logprobs.completion_logprobs_json(tiny.tokenizer, tokens, offsets)
+        assert json.loads(made) == logprobs.completion_logprobs(tiny.tokenizer, tokens, offsets).model_dump()
+        chat = ChatLogprobs.model_validate_json(logprobs.chat_logprobs_json(tiny.tokenizer, tokens))
+        assert chat == logprobs.chat_logprobs(tiny.tokenizer, tokens)
+        prompt: PromptLogprobs = json.loads(logprobs.prompt_logprobs_json(tiny.tokenizer, [None, *tokens]))
+        assert len(prompt) == length + 1 and prompt[0] is None
+
+
+def test_what_nobody_reads_is_merged_and_then_too_much() -> None:
+    mailbox = _Mailbox(1, max_unread=1000)
+    for i in range(500):
+        logprob = TokenLogprobs(i, -1.0, 1, ((i, -1.0),))
+        mailbox.put(RequestOutput("r", [i], text="a", logprobs=[logprob], text_logprobs=[logprob]))
+        assert len(mailbox._arrived) <= _UNMERGED
+    assert not mailbox.is_overfull
+    mailbox.put(RequestOutput("r", [500], text_logprobs=[logprob]))
+    assert mailbox.is_overfull
