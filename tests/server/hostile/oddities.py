@@ -162,6 +162,7 @@ def contradictions() -> list[Case]:
 
 # 1.9 kB that took 5.3 GB and minutes.
 PATTERNS = {"allOf": [{"type": "string", "pattern": f"(x|y){{{i}}}z.*{i}"} for i in range(1, 39)]}
+REFERENCES = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(2_500)} | {"d2500": {"type": "integer"}}
 SCHEMAS: dict[str, Any] = {
     "of 400 levels": nested(400),
     "of 400 objects within objects": {"type": "object", "properties": nested(400)},
@@ -177,10 +178,7 @@ SCHEMAS: dict[str, Any] = {
     "of many digits": {"type": "integer", "minimum": 10**300, "maximum": 10**301},
     "of a million items": {"type": "array", "items": {"type": "string"}, "minItems": 1_000_000},
     # A reference to a reference: what follows them one within the other may run out of stack.
-    "of 2,500 references": {
-        "$ref": "#/$defs/d0",
-        "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(2_500)} | {"d2500": {"type": "integer"}},
-    },
+    "of 2,500 references": {"$ref": "#/$defs/d0", "$defs": REFERENCES},
     "of a long text": {"type": "string", "minLength": 1_000_000_000},
 }
 REGEXES = {
