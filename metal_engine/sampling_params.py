@@ -31,14 +31,14 @@ MAX_N = 128
 class Matcher(Protocol):
     """Where one output stands in its grammar. Belongs to one request; used by one thread at a time."""
 
-    def consume(self, token_id: int) -> None:
-        """Go on past a token that the output has been given. Raises ValueError if the grammar forbids it."""
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """Go on past tokens that the output has been given, and begin to compute what may come next."""
 
     def fill_mask(self, mask: np.ndarray) -> None:
         """Write which tokens may come next: bit ``i % 32`` of word ``i // 32`` of ``mask``, [W] int32.
 
         Raises:
-            ValueError: the grammar got too complex to go on.
+            ValueError: the grammar forbids one of the output's tokens, or got too complex to go on.
         """
 
 

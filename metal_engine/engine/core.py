@@ -191,6 +191,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Close the runner, in the thread that ran the steps. The engine must not be used after that."""
+        self._rules.close()
         self._runner.close()
 
     @property

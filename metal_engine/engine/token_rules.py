@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from metal_engine.engine.structured_output import GrammarCompiler
+from metal_engine.engine.grammars.compiler import GrammarCompiler
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, TokenRules
@@ -45,6 +45,10 @@ class TokenRulesMaker:
             biases=np.fromiter(biases.values(), np.float32),
             grammar=grammar,
         )
+
+    def close(self) -> None:
+        """End the processes that compile grammars."""
+        self._compiler.close()
 
     def _check_sizes(self, params: SamplingParams) -> None:
         """Refuse more ids than there are tokens: they would cost time and say nothing."""

@@ -56,6 +56,19 @@ class Tokenizer:
         self.eos_token_ids = frozenset(eos_token_ids) | ({own} if own is not None else set())
         self._token_bytes: dict[int, bytes] = {}
 
+    @cached_property
+    def serialized(self) -> bytes:
+        """The tokenizer as Hugging Face's library writes it to ``tokenizer.json``.
+
+        Takes 0.3 s for 150,000 tokens, in which no other thread runs: to be read before anybody is served.
+        """
+        backend = self.hf_tokenizer.backend_tokenizer
+        if backend.padding is not None or backend.truncation is not None:
+            backend = copy(backend)
+            backend.no_padding()
+            backend.no_truncation()
+        return backend.to_str().encode()
+
     @property
     def template_takes_tools(self) -> bool:
         """Whether the chat template does anything with tools."""

@@ -1,4 +1,4 @@
-"""Which tokens the grammars of a step allow, computed on the host while the forward runs."""
+"""Which tokens the grammars of a step allow, computed by other processes while the forward runs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ class GrammarState:
         self._num_tokens = 0
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Go on past generated tokens. Raises ValueError if the grammar forbids one."""
-        for token_id in token_ids:
-            self._matcher.consume(token_id)
+        """Go on past generated tokens, and begin to compute what may come next."""
+        self._matcher.consume(token_ids)
         self._num_tokens += len(token_ids)
 
     def fill_mask(self, mask: np.ndarray) -> None:
         """Write which tokens may come next: bit ``i % 32`` of word ``i // 32``, [W] int32.
 
         Raises:
-            ValueError: the grammar got too complex to go on.
+            ValueError: the grammar forbids a token, or got too complex to go on.
         """
         self._matcher.fill_mask(mask)
         if self._num_tokens < self._min_tokens:

@@ -17,7 +17,7 @@ from metal_engine.sampling_params import SamplingParams, TokenRules
 
 
 class CannotGoOnError(ValueError):
-    """A request must end: its output has left its grammar, or its own parameters exclude every token."""
+    """A request must end: its own parameters exclude every token."""
 
 
 class _Counts:
@@ -85,28 +85,19 @@ class RequestEdits:
             self.grammar = GrammarState(rules.grammar, rules.stop_token_ids, params.min_tokens)
         self._num_taken_in = num_prompt_tokens
         self._bad_word_lengths = sorted({len(before) for before in rules.bad_words})
-        self._error: CannotGoOnError | None = None
 
     def catch_up(self, token_ids: np.ndarray) -> None:
         """Take in the tokens generated since the last call.
 
         Args:
             token_ids: all of the request's tokens, [T] int32.
-
-        Raises:
-            CannotGoOnError: the grammar forbids one of them, or has forbidden one before.
         """
         new = token_ids[self._num_taken_in :].tolist()
         self._num_taken_in = len(token_ids)
         if self.counts is not None:
             self.counts.add(new)
-        if self.grammar is not None and self._error is None:
-            try:
-                self.grammar.consume(new)
-            except ValueError as error:
-                self._error = CannotGoOnError(f"structured output failed: {error}")
-        if self._error is not None:
-            raise self._error
+        if self.grammar is not None:
+            self.grammar.consume(new)
 
     def excluded(self, token_ids: np.ndarray, position: int) -> np.ndarray:
         """Returns the token ids, int32, that may not come next.

@@ -37,5 +37,5 @@ def _count_tokens(served: ServedModel, body: protocol.CountTokensBody) -> protoc
     chat = protocol.to_chat(body)
     served.check_model(chat.model)
     served.parameters.check(chat)
-    (prompt,) = MessagesEndpoint(served).tokenize(chat, served.engine.tokenizer)
+    (prompt,) = MessagesEndpoint(served).tokenize(chat, served.tokenizer_beyond_context)
     return protocol.TokenCount(input_tokens=len(prompt))

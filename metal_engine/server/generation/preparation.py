@@ -30,6 +30,9 @@ from metal_engine.server.workers import Weight, Workers
 MAX_SEQUENCES = 2048
 # Log probabilities of prompts in a stream, which are one event, encoded in the event loop: 5 ms.
 MAX_STREAMED_ENTRIES = 1 << 12
+# Tokens of a text that is counted or truncated: four times the context and some, a million at most.
+_MORE_TOKENS = 1 << 16
+MAX_TOKENS = 1 << 20
 # Tokens of all of them: each sequence has a list of its own, of 8 bytes a token.
 MAX_PROMPT_TOKENS = 1 << 22
 
@@ -47,6 +50,12 @@ class ServedModel:
     admission: Admission
     workers: Workers
     auto_tool_choice: bool = True
+
+    @property
+    def tokenizer_beyond_context(self) -> Tokenizer:
+        """A tokenizer for texts that may be longer than the model's context, but not by far."""
+        max_model_len = self.engine.config.scheduler.max_model_len
+        return self.engine.tokenizer.limited(min(4 * max_model_len + _MORE_TOKENS, max(max_model_len, MAX_TOKENS)))
 
     def check_model(self, model: str | None) -> None:
         """Raises APIError, a 404, for a model that is not this one."""
@@ -164,9 +173,9 @@ def _prepared(
     params = sampling_params(body, engine.config.model.default_sampling)
     if params.n > 1 and not endpoint.has_choices:
         raise invalid(" must be 1: the answer is one message", where="n")
-    tokenizer = engine.tokenizer
+    tokenizer = served.tokenizer_beyond_context
     if body.truncate_prompt_tokens is None:
-        tokenizer = tokenizer.limited(engine.config.scheduler.max_model_len)
+        tokenizer = engine.tokenizer.limited(engine.config.scheduler.max_model_len)
     prompts = endpoint.tokenize(body, tokenizer)
     if len(prompts) * params.n > MAX_SEQUENCES:
         raise invalid(f"n times the number of prompts may be {MAX_SEQUENCES} at most", param="n")

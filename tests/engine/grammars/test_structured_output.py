@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
-from metal_engine.engine.structured_output import GrammarCompiler
+from metal_engine.engine.grammars.compiler import GrammarCompiler
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -16,6 +17,13 @@ from tests.support.demo import MakeEngine
 from tests.support.json_schemas import SCHEMAS
 from tests.support.tiny_engine import run_all, tiny_engine
 from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE)
+    yield made
+    made.close()
 
 
 def check(schema: dict[str, Any], text: str) -> None:
@@ -129,8 +137,7 @@ def test_the_demo_model_keeps_to_all_schemas(make_engine: MakeEngine, demo_token
     ],
     ids=str,
 )
-def test_what_cannot_be_enforced_is_refused(params: dict[str, Any]) -> None:
-    compiler = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE)
+def test_what_cannot_be_enforced_is_refused(compiler: GrammarCompiler, params: dict[str, Any]) -> None:
     with pytest.raises(ParameterError, match=r"^structured_outputs "):
         compiler.compile(StructuredOutputsParams(**params))
 
@@ -159,7 +166,7 @@ def nested(depth: int) -> dict[str, Any]:
     ids=range(10),
 )
 def test_large_ones_are_compiled_or_refused_and_fail_alone(params: dict[str, Any]) -> None:
-    """The effort is bounded by counting, in llguidance; a request that goes beyond it ends alone."""
+    """The effort is bounded in the grammar's process; a request that goes beyond it ends alone."""
     engine = tiny_engine()
     try:
         structured = StructuredOutputsParams(**params)
@@ -175,8 +182,7 @@ def test_large_ones_are_compiled_or_refused_and_fail_alone(params: dict[str, Any
     assert others[-1].finish_reason == "length"
 
 
-def test_a_grammar_is_compiled_once() -> None:
-    compiler = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE)
+def test_a_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
     first = compiler.compile(StructuredOutputsParams(json={"type": "object"}))
     assert compiler.compile(StructuredOutputsParams(json={"type": "object"})) is first
     assert compiler.compile(StructuredOutputsParams(json_object=True)) is first

@@ -1,0 +1,135 @@
+"""A compiled grammar as the engine sees it: the masks of its outputs come from its process."""
+
+from __future__ import annotations
+
+import itertools
+import select
+import socket
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from metal_engine.engine.grammars.messages import BUFFER_BYTES, ERROR, LENGTH, MASK_LAST, framed, pack_step
+
+# A mask is computed in a bounded CPU time; a process that does not answer for so long has come to harm.
+_ANSWER_SECONDS = 20.0
+_TOO_COMPLEX = "its grammar got too complex to go on"
+
+
+class CompiledGrammar:
+    """A grammar in a process of its own. Implements :class:`metal_engine.sampling_params.Grammar`.
+
+    Outputs that follow one grammar share its process. It ends when the last of them, and the compiler, have let go.
+
+    Args:
+        channel: a socket to the process.
+        vocab_size: number of logits.
+
+    Attributes:
+        is_worn: the process has ended or grown; new outputs should be given another one.
+    """
+
+    def __init__(self, channel: socket.socket, vocab_size: int) -> None:
+        channel.setblocking(False)
+        self._channel = channel
+        self._num_words = -(-vocab_size // 32)
+        self._ids = itertools.count()
+        self._asked: deque[int] = deque()  # outputs in the order in which their answers will come
+        self._answers: dict[int, bytes] = {}
+        self._live: set[int] = set()
+        self._ended: deque[int] = deque()
+        self._received = bytearray()
+        self.is_worn = False
+        weakref.finalize(self, channel.close)
+
+    def matcher(self) -> GrammarMatcher:
+        matcher = GrammarMatcher(self, next(self._ids))
+        self._live.add(matcher.output_id)
+        # Deletion may happen in any thread: what is to be said of it waits for the next message.
+        weakref.finalize(matcher, self._ended.append, matcher.output_id)
+        return matcher
+
+    def ask(self, output_id: int, token_ids: Sequence[int]) -> None:
+        """Send an output's tokens, and have its next mask computed."""
+        messages = []
+        while self._ended:
+            ended = self._ended.popleft()
+            self._live.remove(ended)
+            self._answers.pop(ended, None)
+            messages.append(pack_step(ended, (), ends=True))
+        messages.append(pack_step(output_id, token_ids))
+        self._asked.append(output_id)
+        self._send(b"".join(map(framed, messages)))
+
+    def answer(self, output_id: int) -> np.ndarray:
+        """The mask last asked for, [W] int32; waits for it.
+
+        Raises:
+            ValueError: the output cannot go on.
+        """
+        while output_id not in self._answers:
+            if not self._receive():
+                self.is_worn = True
+                raise ValueError(_TOO_COMPLEX)
+        answer = self._answers.pop(output_id)
+        if answer[:1] == ERROR:
+            self.is_worn = True  # states met by one output stay with all
+            raise ValueError(answer[1:].decode())
+        self.is_worn |= answer[:1] == MASK_LAST
+        return np.frombuffer(answer, np.int32, self._num_words, offset=1)
+
+    def _send(self, data: bytes) -> None:
+        """Send, and meanwhile read: the process may wait for that."""
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self._channel.send(view) :]
+            except BlockingIOError:
+                readable, writable, _ = select.select([self._channel], [self._channel], [], _ANSWER_SECONDS)
+                if not (readable or writable) or (readable and not self._receive()):
+                    return
+            except OSError:
+                return  # the answer will not come
+
+    def _receive(self) -> bool:
+        """Take in what the process has sent, and wait for something. Returns False if nothing will come."""
+        try:
+            if not select.select([self._channel], [], [], _ANSWER_SECONDS)[0]:
+                return False
+            data = self._channel.recv(BUFFER_BYTES)
+        except OSError:
+            return False
+        self._received += data
+        while len(self._received) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                break
+            output_id = self._asked.popleft()
+            if output_id in self._live:
+                self._answers[output_id] = bytes(self._received[LENGTH.size : end])
+            del self._received[:end]
+        return bool(data)
+
+
+class GrammarMatcher:
+    """Implements :class:`metal_engine.sampling_params.Matcher`."""
+
+    def __init__(self, grammar: CompiledGrammar, output_id: int) -> None:
+        self._grammar = grammar
+        self.output_id = output_id
+        self._is_asked = False
+        self._mask: np.ndarray | None = None
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        if token_ids or not (self._is_asked or self._mask is not None):
+            self._grammar.ask(self.output_id, token_ids)
+            self._is_asked, self._mask = True, None
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        self.consume(())
+        if self._mask is None:
+            self._is_asked = False
+            self._mask = self._grammar.answer(self.output_id)
+        mask[:] = self._mask

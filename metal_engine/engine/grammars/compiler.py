@@ -1,0 +1,177 @@
+"""Structured output: user's schemas, regular expressions and grammars, compiled for one tokenizer.
+
+Compiling and masking run in processes of their own (:mod:`metal_engine.engine.grammars.process`), whose time and
+memory are bounded; what goes beyond is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import socket
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from metal_engine.cancellation import Cancelled, check_cancelled
+from metal_engine.engine.grammars.compiled import CompiledGrammar
+from metal_engine.engine.grammars.messages import framed
+from metal_engine.engine.grammars.tokenizer_process import GrammarProcessError, TokenizerProcess, receive_patiently
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.errors import ParameterError
+from metal_engine.sampling_params import StructuredOutputsParams
+
+logger = logging.getLogger(__name__)
+
+# Each takes a core for a second at most.
+_MAX_COMPILING = 2
+# Compiled grammars kept for further requests. Each is a process of a few MiB, some tens at worst.
+_MAX_KEPT = 16
+# Of requests that run or wait, and kept ones.
+_MAX_PROCESSES = 512
+# How often somebody who waits for his turn looks whether his asker has left.
+_POLL_SECONDS = 0.02
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, each once. Thread-safe.
+
+    Args:
+        vocab_size: number of logits, which may be more than the tokenizer's tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        eos_token_ids = sorted(i for i in tokenizer.eos_token_ids if i < vocab_size)
+        self._process = TokenizerProcess(tokenizer.serialized, vocab_size, eos_token_ids)
+        self._vocab_size = vocab_size
+        self._turns = threading.Semaphore(_MAX_COMPILING)
+        self._lock = threading.Lock()
+        self._compiling: set[socket.socket] = set()
+        self._is_closed = False
+        self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()  # the least recently asked for first
+        self._in_use: weakref.WeakValueDictionary[bytes, CompiledGrammar] = weakref.WeakValueDictionary()
+
+    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        """Compile what a request asks for, unless it has been compiled before.
+
+        Takes milliseconds for most; a second at most, and as long as others do who came first. The first one waits for
+        the process that loads the tokenizer, for about a second where the vocabulary is large.
+
+        Raises:
+            ParameterError: it is no grammar, or too large, or asks for what cannot be enforced.
+            Cancelled: whoever asked for it has left.
+        """
+        try:
+            wanted = json.dumps(_wanted(params)).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ParameterError("structured_outputs", f"cannot be read: {error}") from error
+        key = hashlib.sha256(wanted).digest()
+        compiled = self._known(key)
+        if compiled is None:
+            with self._turn():
+                compiled = self._known(key)
+                if compiled is None:
+                    compiled = self._compile(wanted)
+                    self._keep(key, compiled)
+        return compiled
+
+    def close(self) -> None:
+        """Let go of what is kept, end the process that has the tokenizer, and end what is being compiled."""
+        with self._lock:
+            self._is_closed = True
+            self._kept.clear()
+            for channel in self._compiling:
+                channel.shutdown(socket.SHUT_RDWR)
+        self._process.close()
+
+    def _known(self, key: bytes) -> CompiledGrammar | None:
+        with self._lock:
+            compiled = self._in_use.get(key)
+            if compiled is None or compiled.is_worn:
+                self._kept.pop(key, None)
+                return None
+            self._kept[key] = compiled
+            self._kept.move_to_end(key)
+            self._drop_oldest(_MAX_KEPT)
+            return compiled
+
+    def _keep(self, key: bytes, compiled: CompiledGrammar) -> None:
+        with self._lock:
+            self._in_use[key] = self._kept[key] = compiled
+            self._drop_oldest(_MAX_KEPT)
+
+    def _drop_oldest(self, num_kept: int) -> None:
+        while len(self._kept) > num_kept:
+            self._kept.popitem(last=False)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        while not self._turns.acquire(timeout=_POLL_SECONDS):
+            self._check_wanted()
+        try:
+            self._check_wanted()
+            yield
+        finally:
+            self._turns.release()
+
+    def _compile(self, wanted: bytes) -> CompiledGrammar:
+        with self._lock:
+            if len(self._in_use) >= _MAX_PROCESSES:
+                self._drop_oldest(0)
+            if len(self._in_use) >= _MAX_PROCESSES:
+                message = f"cannot be served now: {_MAX_PROCESSES} requests with other grammars are waiting or running"
+                raise ParameterError("structured_outputs", message)
+        try:
+            channel = self._process.connect()
+        except GrammarProcessError as error:
+            self._check_wanted()
+            logger.error("structured output is refused: the process for it cannot be started: %s", error)
+            message = f"cannot be served: the process that compiles grammars cannot be started: {error}"
+            raise ParameterError("structured_outputs", message) from error
+        with self._lock:
+            self._compiling.add(channel)
+        try:
+            problem = _ask(channel, wanted)
+        except Cancelled:
+            channel.close()
+            raise
+        finally:
+            with self._lock:
+                self._compiling.remove(channel)
+        if problem == "":
+            return CompiledGrammar(channel, self._vocab_size)
+        channel.close()
+        self._check_wanted()
+        raise ParameterError("structured_outputs", problem)
+
+    def _check_wanted(self) -> None:
+        check_cancelled()
+        if self._is_closed:
+            raise Cancelled
+
+
+def _ask(channel: socket.socket, wanted: bytes) -> str:
+    """Have a process compile a grammar. Returns why it is refused, or nothing; closing the socket ends the process."""
+    with contextlib.suppress(OSError):  # if it has ended, there is no answer either
+        channel.sendall(framed(wanted))
+    answer = receive_patiently(channel)
+    return "takes more time or memory to compile than a grammar may" if answer is None else answer.decode()
+
+
+def _wanted(params: StructuredOutputsParams) -> dict[str, Any]:
+    """The fields that make a grammar of them."""
+    if params.json_object:
+        fields: dict[str, Any] = {"json": {"type": "object"}}
+    elif params.json is not None:
+        fields = {"json": params.json if isinstance(params.json, str | bool) else dict(params.json)}
+    else:
+        return {"regex": params.regex, "choice": params.choice, "grammar": params.grammar}
+    return fields | {
+        "whitespace_pattern": params.whitespace_pattern,
+        "disable_any_whitespace": params.disable_any_whitespace,
+    }

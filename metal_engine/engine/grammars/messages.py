@@ -1,0 +1,40 @@
+"""What the engine and a grammar's process say to each other, over a stream socket. Little-endian throughout.
+
+A message is its length and its bytes. The engine's first is the grammar, as JSON; the answer is empty, or says why it
+is refused. After that the engine sends one for each output that goes on (:func:`pack_step`), and the answers come in
+the same order: a :data:`STATE` byte, then the mask or the error.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+
+# Of a socket: room for a dozen masks, so that a process rarely waits for the engine to read one.
+BUFFER_BYTES = 1 << 18
+LENGTH = struct.Struct("<I")
+# Which output; whether that ends it.
+_STEP = struct.Struct("<I?")
+
+# The first byte of an answer: a mask follows, an error follows, or (with a mask) the process has grown much and should
+# be given no new outputs.
+MASK, ERROR, MASK_LAST = b"m", b"e", b"l"
+
+
+def framed(message: bytes) -> bytes:
+    """A message as it goes over the socket."""
+    return LENGTH.pack(len(message)) + message
+
+
+def pack_step(output_id: int, token_ids: Sequence[int], *, ends: bool = False) -> bytes:
+    """An output has been given tokens; its next mask is wanted, or, where that ``ends`` it, no answer at all."""
+    return _STEP.pack(output_id, ends) + array("I", token_ids).tobytes()
+
+
+def unpack_step(message: bytes) -> tuple[int, list[int], bool]:
+    """Returns the output's id, the tokens, and whether it ends, as :func:`pack_step` was given them."""
+    output_id, ends = _STEP.unpack_from(message)
+    token_ids = array("I")
+    token_ids.frombytes(message[_STEP.size :])
+    return output_id, token_ids.tolist(), ends

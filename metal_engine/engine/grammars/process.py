@@ -1,0 +1,239 @@
+"""The processes that run llguidance: one that has loaded the tokenizer, and a fork of it for each grammar.
+
+llguidance runs nowhere else. Neither its effort nor its memory is bounded by counts alone (one row of its parser may
+take time that grows with the third power of the grammar), most of its calls hold Python's lock, and making its
+tokenizer holds it for a second. Here it holds nobody up, and ends with its process. These are the bounds:
+
+- Compiling a grammar takes ``COMPILE_CPU_SECONDS``, its first mask included.
+- A process grows by ``MAX_GROWTH`` bytes over the tokenizer.
+- A token's mask takes ``MASK_CPU_SECONDS``; the masks of a grammar ``MEAN_MASK_CPU_SECONDS`` each on average, beyond
+  ``BURST_CPU_SECONDS`` for states met first.
+
+The kernel ends a process that goes beyond the first or the third (``ITIMER_PROF`` counts CPU time, so a busy machine
+ends none). Growth is watched by a thread, since macOS enforces no limit on it. A process ends with its socket.
+
+Run as a module: ``python -m metal_engine.engine.grammars.process FD``. Loads no MLX, NumPy or transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+
+import llguidance
+
+from metal_engine.engine.grammars.messages import ERROR, LENGTH, MASK, MASK_LAST, framed, unpack_step
+from metal_engine.engine.grammars.source import grammar_source
+
+COMPILE_CPU_SECONDS = 1.0
+MAX_GROWTH = 64 << 20
+MASK_CPU_SECONDS = 0.02
+MEAN_MASK_CPU_SECONDS = 0.001
+BURST_CPU_SECONDS = 0.05
+# New outputs go to a new process once one has grown by that.
+_MUCH_GROWTH = MAX_GROWTH // 2
+_WATCH_SECONDS = 0.005
+# llguidance's own units: 20,000 of the first two and some 1,000 of the third take about a millisecond at worst. They
+# end a single output with a message where the clock would end the process.
+_LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=2_000_000,
+    step_lexer_fuel=50_000,
+    step_max_items=5_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+
+class EffortError(Exception):
+    """The masks of a grammar have taken more time than they may."""
+
+
+class Growth:
+    """How much this process has grown since it was forked."""
+
+    def __init__(self) -> None:
+        self._unit = 1 if sys.platform == "darwin" else 1024
+        self._before = self._peak()
+
+    def _peak(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * self._unit
+
+    @property
+    def num_bytes(self) -> int:
+        return self._peak() - self._before
+
+
+class _Watch(threading.Thread):
+    """Ends the process if it grows too much, or if nobody is at the other end of its socket any more."""
+
+    def __init__(self, channel: socket.socket, growth: Growth) -> None:
+        super().__init__(daemon=True)
+        self._channel = channel
+        self._growth = growth
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        poll = select.poll()
+        poll.register(self._channel, 0)  # hang-ups and errors are always reported
+        while not self.done.wait(_WATCH_SECONDS):
+            if self._growth.num_bytes > MAX_GROWTH or poll.poll(0):
+                os._exit(1)
+
+
+class GrammarServer:
+    """Serves the outputs that follow one grammar, from a compiled matcher."""
+
+    def __init__(self, compiled: llguidance.LLMatcher, growth: Growth) -> None:
+        self._compiled = compiled
+        self._growth = growth
+        self._matchers: dict[int, llguidance.LLMatcher] = {}
+        self._credit = BURST_CPU_SECONDS
+
+    def answer(self, message: bytes) -> bytes | None:
+        """Take in an output's tokens; returns its next mask, or why it cannot go on, or nothing where it ends."""
+        output_id, token_ids, ends = unpack_step(message)
+        if ends:
+            self._matchers.pop(output_id, None)
+            return None
+        matcher = self._matchers.get(output_id)
+        if matcher is None:
+            matcher = self._matchers[output_id] = self._compiled.deep_copy()
+        try:
+            mask = self._next_mask(matcher, token_ids)
+        except (ValueError, EffortError) as error:
+            return ERROR + str(error).encode()
+        return (MASK_LAST if self._growth.num_bytes > _MUCH_GROWTH else MASK) + mask
+
+    def _next_mask(self, matcher: llguidance.LLMatcher, token_ids: list[int]) -> bytes:
+        started = time.process_time()
+        for token_id in token_ids:
+            signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
+            if not matcher.consume_token(token_id):
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                raise ValueError(first_line(matcher.get_error()) or f"token {token_id} does not match")
+        signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
+        mask = bytes(matcher.compute_bitmask())
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        earned = MEAN_MASK_CPU_SECONDS * max(len(token_ids), 1)
+        self._credit = min(self._credit + earned - (time.process_time() - started), BURST_CPU_SECONDS)
+        if matcher.is_error():
+            raise ValueError(first_line(matcher.get_error()))
+        if self._credit < 0:
+            raise EffortError("its grammar takes too much time for each token")
+        if self._growth.num_bytes > MAX_GROWTH:
+            os._exit(1)
+        return mask
+
+
+def first_line(message: str) -> str:
+    return message.strip().partition("\n")[0][:500]
+
+
+def compile_grammar(tokenizer: llguidance.LLTokenizer, wanted: bytes) -> llguidance.LLMatcher:
+    """Compile what a request asks for, and see that something matches it. Leaves the clock running.
+
+    Raises:
+        ValueError: it is no grammar, or too large, or asks for what cannot be enforced.
+    """
+    try:
+        source = grammar_source(json.loads(wanted))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"cannot be read: {error}") from error
+    compiled = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
+    if compiled.is_error():
+        raise ValueError(f"cannot be compiled: {first_line(compiled.get_error())}")
+    matcher = compiled.deep_copy()
+    signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(f"cannot be met: {first_line(matcher.get_error())}")
+    if not any(mask):
+        raise ValueError("cannot be met: nothing matches")
+    return compiled
+
+
+def receive(channel: socket.socket) -> bytes:
+    """The next message. Raises EOFError if nobody is at the other end."""
+    return _receive_bytes(channel, *LENGTH.unpack(_receive_bytes(channel, LENGTH.size)))
+
+
+def _receive_bytes(channel: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = channel.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> None:
+    """Compile the grammar that comes over a socket, then serve its outputs until the socket closes."""
+    growth = Growth()
+    watch = _Watch(channel, growth)
+    wanted = receive(channel)
+    watch.start()
+    signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_SECONDS)
+    try:
+        compiled = compile_grammar(tokenizer, wanted)
+    except ValueError as error:
+        channel.sendall(framed(str(error).encode()))
+        return
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    watch.done.set()
+    watch.join()
+    server = GrammarServer(compiled, growth)
+    channel.sendall(framed(b""))
+    while True:
+        answer = server.answer(receive(channel))
+        if answer is not None:
+            channel.sendall(framed(answer))
+
+
+def main(control: socket.socket) -> None:
+    """Load the tokenizer that comes over ``control``, then fork for every socket that comes after it.
+
+    The first message has the number of logits and the end-of-sequence ids, the second the tokenizer's JSON; an answer
+    says that it is loaded (empty), or why not.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks leave nothing to wait for
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    options = json.loads(receive(control))
+    try:
+        tokenizer = llguidance.LLTokenizer(receive(control).decode(), **options)
+    except (ValueError, TypeError) as error:
+        control.sendall(framed(str(error).encode() or b"unknown"))
+        return
+    control.sendall(framed(b""))
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())  # nobody reads it any more
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        with socket.socket(fileno=descriptors[0]) as channel:
+            try:
+                is_fork = os.fork() == 0
+            except OSError as error:
+                channel.sendall(framed(f"cannot be served: no process can be started for it: {error}".encode()))
+                continue
+            if is_fork:
+                try:
+                    control.close()
+                    serve_grammar(channel, tokenizer)
+                finally:
+                    os._exit(0)  # whatever ended it: the closed socket tells the engine
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(EOFError, OSError):
+        main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,235 @@
+"""Compiling in other processes: turns, leaving, ends, what is kept; and that none of them is left behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from metal_engine.cancellation import Cancelled, asker_left
+from metal_engine.engine.grammars import compiler as compiler_module
+from metal_engine.engine.grammars.compiled import CompiledGrammar
+from metal_engine.engine.grammars.compiler import GrammarCompiler
+from metal_engine.engine.grammars.messages import MASK, framed, unpack_step
+from metal_engine.engine.grammars.process import receive
+from metal_engine.errors import ParameterError
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.engine.grammars.hostile import PATTERNS, cubic, descendants
+from tests.support.serving import wait_until
+from tests.support.tiny_engine import run_all, tiny_engine
+from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids, tiny_tokenizer
+
+HOG = StructuredOutputsParams(**PATTERNS)
+WORDS = -(-VOCAB_SIZE // 32)
+
+
+@pytest.fixture
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE)
+    yield made
+    made.close()
+
+
+class Asker(threading.Thread):
+    """Compiles in a thread, for somebody who may leave."""
+
+    def __init__(self, compiler: GrammarCompiler, params: StructuredOutputsParams = HOG) -> None:
+        super().__init__()
+        self._compiler, self._params = compiler, params
+        self.left = threading.Event()
+        self.outcome: BaseException | CompiledGrammar | None = None
+        self.start()
+
+    def run(self) -> None:
+        asker_left.set(self.left)
+        try:
+            self.outcome = self._compiler.compile(self._params)
+        except BaseException as error:  # noqa: BLE001  (looked at by the test)
+            self.outcome = error
+
+
+def test_leaving_ends_compiling(compiler: GrammarCompiler) -> None:
+    compiler.compile(StructuredOutputsParams(regex="a"))
+    before = descendants()
+    asker = Asker(compiler)
+    wait_until(lambda: bool(descendants() - before), "the process of the grammar")
+    asker.left.set()
+    asker.join(60)
+    assert isinstance(asker.outcome, Cancelled)
+    wait_until(lambda: not descendants() - before, "the end of its process")
+    compiler.compile(StructuredOutputsParams(regex="b"))
+
+
+def test_two_compile_at_once_and_who_waits_may_leave(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.compile(StructuredOutputsParams(regex="a"))
+    at_once, most, lock, go_on = [0], [0], threading.Lock(), threading.Event()
+
+    def ask(channel: socket.socket, wanted: bytes) -> str:
+        with lock:
+            at_once[0] += 1
+            most[0] = max(most[0], at_once[0])
+        go_on.wait(60)
+        with lock:
+            at_once[0] -= 1
+        return "refused"
+
+    monkeypatch.setattr(compiler_module, "_ask", ask)
+    askers = [Asker(compiler, StructuredOutputsParams(regex="a" * i)) for i in range(2, 7)]
+    wait_until(lambda: at_once[0] == 2, "two that compile")
+    for asker in askers:
+        asker.left.set()
+    wait_until(lambda: sum(not asker.is_alive() for asker in askers) == 3, "the end of those who wait")
+    go_on.set()
+    for asker in askers:
+        asker.join(60)
+    assert most == [2]
+    assert all(isinstance(asker.outcome, Cancelled) for asker in askers)
+
+
+def test_closing_ends_compiling_and_every_process() -> None:
+    before = descendants()
+    compiler = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE)
+    compiler.compile(StructuredOutputsParams(regex="a"))
+    asker = Asker(compiler)
+    wait_until(lambda: len(descendants() - before) == 3, "the tokenizer's process and two grammars'")
+    compiler.close()
+    asker.join(60)
+    assert isinstance(asker.outcome, Cancelled)
+    wait_until(lambda: not descendants() - before, "the end of the processes")
+    with pytest.raises(Cancelled):
+        compiler.compile(StructuredOutputsParams(regex="b"))
+
+
+def test_no_process_outlives_a_killed_parent() -> None:
+    """The script has no guard against being imported by its children, either."""
+    script = (
+        "from metal_engine.engine.grammars.compiler import GrammarCompiler\n"
+        "from metal_engine.sampling_params import StructuredOutputsParams\n"
+        "from tools.fixtures.fake_engine import VOCAB_SIZE, tiny_tokenizer\n"
+        "compiler = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE)\n"
+        "kept = compiler.compile(StructuredOutputsParams(regex='a'))\n"
+        "print('ready', flush=True)\n"
+        "input()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+        below = descendants(parent.pid)
+        assert len(below) == 2
+        parent.send_signal(signal.SIGKILL)
+    alive = set(below)
+
+    def are_gone() -> bool:
+        for pid in list(alive):
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                alive.remove(pid)
+        return not alive
+
+    wait_until(are_gone, "the end of the processes")
+
+
+def test_without_processes_only_structured_output_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny_engine()
+    structured = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(
+            ParameterError, match=r"^structured_outputs cannot be served: .* cannot be started: .*nowhere"
+        ):
+            engine.prepare(byte_ids("a"), structured)
+        assert "structured output is refused" in caplog.text
+        patch.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(ParameterError, match=r"cannot be started: it ended with status 1$"):
+            engine.prepare(byte_ids("a"), structured)
+        engine.prepare(byte_ids("a"), SamplingParams())
+    engine.prepare(byte_ids("a"), structured)
+
+
+def test_what_is_kept_is_bounded(compiler: GrammarCompiler) -> None:
+    before = descendants()
+    held = compiler.compile(StructuredOutputsParams(regex="x"))
+    for i in range(20):
+        compiler.compile(StructuredOutputsParams(regex="a" * i))
+    gc.collect()
+    wait_until(lambda: len(descendants() - before) == 1 + 16 + 1, "the end of processes that are not kept")
+    assert compiler.compile(StructuredOutputsParams(regex="x")) is held  # in use, so still known
+
+
+def test_processes_in_use_are_bounded(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "_MAX_PROCESSES", 3)
+    held = [compiler.compile(StructuredOutputsParams(regex="x" * i)) for i in range(3)]
+    with pytest.raises(ParameterError, match="3 requests with other grammars"):
+        compiler.compile(StructuredOutputsParams(regex="y"))
+    held.pop()
+    compiler.compile(StructuredOutputsParams(regex="y"))
+
+
+def test_a_grammar_that_gets_too_complex_ends_its_request_alone() -> None:
+    """Its process is ended by the clock; the others go on, and who asks for it again gets a new one."""
+    engine = tiny_engine()
+    hostile = StructuredOutputsParams(grammar=cubic(400))
+    others = SamplingParams(max_tokens=30, temperature=0, structured_outputs=StructuredOutputsParams(regex="[a-z]{40}"))
+    alone = run_all(engine, [(byte_ids("b"), others)])[0]
+    params = SamplingParams(max_tokens=30, structured_outputs=hostile)
+    for _ in range(2):
+        outputs, *beside = run_all(
+            engine, [(byte_ids("a"), params), (byte_ids("b"), others), (byte_ids("c"), SamplingParams(max_tokens=5))]
+        )
+        assert outputs[-1].finish_reason == "error"
+        assert "structured output failed" in (outputs[-1].error or "")
+        assert [o.token_ids for o in beside[0]] == [o.token_ids for o in alone]
+        assert beside[1][-1].finish_reason in ("stop", "length")
+
+
+def test_many_outputs_and_long_replays_do_not_block_each_other() -> None:
+    """The process may be writing masks while the engine is still writing tokens, more than sockets hold."""
+    ours, theirs = socket.socketpair()
+    num_words = 5000
+
+    def serve() -> None:
+        try:
+            while True:
+                output_id, token_ids, ends = unpack_step(receive(theirs))
+                if not ends:
+                    value = np.full(num_words, output_id + len(token_ids), np.int32)
+                    theirs.sendall(framed(MASK + value.tobytes()))
+        except EOFError:
+            pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    grammar = CompiledGrammar(ours, num_words * 32)
+    matchers = [grammar.matcher() for _ in range(128)]
+    mask = np.zeros(num_words, np.int32)
+    for matcher in matchers:
+        matcher.consume([1] * 20_000)
+    for i, matcher in reversed(list(enumerate(matchers))):
+        matcher.fill_mask(mask)
+        assert (mask == i + 20_000).all()
+    kept = matchers[5]
+    del matchers, matcher
+    kept.consume([1])
+    kept.fill_mask(mask)
+    assert (mask == 5 + 1).all() and grammar._live == {5} and not grammar._answers
+    kept.fill_mask(np.zeros_like(mask))  # a step that is computed again
+    theirs.shutdown(socket.SHUT_RDWR)
+    thread.join(60)
+    kept.consume([1])
+    with pytest.raises(ValueError, match="too complex"):
+        kept.fill_mask(mask)
+    assert grammar.is_worn
+    theirs.close()

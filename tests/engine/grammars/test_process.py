@@ -1,0 +1,132 @@
+"""What a grammar may take, counted by the kernel: CPU time and memory of its process."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import llguidance
+import pytest
+
+from metal_engine.engine.grammars import process
+from metal_engine.engine.grammars.messages import ERROR, MASK, framed, pack_step, unpack_step
+from tests.engine.grammars.hostile import NESTED_REPEATS, PATTERNS, cubic
+from tools.fixtures.fake_engine import byte_ids, tiny_tokenizer
+
+_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(tiny_tokenizer().serialized.decode())
+
+
+def run_forked(
+    tokenizer: llguidance.LLTokenizer, wanted: dict[str, Any], *messages: bytes
+) -> tuple[list[bytes], int, resource.struct_rusage]:
+    """Serve a grammar in a fork. Returns its answers, how it ended, and what it used."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            process.serve_grammar(theirs, tokenizer)
+        finally:
+            os._exit(0)
+    theirs.close()
+    answers = []
+    with ours:
+        try:
+            for message in (json.dumps(wanted).encode(), *messages):
+                ours.sendall(framed(message))
+                answers.append(process.receive(ours))
+        except (EOFError, OSError):
+            pass
+    _, status, usage = os.wait4(pid, 0)
+    return answers, status, usage
+
+
+@pytest.mark.parametrize("wanted", [PATTERNS, NESTED_REPEATS], ids=["patterns", "repeats"])
+def test_what_explodes_is_ended_within_bounds(tokenizer: llguidance.LLTokenizer, wanted: dict[str, Any]) -> None:
+    _, _, simple = run_forked(tokenizer, {"regex": "a"})
+    answers, _, usage = run_forked(tokenizer, wanted)
+    assert answers == []
+    assert usage.ru_utime + usage.ru_stime < process.COMPILE_CPU_SECONDS + 0.5
+    # The watch looks every few milliseconds, and a busy machine may have it look later.
+    assert (usage.ru_maxrss - simple.ru_maxrss) * _UNIT < 3 * process.MAX_GROWTH
+
+
+def test_a_mask_that_explodes_ends_its_process(tokenizer: llguidance.LLTokenizer) -> None:
+    messages = [
+        pack_step(0, []),
+        pack_step(0, byte_ids("a")),
+        pack_step(0, byte_ids("b")),
+        pack_step(0, byte_ids("a")),
+        pack_step(0, byte_ids("a")),
+    ]
+    answers, status, usage = run_forked(tokenizer, {"grammar": cubic(400)}, *messages)
+    assert answers[0] == b"" and {answer[:1] for answer in answers[1:]} == {MASK}
+    assert len(answers) < 1 + len(messages)
+    assert os.WTERMSIG(status) == signal.SIGPROF
+    assert usage.ru_utime + usage.ru_stime < process.COMPILE_CPU_SECONDS
+
+
+def test_masks_that_take_long_on_average_end_their_output(
+    tokenizer: llguidance.LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "MEAN_MASK_CPU_SECONDS", 1e-9)
+    monkeypatch.setattr(process, "BURST_CPU_SECONDS", 1e-3)
+    steps = [pack_step(0, byte_ids("a")) for _ in range(1000)]
+    answers, status, _ = run_forked(tokenizer, {"regex": "a{2000}"}, *steps)
+    assert answers[1][:1] == MASK and answers[-1][:1] == ERROR and b"too much time" in answers[-1]
+    assert status == 0
+
+
+def test_steps_are_packed_and_unpacked() -> None:
+    assert unpack_step(pack_step(7, [1, 2**31, 3])) == (7, [1, 2**31, 3], False)
+    assert unpack_step(pack_step(2**32 - 1, (), ends=True)) == (2**32 - 1, [], True)
+
+
+def test_the_process_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, metal_engine.engine.grammars.process;"
+        "print({'mlx', 'numpy', 'transformers', 'torch', 'pydantic'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"regex": "(" * 60_000 + "a" + ")" * 60_000},
+        {"grammar": "start: " + "(" * 60_000 + '"a"' + ")" * 60_000},
+        {"grammar": "start: /a/\n%import /etc/passwd"},
+        {"grammar": '%import "/etc/passwd"\nstart: passwd'},
+        {"grammar": "%import .passwd.root\nstart: root"},
+        {"grammar": 'start: %json {"$ref": "file:///etc/passwd"}'},
+        {"grammar": 'start: %json {"$ref": "/etc/passwd"}'},
+        {"grammar": 'start: %regex {"substring_file": "/etc/passwd"}'},
+        {"grammar": "start: @passwd"},
+        {"json": {"$ref": "file:///etc/passwd"}},
+        {"regex": "\ud800"},
+        {"whitespace_pattern": "(" * 60_000, "json": {}},
+    ],
+    ids=range(12),
+)
+def test_what_is_too_deep_or_reads_files_is_refused(tokenizer: llguidance.LLTokenizer, wanted: dict[str, Any]) -> None:
+    answers, _, _ = run_forked(tokenizer, wanted)
+    assert answers != [b""]
+    assert b"root:" not in b"".join(answers)
+
+
+def test_regex_json_and_common_directives_work(tokenizer: llguidance.LLTokenizer) -> None:
+    grammar = 'start: INT " " words obj\n%import common.INT\nwords: %regex {"substring_words": "a b c"}\nobj: %json {}'
+    answers, status, _ = run_forked(tokenizer, {"grammar": grammar})
+    assert answers == [b""] and status == 0
