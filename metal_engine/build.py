@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
+from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
@@ -39,6 +40,9 @@ def build_engine(args: EngineArgs) -> EngineCore:
     transfer = kv_transfer_config(args)
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
+    with keep_open_file_limit():
+        import mlx_lm.utils  # noqa: F401
+
     from metal_engine.device.compiled import keep_kernels_private
     from metal_engine.device.streams import end_streams_of_thread
 
@@ -92,7 +96,10 @@ def _build(
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
         config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))
     runner = ModelRunner(paged, backend, config.scheduler, config.cache, runner_side)
-    return EngineCore(config, runner, Tokenizer(loaded.tokenizer, loaded.eos_token_ids), scheduler_side)
+    tokenizer = Tokenizer(
+        loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
+    )
+    return EngineCore(config, runner, tokenizer, scheduler_side)
 
 
 def _connect_kv(

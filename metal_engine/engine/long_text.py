@@ -26,10 +26,9 @@ _PLACES_LOOKED_AT = 1 << 12
 class TextTooLongError(ValueError):
     """A text that cannot fit, whatever its tokens are."""
 
-    def __init__(self, num_characters: int) -> None:
-        super().__init__(
-            f"a prompt of {num_characters} characters is far longer than the maximum context length of the model"
-        )
+    def __init__(self, num_characters: int | None = None) -> None:
+        size = "" if num_characters is None else f" of {num_characters} characters"
+        super().__init__(f"a prompt{size} is longer than the maximum context length of the model")
 
 
 def encode(backend: Any, text: str, *, add_special_tokens: bool, max_tokens: int | None) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -10,15 +9,17 @@ from copy import copy
 from functools import cached_property
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
+from tokenizers import Tokenizer as BackendTokenizer
 
 # On import transformers advises to install torch, which is of no use here.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-logger = logging.getLogger(__name__)
-
+from metal_engine.engine import chat_template
+from metal_engine.engine.control_tokens import ControlTokens
+from metal_engine.engine.detokenizer import Detokenizer
+from metal_engine.engine.long_text import TextTooLongError, encode
 
 # How tokenizers without a byte alphabet spell a byte that is no character.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -37,24 +38,35 @@ _BYTE_OF_CHAR = _byte_of_char()
 _SHRINKING = 4
 
 
-class TextTooLongError(ValueError):
-    """A text that cannot fit, whatever its tokens are."""
-
-
 class Tokenizer:
     """A fast Hugging Face tokenizer with the model's end-of-sequence ids.
 
     Args:
         hf_tokenizer: from ``transformers``; must be a fast one, since text is decoded incrementally.
         eos_token_ids: every id that ends generation, from the checkpoint's configuration.
+        allow_special_tokens_in_content: let the spelling of a control token in a conversation's texts become that
+            token; otherwise it stays text.
     """
 
-    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        hf_tokenizer: PreTrainedTokenizerFast,
+        eos_token_ids: Iterable[int] = (),
+        *,
+        allow_special_tokens_in_content: bool = False,
+    ) -> None:
         self.hf_tokenizer = hf_tokenizer
-        self._max_chars: int | None = None
+        self._allow_special_tokens = allow_special_tokens_in_content
+        self._max_tokens: int | None = None
         own = hf_tokenizer.eos_token_id
         self.eos_token_ids = frozenset(eos_token_ids) | ({own} if own is not None else set())
         self._token_bytes: dict[int, bytes] = {}
+
+        backend = hf_tokenizer.backend_tokenizer
+        # Prompts are whole, and one by one.
+        backend.no_truncation()
+        backend.no_padding()
+        self._control_tokens = ControlTokens(backend, self._templates.values())
 
     @cached_property
     def serialized(self) -> bytes:
@@ -62,12 +74,7 @@ class Tokenizer:
 
         Takes 0.3 s for 150,000 tokens, in which no other thread runs: to be read before anybody is served.
         """
-        backend = self.hf_tokenizer.backend_tokenizer
-        if backend.padding is not None or backend.truncation is not None:
-            backend = copy(backend)
-            backend.no_padding()
-            backend.no_truncation()
-        return backend.to_str().encode()
+        return self.hf_tokenizer.backend_tokenizer.to_str().encode()
 
     @property
     def template_takes_tools(self) -> bool:
@@ -78,8 +85,13 @@ class Tokenizer:
         """The same tokenizer, but it refuses texts that cannot be ``max_tokens`` or fewer, before it spends half a
         minute on them (:class:`TextTooLongError`)."""
         limited = copy(self)
-        limited._max_chars = _SHRINKING * self._longest_token * max_tokens
+        limited._max_tokens = max_tokens
         return limited
+
+    @property
+    def _max_chars(self) -> int | None:
+        """Characters of the longest text that may fit."""
+        return None if self._max_tokens is None else _SHRINKING * self._longest_token * self._max_tokens
 
     @cached_property
     def _longest_token(self) -> int:
@@ -92,20 +104,22 @@ class Tokenizer:
         Raises:
             ValueError: it is no text, or (:class:`TextTooLongError`) too long for a :meth:`limited` tokenizer.
         """
+        return self._encode(self.hf_tokenizer.backend_tokenizer, text, add_special_tokens)
+
+    def _encode(self, backend: BackendTokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
         if self._max_chars is not None and len(text) > self._max_chars:
-            raise TextTooLongError(
-                f"a prompt of {len(text)} characters is far longer than the maximum context length of the model"
-            )
+            raise TextTooLongError(len(text))
         try:
-            # Not verbose: the tokenizer would warn of long texts, which are refused later, with a message of our own.
-            return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+            return encode(backend, text, add_special_tokens=add_special_tokens, max_tokens=self._max_tokens)
         except TypeError as error:  # what the tokenizer makes of lone surrogates
             raise ValueError("the text is not valid Unicode") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return self.hf_tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        # A batch of one: that leaves the interpreter to others meanwhile.
+        (text,) = self.hf_tokenizer.backend_tokenizer.decode_batch(
+            [list(token_ids)], skip_special_tokens=skip_special_tokens
         )
+        return text
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
@@ -148,65 +162,45 @@ class Tokenizer:
         """The vocabulary's own spelling of each token; empty for an id that it does not have."""
         return [self.hf_tokenizer.convert_ids_to_tokens(i) or "" for i in token_ids]
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
+    def apply_chat_template(self, messages: list[dict[str, Any]], /, **template_kwargs: Any) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer.
+
+        Args:
+            template_kwargs: variables of the chat template, under any names.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
         """
         if not self.hf_tokenizer.chat_template:
             raise ValueError("the model has no chat template; use /v1/completions with a plain prompt")
-        template_kwargs.setdefault("add_generation_prompt", True)
+        template_kwargs.setdefault("add_generation_prompt", not template_kwargs.get("continue_final_message"))
         try:
-            text = self.hf_tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
+            given = chat_template.plain_messages(messages)
+            variables = chat_template.plain_variables(template_kwargs)
+            # The template writes its own BOS, so none is added here.
+            if self._allow_special_tokens:
+                return self._encode(self.hf_tokenizer.backend_tokenizer, self._rendered(given, variables))
+            return self._control_tokens.encode(given, variables, self._rendered, self._encode)
+        except chat_template.RenderedTooLongError as error:
+            raise TextTooLongError from error
+        except RecursionError as error:
+            raise ValueError("the messages are nested too deep") from error
+
+    def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        if self._has_own_rendering:
+            return self._rendered_by_tokenizer(messages, variables)
+        return chat_template.render(self.hf_tokenizer, messages, variables, self._max_chars)
+
+    @property
+    def _has_own_rendering(self) -> bool:
+        """Whether the tokenizer brings code (--trust-remote-code) in the place of its template's rendering."""
+        return type(self.hf_tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+
+    def _rendered_by_tokenizer(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        try:
+            return self.hf_tokenizer.apply_chat_template(messages, tokenize=False, **variables)
         except Exception as error:
             raise ValueError(f"the chat template refused the messages: {error}") from error
-        # The template writes its own BOS, so none is added here.
-        return self.encode(text, add_special_tokens=False)
 
     def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
         return Detokenizer(self.hf_tokenizer.backend_tokenizer, prompt_token_ids, skip_special_tokens)
-
-
-# Tokens of the prompt that the decoder sees first, so that the first new token is decoded in context (a
-# leading space depends on it).
-_CONTEXT_TOKENS = 4
-# A character is at most four bytes, so at most three of its tokens can end a prompt.
-_MAX_INCOMPLETE_TOKENS = 3
-
-
-class Detokenizer:
-    """Token ids to text, one token at a time; holds back bytes that do not make a whole character yet."""
-
-    def __init__(self, backend: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
-        self._backend = backend
-        self._skip_special_tokens = skip_special_tokens
-        # A decoder whose context ends within a character would repeat the whole context with the first new
-        # text. So the context ends before that character, and its tokens follow as if they were new.
-        end = self._end_of_text(prompt_token_ids)
-        self._stream = DecodeStream(
-            ids=list(prompt_token_ids[max(end - _CONTEXT_TOKENS, 0) : end]), skip_special_tokens=skip_special_tokens
-        )
-        for token_id in prompt_token_ids[end:]:
-            self.add(token_id)
-
-    def _end_of_text(self, token_ids: Sequence[int]) -> int:
-        """How many leading tokens make whole characters."""
-        shortest = max(len(token_ids) - _MAX_INCOMPLETE_TOKENS, 0)
-        for end in range(len(token_ids), shortest, -1):
-            context = list(token_ids[max(end - _CONTEXT_TOKENS, 0) : end])
-            text = self._backend.decode(context, skip_special_tokens=self._skip_special_tokens)
-            if not text.endswith("\ufffd"):
-                return end
-        return shortest
-
-    def add(self, token_id: int) -> str:
-        """The text that ``token_id`` completes; empty while a character is incomplete."""
-        try:
-            return self._stream.step(self._backend, token_id) or ""
-        except Exception as error:  # noqa: BLE001  (tokenizers raises a bare Exception from Rust)
-            # Seen upstream with ids that decode differently once more context is there. The stream cannot go
-            # on from its own state, so it starts over at this token; at most one character is misjudged.
-            logger.warning("detokenizer restarted at token %d: %s", token_id, error)
-            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-            return self._stream.step(self._backend, token_id) or ""

@@ -18,7 +18,8 @@ from metal_engine.server.generation.answerer import Answerer
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
-from metal_engine.server.middleware.gate import limit_body, require_api_key
+from metal_engine.server.middleware.gate import limit_body, only_probes_if_spare, require_api_key
+from metal_engine.server.middleware.hosts import allow_hosts, checks_hosts
 from metal_engine.server.middleware.observe import observe
 from metal_engine.server.middleware.strict_json import StrictJSONRoute
 from metal_engine.server.openai.responses import ResponseStore
@@ -44,7 +45,8 @@ def create_app(
         answer_format: how the model writes tool calls and reasoning; without it, answers are plain text.
     """
     args = args or ServerArgs()
-    app = FastAPI(title="metal-engine", version=__version__, responses=_ERRORS)
+    # A redirect would lead to whatever name the request gives as its host.
+    app = FastAPI(title="metal-engine", version=__version__, responses=_ERRORS, redirect_slashes=False)
     app.router.route_class = StrictJSONRoute
     install_error_handlers(app)
     workers = app.state.workers = Workers()
@@ -71,7 +73,7 @@ def create_app(
 
 def _add_gates(app: FastAPI, args: ServerArgs, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
     # The last one added is the first to see a request.
-    app.add_middleware(limit_body, max_bytes=args.max_body_size)
+    app.add_middleware(limit_body, max_bytes=args.max_body_size, read_seconds=args.timeout_read)
     if args.api_key:
         app.add_middleware(require_api_key, api_keys=args.api_key)
     if args.allowed_origins:
@@ -83,5 +85,8 @@ def _add_gates(app: FastAPI, args: ServerArgs, lifecycle: Lifecycle, metrics: Se
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
+    if checks_hosts(args):
+        app.add_middleware(allow_hosts, args=args)
+    app.add_middleware(only_probes_if_spare)
     app.add_middleware(lifecycle.middleware)
     app.add_middleware(observe, metrics=metrics)

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from metal_engine.engine.engine_thread import EngineDeadError
-from metal_engine.engine.tokenizer import TextTooLongError
+from metal_engine.engine.long_text import TextTooLongError
 from metal_engine.server.protocol import ErrorBody, ErrorDetail
 
 # Where an error's code is left in the ASGI scope, for whoever counts errors by their cause.

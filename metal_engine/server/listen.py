@@ -11,15 +11,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from metal_engine.errors import ConfigError
+from metal_engine.server.connections.limits import ConnectionLimits, connection_limits
 from metal_engine.settings.args import ServerArgs
 
 
 @dataclass(frozen=True)
 class Listener:
-    """A bound socket, not listening yet, and the URL that clients use."""
+    """A bound socket, not listening yet, the URL that clients use, and the bounds on their connections."""
 
     socket: socket.socket
     url: str
+    limits: ConnectionLimits
 
 
 @contextmanager
@@ -27,15 +29,17 @@ def listen(args: ServerArgs) -> Iterator[Listener]:
     """Bind what ``args`` ask for: ``--uds``, or ``--host`` and ``--port``.
 
     Raises:
-        ConfigError: the address is in use, forbidden or no address; the message names the flag.
+        ConfigError: the address is in use, forbidden or no address, or the process may open too few files; the
+            message names the flag.
     """
+    limits = connection_limits(args)
     scheme = "http" if args.ssl_certfile is None else "https"
-    listener = _bind_tcp(args.host, args.port, scheme) if args.uds is None else _bind_unix(args.uds)
+    bound, url = _bind_tcp(args.host, args.port, scheme) if args.uds is None else _bind_unix(args.uds)
     made = None if args.uds is None else os.lstat(args.uds)
     try:
-        yield listener
+        yield Listener(bound, url, limits)
     finally:
-        listener.socket.close()
+        bound.close()
         if args.uds is not None and made is not None:
             with suppress(OSError):
                 # Something else may have been put there meanwhile: another server's socket.
@@ -43,7 +47,7 @@ def listen(args: ServerArgs) -> Iterator[Listener]:
                     os.unlink(args.uds)
 
 
-def _bind_tcp(host: str, port: int, scheme: str) -> Listener:
+def _bind_tcp(host: str, port: int, scheme: str) -> tuple[socket.socket, str]:
     try:
         # An empty host means all addresses, as for --host 0.0.0.0.
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -58,7 +62,7 @@ def _bind_tcp(host: str, port: int, scheme: str) -> Listener:
         bound.close()
         raise _bind_problem(error, host, port) from error
     shown = f"[{host}]" if ":" in host else host
-    return Listener(bound, f"{scheme}://{shown}:{bound.getsockname()[1]}")
+    return bound, f"{scheme}://{shown}:{bound.getsockname()[1]}"
 
 
 def _bind_problem(error: OSError, host: str, port: int) -> ConfigError:
@@ -72,7 +76,7 @@ def _bind_problem(error: OSError, host: str, port: int) -> ConfigError:
     return ConfigError("--port", f"cannot listen on --host {host} --port {port}: {error.strerror}")
 
 
-def _bind_unix(path: str) -> Listener:
+def _bind_unix(path: str) -> tuple[socket.socket, str]:
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
@@ -80,7 +84,7 @@ def _bind_unix(path: str) -> Listener:
     except OSError as error:
         bound.close()
         raise ConfigError("--uds", f"{path}: {error.strerror or error}") from error
-    return Listener(bound, f"unix:{path}")
+    return bound, f"unix:{path}"
 
 
 def _remove_stale(path: str) -> None:

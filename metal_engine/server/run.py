@@ -7,13 +7,15 @@ import gc
 import logging
 import os
 import signal
+import socket
 import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -22,6 +24,10 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ConfigError
 from metal_engine.server.app import create_app
+from metal_engine.server.connections.acceptor import Acceptor
+from metal_engine.server.connections.connection import Connection
+from metal_engine.server.connections.limits import ConnectionLimits
+from metal_engine.server.connections.registry import Connections
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.listen import Listener
 from metal_engine.server.status.stats_log import StatsLog
@@ -46,9 +52,11 @@ class Server(uvicorn.Server):
         shutdown_timeout: seconds that requests under way may take to finish when the server stops.
         death_grace: seconds for which a server whose engine has died still answers.
         log_stats_interval: seconds between log lines about the engine; 0 for none.
+        limits: bounds on connections.
         options: for uvicorn: ``host`` and ``port`` unless sockets are given when it runs, and :func:`tls_options`.
 
     Attributes:
+        connections: those that are open.
         exit_status: what the process should end with.
     """
 
@@ -61,11 +69,16 @@ class Server(uvicorn.Server):
         death_grace: float = DEATH_GRACE_SECONDS,
         log_stats_interval: float = 0.0,
         on_ready: Callable[[], None] = lambda: None,
+        limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008  (it is frozen)
         **options: Any,
     ) -> None:
+        self.connections = Connections(limits)
         super().__init__(
             uvicorn.Config(
                 app,
+                http=partial(Connection, limits=limits, connections=self.connections),  # type: ignore[arg-type]
+                ws="none",
+                timeout_keep_alive=limits.keep_alive_seconds,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=_CONNECTION_SECONDS,
                 log_config=None,  # the process has one logging set-up, the command line's
                 access_log=False,
@@ -79,6 +92,7 @@ class Server(uvicorn.Server):
         self._shutdown_timeout = shutdown_timeout
         self._death_grace = death_grace
         self._log_stats_interval = log_stats_interval
+        self._handshake_seconds = limits.read_seconds
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,13 +104,27 @@ class Server(uvicorn.Server):
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     async def startup(self, sockets: Any = None) -> None:
+        """Begin to accept connections, in place of uvicorn's own way, which takes any number of them."""
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
-        if not self.should_exit:
-            self._spawn(self._watch_engine())
-            if self._log_stats_interval:
-                self._spawn(StatsLog(self._engine).run(self._log_stats_interval))
-            self._on_ready()
+        listening = sockets or [socket.create_server((self.config.host, self.config.port))]
+        acceptors = [self._acceptor(one) for one in listening]
+        for acceptor in acceptors:
+            acceptor.start(self.config.backlog)
+        self.servers = cast(list[Any], acceptors)
+        self.started = True
+        self._spawn(self._watch_engine())
+        if self._log_stats_interval:
+            self._spawn(StatsLog(self._engine).run(self._log_stats_interval))
+        self._on_ready()
+
+    def _acceptor(self, listening: socket.socket) -> Acceptor:
+        config = self.config
+
+        def connection() -> Connection:
+            made = config.http_protocol_class(config=config, server_state=self.server_state, app_state={})  # type: ignore[call-arg]
+            return cast(Connection, made)
+
+        return Acceptor(listening, connection, self.connections, config.ssl, self._handshake_seconds)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -216,6 +244,7 @@ def run_server(
         shutdown_timeout=args.shutdown_timeout,
         log_stats_interval=args.log_stats_interval,
         on_ready=lambda: on_ready(listener.url),
+        limits=listener.limits,
         **tls_options(args),
     )
     # What is loaded stays: the collector would look through it now and then, for 50 ms that no thread can interrupt.

@@ -42,6 +42,9 @@ class EngineArgs(Settings):
     chat_template: str | None = setting(
         None, "Chat template instead of the model's own: a file, or the Jinja text itself."
     )
+    allow_special_tokens_in_content: bool = setting(
+        False, "Read the spelling of a control token in a conversation's texts as that token, instead of as text."
+    )
     dtype: str = setting("auto", "auto (as stored; float32 on a CPU), float32, float16 or bfloat16.", choices=DTYPES)
     seed: int = setting(0, "Seed for requests that bring none of their own.", ge=0, lt=2**64)
     max_model_len: int | None = setting(
@@ -134,6 +137,30 @@ class ServerArgs(Settings):
         "Origins whose web pages may call the server (CORS), as in https://chat.example; * for all. Several may be "
         "given by repeating the flag.",
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "Names under which clients may call a server without a key, beside addresses, localhost, --host and the "
+        "machine's own name; * for any. Several may be given by repeating the flag.",
+    )
+    max_connections: int = setting(
+        0,
+        "Connections at once. Beyond them one that waits for its client is closed, or the new one is refused "
+        "(/health and /ready have a few of their own). 0: 4,096, or what the limit of open files leaves.",
+        ge=0,
+    )
+    h11_max_incomplete_event_size: int = setting(
+        64 << 10, "Largest request line and headers, together, as in 64KiB.", kind="size", ge=1024
+    )
+    h11_max_header_count: int = setting(256, "Headers of a request at most.", ge=1)
+    timeout_read: float = setting(
+        15.0, "Seconds that a client may take for the headers of a request, or pause within its body.", gt=0, lt=inf
+    )
+    timeout_write: float = setting(
+        60.0, "Seconds for which an answer may wait for a client that does not read it.", gt=0, lt=inf
+    )
+    timeout_keep_alive: float = setting(
+        5.0, "Seconds for which a connection stays open between requests.", gt=0, lt=inf
+    )
     max_num_queued_reqs: int = setting(
         2048, "Requests that may wait; further ones are answered 503 with Retry-After. 0: no limit.", ge=0
     )
@@ -192,6 +219,8 @@ class ServerArgs(Settings):
             object.__setattr__(self, "api_key", (self.api_key,))
         if not all(key.strip() and key.isascii() for key in self.api_key):
             raise ConfigError("--api-key", "must be ASCII and not empty")
+        if not all(name.strip() for name in self.allowed_hosts):
+            raise ConfigError("--allowed-hosts", "must not be empty")
         if any(not name.strip() for name in self.served_model_name):
             raise ConfigError("--served-model-name", "must not be empty")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from metal_engine.engine.tokenizer import TextTooLongError
+from metal_engine.engine.long_text import TextTooLongError
 from tools.fixtures.fake_engine import tiny_tokenizer
 
 

@@ -59,10 +59,12 @@ class Process:
 
 
 @contextmanager
-def process(step_time: float = 0.005, **settings: Any) -> Iterator[Process]:
+def process(step_time: float = 0.005, *, open_files: int | None = None, **settings: Any) -> Iterator[Process]:
+    """A server process; ``open_files`` is how many descriptors it may have, by default as many as this one."""
     command = [sys.executable, "-m", "tests.support.fake_process", json.dumps({"port": 0, **settings})]
+    limited = [] if open_files is None else ["sh", "-c", f'ulimit -n {open_files} && exec "$@"', "sh"]
     popen = subprocess.Popen(
-        [*command, str(step_time)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*limited, *command, str(step_time)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         assert popen.stdout is not None

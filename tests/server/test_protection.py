@@ -6,12 +6,14 @@ import asyncio
 import ssl
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import uvloop
 
 from metal_engine.errors import ConfigError
 from metal_engine.server.generation.streaming import KEEP_ALIVE
@@ -19,6 +21,7 @@ from metal_engine.server.run import tls_options
 from metal_engine.settings.args import ServerArgs
 from tests.server.status.test_metrics import scrape
 from tests.server.test_errors import check_error, sse_events
+from tests.support.raw_http import crowd, rest
 from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
 from tools.fixtures.fake_engine import byte_ids, fake_config, generated, tiny_tokenizer
 
@@ -151,6 +154,22 @@ def test_tls(certificate: tuple[Path, Path]) -> None:
         assert httpx.get(url + "/health", verify=context).json()["status"] == "ok"
         with pytest.raises(httpx.HTTPError):
             httpx.get(served.url + "/health")
+
+
+@pytest.mark.parametrize("loop", [None, pytest.param(uvloop.new_event_loop, marks=pytest.mark.full)])
+def test_half_a_handshake(certificate: tuple[Path, Path], loop: Callable[[], asyncio.AbstractEventLoop] | None) -> None:
+    key, cert = certificate
+    args = ServerArgs(
+        ssl_keyfile=str(key), ssl_certfile=str(cert), timeout_read=0.5, max_connections=10, shutdown_timeout=1
+    )
+    with serve(args=args, loop_factory=loop) as served:
+        with crowd(served.url, 30, b"\x16\x03\x01\x02\x00") as sockets:
+            wait_until(lambda: 0 < len(served.server.connections) <= 10, "room to be made")
+            url = served.url.replace("http:", "https:")
+            assert httpx.get(url + "/health", verify=False).status_code == 200
+            for one in sockets:
+                assert rest(one) == b""
+        wait_until(lambda: len(served.server.connections) == 0, "all to be closed")
 
 
 def test_tls_settings_that_cannot_work(certificate: tuple[Path, Path], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.app import create_app
+from metal_engine.server.connections.limits import connection_limits
 from metal_engine.server.run import Server, tls_options
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig
@@ -86,6 +87,7 @@ def serve(
     death_grace: float = DEADLINE,
     answer_format: AnswerFormat | None = None,
     engine: AsyncEngine | None = None,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Iterator[Served]:
     """A server on a fake runner, or on an ``engine`` that has been started; it is shut down at the end."""
     config = config or fake_config()
@@ -97,6 +99,7 @@ def serve(
         engine,
         shutdown_timeout=args.shutdown_timeout,
         death_grace=death_grace,
+        limits=connection_limits(args),
         on_ready=lambda: idle_tasks.append(len(asyncio.all_tasks())),
         host="127.0.0.1",
         port=0,
@@ -109,7 +112,11 @@ def serve(
         loops.append(asyncio.get_running_loop())
         await server.serve()
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()), name="server")
+    def run_loop() -> None:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(run())
+
+    thread = threading.Thread(target=run_loop, name="server")
     thread.start()
     try:
         wait_until(lambda: bool(idle_tasks) or not thread.is_alive(), "the server to start")

@@ -1,4 +1,4 @@
-"""What a request must pass before a route sees it: the API key, and the size of its body."""
+"""What a request must pass before a route sees it: the API key, the size of its body, a place among connections."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import suppress
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from metal_engine.server.connections.connection import IS_SPARE
 from metal_engine.server.errors import APIError, error_response
+from metal_engine.server.status.routes import WITHOUT_KEY
 
 # Open without a key: probes and load balancers have none.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 _NO_KEY = "No API key provided; send it as `Authorization: Bearer KEY`"
 _WRONG_KEY = "Incorrect API key provided"
-# How long a body that is too large is read and thrown away, so that its client gets to read the answer.
-_DISCARD_SECONDS = 10.0
 
 
 def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
@@ -27,7 +27,7 @@ def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
     wanted = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http":
             await app(scope, receive, send)
             return
         sent = Headers(scope=scope)
@@ -36,7 +36,9 @@ def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
             given = sent.get("x-api-key", "")  # Anthropic's clients
         digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).digest()
         # Every key is compared, so that the time tells nothing about which one it is either.
-        if sum([hmac.compare_digest(digest, one) for one in wanted]):
+        has_key = sum([hmac.compare_digest(digest, one) for one in wanted]) > 0
+        if has_key or scope["path"] in OPEN_PATHS:
+            scope[WITHOUT_KEY] = not has_key
             await app(scope, receive, send)
             return
         headers = {"www-authenticate": "Bearer", "connection": "close"}
@@ -46,8 +48,25 @@ def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
     return guarded
 
 
-def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
-    """``app`` without bodies of more than ``max_bytes``: they are a 413, and never in memory."""
+def only_probes_if_spare(app: ASGIApp) -> ASGIApp:
+    """``app``, refusing what comes over a connection beyond ``--max-connections``, if it is no probe."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get(IS_SPARE) and scope["path"] not in OPEN_PATHS:
+            headers = {"connection": "close", "retry-after": "1"}
+            error = APIError(503, "too many connections (--max-connections)", code="overloaded", headers=headers)
+            await error_response(error, scope)(scope, receive, send)
+            return
+        await app(scope, receive, send)
+
+    return guarded
+
+
+def limit_body(app: ASGIApp, max_bytes: int, read_seconds: float) -> ASGIApp:
+    """``app`` without bodies of more than ``max_bytes``: they are a 413, and never in memory.
+
+    A body that pauses for more than ``read_seconds`` is a 408.
+    """
 
     async def limited(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,17 +75,30 @@ def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
         headers = Headers(scope=scope)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > max_bytes:
-            await _refuse(scope, receive, send, max_bytes, expects_continue="expect" in headers)
+            error = error_response(_too_large(max_bytes), scope)
+            await send({"type": "http.response.start", "status": 413, "headers": error.raw_headers})
+            await send({"type": "http.response.body", "body": bytes(error.body), "more_body": True})
+            if "expect" not in headers:  # such a client waits for the answer before it sends anything
+                await _discard(receive, read_seconds)
+            await send({"type": "http.response.body", "body": b""})
             return
         num_bytes = 0
+        is_whole = False
 
         async def counting() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole
+            if is_whole:  # what comes is that the client has left, whenever that may be
+                return await receive()
+            try:
+                async with asyncio.timeout(read_seconds):
+                    message = await receive()
+            except TimeoutError as error:
+                raise _too_slow(read_seconds) from error
+            is_whole = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > max_bytes:  # a body of unannounced length
                 if message.get("more_body", False):
-                    await _discard(receive)
+                    await _discard(receive, read_seconds)
                 raise _too_large(max_bytes)
             return message
 
@@ -80,18 +112,15 @@ def _too_large(max_bytes: int) -> APIError:
     return APIError(413, message, headers={"connection": "close"})
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send, max_bytes: int, *, expects_continue: bool) -> None:
-    response = error_response(_too_large(max_bytes), scope)
-    await send({"type": "http.response.start", "status": 413, "headers": response.raw_headers})
-    await send({"type": "http.response.body", "body": bytes(response.body), "more_body": True})
-    if not expects_continue:  # such a client waits for the answer before it sends anything
-        await _discard(receive)
-    await send({"type": "http.response.body", "body": b""})
+def _too_slow(read_seconds: float) -> APIError:
+    message = f"no part of the request body came for {read_seconds:g} s (--timeout-read)"
+    return APIError(408, message, headers={"connection": "close"})
 
 
-async def _discard(receive: Receive) -> None:
-    """Read the rest of a body into nothing. Closing instead would reset the connection and lose the answer."""
+async def _discard(receive: Receive, seconds: float) -> None:
+    """Read the rest of a body into nothing, for a while. Closing at once would reset the connection, and lose the
+    answer."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(_DISCARD_SECONDS):
+        async with asyncio.timeout(seconds):
             while (await receive()).get("more_body", False):
                 pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from metal_engine.engine.chat_template import RESERVED_NAMES
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid
@@ -37,6 +38,7 @@ _NOT_FOR_TEMPLATES = frozenset(
         "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
         "return_assistant_tokens_mask", "tokenizer_kwargs",
     }
+    | RESERVED_NAMES
 )  # fmt: skip
 
 

@@ -24,7 +24,8 @@ class ModelList(BaseModel):
 class Health(BaseModel):
     """``/health``: counts are of requests, ``kv_cache_usage`` is a share of the pool (0 to 1).
 
-    ``unknown_parameters`` counts request parameters by name that the server did not know and ignored.
+    ``num_unknown_parameters`` counts request parameters that the server did not know and ignored, and
+    ``unknown_parameters`` counts them by name; where the server has a key, for those only who send it.
     ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
     """
 
@@ -34,6 +35,7 @@ class Health(BaseModel):
     kv_cache_usage: float
     preemptions: int
     failed_steps: int
+    num_unknown_parameters: int
     unknown_parameters: dict[str, int]
     kv_transfer: dict[str, int] | None = None
     error: str | None = None

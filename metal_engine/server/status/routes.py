@@ -17,6 +17,9 @@ from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
 from metal_engine.server.status.protocol import Health, ModelCard, ModelList, Ready, Version
 
+# In the ASGI scope of a request that a server with a key lets through without one.
+WITHOUT_KEY = "metal_engine.without_key"
+
 
 def add_model_routes(app: FastAPI, served: ServedModel) -> None:
     max_model_len = served.engine.config.scheduler.max_model_len
@@ -46,8 +49,9 @@ def add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle, m
     engine = served.engine
 
     @app.get("/health", tags=["status"], responses={503: {"model": Health}})
-    async def health() -> JSONResponse:
+    async def health(request: Request) -> JSONResponse:
         stats = engine.stats
+        unknown = served.parameters.num_unknown
         error = engine.error
         body = Health(
             status="error" if error is not None else "draining" if lifecycle.draining else "ok",
@@ -56,7 +60,8 @@ def add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle, m
             kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
             preemptions=stats.num_preemptions,
             failed_steps=engine.metrics.num_failed_steps,
-            unknown_parameters=served.parameters.num_unknown,
+            num_unknown_parameters=sum(unknown.values()),
+            unknown_parameters={} if request.scope.get(WITHOUT_KEY) else unknown,
             kv_transfer=None if (kv := engine.metrics.kv_transfer) is None else kv.as_dict(),
             error=None if error is None else f"the engine has stopped: {error!r}",
         )

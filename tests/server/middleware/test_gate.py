@@ -154,6 +154,26 @@ def test_unknown_parameters_are_counted(served: Served) -> None:
     assert httpx.get(served.url + "/health").json()["unknown_parameters"]["temprature"] == before + 3
 
 
+def test_names_of_unknown_parameters_are_for_those_with_the_key() -> None:
+    with serve(args=ServerArgs(api_key=(KEY,), shutdown_timeout=1)) as served:
+        for name in ("secret_a", "secret_a", "secret_b"):
+            body = {"prompt": "a", "max_tokens": 1, name: 1}
+            assert httpx.post(served.url + "/v1/completions", json=body, headers=auth()).status_code == 200
+        for headers in ({}, auth("wrong"), {"x-api-key": "wrong"}):
+            response = httpx.get(served.url + "/health", headers=headers)
+            assert "secret" not in response.text
+            assert (response.json()["num_unknown_parameters"], response.json()["unknown_parameters"]) == (3, {})
+        names = httpx.get(served.url + "/health", headers=auth()).json()["unknown_parameters"]
+        assert names == {"secret_a": 2, "secret_b": 1}
+
+
+def test_nothing_is_redirected(served: Served) -> None:
+    for path in ("/health/", "/v1/completions/", "/docs/", "//health"):
+        for method in ("GET", "POST"):
+            response = httpx.request(method, served.url + path, headers={"host": "localhost"})
+            assert response.status_code in (404, 405) and "location" not in response.headers
+
+
 def test_unknown_fields_of_messages_are_counted_once_a_request(served: Served) -> None:
     messages = [{"role": "user", "content": "a", "mood": "good"}] * 3
     for _ in range(2):

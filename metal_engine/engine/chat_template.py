@@ -1,0 +1,238 @@
+"""Conversations to text: the model's chat template, rendered as ``transformers`` does, within bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import threading
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import numpy as np
+from jinja2 import nodes
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+
+from metal_engine.cancellation import Cancelled
+from metal_engine.engine.template_budget import STEP, Budget, TemplateBudgetError, spending
+from metal_engine.engine.template_sandbox import BoundedEnvironment, syntax_tree
+
+# A rendering may take some seconds whatever the messages are, and then in proportion to them: templates pass over a
+# text some ten times.
+_WORK = 1 << 28
+_WORK_PER_SIZE = 64
+
+# Names a message's reasoning goes by; templates read any of them.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+# Stands for the end of a last message that is to be continued.
+_CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+
+# What a template's variables may not be called, since they mean something to it already.
+RESERVED_NAMES = frozenset(
+    {"self", "loop", "caller", "super", "varargs", "kwargs", "range", "dict", "cycler", "joiner", "namespace"}
+    | {"raise_exception", "strftime_now", "lipsum"}
+)
+
+Message = dict[str, Any]
+
+
+class RenderedTooLongError(ValueError):
+    """The text that a template wrote cannot fit, whatever its tokens are."""
+
+
+def render(
+    hf_tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    variables: dict[str, Any],
+    max_chars: int | None = None,
+) -> str:
+    """The conversation as the model's chat template writes it.
+
+    Args:
+        messages: plain data, as :func:`plain_messages` makes it.
+        variables: the template's other variables, plain data.
+        max_chars: refuse a longer text.
+
+    Raises:
+        ValueError: the template refuses the messages or takes too long for them; RenderedTooLongError.
+        Cancelled: nobody waits for it any more.
+    """
+    variables = dict(variables)
+    continued = variables.pop("continue_final_message", False)
+    try:
+        source = hf_tokenizer.get_chat_template(None, variables.get("tools"))
+        budget = Budget(_WORK + _WORK_PER_SIZE * _size([messages, variables]))
+        with spending(budget):
+            template = compiled(source)
+            final = None
+            if continued:
+                messages, final = _to_continue(messages, continued, variables, source)
+            given = {**hf_tokenizer.special_tokens_map, "documents": None, "tools": None, **variables}
+            text = _written(template, {**given, "messages": messages}, max_chars)
+            return text if final is None else _cut(text, final)
+    except (Cancelled, RenderedTooLongError):
+        raise
+    except TemplateBudgetError as error:
+        raise ValueError(str(error)) from error
+    except Exception as error:
+        raise ValueError(f"the chat template refused the messages: {error}") from error
+
+
+def _written(template: jinja2.Template, variables: dict[str, Any], max_chars: int | None) -> str:
+    pieces, length = [], 0
+    for piece in template.generate(variables):
+        length += len(piece)
+        if max_chars is not None and length > max_chars:
+            raise RenderedTooLongError
+        pieces.append(piece)
+    return template.environment.concat(pieces)
+
+
+_compiling = threading.Lock()
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    return BoundedEnvironment().from_string(source)
+
+
+def compiled(source: str) -> jinja2.Template:
+    """The template of that source; compiled once, with a budget of its own."""
+    with _compiling, spending(Budget(_WORK)):
+        return _compiled(source)
+
+
+def texts_of_template(source: str) -> tuple[list[str], list[str]]:
+    """Texts that a template has in its source: all of them, and those that it looks for in what it is given."""
+    try:
+        tree = syntax_tree(source)
+    except jinja2.TemplateError:
+        return [], []
+    texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+    texts += _constants(tree)
+    sought: list[str] = []
+    for compare in tree.find_all(nodes.Compare):
+        sought += [text for one in (compare.expr, *(operand.expr for operand in compare.ops)) for text in _own(one)]
+    calls: Iterator[Any] = tree.find_all((nodes.Call, nodes.Filter, nodes.Test))
+    sought += [text for call in calls for one in call.args or () for text in _own(one)]
+    return texts, sought
+
+
+def _own(node: nodes.Expr) -> list[str]:
+    """Texts of a constant, or of a list of constants."""
+    listed = node.items if isinstance(node, nodes.List | nodes.Tuple) else [node]
+    return [one.value for one in listed if isinstance(one, nodes.Const) and isinstance(one.value, str)]
+
+
+def _constants(tree: nodes.Node) -> list[str]:
+    return [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+
+
+# --- what a template is given -----------------------------------------------------------------------------
+
+
+def plain_messages(messages: list[Any]) -> list[Message]:
+    """Messages as templates read them: plain data without what is None, reasoning under each of its names.
+
+    Raises ValueError for what is no conversation.
+    """
+    if not messages:
+        raise ValueError("a conversation needs at least one message")
+    result = []
+    for message in messages:
+        given = plain(message)
+        if not isinstance(given, dict):
+            raise ValueError(f"a chat message must be a dictionary, not {type(message).__name__}")
+        given = {key: value for key, value in given.items() if value is not None}
+        reasoning = next((given[key] for key in _REASONING if key in given), None)
+        if reasoning is not None:
+            given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
+        result.append(given)
+    return result
+
+
+def plain_variables(variables: dict[str, Any]) -> dict[str, Any]:
+    """A template's variables as plain data; functions among the tools become their schemas."""
+    tools = variables.get("tools")
+    if tools is not None:
+        tools = [get_json_schema(one) if inspect.isroutine(one) else one for one in tools]
+        variables = {**variables, "tools": tools}
+    return {name: plain(value) for name, value in variables.items()}
+
+
+def plain(value: Any) -> Any:
+    """A value made of JSON's types alone: other objects have methods that a sandbox does not know."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value)
+    for kind in (str, int, float):
+        if isinstance(value, kind):  # an enum, say
+            return kind(str.__str__(value) if kind is str else value)
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if callable(getattr(value, "model_dump", None)):
+        return plain(value.model_dump())
+    return f"<{type(value).__name__}>"
+
+
+def _size(value: Any) -> int:
+    """Units of work that reading all of it takes."""
+    total, waiting = 0, [value]
+    while waiting:
+        item = waiting.pop()
+        total += STEP
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, dict):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            waiting += item
+    return total
+
+
+# --- a last message to be continued -----------------------------------------------------------------------
+
+
+def _to_continue(
+    messages: list[Message], field: Any, variables: dict[str, Any], source: str
+) -> tuple[list[Message], str]:
+    """The messages with a tag where the last one's text ends, and that text."""
+    if variables.get("add_generation_prompt"):
+        raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+    field = field if isinstance(field, str) else "content"
+    last = dict(messages[-1])
+    text = last.get(field)
+    if text is None:
+        raise ValueError(f'the final message has no "{field}" to continue')
+    fields = [name for name in _REASONING if last.get(name) == text] if field in _REASONING else [field]
+    if not any(name in source for name in fields):
+        raise ValueError(f'the chat template does not know a message\'s "{field}"')
+    if isinstance(text, list | tuple):
+        at = next((i for i in reversed(range(len(text))) if "text" in text[i]), None)
+        if at is None:
+            raise ValueError("the final message has no text to continue")
+        part = text[at]
+        last[field] = [*text[:at], {**part, "text": part["text"] + _CONTINUE_HERE}, *text[at + 1 :]]
+        text = part["text"]
+    else:
+        last |= {name: last[name] + _CONTINUE_HERE for name in fields}
+    return [*messages[:-1], last], text
+
+
+def _cut(rendered: str, final: str) -> str:
+    """What was rendered, up to the tag."""
+    at = rendered.rfind(_CONTINUE_HERE.strip())
+    if at < 0 or final.strip() not in rendered:
+        raise ValueError("the final message to continue does not appear in what the chat template writes")
+    is_whole = rendered.startswith(_CONTINUE_HERE, at)
+    # Where the template trims messages, the text was to end without blanks.
+    return rendered[:at] if is_whole else rendered[:at].rstrip()

@@ -1,0 +1,362 @@
+"""A request's text stays text: spellings of control tokens in it become no control tokens.
+
+*Marks* are the added tokens that mean something to a chat: special ones, those that the chat template writes, and
+others spelled ``<so>`` or ``[SO]``, but for HTML. In the request's texts, the signs that marks are made of (``<``,
+``|``, ``[``) are replaced by *stand-ins*, characters that occur nowhere else, one for one. The template is rendered,
+and a tokenizer that knows the stand-ins reads added tokens before it puts the signs back. So every mark in the prompt
+is the template's own, wherever texts are trimmed, joined or changed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from tokenizers import AddedToken, models, normalizers
+from tokenizers import Tokenizer as BackendTokenizer
+
+from metal_engine.cancellation import check_cancelled
+from metal_engine.engine.chat_template import Message, RenderedTooLongError, texts_of_template
+from metal_engine.engine.template_sandbox import STAND_INS
+
+# Long texts are searched so many characters at a time: the search holds the interpreter.
+_WINDOW = 1 << 17
+# Spelled as control tokens are; and what is spelled so but belongs to texts, which some tokenizers add for speed.
+_LIKE_MARK = re.compile(r"[<\[].+[>\]]", re.DOTALL)
+_HTML = re.compile(
+    "</?(a|b|blockquote|br|caption|code|div|em|h[1-6]|hr|i|img|li|ol|p|pre|s|span|strong|sub|sup|table|tbody|td|tfoot|th"
+    "|thead|tr|u|ul)>"
+)
+
+
+class ControlTokens:
+    """The marks of one tokenizer and its chat templates.
+
+    Args:
+        backend: as ``tokenizers`` has it.
+        templates: sources of the chat templates.
+    """
+
+    def __init__(self, backend: BackendTokenizer, templates: Iterable[str]) -> None:
+        self._backend = backend
+        texts, sought = [], []
+        for source in templates:
+            of_template = texts_of_template(source)
+            texts += of_template[0]
+            sought += of_template[1]
+        added = sorted(backend.get_added_tokens_decoder().items())
+        written = "\0".join(texts)
+        marks = [
+            token
+            for _, token in added
+            if token.content.strip()
+            and (
+                token.special
+                or token.content in written
+                or (_LIKE_MARK.fullmatch(token.content) and not _HTML.fullmatch(token.content))
+            )
+        ]
+        self._contents = frozenset(token.content for token in marks)
+        self._taken = written  # has characters that cannot be stand-ins
+        self._signs = "".join(sorted({sign for content in self._contents for sign in _signs_of(content)}))
+        self._mark = _any_of(self._contents)
+        # Where assistants' messages are sent back, marks in them are the model's own.
+        plain = {one for one in sought if not any(one in mark or mark in one for mark in self._contents)}
+        self._seen = _any_of(one for one in plain if any(sign in one for sign in self._signs))
+        models_own = {token.content for token in marks if not token.special}
+        models_own |= {one for one in sought if any(mark in one for mark in self._contents)}
+        self._seen_in_answers = _any_of(models_own | plain)
+        self._longest = max(map(len, self._contents | models_own | plain), default=1)
+        self._model, made = _without(backend, self._contents)
+        # What is found, by the tokenizer or its model, in texts that are normalized.
+        normalizer = backend.normalizer
+        normalized = made | {token.content for token in marks if token.normalized} if normalizer else set()
+        self._normalized = _any_of(normalizer.normalize_str(content) for content in normalized) if normalized else None
+        self._literal_backend = lru_cache(maxsize=4)(self._make_literal_backend)
+
+    def encode(
+        self,
+        messages: list[Message],
+        variables: dict[str, Any],
+        render: Callable[[list[Message], dict[str, Any]], str],
+        encode: Callable[[BackendTokenizer, str], list[int]],
+    ) -> list[int]:
+        """Token ids of a conversation, in which all marks are the template's.
+
+        Args:
+            messages: plain data.
+            variables: plain data, too.
+            render: messages and variables to text.
+            encode: a text to its ids with a tokenizer: this one, or one that knows stand-ins.
+
+        Raises:
+            ValueError: the request has all characters that could stand in for others; and what ``render`` raises.
+        """
+        given = [*_texts(messages), *_texts(variables)]
+        is_normalized_mark = self._normalized is not None and any(map(self._has_normalized, given))
+        if not is_normalized_mark and not any(self._has_signs(text) for text in given):
+            return encode(self._backend, render(messages, variables))
+        hidden = _Hidden(self._signs, self._stand_ins(given))
+        has_marks = any(self._found(self._mark, text) for text in given)
+        text = self._rendered(messages, variables, render, self._marks_hidden if has_marks else None, hidden)
+        # Whatever the template makes of texts, it makes of them without signs: then all marks are its own.
+        certain = self._rendered(messages, variables, render, self._signs_hidden, hidden)
+        if list(self._marks_in(text)) != list(self._marks_in(certain)):
+            text, has_marks = certain, True
+        if not has_marks and not is_normalized_mark:
+            return encode(self._backend, text)
+        literal = self._literal_backend(hidden.stand_ins)
+        moved = self._moved_ids(literal)
+        return [moved.get(token_id, token_id) for token_id in encode(literal, text)]
+
+    def _moved_ids(self, literal: BackendTokenizer) -> dict[int, int]:
+        """Ids of added tokens in ``literal`` -> this tokenizer's, where they differ."""
+        added = self._backend.get_added_tokens_decoder()
+        found: dict[Any, int] = {literal.token_to_id(token.content): token_id for token_id, token in added.items()}
+        return {here: there for here, there in found.items() if here != there}
+
+    def _rendered(
+        self,
+        messages: list[Message],
+        variables: dict[str, Any],
+        render: Callable[[list[Message], dict[str, Any]], str],
+        hide: Callable[[str, bool, _Hidden], str] | None,
+        hidden: _Hidden,
+    ) -> str:
+        if hide is None:
+            return render(messages, variables)
+        changed = []
+        for message in messages:
+            is_answer = message.get("role") == "assistant"
+            changed.append(
+                {
+                    _changed(key, hide, False, hidden): _changed(value, hide, is_answer and key == "content", hidden)
+                    for key, value in message.items()
+                }
+            )
+        try:
+            return render(changed, _changed(variables, hide, False, hidden))
+        except RenderedTooLongError:
+            raise
+        except ValueError as error:
+            raise ValueError(hidden.shown(str(error))) from error
+
+    def _marks_hidden(self, text: str, is_answer: bool, hidden: _Hidden) -> str:
+        """The text without marks, but for an answer's own."""
+        if not self._has_signs(text) or not self._found(self._mark, text):
+            return text
+        parts = []
+        for is_seen, part in self._cut(self._seen_in_answers if is_answer else None, text):
+            if is_seen:
+                parts.append(part)
+            else:
+                parts += [hidden.hide(piece) if is_mark else piece for is_mark, piece in self._cut(self._mark, part)]
+        return "".join(parts)
+
+    def _signs_hidden(self, text: str, is_answer: bool, hidden: _Hidden) -> str:
+        """The text without any sign, but for what the template looks for and an answer's own marks."""
+        if not self._has_signs(text):
+            return text
+        seen = self._seen_in_answers if is_answer else self._seen
+        return "".join(part if is_seen else hidden.hide(part) for is_seen, part in self._cut(seen, text))
+
+    def _cut(self, pattern: re.Pattern[str] | None, text: str) -> Iterator[tuple[bool, str]]:
+        """The text in order, cut where ``pattern`` matches: whether a piece is a match, and the piece."""
+        if pattern is None:
+            yield False, text
+            return
+        done = 0
+        for match in self._matches(pattern, text):
+            if match.start() > done:
+                yield False, text[done : match.start()]
+            yield True, match[0]
+            done = match.end()
+        yield False, text[done:]
+
+    def _matches(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+        """All matches, from left to right, found a window at a time."""
+        start = 0
+        while start < len(text):
+            check_cancelled()
+            end = start + _WINDOW
+            done = end
+            for match in pattern.finditer(text, start, end + self._longest):
+                if match.start() >= end:
+                    break
+                yield match
+                done = max(end, match.end())
+            start = done
+
+    def _found(self, pattern: re.Pattern[str], text: str) -> bool:
+        return next(self._matches(pattern, text), None) is not None
+
+    def _marks_in(self, text: str) -> Iterator[str]:
+        return (match[0] for match in self._matches(self._mark, text))
+
+    def _has_signs(self, text: str) -> bool:
+        return any(sign in text for sign in self._signs)
+
+    def _has_normalized(self, text: str) -> bool:
+        """Whether a text has marks once it is normalized, such as wide characters made narrow."""
+        assert self._normalized is not None
+        step = _WINDOW // 8
+        for start in range(0, len(text), step):
+            piece = text[start : start + step + self._longest * 4]
+            try:
+                normalized = self._backend.normalizer.normalize_str(piece)
+            except TypeError:  # a lone surrogate, which encoding refuses
+                return False
+            if self._normalized.search(normalized):
+                return True
+        return False
+
+    def _stand_ins(self, texts: list[str]) -> str:
+        """One for each sign; none is in the texts or the template."""
+        wide = [text for text in (*texts, self._taken) if not text.isascii()]
+        count = len(self._signs)
+        for start in range(0, len(STAND_INS) - count, count):
+            chosen = STAND_INS[start : start + count]
+            if not any(stand_in in text for text in wide for stand_in in chosen):
+                return chosen
+        raise ValueError("the messages have too many of Unicode's rare symbols (such as all of Braille) at once")
+
+    def _make_literal_backend(self, stand_ins: str) -> BackendTokenizer:
+        """The tokenizer, but it takes stand-ins for signs once it has found added tokens."""
+        backend = self._backend
+        literal = BackendTokenizer(self._model)
+        steps = [normalizers.Replace(one, sign) for one, sign in zip(stand_ins, self._signs, strict=True)]
+        literal.normalizer = normalizers.Sequence(steps + ([backend.normalizer] if backend.normalizer else []))
+        if backend.pre_tokenizer is not None:
+            literal.pre_tokenizer = backend.pre_tokenizer
+        # Ids that the model has beyond the number of its tokens would be given to added ones.
+        fillers = 0
+        while literal.model.id_to_token(literal.get_vocab_size()) is not None:
+            literal.add_tokens([AddedToken(f"\uf8ff{fillers}", normalized=False)])
+            fillers += 1
+        literal.add_tokens(
+            [
+                _as_written(token) if token.content in self._contents else token
+                for _, token in sorted(backend.get_added_tokens_decoder().items())
+            ]
+        )
+        return literal
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """Signs, and the characters that stand in for them."""
+
+    signs: str
+    stand_ins: str
+
+    def hide(self, text: str) -> str:
+        pieces = []
+        for start in range(0, len(text), _WINDOW):
+            piece = text[start : start + _WINDOW]
+            for sign, stand_in in zip(self.signs, self.stand_ins, strict=True):
+                piece = piece.replace(sign, stand_in)
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def shown(self, text: str) -> str:
+        return text.translate(str.maketrans(self.stand_ins, self.signs))
+
+
+def _signs_of(mark: str) -> set[str]:
+    """Characters without which a mark is none: brackets and bars, or what it begins with."""
+    signs = {c for c in mark if unicodedata.category(c) in ("Sm", "Ps", "Pe")}
+    return signs or {mark[0]}
+
+
+def _as_written(token: AddedToken) -> AddedToken:
+    """The added token, found in texts as they are and not once they are normalized."""
+    return AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=False,
+        special=token.special,
+    )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in plain data, names included."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            waiting += item
+
+
+def _changed(value: Any, hide: Callable[[str, bool, _Hidden], str], is_answer: bool, hidden: _Hidden) -> Any:
+    """Plain data with each of its texts changed."""
+    if isinstance(value, str):
+        return hide(value, is_answer, hidden)
+    if isinstance(value, dict):
+        return {
+            _changed(key, hide, is_answer, hidden): _changed(item, hide, is_answer, hidden)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_changed(item, hide, is_answer, hidden) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_changed(item, hide, is_answer, hidden) for item in value)
+    return value
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds the longest of some texts, in a time that does not grow with their number."""
+    trie: dict[str, Any] = {}
+    for text in texts:
+        node = trie
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return re.compile(_spelled(trie) if trie else "(?!)", re.DOTALL)
+
+
+def _spelled(node: dict[str, Any]) -> str:
+    branches = [re.escape(c) + _spelled(rest) for c, rest in node.items() if c]
+    if not branches:
+        return ""
+    joined = branches[0] if len(branches) == 1 and "" not in node else f"(?:{'|'.join(branches)})"
+    return joined + ("?" if "" in node else "")
+
+
+def _without(backend: BackendTokenizer, marks: frozenset[str]) -> tuple[models.Model, set[str]]:
+    """The tokenizer's model, so that it makes no mark of plain text, and the marks that it would make.
+
+    Usually it does not. A unigram model does, and one whose words are whole words: their vocabularies have the marks.
+    """
+    plain = BackendTokenizer(backend.model)
+    if backend.normalizer is not None:
+        plain.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        plain.pre_tokenizer = backend.pre_tokenizer
+    own = {mark: backend.model.token_to_id(mark) for mark in marks}
+    made = {mark for mark, token_id in own.items() if token_id is not None and token_id in plain.encode(mark).ids}
+    if not made:
+        return backend.model, made
+    state = json.loads(backend.to_str())
+    model = state["model"]
+    unknown = model.get("unk_token")
+    names = {mark: f"\U0010fffd{i}" for i, mark in enumerate(sorted(made - {unknown}))}
+    if isinstance(model["vocab"], list):
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in model["vocab"].items()}
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())]
+    if merges:
+        model["merges"] = [pair for pair in merges if not made & {*pair, "".join(pair)}]
+    bare = {**state, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+    return BackendTokenizer.from_str(json.dumps(bare)).model, made

@@ -1,0 +1,281 @@
+"""Where chat templates run: jinja2's sandbox as ``transformers`` sets it up, with a budget for each rendering.
+
+A rendering is Python code that jinja2 generates. Every loop, call, filter, comparison and operator first spends what it
+will cost: a fixed amount for the step, and the size of what it reads or makes. So nothing takes long or much memory, no
+single C call either, and the same request always comes to the same end.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from metal_engine.engine.template_budget import (
+    FILTER_GROWTH,
+    METHOD_GROWTH,
+    STEP,
+    check_bits,
+    current_budget,
+    formatted,
+    length,
+    number,
+)
+
+# Characters that may stand in for others while a template is rendered: symbols that hardly any text has, which no case,
+# no trimming and no quoting changes (Sutton's sign writing, Byzantine notes, Braille).
+STAND_INS = "".join(map(chr, (*range(0x1D800, 0x1DA00), *range(0x1D000, 0x1D0F6), *range(0x2801, 0x2900))))
+
+# These read all that a value holds; other filters and tests just its length, or nothing of it.
+_DEEP = frozenset(
+    {
+        "capitalize", "center", "dictsort", "e", "escape", "forceescape", "format", "groupby", "indent", "join",
+        "lower", "max", "min", "replace", "sort", "string", "striptags", "title", "tojson", "trim", "truncate",
+        "unique", "upper", "urlencode", "wordcount", "wordwrap", "xmlattr",
+        "in", "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">",
+        "ge", ">=",
+    }
+)  # fmt: skip
+_FREE = frozenset({"length", "count", "default", "d", "first", "last", "attr", "safe"})
+# No template has use for them, and nobody has bounded them.
+_LEFT_OUT_FILTERS = ("urlize", "pprint")
+
+
+def _bounded(name: str, function: Callable[..., Any], growth: Callable[..., int] | None = None) -> Callable[..., Any]:
+    """A filter or test that first spends what it costs."""
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0
+    is_deep, is_free = name in _DEEP, name in _FREE
+
+    @wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        budget = current_budget()
+        listed = [list(_each(arg)) if isinstance(arg, Iterator) else arg for arg in args]
+        budget.spend(STEP)
+        if not is_free:
+            pay = budget.read if is_deep else budget.glance
+            for value in (*listed[first:], *kwargs.values()):
+                pay(value)
+        if growth is not None:
+            budget.spend(4 * growth(*listed[first:], **kwargs))
+        return function(*listed, **kwargs)
+
+    return bounded
+
+
+def _each(items: Iterable[Any]) -> Iterator[Any]:
+    budget = current_budget()
+    for item in items:
+        budget.spend(STEP)
+        yield item
+
+
+def _weighed(value: Any) -> Any:
+    """The value itself, once it is paid for."""
+    current_budget().read(value)
+    return value
+
+
+def _glanced(value: Any) -> Any:
+    """The value itself, once its length is paid for."""
+    current_budget().glance(value)
+    return value
+
+
+def _concat(pieces: Iterable[str]) -> str:
+    parts = list(_each(pieces))
+    current_budget().spend(sum(map(len, parts)))
+    return "".join(parts)
+
+
+def _concatenated(values: list[Any]) -> str:
+    """What ``~`` makes."""
+    current_budget().read(values)
+    return "".join(map(str, values))
+
+
+class _Counted(NodeTransformer):
+    """Puts what a template's code would do natively through filters that spend."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _through("_each", node.iter)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _through("_concatenated", nodes.List(node.nodes, lineno=node.lineno))
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        operands = [node.expr, *(operand.expr for operand in node.ops)]
+        # What is compared with a constant is not read beyond it; what is searched for one, by its length.
+        name = "_glanced" if any(isinstance(one, nodes.Const) for one in operands[:-1]) else "_weighed"
+        if isinstance(operands[-1], nodes.Const) and len(operands) == 2 and node.ops[0].op not in ("in", "notin"):
+            return node
+        node.expr = _through(name, node.expr)
+        for operand in node.ops:
+            operand.expr = _through(name, operand.expr)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):  # others go through the environment
+            node.node = _through("_glanced", node.node)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        node.key = _through("_weighed", node.key)
+        return node
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return node if len(node.items) < 2 else _through("_made", node)
+
+
+def _through(name: str, node: Any) -> nodes.Expr:
+    if isinstance(node, nodes.Const):
+        return node
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _made(value: Any) -> Any:
+    """A new list, once its own memory is paid for; what it holds was."""
+    current_budget().spend(STEP * len(value))
+    return value
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks what assistants say, for training; a prompt has just what is within."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: Any) -> list[nodes.Node]:
+        next(parser.stream)
+        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return body
+
+
+_SYNTAX: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [_GenerationTag, loopcontrols]}
+
+
+def syntax_tree(source: str) -> nodes.Template:
+    """A template as it was written. Raises jinja2.TemplateSyntaxError."""
+    return jinja2.Environment(**_SYNTAX).parse(source)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The environment that ``transformers`` gives chat templates, but everything spends from the budget."""
+
+    intercepted_binops = frozenset(SandboxedEnvironment.default_binop_table)
+    concat = staticmethod(_concat)
+
+    def __init__(self) -> None:
+        super().__init__(**_SYNTAX, finalize=_weighed, optimized=False)
+        self.filters["tojson"] = to_json
+        self.filters = {
+            name: _bounded(name, cast(Callable[..., Any], function), FILTER_GROWTH.get(name))
+            for name, function in self.filters.items()
+            if name not in _LEFT_OUT_FILTERS
+        }
+        internal: tuple[Callable[..., Any], ...] = (_each, _weighed, _glanced, _concatenated, _made)
+        self.filters |= {one.__name__: one for one in internal}
+        self.tests = {name: _bounded(name, cast(Callable[..., Any], function)) for name, function in self.tests.items()}
+        del self.globals["lipsum"]
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda format: datetime.datetime.now().strftime(format),
+            "dict": dict,
+            "namespace": TemplateNamespace,
+        }
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Counted().visit(super()._parse(source, name, filename))
+        return tree
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = current_budget()
+        method = getattr(__obj, "__wrapped__", __obj)
+        owner = getattr(method, "__self__", None)
+        if isinstance(__obj, LoopContext):
+            return super().call(__context, __obj, *(_each(arg) for arg in args))
+        # Macros and methods of mappings get what they are given as it is; methods of texts and lists read it.
+        reads = isinstance(owner, str | bytes | list | tuple | LoopContext)
+        budget.glance(owner)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Iterator) and owner is not None:
+                raise jinja2.TemplateRuntimeError("a chat template cannot hand an iterator to a method")
+            (budget.read if reads else budget.glance)(value)
+        if isinstance(owner, list | tuple):
+            budget.read(owner)
+        growth = METHOD_GROWTH.get(getattr(method, "__name__", "")) if owner is not None else None
+        if growth is not None:
+            budget.spend(4 * growth(owner, *args, **kwargs))
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        budget = current_budget()
+        budget.glance(left)
+        budget.glance(right)
+        if operator == "*":
+            budget.spend(4 * STEP * (length(left) * number(right) + length(right) * number(left)))
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            check_bits(left.bit_length() * abs(right))
+        elif operator == "%":
+            budget.spend(4 * formatted(left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if not isinstance(argument, str | int):
+            current_budget().read(argument)
+        return super().getitem(obj, argument)
+
+
+class TemplateNamespace(Namespace):
+    """A namespace of a template, without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, args = args[0], args[1:]
+        attrs = dict(*args, **kwargs)
+        for name in attrs:
+            _check_name(name)
+        Namespace.__init__(self, attrs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a chat template cannot set {name!r} on a namespace")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """What ``transformers`` has for ``tojson``: plain JSON, nothing of it escaped for HTML.
+
+    Stand-ins stay as they are even where ASCII is asked for: each is ASCII in the end.
+    """
+    encoder = json.JSONEncoder(ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = "".join(encoder.iterencode(value))
+    return _BEYOND_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
+
+
+_BEYOND_ASCII = re.compile(f"[^\x00-\x7f{STAND_INS}]+")

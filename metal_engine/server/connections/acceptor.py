@@ -1,0 +1,131 @@
+"""Accepting connections: no more than there is room for, handshakes of TLS included."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from metal_engine.server.connections.connection import Connection
+from metal_engine.server.connections.registry import Connections
+
+logger = logging.getLogger(__name__)
+
+# Taken from the queue of the socket in one go.
+_MOST_AT_ONCE = 64
+# Until descriptors or memory are there again, or a place among the connections.
+_SHORTAGE_SECONDS = 0.2
+_NO_ROOM_SECONDS = 0.05
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_TLS_SHUTDOWN_SECONDS = 5.0
+
+
+class Acceptor:
+    """Takes connections from a listening socket. What :class:`asyncio.Server` is, as far as uvicorn uses it.
+
+    The event loops' own servers count neither handshakes nor connections, and uvloop's ends when descriptors run out.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        make: Callable[[], Connection],
+        connections: Connections,
+        tls: ssl.SSLContext | None,
+        handshake_seconds: float,
+    ) -> None:
+        self.sockets = (listening,)
+        self._make = make
+        self._connections = connections
+        self._tls: dict[str, Any] = {}
+        if tls is not None:
+            seconds = {"ssl_handshake_timeout": handshake_seconds, "ssl_shutdown_timeout": _TLS_SHUTDOWN_SECONDS}
+            self._tls = {"ssl": tls, **seconds}
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._is_short = False
+        self._held: socket.socket | None = None  # accepted, and there is no room for it yet
+
+    def start(self, backlog: int) -> None:
+        """Begin to listen.
+
+        Raises:
+            OSError: the address is in use by now.
+        """
+        (listening,) = self.sockets
+        listening.setblocking(False)
+        listening.listen(backlog)
+        self._loop.add_reader(listening.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Accept no more, and let go of those whose handshake is under way."""
+        (listening,) = self.sockets
+        if self._pause is not None:
+            self._pause.cancel()
+        if listening.fileno() >= 0:
+            self._loop.remove_reader(listening.fileno())
+            listening.close()
+        if self._held is not None:
+            self._held.close()
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _accept(self) -> None:
+        for _ in range(_MOST_AT_ONCE):
+            try:
+                accepted = self._held or self.sockets[0].accept()[0]
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._on_shortage(error)
+                return
+            self._is_short, self._held = False, None
+            accepted.setblocking(False)
+            connection = self._make()
+            if not self._connections.add(connection):
+                self._held = accepted
+                self._wait(_NO_ROOM_SECONDS)
+                return
+            task = self._loop.create_task(self._connect(connection, accepted))
+            connection.connecting = task
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._on_connected, connection, accepted))
+
+    def _on_shortage(self, error: OSError) -> None:
+        """Make room, and try again in a moment: what could not be accepted still waits in the socket's queue."""
+        if error.errno not in _SHORTAGES:
+            logger.error("cannot accept a connection: %s", error)
+        elif not self._is_short:
+            self._is_short = True
+            logger.error("cannot accept a connection (%s): raise the limit of open files (ulimit -n)", error.strerror)
+        self._connections.evict_oldest()
+        self._wait(_SHORTAGE_SECONDS)
+
+    def _wait(self, seconds: float) -> None:
+        self._loop.remove_reader(self.sockets[0].fileno())
+        self._pause = self._loop.call_later(seconds, self._resume)
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self.sockets[0].fileno(), self._accept)
+        if self._held is not None:
+            self._accept()
+
+    async def _connect(self, connection: Connection, accepted: socket.socket) -> None:
+        await self._loop.connect_accepted_socket(lambda: connection, accepted, **self._tls)
+
+    def _on_connected(self, connection: Connection, accepted: socket.socket, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        connection.connecting = None
+        if task.cancelled() or task.exception() is not None:  # left, or cannot speak TLS
+            accepted.close()
+            connection.forget()

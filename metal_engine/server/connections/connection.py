@@ -1,0 +1,284 @@
+"""One client's connection: uvicorn's HTTP/1.1, with bounds on everything that a client can send or leave unsent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from math import inf
+from typing import Any, Literal
+
+import httptools
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from metal_engine.server.connections.limits import ConnectionLimits
+from metal_engine.server.connections.registry import Connections
+from metal_engine.server.errors import APIError, error_response, invalid
+
+logger = logging.getLogger(__name__)
+
+# In the ASGI scope of a request whose connection may only ask how the server is.
+IS_SPARE = "metal_engine.is_spare_connection"
+# After a refusal, what the client goes on sending is read into nothing, so that it gets to read the answer.
+_LINGER_SECONDS = 2.0
+
+
+class Connection(HttpToolsProtocol):
+    """A client's connection. It belongs to ``connections`` from when it is accepted until it is closed.
+
+    Attributes:
+        is_spare: it may only ask for ``/health`` and ``/ready``.
+        connecting: the task that sets it up, TLS's handshake included, while it does.
+    """
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, connections: Connections, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.is_spare = False
+        self.connecting: asyncio.Task[None] | None = None
+        self._limits = limits
+        self._registry = connections
+        # What the client is sending: nothing, a request line and headers, or the body that they announced.
+        self._phase: Literal["idle", "head", "body"] = "idle"
+        self._num_answering = 0  # requests whose answers are not complete
+        self._num_head_bytes = 0
+        # Bytes since the parser last told of a beginning, a head, a part of a body or an end.
+        self._num_untold_bytes = 0
+        self._told = False
+        self._refused = False
+        self._deadline = inf  # for the client to send
+        self._write_deadline = inf  # for the client to read
+        self._await_client(limits.read_seconds)
+
+    def _await_client(self, seconds: float) -> None:
+        self._deadline = self.loop.time() + (self._limits.spare_seconds if self.is_spare else seconds)
+
+    # --- the transport's side ---
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_client(self._limits.read_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._registry.remove(self)
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def forget(self) -> None:
+        """The connection came to nothing. Its transport may have told of its beginning, and tells of no end."""
+        self._registry.remove(self)
+        self.connections.discard(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._unset_keepalive_if_required()
+        if self._deadline == inf and not self._num_answering and self._phase == "idle":
+            self._await_client(self._limits.read_seconds)  # the first byte of another request
+        rest = memoryview(data)
+        while rest and not self._refused:
+            # No more than the parser may hold unseen: it keeps a header until its last byte has come.
+            piece = rest[: self._limits.max_head_bytes + 1 - self._num_untold_bytes]
+            rest = rest[len(piece) :]
+            self._told = False
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._told = True
+                rest = memoryview(b"".join((self._without_upgrade(), piece[upgrade.args[0] :], rest)))
+            except httptools.HttpParserError as error:
+                self._refuse(_to_api_error(error))
+                return
+            self._num_untold_bytes = 0 if self._told else self._num_untold_bytes + len(piece)
+            if self._num_untold_bytes > self._limits.max_head_bytes:
+                self._refuse(self._too_large())
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_deadline = self.loop.time() + self._limits.write_seconds
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._write_deadline = inf
+
+    # --- the parser's side ---
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._phase = "head"
+        self._num_head_bytes = 0
+        self._told = True
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase == "body":  # a trailer, which must not pass for a header of the request
+            return
+        self._count_head(len(name) + len(value) + 4)
+        if len(self.headers) >= self._limits.max_headers:
+            limit = f"more than {self._limits.max_headers} headers (--h11-max-header-count)"
+            raise APIError(431, f"the request has {limit}")
+        super().on_header(name, value)
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > self._limits.max_head_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> APIError:
+        most = f"exceed {self._limits.max_head_bytes} bytes (--h11-max-incomplete-event-size)"
+        if self._phase == "body":
+            return invalid(f"chunk extensions or trailers {most}")
+        return APIError(431, f"request line and headers {most}")
+
+    def on_headers_complete(self) -> None:
+        self._told = True
+        if self.parser.get_method() == b"CONNECT":
+            raise APIError(405, "this server is no proxy: CONNECT is not supported")
+        if self.parser.should_upgrade():
+            return  # the parser stops here, and gets the same again without the wish
+        if sum(name == b"host" for name, _ in self.headers) > 1:
+            raise invalid("the request has more than one Host")
+        if len(self.pipeline) >= self._limits.max_pipelined:
+            raise invalid(f"more than {self._limits.max_pipelined} requests were sent ahead of their answers")
+        self.scope[IS_SPARE] = self.is_spare  # type: ignore[literal-required]
+        try:
+            super().on_headers_complete()
+        except (httptools.HttpParserError, UnicodeError, AttributeError) as error:  # uvicorn takes any path for one
+            raise invalid("the request's target is not a path, or not ASCII") from error
+        self._phase = "body"
+        self._num_answering += 1
+        self._deadline = inf  # the application waits for the body, where it wants one
+        if self.is_spare:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        self._told = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._told = True
+        if self._phase == "head":  # an upgrade's
+            return
+        self._phase = "idle"
+        super().on_message_complete()
+        if self._num_answering:
+            self._registry.wait_no_longer(self)
+        else:  # the rest of a body whose request had been answered before
+            self._await_client(self._limits.keep_alive_seconds)
+
+    def _without_upgrade(self) -> bytes:
+        """The head that has just been parsed, as it would be had the client not wished for another protocol.
+
+        Clients that could speak HTTP/2 ask for it so, and are content with an answer in HTTP/1.1; but the parser takes
+        what follows such a head for the other protocol's.
+        """
+        version = self.parser.get_http_version().encode()
+        line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
+        headers = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        return b"".join((line, *headers, b"\r\n"))
+
+    # --- answers ---
+
+    def on_response_complete(self) -> None:
+        self._num_answering -= 1
+        super().on_response_complete()
+        if self._num_answering:
+            return
+        self._registry.wait_for(self)
+        if self.transport.is_closing():
+            self._await_client(self._limits.write_seconds)
+        elif self._phase != "idle":  # the rest of a body that nobody wants, or another request's head
+            self._await_client(self._limits.read_seconds)
+
+    def _refuse(self, error: APIError) -> None:
+        """Answer what cannot be served, read no more, and close."""
+        self._refused = True
+        if self._num_answering > (self._phase == "body"):
+            # Answers to earlier requests come first, and to write after them what is wrong with this one is not worth
+            # a queue of its own: the connection ends with them.
+            self.cycle.keep_alive = False
+            if self._phase == "body":
+                self.transport.close()
+            return
+        if self._phase == "body" and self._num_answering:
+            self._give_up_request()
+            if self.cycle.response_started:
+                self.transport.close()
+                return
+        self._write(error)
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._deadline = self.loop.time() + _LINGER_SECONDS
+
+    def _give_up_request(self) -> None:
+        """Tell the application that the client of the request whose body is coming has left."""
+        self._num_answering -= 1
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
+
+    def _write(self, error: APIError) -> None:
+        path = "/v1/messages" if getattr(self, "url", b"").startswith(b"/v1/messages") else "/"
+        scope: Scope = {"path": path}
+        response = error_response(error, scope)
+        request_id = uuid.uuid4().hex
+        # Nobody has shown a key: more than this would let anyone fill the log.
+        logger.debug("refused a request: %s %s request_id=%s", error.status_code, error.message, request_id)
+        added = [(b"connection", b"close"), (b"x-request-id", request_id.encode())]
+        headers = [*self.server_state.default_headers, *response.raw_headers, *added]
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        self.transport.write(b"".join((STATUS_LINE[error.status_code], *lines, b"\r\n", response.body)))
+
+    # --- leaving ---
+
+    def evict(self) -> None:
+        if self.transport is None:  # TLS's handshake
+            if self.connecting is not None:
+                self.connecting.cancel()
+            return
+        if self._phase != "idle" and not self._refused and not self.transport.is_closing():
+            message = "too many connections (--max-connections), and the rest of this request did not come"
+            self._refuse(APIError(503, message, code="overloaded", headers={"retry-after": "1"}))
+        if self.transport.get_write_buffer_size():  # a client that does not read would keep the place
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def check_time(self, now: float) -> None:
+        if self.transport is None:
+            if now >= self._deadline and self.connecting is not None:
+                self.connecting.cancel()
+        elif now >= self._write_deadline:
+            logger.info("closed a connection whose client did not read its answer (--timeout-write)")
+            self.transport.abort()
+        elif self._deadline == inf:
+            if self.transport.is_closing():
+                self._await_client(self._limits.write_seconds)
+        elif now >= self._deadline:
+            self._on_late_client()
+
+    def _on_late_client(self) -> None:
+        if self.transport.is_closing():
+            self.transport.abort()
+        elif self._num_answering:  # the head of another request, while an answer is on its way
+            self._await_client(self._limits.read_seconds)
+        elif self._refused:
+            self.transport.abort()
+        elif self._phase == "head":
+            self._refuse(APIError(408, "request line and headers did not come in time (--timeout-read)"))
+        else:
+            self._deadline = inf
+            self.transport.close()
+
+
+def _to_api_error(error: httptools.HttpParserError) -> APIError:
+    """What to tell a client about a request that could not be parsed."""
+    cause = error.__context__  # of a callback
+    if isinstance(cause, APIError):
+        return cause
+    return invalid(f"the request is not valid HTTP/1.1: {error}")

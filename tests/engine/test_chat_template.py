@@ -1,0 +1,175 @@
+"""Chat templates: what they write is what ``transformers`` writes, and no template takes long or much memory."""
+
+from __future__ import annotations
+
+import threading
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+
+from metal_engine.cancellation import Cancelled, asker_left
+from metal_engine.engine import chat_template, template_budget
+from metal_engine.engine.long_text import TextTooLongError
+from metal_engine.engine.tokenizer import Tokenizer
+from tests.support.chat_templates import TEMPLATES
+from tests.support.tool_formats import TOOLS
+from tools.fixtures.fake_engine import tiny_tokenizer
+
+CALL = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Zürich", "days": 3}}}
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": " Hi! 1 < 2 "}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What?"},
+        {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nThat.", "name": None},
+        {"role": "user", "content": "Why é😀?"},
+    ],
+    [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "reasoning": "Let me look.", "tool_calls": [CALL, CALL]},
+        {"role": "tool", "content": '{"rain": true}', "tool_call_id": "c"},
+        {"role": "tool", "content": "<b>sun</b>", "tool_call_id": "c"},
+        {"role": "assistant", "content": "Rain."},
+    ],
+]
+VARIABLES: list[dict[str, Any]] = [
+    {"add_generation_prompt": True},
+    {"add_generation_prompt": False, "tools": TOOLS, "enable_thinking": False},
+]
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
+def test_templates_write_what_transformers_writes(source: str) -> None:
+    hf: Any = tiny_tokenizer(source).hf_tokenizer
+    for chat in CHATS:
+        for variables in VARIABLES:
+            told = hf.apply_chat_template(chat, tokenize=False, **variables)
+            assert written(hf, chat, variables) == told
+    for chat in (CHATS[2], [*CHATS[0], {"role": "assistant", "content": "So "}]):
+        told = hf.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+        assert written(hf, chat, {"continue_final_message": True}) == told
+
+
+def test_the_demo_models_template(demo_tokenizer: Tokenizer) -> None:
+    for chat in CHATS[:2]:
+        told = demo_tokenizer.hf_tokenizer.apply_chat_template(chat, return_dict=False, add_generation_prompt=True)
+        assert demo_tokenizer.apply_chat_template(chat) == told
+
+
+def written(hf: Any, chat: list[Any], variables: dict[str, Any]) -> str:
+    given = {"add_generation_prompt": False, **variables}
+    return chat_template.render(hf, chat_template.plain_messages(chat), chat_template.plain_variables(given))
+
+
+LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+DOUBLED = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = EXPR %}{% endfor %}{{ ns.x | length }}"
+NESTED = "{% set ns = namespace(x=['a'], y=['a']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}" + (
+    "{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+)
+COSTLY = {
+    "loops": LOOP,
+    "loops over a list": "{% set r = range(90000) | list %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
+    "filtered loops": "{% for a in range(90000) %}{% for b in range(90000) if false %}{% endfor %}{% endfor %}",
+    "recursive loops": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 60 }}{% endfor %}",
+    "multiplication": "{{ 'x' * 10 ** 10 }}",
+    "lists": "{{ ([1] * 10 ** 10) | length }}",
+    "powers": "{{ 10 ** (10 ** 10) }}",
+    "numbers": DOUBLED.replace("x='ab'", "x=3").replace("EXPR", "ns.x * ns.x"),
+    "percent": "{{ '%1000000000d' % 1 }}",
+    "percent star": "{{ '%*d' % (10000000, 1) * 100 }}",
+    "percent filter": "{{ '%1000000000d' | format(n) }}",
+    "format": "{{ '{:>1000000000}'.format('x') }}",
+    "format precision": "{{ '{:.1000000000f}'.format(1.0) }}",
+    "center": "{{ 'x' | center(10 ** 9) }}",
+    "ljust": "{{ 'x'.ljust(10 ** 9) }}",
+    "zfill": "{{ 'x'.zfill(10 ** 9) }}",
+    "indent": "{{ 'x\n' * 1000 | indent(10 ** 9) }}",
+    "tojson": "{{ [1, [2]] | tojson(indent=10 ** 9) }}",
+    "expandtabs": "{{ '\t'.expandtabs(10 ** 9) }}",
+    "to_bytes": "{{ (5).to_bytes(10 ** 9, 'big') }}",
+    "batch": "{{ [1] | batch(10 ** 9, 0) | list | length }}",
+    "slice": "{{ [1] | slice(10 ** 9) | list | length }}",
+    "round": "{{ 1.5 | round(10 ** 9, 'ceil') }}",
+    "concatenation": DOUBLED.replace("EXPR", "ns.x ~ ns.x"),
+    "addition": DOUBLED.replace("EXPR", "ns.x + ns.x"),
+    "replace": DOUBLED.replace("EXPR", "ns.x.replace('a', ns.x)"),
+    "replace filter": DOUBLED.replace("EXPR", "ns.x | replace('a', ns.x)"),
+    "join": DOUBLED.replace("EXPR", "ns.x | join(ns.x)"),
+    "join method": DOUBLED.replace("EXPR", "ns.x.join([ns.x, ns.x])"),
+    "set block": DOUBLED.replace("{% set ns.x = EXPR %}", "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"),
+    "slices": "{% set x = 'x' * 100000 %}{% for i in range(90000) %}{% set y = x[1:] %}{% endfor %}",
+    "searches": "{% set x = 'x' * 100000 %}{% for i in range(90000) %}{% if 'y' in x %}{% endif %}{% endfor %}",
+    "output": "{% for i in range(90000) %}{{ 'x' * 100000 }}{% endfor %}",
+    "literal text": "{% set t %}{% for i in range(90000) %}" + "x" * 9000 + "{% endfor %}{% endset %}{{ t | length }}",
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "nested shown": NESTED + "{{ ns.x }}",
+    "nested compared": NESTED + "{{ ns.x == ns.y }}",
+    "nested in a test": NESTED + "{{ ns.x is eq(ns.y) }}",
+    "nested as JSON": NESTED + "{{ ns.x | tojson | length }}",
+    "nested as text": NESTED + "{{ ns.x | string | length }}",
+    "nested joined": NESTED + "{{ (ns.x ~ '') | length }}",
+    "nested sought": NESTED + "{{ ns.x in [ns.y] }}",
+    "nested counted": NESTED + "{{ [ns.x].count(ns.y) }}",
+    "a namespace shown": NESTED + "{{ (ns ~ '') | length }}",
+    "sum": "{{ ((range(90000) | batch(1) | list) | sum(start=[])) | length }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", COSTLY.values(), ids=COSTLY)
+def test_what_would_take_long_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_WORK", 1 << 23)  # the same, sooner
+    with pytest.raises(ValueError, match=r"took too long|too large|may not"):
+        tiny_tokenizer(source).apply_chat_template([{"role": "user", "content": "x"}], n=1)
+
+
+def test_what_a_request_drives_is_refused_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_WORK", 1 << 23)
+    tokenizer = tiny_tokenizer("{{ 'x' * n }}{{ 'y' | center(w or 1) }}{{ format and format % 1 }}")
+    for variables in ({"n": 10**10}, {"n": 1, "w": 10**9}, {"n": 1, "format": "%999999999d"}):
+        with pytest.raises(ValueError, match="took too long or wrote too much"):
+            tokenizer.apply_chat_template([{"role": "user", "content": "x"}], **variables)
+
+
+def test_endless_recursion_is_refused() -> None:
+    tokenizer = tiny_tokenizer("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}")
+    with pytest.raises(ValueError, match="refused"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_long_conversations_stay_within_the_budget() -> None:
+    """Templates pass over messages, and over all others within each: what such take is in proportion."""
+    turns = [{"role": role, "content": "word " * 40} for role in ("user", "assistant")] * 300
+    nested = "{% for m in messages %}{% if m == (messages | selectattr('role', 'eq', 'user') | list)[-1] %}{% endif %}"
+    for source in (*TEMPLATES.values(), nested + "{{ m.content }}{% endfor %}"):
+        tiny_tokenizer(source).apply_chat_template(turns, tools=TOOLS)
+    long = [{"role": "user", "content": "</think> word " * 200_000}]
+    for source in TEMPLATES.values():
+        assert written(tiny_tokenizer(source).hf_tokenizer, long, {"tools": TOOLS})
+
+
+def test_what_cannot_fit_is_not_written_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = []
+    budget = template_budget.Budget.spend
+    monkeypatch.setattr(template_budget.Budget, "spend", lambda self, work: (spent.append(work), budget(self, work)))
+    tokenizer = tiny_tokenizer("{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}")
+    with pytest.raises(TextTooLongError, match="maximum context length"):
+        tokenizer.limited(100).apply_chat_template([{"role": "user", "content": "x"}])
+    assert len(spent) < 1000
+
+
+def test_a_rendering_ends_when_its_client_leaves() -> None:
+    left = threading.Event()
+    left.set()
+    context = copy_context()
+    context.run(asker_left.set, left)
+    with pytest.raises(Cancelled):
+        context.run(tiny_tokenizer(LOOP).apply_chat_template, [{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "conversation", "context", "environment", "args", "a b", "", "é"])
+def test_variables_may_have_any_name(name: str) -> None:
+    tokenizer = tiny_tokenizer()
+    chat = [{"role": "user", "content": "x"}]
+    given: dict[str, Any] = {name: 1} if name != "messages" else {"messages_": 1}
+    assert tokenizer.apply_chat_template(chat, **given) == tokenizer.apply_chat_template(chat)

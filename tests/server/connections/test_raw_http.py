@@ -1,0 +1,145 @@
+"""Requests as bytes, in every shape: an answer with the right status, in OpenAI's shape, and no hang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from metal_engine.settings.args import ServerArgs
+from tests.server.test_lifecycle import process
+from tests.support.raw_http import (
+    BODY,
+    H2C,
+    JSON,
+    SHAPES,
+    WEBSOCKET,
+    Shape,
+    answers,
+    chunk,
+    chunked,
+    exchange,
+    get,
+    post,
+)
+from tests.support.serving import Served, serve
+
+# Longer than any pause of these tests, and short enough to wait for.
+SECONDS = {"timeout_read": 1.0, "timeout_keep_alive": 0.2}
+
+
+@pytest.fixture(scope="module")
+def hurried() -> Iterator[Served]:
+    """A server that does not wait for long."""
+    with serve(args=ServerArgs(shutdown_timeout=1, **SECONDS)) as served:
+        yield served
+
+
+def problem(shape: Shape, received: bytes) -> str | None:
+    """What is wrong with the answers to a shape."""
+    found = answers(received)
+    if len(found) != len(shape.statuses):
+        return f"{shape.name}: {[answer.status for answer in found]}"
+    for answer, allowed in zip(found, shape.statuses, strict=True):
+        if answer.status not in allowed:
+            return f"{shape.name}: {answer.status}, {answer.body[:200]!r}"
+        if answer.status >= 400 and answer.json().keys() != {"error"}:
+            return f"{shape.name}: {answer.body[:200]!r}"
+        if "x-request-id" not in answer.headers:
+            return f"{shape.name}: no id"
+    return None
+
+
+async def send_all(port: int, shapes: list[Shape], piece: int | None = None) -> list[str]:
+    """Send all shapes at once, ask for the health all the while; returns what went wrong."""
+    num_healthy = 0
+
+    async def watch() -> None:
+        nonlocal num_healthy
+        while True:
+            received = await exchange(port, get(headers=b"Connection: close\r\n"))
+            assert [answer.status for answer in answers(received)] == [200]
+            num_healthy += 1
+            await asyncio.sleep(0.01)
+
+    watching = asyncio.create_task(watch())
+    received = await asyncio.gather(*(exchange(port, shape.data, piece) for shape in shapes))
+    if watching.done():
+        await watching
+    watching.cancel()
+    assert num_healthy > 3
+    return [p for shape, sent in zip(shapes, received, strict=True) if (p := problem(shape, sent)) is not None]
+
+
+def test_there_are_enough_shapes() -> None:
+    assert len({shape.name for shape in SHAPES}) == len(SHAPES) >= 60
+
+
+def test_every_shape(hurried: Served) -> None:
+    assert asyncio.run(send_all(hurried.server.port, SHAPES)) == []
+    hurried.settle()
+
+
+@pytest.mark.parametrize(
+    "piece", [37, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+)
+def test_in_pieces(hurried: Served, piece: int) -> None:
+    """The parser's state, and what is counted beside it, are the same wherever the bytes are cut."""
+    short = [shape for shape in SHAPES if shape.at_any_pace and len(shape.data) <= 60 * piece]
+    assert asyncio.run(send_all(hurried.server.port, short, piece)) == []
+    hurried.settle()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("piece", [None, 1000])
+def test_every_shape_on_the_real_loop(piece: int | None) -> None:
+    with process(**SECONDS) as server:
+        shapes = [shape for shape in SHAPES if piece is None or (shape.at_any_pace and len(shape.data) <= 100 * piece)]
+        assert asyncio.run(send_all(int(server.url.rpartition(":")[2]), shapes, piece)) == []
+
+
+@pytest.mark.parametrize("headers", [H2C, WEBSOCKET, H2C + WEBSOCKET, H2C.replace(b"h2c", b"H2C")])
+def test_a_body_is_kept_whatever_its_client_would_rather_speak(hurried: Served, headers: bytes) -> None:
+    whole = chunk(BODY[:7]) + chunk(BODY[7:]) + b"0\r\n\r\n"
+    requests = [post(), post(headers), chunked(whole, headers), post(b"X: y\r\n" + headers + b"Z: \xff\r\n")]
+
+    async def texts() -> list[str]:
+        sent = (exchange(hurried.server.port, data, piece) for data in requests for piece in (None, 11))
+        received = await asyncio.gather(*sent)
+        return [answers(one)[0].json()["choices"][0]["text"] for one in received]
+
+    first, *others = asyncio.run(texts())
+    assert first and set(others) == {first}
+
+
+def test_errors_of_messages_have_their_shape(hurried: Served) -> None:
+    data = post(b"X: a\x01\r\n").replace(b"/v1/completions", b"/v1/messages")
+    (answer,) = answers(asyncio.run(exchange(hurried.server.port, data)))
+    assert answer.status == 400 and answer.json()["type"] == "error"
+
+
+BODIES = {
+    "/v1/completions": b'{"prompt": "a"}',
+    "/v1/chat/completions": b'{"messages": [{"role": "user", "content": "a"}]}',
+    "/v1/responses": b'{"input": "a"}',
+    "/v1/messages": b'{"model": "org/fake-model", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}',
+    "/v1/messages/count_tokens": b'{"model": "org/fake-model", "messages": [{"role": "user", "content": "a"}]}',
+    "/tokenize": b'{"prompt": "a"}',
+    "/detokenize": b'{"tokens": [97]}',
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_page_of_another_origin_cannot_post(hurried: Served, path: str) -> None:
+    """What browsers send across origins without asking first: three types of body, and none at all."""
+    origin = b"Origin: https://evil.example\r\n"
+    data = post(origin, BODIES[path]).replace(b"/v1/completions", path.encode())
+    kinds = (b"application/json", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
+    requests = [*(data.replace(b"application/json", kind) for kind in kinds), data.replace(JSON, b"")]
+
+    async def statuses() -> list[int]:
+        received = await asyncio.gather(*(exchange(hurried.server.port, request) for request in requests))
+        return [answer.status for one in received for answer in answers(one)]
+
+    assert asyncio.run(statuses()) == [200, 400, 400, 400, 400]
