@@ -208,7 +208,7 @@ class SamplingParams:
         for name, (convert, is_allowed, allowed) in _NUMBERS.items():
             value = convert(name, getattr(self, name))
             if value is not None and not is_allowed(value):
-                raise ParameterError(name, f"must {allowed}, got {value}")
+                raise ParameterError(name, f"must {allowed}, got {short(value)}")
             self._set(**{name: value})
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+
+from tests.support.fillers import FILLERS
 
 USER = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -72,6 +76,49 @@ def bodies(seed: int, number: int) -> list[tuple[str, bytes]]:
     """Paths and bodies, the same for the same seed."""
     rng = random.Random(seed)
     return [_body(rng) for _ in range(number)]
+
+
+@dataclass(frozen=True)
+class Growing:
+    """A valid body with one place in it that holds as much as one likes: calling it makes the body.
+
+    Attributes:
+        place: the keys and indices that lead to it.
+        filler: what it holds, one of :data:`tests.support.fillers.FILLERS`.
+    """
+
+    path: str
+    body: dict[str, Any]
+    place: tuple[str | int, ...]
+    filler: str
+
+    def __call__(self, size: int) -> bytes:
+        content: Any = json.loads(json.dumps(self.body))
+        inner = content
+        for key in self.place[:-1]:
+            inner = inner[key]
+        inner[self.place[-1]] = _Raw(FILLERS[self.filler](size))
+        return _dump(content).encode()
+
+
+def growing(seed: int, number: int) -> list[Growing]:
+    """Bodies that grow somewhere, or in a field that nobody knows; the same for the same seed."""
+    rng = random.Random(seed)
+    made = []
+    for _ in range(number):
+        path, body = rng.choice(SEEDS)
+        place = rng.choice([*_places(body), *((*place, "unknown") for place in _places(body, of=dict))])
+        made.append(Growing(path, body, place, rng.choice(list(FILLERS))))
+    return made
+
+
+def _places(value: Any, of: type = object) -> Iterator[tuple[str | int, ...]]:
+    """Ways to the values within a value, of one type."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        if isinstance(one, of):
+            yield (key,)
+        yield from ((key, *rest) for rest in _places(one, of))
 
 
 def _body(rng: random.Random) -> tuple[str, bytes]:

@@ -1,0 +1,176 @@
+"""Clients of every kind at once, each of which knows what it must be told: what it was told when it was alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"enum": ["small", "large"]}, "number": {"type": "integer"}},
+    "required": ["size", "number"],
+    "additionalProperties": False,
+}
+# How many of a hundred clients leave before their answer is complete.
+PERCENT_LEAVING = 20
+
+# What an answer says: of each choice, its text and why it ended.
+Said = list[tuple[str, str | None]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A greedy request.
+
+    Attributes:
+        kind: what is special about it.
+    """
+
+    kind: str
+    path: str
+    body: dict[str, Any]
+
+
+def jobs(number: int, seed: int) -> list[Job]:
+    """Jobs of all kinds, the same for the same seed. Every other one begins like the one before it."""
+    rng = random.Random(seed)
+    made: list[Job] = []
+    text = ""
+    for i in range(number):
+        text = text[:64] if i % 2 else ""
+        text += "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ,.", k=rng.randrange(8, 220)))
+        for job in _jobs_of(text, rng.randrange(8, 48)):
+            made.append(job)
+    return made
+
+
+def _jobs_of(text: str, max_tokens: int) -> Iterator[Job]:
+    common = {"model": "tiny", "max_tokens": max_tokens, "temperature": 0}
+    messages = [{"role": "user", "content": text}]
+    of_completions: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "stream": {"stream": True},
+        "n": {"n": 3},
+        "n, streamed": {"n": 2, "stream": True},
+        "log probabilities": {"logprobs": 3},
+        "prompt log probabilities": {"logprobs": 1, "echo": True},
+        "stops": {"stop": ["e", "Q", "\x07"], "include_stop_str_in_output": True},
+        "stop tokens": {"stop_token_ids": list(range(0, 256, 9)), "stream": True},
+        "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+        "bad words": {"bad_words": list("abcdefgh")},
+        "biases": {"logit_bias": {str(token_id): 2.0 for token_id in range(64, 96)}},
+        "few tokens": {"allowed_token_ids": list(range(97, 123))},
+        "to the end": {"ignore_eos": True, "min_tokens": max_tokens},
+        "truncated": {"truncate_prompt_tokens": 8},
+        "a regex": {"structured_outputs": {"regex": "[a-z]{4,12}-[0-9]{1,8}"}},
+    }
+    for kind, fields in of_completions.items():
+        yield Job(kind, "/v1/completions", {**common, "prompt": text, **fields})
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+    chat = {**common, "messages": messages}
+    yield Job("a chat", "/v1/chat/completions", chat)
+    yield Job("a schema", "/v1/chat/completions", {**chat, "response_format": form, "stream": True})
+    yield Job("a message", "/v1/messages", chat)
+    del common["max_tokens"]
+    yield Job("a response", "/v1/responses", {**common, "input": text, "max_output_tokens": max_tokens})
+
+
+def said(job: Job, answer: bytes) -> Said:
+    """What an answer to the job says, whatever its ids and times are."""
+    if job.body.get("stream"):
+        texts: dict[int, str] = {}
+        reasons: dict[int, str | None] = {}
+        assert answer.endswith(b"data: [DONE]\n\n"), answer[-300:]
+        for event in answer.decode().split("\n\n")[:-2]:
+            for choice in json.loads(event.removeprefix("data: "))["choices"]:
+                new = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+                index = choice["index"]
+                texts[index] = texts.get(index, "") + new
+                reasons[index] = choice["finish_reason"]
+        return [(texts[index], reasons[index]) for index in sorted(texts)]
+    content = json.loads(answer)
+    if job.path == "/v1/messages":
+        return [("".join(block["text"] for block in content["content"]), content["stop_reason"])]
+    if job.path == "/v1/responses":
+        return [("".join(part["text"] for item in content["output"] for part in item["content"]), content["status"])]
+    choices = sorted(content["choices"], key=lambda choice: choice["index"])
+    return [(c["message"]["content"] if "message" in c else c["text"], c["finish_reason"]) for c in choices]
+
+
+@dataclass
+class Load:
+    """So many clients at once, until a time.
+
+    Attributes:
+        solo: what each job is told alone.
+        told: answers that were complete, by the kind of their job.
+        wrong: jobs that were told something else, and what.
+        num_left: clients that left.
+        resident: the server's resident memory, again and again, in bytes.
+    """
+
+    url: str
+    jobs: list[Job]
+    solo: list[Said] = field(default_factory=list)
+    told: Counter[str] = field(default_factory=Counter)
+    wrong: list[tuple[Job, Said, Said]] = field(default_factory=list)
+    num_left: int = 0
+
+    async def ask_alone(self) -> None:
+        """Ask each job by itself, twice, the second time with its prefix in the cache."""
+        async with self._session() as session:
+            for job in self.jobs:
+                first, second = [said(job, await self._ask(session, job)) for _ in range(2)]
+                assert first == second, job
+                self.solo.append(first)
+
+    async def run(self, num_clients: int, seconds: float) -> None:
+        """Ask as so many clients at once for so long."""
+        end = time.monotonic() + seconds
+        async with self._session() as session, asyncio.TaskGroup() as clients:
+            for i in range(num_clients):
+                clients.create_task(self._client(session, random.Random(i), end))
+
+    def _session(self) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=600)
+        return aiohttp.ClientSession(self.url, connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+
+    async def _client(self, session: aiohttp.ClientSession, rng: random.Random, end: float) -> None:
+        while time.monotonic() < end:
+            index = rng.randrange(len(self.jobs))
+            job = self.jobs[index]
+            if rng.randrange(100) < PERCENT_LEAVING:
+                await self._leave(session, job, rng)
+                continue
+            answer = said(job, await self._ask(session, job))
+            self.told[job.kind] += 1
+            if answer != self.solo[index]:
+                self.wrong.append((job, answer, self.solo[index]))
+
+    async def _ask(self, session: aiohttp.ClientSession, job: Job) -> bytes:
+        async with session.post(job.path, json=job.body) as response:
+            content = await response.read()
+            assert response.status == 200, (job, response.status, content[:300])
+            return content
+
+    async def _leave(self, session: aiohttp.ClientSession, job: Job, rng: random.Random) -> None:
+        """Ask, and leave: while the request is prepared, waits or runs, or after a piece of a stream."""
+        asking = asyncio.create_task(self._ask_for_a_piece(session, job, rng.randrange(1, 4)))
+        await asyncio.wait({asking}, timeout=rng.choice((0.0, 0.01, 0.1, 1.0)))
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        self.num_left += 1
+
+    async def _ask_for_a_piece(self, session: aiohttp.ClientSession, job: Job, num_pieces: int) -> None:
+        body = {**job.body, "stream": True} if job.path == "/v1/completions" else job.body
+        async with session.post(job.path, json=body) as response:
+            for _ in range(num_pieces):
+                await response.content.readany()

@@ -1,0 +1,50 @@
+"""All hostile requests, and those of them that the plain run sends."""
+
+from __future__ import annotations
+
+from tests.server.hostile.attacks import many, texts
+from tests.server.hostile.cases import Case
+from tests.server.hostile.oddities import broken, contradictions, grammars, routes
+
+
+def every_case() -> list[Case]:
+    return [*texts(), *many(), *broken(), *contradictions(), *grammars(), *routes()]
+
+
+# What the plain run sends: one of each kind, and the small ones that were a 5xx.
+QUICK = {
+    "/v1/completions: 1000 bytes of special tokens",
+    "/v1/chat/completions: 100000 bytes of combining marks",
+    "/v1/completions: 15000000 bytes of multi-byte characters",
+    "/v1/chat/completions: 30000 unknown names",
+    "/v1/messages: 30000 unknown names",
+    "/v1/chat/completions: a part with 30,000 unknown fields",
+    "/v1/chat/completions: 30,000 messages",
+    "/v1/chat/completions: 500000 numbers for messages",
+    "/v1/responses: 500000 numbers for input",
+    "/v1/chat/completions: 20,000 calls",
+    "/v1/completions: 100,000 prompts",
+    "/v1/completions: all tokens allowed, n 128",
+    "/v1/completions: 16,384 stops",
+    "/v1/responses: metadata of 30,000",
+    "/v1/completions: temperature is 1e400",
+    "/v1/completions: seed is 999... of 4000 digits",
+    "/v1/completions: a body of depth",
+    "/v1/completions: a body of half an escape",
+    "/v1/chat/completions: arguments of depth",
+    "/v1/chat/completions: a tool of depth",
+    "/v1/chat/completions: two grammars",
+    "/v1/chat/completions: a schema of a loop",
+    "/v1/chat/completions: choices of 15 MB",
+    "/v1/completions: a prompt of nothing",
+    "/v1/completions: only the end allowed, and 3 tokens at least",
+    "/v1/messages: n 3",
+    "/v1/responses: n 3, streamed",
+    "/v1/messages/count_tokens: a block of nothing",
+    "/detokenize: tokens beyond 64 bits",
+    "GET /v1/models/%ff%fe",
+    "DELETE /v1/responses/%00",
+    "GET /openapi.json",
+    "GET /metrics with odd headers",
+    "POST /health",
+}

@@ -1,0 +1,122 @@
+"""Hostile requests over all endpoints: an answer to each, no 5xx, nobody held up, no memory filled, nothing left.
+
+The server is ``metal-engine serve`` in a process of its own, on a random model with the demo model's tokenizer. What is
+measured there, and why it is processor time and not time on the clock, is in :mod:`tests.support.probes`. Each bound is
+compared with what ordinary requests take in the same run. A measurement over its bound is taken again, three times in
+all, and the least counts: the work of a request is there every time, what the machine adds is not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
+from tests.server.hostile.attacks import VOCAB_SIZE
+from tests.server.hostile.cases import FIELDS, Case, field_cases
+from tests.server.hostile.sending import check_answer, exchange
+from tests.server.hostile.suite import QUICK, every_case
+from tests.support.checkpoint_files import write_checkpoint
+from tests.support.fillers import CHAT, ENDPOINTS, Endpoint, with_fields
+from tests.support.probed_server import ProbedServer, probed_server
+from tools.fixtures.fake_engine import TOOL_TEMPLATE
+
+# What a request may take beyond what ordinary requests take in the same run.
+MAX_HOLD = 0.02
+# Beyond its body.
+MAX_MEMORY = 64 << 20
+ATTEMPTS = 3
+FLAGS = (
+    *("--served-model-name", "tiny", "--tool-call-parser", "json_tools", "--max-model-len", "2048"),
+    *("--max-num-batched-tokens", "256", "--max-num-seqs", "32", "--num-gpu-blocks-override", "512"),
+)
+
+
+def parameters() -> list[Any]:
+    cases = every_case()
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.name for case in cases} >= QUICK, QUICK - {case.name for case in cases}
+    return [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.full) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProbedServer]:
+    """A server, and a client that asks for its health all the time."""
+    folder = tmp_path_factory.mktemp("hostile")
+    tokenizer = load_gguf_tokenizer(demo_path)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    model = write_checkpoint(
+        folder / "model", config={"vocab_size": VOCAB_SIZE, "eos_token_id": tokenizer.eos_token_id}
+    )
+    tokenizer.save_pretrained(model)
+    with probed_server(model, folder, *FLAGS) as server:
+        over = threading.Event()
+        statuses: list[int] = []
+
+        def watch() -> None:
+            while not over.wait(0.05):
+                statuses.append(exchange(server.port, Case("", "GET", "/health"), b"").status)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        yield server
+        over.set()
+        watcher.join()
+        assert statuses and set(statuses) == {200}
+        server.settle()
+
+
+@pytest.fixture(scope="module")
+def ordinary(server: ProbedServer) -> dict[str, float]:
+    """What ordinary requests take at most, once everything that is made once has been made."""
+    bodies = [(endpoint, with_fields(endpoint)) for endpoint in ENDPOINTS]
+    bodies.append((CHAT, with_fields(CHAT, response_format={"type": "json_object"}, n=4, temperature=1)))
+    bodies.append((CHAT, with_fields(CHAT, stream=True, n=32, temperature=1, messages=long_messages())))
+    for _ in range(2):
+        server.reset()
+        for endpoint, body in bodies:
+            answer = exchange(server.port, Case(endpoint.path, "POST", endpoint.path), body)
+            assert answer.status == 200, answer
+        measured = server.read()
+    return measured
+
+
+def long_messages() -> list[dict[str, str]]:
+    return [{"role": "user", "content": "word " * 1_000}]
+
+
+def check(server: ProbedServer, ordinary: dict[str, float], case: Case) -> None:
+    """Send a case, until it is within its bounds or was sent often enough."""
+    body = case.body()
+    bounds = {name: ordinary[name] + MAX_HOLD for name in ("loop", "steps", "lock")}
+    bounds["memory"] = len(body) + MAX_MEMORY
+    least: dict[str, float] = {}
+    for _ in range(ATTEMPTS):
+        server.reset()
+        answer = exchange(server.port, case, body)
+        server.settle()
+        measured = server.read()
+        check_answer(case, answer)
+        least = {name: min(value, least.get(name, value)) for name, value in measured.items()}
+        over = {name: (least[name], bound) for name, bound in bounds.items() if least[name] > bound}
+        if not over:
+            return
+    raise AssertionError(f"{case.name}: {answer.status}; measured and allowed: {over}")
+
+
+@pytest.mark.parametrize("case", parameters())
+def test_it_is_answered_and_holds_nobody_up(server: ProbedServer, ordinary: dict[str, float], case: Case) -> None:
+    check(server, ordinary, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("endpoint", "name"), FIELDS, ids=[f"{e.path} {name}" for e, name in FIELDS])
+def test_a_field_filled_with_anything(
+    server: ProbedServer, ordinary: dict[str, float], endpoint: Endpoint, name: str
+) -> None:
+    for case in field_cases(endpoint, name):
+        check(server, ordinary, case)

@@ -1,0 +1,128 @@
+"""Many clients of every kind while hostile ones send what they can: greedy answers are those of a client alone."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.hostile.mixed_load import Load, jobs
+from tests.server.hostile.sending import check_answer, exchange
+from tests.server.hostile.suite import QUICK, every_case
+from tests.support.checkpoint_files import write_checkpoint, write_tokenizer
+from tests.support.probed_server import ProbedServer, probed_server
+from tools.fixtures.fake_engine import TOOL_TEMPLATE
+
+# Blocks are too few for those that run, so that some lose theirs; the store keeps what the cache loses.
+FLAGS = (
+    *("--served-model-name", "tiny", "--tool-call-parser", "json_tools", "--max-model-len", "640"),
+    *("--max-num-batched-tokens", "256", "--max-num-seqs", "64", "--block-size", "8"),
+    *("--log-level", "warning"),
+)
+
+
+@contextmanager
+def hostile_clients(server: ProbedServer, cases: list) -> Iterator[list[int]]:
+    """One client that sends hostile requests all the time. Yields the statuses so far.
+
+    Their limits are another server's, and the queue may be full, so any status but a 5xx other than "overloaded" is
+    right.
+    """
+    over = threading.Event()
+    statuses: list[int] = []
+    failures: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            for case in itertools.cycle(cases):
+                if over.is_set():
+                    return
+                answer = exchange(server.port, case, case.body())
+                if not (answer.status == 503 and b'"overloaded' in answer.body):
+                    check_answer(replace(case, status=None), answer)
+                statuses.append(answer.status)
+        except BaseException as error:  # noqa: BLE001  (raised again in the test's thread)
+            failures.append(error)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        yield statuses
+    finally:
+        over.set()
+        sender.join()
+    for failure in failures:
+        raise failure
+
+
+@contextmanager
+def resident_memory(server: ProbedServer) -> Iterator[list[int]]:
+    """The server's resident memory, in bytes, again and again."""
+    over = threading.Event()
+    sizes: list[int] = []
+
+    def watch() -> None:
+        while not over.wait(0.25):
+            sizes.append(server.resident)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield sizes
+    finally:
+        over.set()
+        watcher.join()
+
+
+def counts(server: ProbedServer) -> dict[str, float]:
+    """The counters and gauges of ``/metrics`` without labels of their own."""
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    return {
+        sample.name.removeprefix("metal_engine:"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if set(sample.labels) == {"model_name"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "seconds", "num_texts", "num_blocks"),
+    [(24, 5, 1, 100), pytest.param(150, 300, 4, 100, marks=pytest.mark.full)],
+)
+def test_answers_under_load_are_those_alone(
+    tmp_path: Path, num_clients: int, seconds: float, num_texts: int, num_blocks: int
+) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    write_tokenizer(model, chat_template=TOOL_TEMPLATE)
+    cases = [case for case in every_case() if seconds > 60 or case.name in QUICK]
+    flags = ("--num-gpu-blocks-override", str(num_blocks), "--kv-cache-dir", str(tmp_path / "kv"))
+    with probed_server(model, tmp_path, *FLAGS, *flags) as server:
+        load = Load(server.url, jobs(num_texts, seed=20261122))
+        asyncio.run(load.ask_alone())
+        with hostile_clients(server, cases) as statuses, resident_memory(server) as resident:
+            asyncio.run(load.run(num_clients, seconds))
+        server.settle()
+        after = counts(server)
+        print(f"{load.told.total()} answers, {load.num_left} clients left, {len(statuses)} hostile requests; {after}")
+        assert not load.wrong, (len(load.wrong), load.wrong[:3])
+        assert set(load.told) == {job.kind for job in load.jobs}
+        assert load.num_left and statuses
+        assert after["num_requests_running"] == after["num_requests_waiting"] == after["kv_cache_usage_perc"] == 0
+        assert after["failed_steps_total"] == 0
+        assert server.health()["status"] == "ok"
+        assert after["num_preemptions_total"] > 0
+        assert after["kv_transfer_blocks_saved_total"] > 0 and after["kv_transfer_blocks_loaded_total"] > 0
+        if seconds > 60:
+            half = len(resident) // 2
+            first, second = statistics.median(resident[:half]), statistics.median(resident[half:])
+            print(f"resident: {first / 2**20:.0f} MiB in the first half, {second / 2**20:.0f} MiB in the second")
+            assert second < first + (32 << 20)

@@ -1,0 +1,134 @@
+"""Fuzzing with a budget of work per byte: what a body holds may cost time in proportion to its size, and no more.
+
+Every field of every endpoint is filled with many elements of each kind, at three sizes
+(:mod:`tests.support.work_budget`). That this finds what it is for is shown with the mendings taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.server import errors
+from metal_engine.server.generation import parameters, preparation
+from metal_engine.server.middleware import strict_json
+from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, GenerationBody
+from tests.server.hostile.cases import FIELDS
+from tests.support.fillers import CHAT, COMPLETIONS, DETOKENIZE, FILLERS, MESSAGES, RESPONSES, SHAPES, Endpoint
+from tests.support.fuzzing import growing
+from tests.support.work_budget import MAX_GROWTH, MAX_ROUNDS_PER_BYTE, Application, application, filled
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[Application]:
+    with application() as app:
+        yield app
+
+
+SEED = 20261122
+QUICK = (
+    (COMPLETIONS, "prompt", "lists"),
+    (COMPLETIONS, "allowed_token_ids", "numbers"),
+    (COMPLETIONS, "stop", "texts"),
+    (COMPLETIONS, "logit_bias", "names"),
+    (CHAT, "messages", "numbers"),
+    (CHAT, "messages", "messages"),
+    (CHAT, "tools", "wrong objects"),
+    (CHAT, "chat_template_kwargs", "names"),
+    (CHAT, "response_format", "depth"),
+    (RESPONSES, "input", "messages"),
+    (RESPONSES, "include", "texts"),
+    (MESSAGES, "system", "parts"),
+    (DETOKENIZE, "tokens", "numbers"),
+)
+
+
+def check(app: Application, path: str, make: Callable[[int], bytes]) -> None:
+    work = app.work(path, make)
+    assert work.is_within_budget, work
+
+
+@pytest.mark.parametrize(("endpoint", "field", "filler"), QUICK, ids=[f"{e.path} {f} {x}" for e, f, x in QUICK])
+def test_a_field(app: Application, endpoint: Endpoint, field: str, filler: str) -> None:
+    check(app, endpoint.path, filled(endpoint, field, filler))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("endpoint", "field"), FIELDS, ids=[f"{e.path} {f}" for e, f in FIELDS])
+def test_every_field(app: Application, endpoint: Endpoint, field: str) -> None:
+    for filler in FILLERS:
+        check(app, endpoint.path, filled(endpoint, field, filler))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_body_that_grows_elsewhere(app: Application, name: str) -> None:
+    endpoint, make = SHAPES[name]
+    check(app, endpoint.path, make)
+
+
+@pytest.mark.parametrize("number", [12, pytest.param(400, marks=pytest.mark.full)])
+def test_random_places(app: Application, number: int) -> None:
+    for body in growing(SEED, number):
+        work = app.work(body.path, body)
+        assert work.is_within_budget, (body, work)
+
+
+# --- what it finds when a mending is taken out -------------------------------------------------------------
+
+# And without the large bodies: what is found takes long.
+ONCE = (0,)
+
+
+def _unknown_by_scanning(body: GenerationBody) -> list[str]:
+    """Look each name up among all before it."""
+    unknown: list[str] = []
+    for name in body.model_extra or {}:
+        if name not in unknown:
+            unknown.append(name)
+    for part in getattr(body, "messages", [ChatMessage(role="user", content=[])])[0].content or ():
+        for name in () if isinstance(part, str) else part.model_extra or {}:
+            if name not in unknown:
+                unknown.append(name)
+    return unknown
+
+
+@pytest.mark.parametrize("name", ["/v1/chat/completions, unknown names", "unknown fields of a part"])
+def test_it_finds_names_that_are_looked_up_in_a_list(
+    app: Application, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(parameters, "unknown_parameters", _unknown_by_scanning)
+    endpoint, make = SHAPES[name]
+    work = app.work(endpoint.path, make, attempts=ONCE)
+    assert not work.is_within_budget and work.growth > MAX_GROWTH, work
+
+
+class _ErrorForEach(ChatCompletionBody):
+    """As if no list ended with its first error."""
+
+    messages: list[ChatMessage]
+
+
+def test_it_finds_an_error_for_each_element(app: Application, monkeypatch: pytest.MonkeyPatch) -> None:
+    def validated(model: type[Any], value: Any) -> Any:
+        return errors.validated(_ErrorForEach if model is ChatCompletionBody else model, value)
+
+    monkeypatch.setattr(strict_json, "validated", validated)
+    work = app.work(CHAT.path, filled(CHAT, "messages", "numbers"), attempts=ONCE)
+    assert not work.is_within_budget and work.rounds_per_byte[1] > MAX_ROUNDS_PER_BYTE, work
+
+
+def test_it_finds_parameters_that_are_checked_for_each_output(
+    app: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_params = preparation.sampling_params
+
+    def for_each(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
+        return [make_params(body, defaults) for _ in range(body.n or 1)].pop()
+
+    monkeypatch.setattr(preparation, "sampling_params", for_each)
+    endpoint, make = SHAPES["allowed tokens and n"]
+    work = app.work(endpoint.path, make, attempts=ONCE)
+    assert not work.is_within_budget and work.rounds_per_byte[1] > MAX_ROUNDS_PER_BYTE, work

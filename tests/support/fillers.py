@@ -1,0 +1,120 @@
+"""JSON values of any size for a field that expected something else, and the bodies that have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from metal_engine.server.anthropic.protocol import CountTokensBody, MessagesBody
+from metal_engine.server.openai.responses_protocol import ResponsesBody
+from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
+from metal_engine.server.tokenization import DetokenizeBody, TokenizeBody
+
+USER = [{"role": "user", "content": "a"}]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A route that takes a body.
+
+    Attributes:
+        small: a body that it answers with 200.
+    """
+
+    path: str
+    model: type[BaseModel]
+    small: Mapping[str, Any]
+
+    @property
+    def fields(self) -> list[str]:
+        return list(self.model.model_fields)
+
+
+COMPLETIONS = Endpoint("/v1/completions", CompletionBody, {"prompt": "a", "max_tokens": 2})
+CHAT = Endpoint("/v1/chat/completions", ChatCompletionBody, {"messages": USER, "max_tokens": 2})
+RESPONSES = Endpoint("/v1/responses", ResponsesBody, {"input": "a", "max_output_tokens": 2})
+MESSAGES = Endpoint("/v1/messages", MessagesBody, {"model": "tiny", "messages": USER, "max_tokens": 2})
+COUNT_TOKENS = Endpoint("/v1/messages/count_tokens", CountTokensBody, {"model": "tiny", "messages": USER})
+TOKENIZE = Endpoint("/tokenize", TokenizeBody, {"prompt": "a"})
+DETOKENIZE = Endpoint("/detokenize", DetokenizeBody, {"tokens": [1]})
+ENDPOINTS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE)
+
+
+def repeated(element: str, size: int) -> str:
+    """A list of as many elements as ``size`` bytes hold, and one at least."""
+    return "[" + ",".join([element] * max(size // (len(element) + 1), 1)) + "]"
+
+
+def names(size: int) -> str:
+    """An object with as many names as ``size`` bytes hold."""
+    return "{" + ",".join(f'"k{i}":0' for i in range(max(size // 10, 1))) + "}"
+
+
+# What a field is filled with -> its JSON text of about so many bytes.
+FILLERS: dict[str, Callable[[int], str]] = {
+    "numbers": lambda size: repeated("7", size),
+    "texts": lambda size: repeated('"ab"', size),
+    "lists": lambda size: repeated("[7]", size),
+    "messages": lambda size: repeated('{"role":"user","content":"a"}', size),
+    "parts": lambda size: repeated('{"type":"text","text":"a"}', size),
+    "wrong objects": lambda size: repeated("{}", size),
+    "names": names,
+    "depth": lambda size: "[" * (size // 2) + "]" * (size // 2),
+    "text": lambda size: json.dumps("a" * size),
+}
+
+
+def with_field(endpoint: Endpoint, field: str, text: str) -> bytes:
+    """The endpoint's small body with the field as this JSON text."""
+    rest = {name: value for name, value in endpoint.small.items() if name != field}
+    return f"{json.dumps(rest)[:-1]}{', ' if rest else ''}{json.dumps(field)}: {text}}}".encode()
+
+
+def with_fields(endpoint: Endpoint, **fields: Any) -> bytes:
+    """The endpoint's small body with other fields; None leaves one out."""
+    body = {**endpoint.small, **fields}
+    return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
+
+
+def _unknown_names(endpoint: Endpoint) -> Callable[[int], bytes]:
+    return lambda size: with_fields(endpoint, **json.loads(names(size)))
+
+
+def _in_message(field: str, value: Callable[[int], Any]) -> Callable[[int], bytes]:
+    return lambda size: with_fields(CHAT, messages=[{"role": "user", "content": "a", field: value(size)}])
+
+
+def _parts(size: int) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": "a", f"k{i}": 0} for i in range(max(size // 35, 1))]
+
+
+# Bodies in which it is not a field that grows -> the body of about so many bytes.
+SHAPES: dict[str, tuple[Endpoint, Callable[[int], bytes]]] = {
+    **{f"{endpoint.path}, unknown names": (endpoint, _unknown_names(endpoint)) for endpoint in ENDPOINTS},
+    "unknown fields of a part": (
+        CHAT,
+        _in_message("content", lambda size: [{"type": "text", "text": "a", **json.loads(names(size))}]),
+    ),
+    "parts with an unknown field each": (CHAT, _in_message("content", _parts)),
+    "unknown stream options": (
+        CHAT,
+        lambda size: with_fields(CHAT, stream=True, stream_options=json.loads(names(size))),
+    ),
+    "allowed tokens and n": (
+        COMPLETIONS,
+        lambda size: with_fields(COMPLETIONS, n=128, temperature=1, max_tokens=1, allowed_token_ids=[7] * (size // 3)),
+    ),
+    "arguments of a call": (
+        CHAT,
+        lambda size: with_fields(
+            CHAT,
+            messages=[
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": repeated("1", size)}}]}
+            ],
+        ),
+    ),
+}
