@@ -86,12 +86,12 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-# What an error tells of the name of a model that is not there.
-_MAX_MODEL = 200
+# What an error tells of a name or a path that is not there.
+_MAX_NAME = 200
 
 
 def model_not_found(model: str) -> APIError:
-    shown = model[:_MAX_MODEL] + "..." * (len(model) > _MAX_MODEL)
+    shown = model[:_MAX_NAME] + "..." * (len(model) > _MAX_NAME)
     return APIError(404, f"The model `{shown}` does not exist.", param="model", code="model_not_found")
 
 
@@ -148,7 +148,7 @@ def install_error_handlers(app: FastAPI) -> None:
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     api_error = to_api_error(error)
     if api_error is not error and api_error.status_code in (404, 405):  # Starlette's, which say no more than that
-        api_error.message += f": {request.method} {request.url.path}"
+        api_error.message += f": {request.method} {request.url.path[:_MAX_NAME]}"
     return error_response(api_error, request.scope)
 
 

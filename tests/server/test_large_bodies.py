@@ -227,7 +227,7 @@ LARGE: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "chat/completions",
         {"messages": [{"role": "user", "content": "a"}] * 25_000},
         400,
-        "messages: a prompt of ",
+        "messages: a prompt ",
     ),
     "many prompts": ("completions", {"prompt": [[1, 2]] * 30_000}, 400, "n times the number of prompts"),
     "no parameter": ("completions", {"prompt": "a", "guided_choice": [7] * 1_000_000}, 400, "guided_choice is not"),
