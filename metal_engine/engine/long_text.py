@@ -1,7 +1,7 @@
 """Encoding texts of any length in pieces: no call holds Python's lock for long or takes much memory, and a text that
 is too long is noticed before all of it is encoded.
 
-A tokenizer needs up to 65 bytes for each byte of its text. Its batch functions let other threads run.
+A tokenizer needs up to 260 bytes for each byte of its text. Its batch functions let other threads run.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from unicodedata import category
 
 from metal_engine.cancellation import check_cancelled
 
-# Characters encoded in one call: 33 MiB at most (of four bytes each).
-CHARACTERS_AT_ONCE = 1 << 17
-# A text without a place to cut is encoded whole, if it is no longer than this.
-MAX_WITHOUT_CUT = 1 << 19
+# Characters encoded in one call, in ASCII and beyond it: 10 and 33 MiB.
+_AT_ONCE_ASCII = 1 << 17
+_AT_ONCE = 1 << 15
+# A text without a place to cut is encoded whole, if it is no longer than this many times as much.
+MAX_WITHOUT_CUT = 4
 # What is looked at on either side of a cut; tokens are shorter.
 _WINDOW = 256
 # Places tried for one cut, of those within so many characters.
@@ -43,11 +44,12 @@ def encode(backend: Any, text: str, *, add_special_tokens: bool, max_tokens: int
         Cancelled: nobody waits for it any more.
         TypeError: the text is not valid Unicode.
     """
-    if len(text) <= CHARACTERS_AT_ONCE:
+    at_once = _AT_ONCE_ASCII if text.isascii() else _AT_ONCE
+    if len(text) <= at_once:
         return _ids(backend, text, add_special_tokens)
     before, after = _around(backend) if add_special_tokens else ([], [])
     ids = before
-    for piece in _pieces(backend, text):
+    for piece in _pieces(backend, text, at_once):
         check_cancelled()
         ids += _ids(backend, piece)
         if max_tokens is not None and len(ids) > max_tokens:
@@ -67,12 +69,12 @@ def _around(backend: Any) -> tuple[list[int], list[int]]:
     return whole[:start], whole[start + len(inner) :]
 
 
-def _pieces(backend: Any, text: str) -> Iterator[str]:
+def _pieces(backend: Any, text: str, at_once: int) -> Iterator[str]:
     start = 0
-    while len(text) - start > CHARACTERS_AT_ONCE:
-        end = _cut(backend, text, start + CHARACTERS_AT_ONCE)
+    while len(text) - start > at_once:
+        end = _cut(backend, text, start + at_once)
         if end is None:
-            if len(text) - start > MAX_WITHOUT_CUT:
+            if len(text) - start > MAX_WITHOUT_CUT * at_once:
                 raise TextTooLongError(len(text))
             break
         yield text[start:end]

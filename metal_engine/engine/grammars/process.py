@@ -33,11 +33,11 @@ import llguidance
 from metal_engine.engine.grammars.messages import ERROR, LENGTH, MASK, MASK_LAST, framed, unpack_step
 from metal_engine.engine.grammars.source import grammar_source
 
-COMPILE_CPU_SECONDS = 1.0
+COMPILE_CPU_SECONDS = 2.0
 MAX_GROWTH = 64 << 20
 MASK_CPU_SECONDS = 0.02
-MEAN_MASK_CPU_SECONDS = 0.001
-BURST_CPU_SECONDS = 0.05
+MEAN_MASK_CPU_SECONDS = 0.002
+BURST_CPU_SECONDS = 0.1
 # New outputs go to a new process once one has grown by that.
 _MUCH_GROWTH = MAX_GROWTH // 2
 _WATCH_SECONDS = 0.005

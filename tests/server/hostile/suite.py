@@ -39,6 +39,7 @@ QUICK = {
     "/v1/completions: a prompt of nothing",
     "/v1/completions: only the end allowed, and 3 tokens at least",
     "/v1/messages: n 3",
+    "/v1/chat/completions: the template's self",
     "/v1/responses: n 3, streamed",
     "/v1/messages/count_tokens: a block of nothing",
     "/detokenize: tokens beyond 64 bits",

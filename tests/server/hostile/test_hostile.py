@@ -30,6 +30,9 @@ MAX_HOLD = 0.02
 # Beyond its body.
 MAX_MEMORY = 64 << 20
 ATTEMPTS = 3
+# Where log probabilities of prompts are asked for, a step computes the logits of all its rows: memory of a step,
+# whatever is in it, and no more for a longer prompt.
+STEP_LOGITS = 256 * VOCAB_SIZE * 4
 FLAGS = (
     *("--served-model-name", "tiny", "--tool-call-parser", "json_tools", "--max-model-len", "2048"),
     *("--max-num-batched-tokens", "256", "--max-num-seqs", "32", "--num-gpu-blocks-override", "512"),
@@ -93,7 +96,7 @@ def check(server: ProbedServer, ordinary: dict[str, float], case: Case) -> None:
     """Send a case, until it is within its bounds or was sent often enough."""
     body = case.body()
     bounds = {name: ordinary[name] + MAX_HOLD for name in ("loop", "steps", "lock")}
-    bounds["memory"] = len(body) + MAX_MEMORY
+    bounds["memory"] = len(body) + MAX_MEMORY + (STEP_LOGITS if b"logprobs" in body else 0)
     least: dict[str, float] = {}
     for _ in range(ATTEMPTS):
         server.reset()
