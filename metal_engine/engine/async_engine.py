@@ -17,28 +17,30 @@ from metal_engine.settings.config import EngineConfig
 
 # Log probabilities of a request's outputs that wait for their reader: 110 bytes each.
 MAX_UNREAD = 1 << 18
-# Outputs that wait for their reader before they are merged into one, which takes less memory.
+# Outputs that wait for their reader are merged, so many at a time: that takes less memory.
 _UNMERGED = 64
 
 
 class _Mailbox:
     """Outputs of one request on their way to its one reader; all in the event loop."""
 
-    __slots__ = ("_arrived", "_max_unread", "_num_unread", "_waiter", "num_prompt_tokens")
+    __slots__ = ("_arrived", "_max_unread", "_num_merged", "_num_unread", "_waiter", "num_prompt_tokens")
 
     def __init__(self, num_prompt_tokens: int, max_unread: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens  # as long as there is no output
         self._max_unread = max_unread
         self._num_unread = 0
         self._arrived: list[RequestOutput] = []
+        self._num_merged = 0  # of them, in front, those that were merged of several
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
         self._arrived.append(output)
         for logprobs in output.text_logprobs or ():
             self._num_unread += len(logprobs.top) + 1
-        if len(self._arrived) > _UNMERGED:
-            self._arrived = [merge_outputs(self._arrived)]
+        if len(self._arrived) - self._num_merged >= _UNMERGED:
+            self._arrived[self._num_merged :] = [merge_outputs(self._arrived[self._num_merged :])]
+            self._num_merged += 1
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -53,7 +55,7 @@ class _Mailbox:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         arrived, self._arrived = self._arrived, []
-        self._num_unread = 0
+        self._num_unread = self._num_merged = 0
         return merge_outputs(arrived)
 
 

@@ -117,7 +117,7 @@ def test_a_client_that_does_not_read_is_left_behind() -> None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect((host, int(port)))
             body = json.dumps({**STREAM, "prompt": [[65 + i % 26] for i in range(40)]})
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             server.wait_for_running(40)
             time.sleep(1.0)  # for the buffers to fill; the test holds either way

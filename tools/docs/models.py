@@ -42,7 +42,8 @@ quantized weights included), or a `.gguf` file:
 - **`generation_config.json`** gives all end-of-sequence ids, and `temperature`, `top_p`, `top_k` and `min_p` for
   requests that do not set them. `--generation-config vllm` leaves these four out; a folder's name takes them from
   there.
-- **Code of a checkpoint** runs only with `--trust-remote-code`.
+- **Code of a checkpoint** runs only with `--trust-remote-code`. What else of its files is trusted and what is bounded:
+  [security.md](security.md).
 
 ## Architectures
 

@@ -90,8 +90,8 @@ class StrictJSONRoute(APIRoute):
 
         async def strict(request: Request) -> Response:
             strict_request = _StrictRequest(request, model)
-            await strict_request.body()  # after which there is nothing to receive but that the client has left
             try:
+                await strict_request.body()  # after which there is nothing to receive but that the client has left
                 return await cancel_on_disconnect(strict_request.receive, handler(strict_request))
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)

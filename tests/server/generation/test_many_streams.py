@@ -42,8 +42,8 @@ class Client:
         body = {"prompt": byte_ids(prompt_of(i)), "max_tokens": num_tokens, "stream": True}
         content = json.dumps(body).encode()
         self._request = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
-            + f"Content-Length: {len(content)}\r\n\r\n".encode()
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+            + f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode()
             + content
         )
         self.status = 0
@@ -95,8 +95,13 @@ async def _all_leave(served: Served) -> None:
     gc.collect()
     tracemalloc.start()
     clients = [Client(served, i, ENDLESS) for i in range(NUM_STREAMS + NUM_RUNNING)]
+    # The runner waits for all of them: it would be done with the first before the last has come.
+    served.runner.running.clear()
     tasks = [asyncio.create_task(client.run()) for client in clients[:NUM_RUNNING]]
+    await asyncio.to_thread(wait_until, lambda: served.engine.num_open_requests == NUM_RUNNING, "a batch")
+    served.runner.running.set()
     await asyncio.to_thread(wait_until, lambda: served.engine.stats.num_running == NUM_RUNNING, "a full batch")
+    served.runner.running.clear()
     tasks += [asyncio.create_task(client.run()) for client in clients[NUM_RUNNING:]]
     await asyncio.to_thread(wait_until, lambda: served.engine.num_waiting >= NUM_STREAMS, "a full queue")
     refusals = []
@@ -107,6 +112,7 @@ async def _all_leave(served: Served) -> None:
         refusals.append(time.monotonic() - started)
         assert client.status == 503
     print(f"503 after {1000 * statistics.median(refusals):.1f} ms, the median of {len(refusals)}")
+    served.runner.running.set()
     before = tracemalloc.get_traced_memory()[0]
     lengths = [len(client.text) for client in clients]
     await asyncio.sleep(1)

@@ -32,6 +32,7 @@ def test_health(served: Served) -> None:
         "preemptions": served.engine.stats.num_preemptions,
         "failed_steps": 0,
         "unknown_parameters": response.json()["unknown_parameters"],
+        "num_unknown_parameters": sum(response.json()["unknown_parameters"].values()),
     }
 
 
