@@ -129,4 +129,4 @@ class TestKV(KVMachine.TestCase):
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 class TestKVFull(KVMachine.TestCase):
-    settings = settings(_KV_QUICK, max_examples=2000, stateful_step_count=60)
+    settings = settings(_KV_QUICK, max_examples=500, stateful_step_count=60)

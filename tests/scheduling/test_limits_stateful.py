@@ -117,7 +117,7 @@ class TestLargeKnobs(LargeKnobsMachine.TestCase):
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 class TestKnobsFull(KnobsMachine.TestCase):
-    settings = settings(_KNOBS_QUICK, max_examples=2000, stateful_step_count=60)
+    settings = settings(_KNOBS_QUICK, max_examples=500, stateful_step_count=60)
 
 
 @pytest.mark.full

@@ -143,7 +143,7 @@ class PipelinedSchedulerMachine(SchedulerMachine):
 
 # The health checks measure generation against execution; here execution is the point.
 _QUICK = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
-_FULL = settings(_QUICK, max_examples=1000, stateful_step_count=80)
+_FULL = settings(_QUICK, max_examples=250, stateful_step_count=80)
 
 
 class TestScheduler(SchedulerMachine.TestCase):
