@@ -5,16 +5,30 @@ from __future__ import annotations
 import itertools
 import select
 import socket
+import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from metal_engine.engine.grammars.messages import BUFFER_BYTES, ERROR, LENGTH, MASK_LAST, framed, pack_step
+from metal_engine.engine.grammars.messages import (
+    BUFFER_BYTES,
+    ERROR,
+    LENGTH,
+    MASK_LAST,
+    framed,
+    pack_step,
+    unpack_compiled,
+)
+from metal_engine.engine.grammars.tokenizer_process import GrammarProcessError
 
 # A mask is computed in a bounded CPU time; a process that does not answer for so long has come to harm.
 _ANSWER_SECONDS = 20.0
+# A grammar that is compiled in so much CPU time can be compiled again while a step waits for it.
+_REST_SECONDS = 0.02
+# In the place of an output, in the order of answers.
+_COMPILING = -1
 _TOO_COMPLEX = "its grammar got too complex to go on"
 
 
@@ -23,17 +37,27 @@ class CompiledGrammar:
 
     Outputs that follow one grammar share its process. It ends when the last of them, and the compiler, have let go.
 
+    While no output follows it, it can be put to rest: its process ends, and another one compiles it again for the next
+    output.
+
     Args:
         channel: a socket to the process.
         vocab_size: number of logits.
+        compile_seconds: the CPU time that compiling took.
+        reopen: makes a socket to a new process, which has been sent the grammar.
 
     Attributes:
         is_worn: the process has ended or grown; new outputs should be given another one.
     """
 
-    def __init__(self, channel: socket.socket, vocab_size: int) -> None:
-        channel.setblocking(False)
-        self._channel = channel
+    def __init__(
+        self, channel: socket.socket, vocab_size: int, compile_seconds: float, reopen: Callable[[], socket.socket]
+    ) -> None:
+        self._reopen = reopen
+        self._can_rest = compile_seconds <= _REST_SECONDS
+        self._lock = threading.Lock()  # held to put it to rest, or to make sure that it is not
+        self._is_resting = False
+        self._set_channel(channel)
         self._num_words = -(-vocab_size // 32)
         self._ids = itertools.count()
         self._asked: deque[int] = deque()  # outputs in the order in which their answers will come
@@ -42,11 +66,41 @@ class CompiledGrammar:
         self._ended: deque[int] = deque()
         self._received = bytearray()
         self.is_worn = False
-        weakref.finalize(self, channel.close)
+
+    def _set_channel(self, channel: socket.socket) -> None:
+        channel.setblocking(False)
+        self._channel = channel
+        self._close = weakref.finalize(self, channel.close)
+
+    @property
+    def is_resting(self) -> bool:
+        return self._is_resting
+
+    def rest(self) -> None:
+        """End the process, if no output follows it and it is compiled again in no time."""
+        with self._lock:
+            if not self._can_rest or self._is_resting or len(self._live) > len(self._ended):
+                return
+            for left in (self._live, self._ended, self._asked, self._answers, self._received):
+                left.clear()
+            self._close()
+            self._is_resting = True
+
+    def _wake(self) -> None:
+        """Have it compiled again; the answer to that comes before those to outputs."""
+        try:
+            self._set_channel(self._reopen())
+        except GrammarProcessError:  # the closed socket tells
+            return
+        self._asked.appendleft(_COMPILING)
 
     def matcher(self) -> GrammarMatcher:
         matcher = GrammarMatcher(self, next(self._ids))
-        self._live.add(matcher.output_id)
+        with self._lock:
+            self._live.add(matcher.output_id)
+            wakes, self._is_resting = self._is_resting, False
+        if wakes:
+            self._wake()
         # Deletion may happen in any thread: what is to be said of it waits for the next message.
         weakref.finalize(matcher, self._ended.append, matcher.output_id)
         return matcher
@@ -107,7 +161,10 @@ class CompiledGrammar:
             if len(self._received) < end:
                 break
             output_id = self._asked.popleft()
-            if output_id in self._live:
+            if output_id == _COMPILING:
+                if unpack_compiled(bytes(self._received[LENGTH.size : end]))[1]:
+                    return False
+            elif output_id in self._live:
                 self._answers[output_id] = bytes(self._received[LENGTH.size : end])
             del self._received[:end]
         return bool(data)

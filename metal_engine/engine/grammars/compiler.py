@@ -16,11 +16,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from metal_engine.cancellation import Cancelled, check_cancelled
 from metal_engine.engine.grammars.compiled import CompiledGrammar
-from metal_engine.engine.grammars.messages import framed
+from metal_engine.engine.grammars.messages import framed, unpack_compiled
 from metal_engine.engine.grammars.tokenizer_process import GrammarProcessError, TokenizerProcess, receive_patiently
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ParameterError
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 _MAX_COMPILING = 2
 # Compiled grammars kept for further requests. Each is a process of a few MiB, some tens at worst.
 _MAX_KEPT = 16
-# Of requests that run or wait, and kept ones.
+# Where there would be more, those of grammars that no output follows are put to rest.
 _MAX_PROCESSES = 512
 # How often somebody who waits for his turn looks whether his asker has left.
 _POLL_SECONDS = 0.02
@@ -119,11 +120,29 @@ class GrammarCompiler:
         finally:
             self._turns.release()
 
+    def _make_room(self) -> None:
+        if self._num_processes >= _MAX_PROCESSES:
+            self._drop_oldest(0)
+            for one in list(self._in_use.values()):
+                one.rest()
+
+    @property
+    def _num_processes(self) -> int:
+        return sum(not one.is_resting for one in list(self._in_use.values()))
+
+    def _reopened(self, wanted: bytes) -> socket.socket:
+        """A socket to a new process, which compiles a grammar that has been compiled before."""
+        with self._lock:
+            self._make_room()
+        channel = self._process.connect()
+        with contextlib.suppress(OSError):  # if it has ended, that will be seen
+            channel.sendall(framed(wanted))
+        return channel
+
     def _compile(self, wanted: bytes) -> CompiledGrammar:
         with self._lock:
-            if len(self._in_use) >= _MAX_PROCESSES:
-                self._drop_oldest(0)
-            if len(self._in_use) >= _MAX_PROCESSES:
+            self._make_room()
+            if self._num_processes >= _MAX_PROCESSES:
                 message = f"cannot be served now: {_MAX_PROCESSES} requests with other grammars are waiting or running"
                 raise ParameterError("structured_outputs", message)
         try:
@@ -136,7 +155,7 @@ class GrammarCompiler:
         with self._lock:
             self._compiling.add(channel)
         try:
-            problem = _ask(channel, wanted)
+            seconds, problem = _ask(channel, wanted)
         except Cancelled:
             channel.close()
             raise
@@ -144,7 +163,7 @@ class GrammarCompiler:
             with self._lock:
                 self._compiling.remove(channel)
         if problem == "":
-            return CompiledGrammar(channel, self._vocab_size)
+            return CompiledGrammar(channel, self._vocab_size, seconds, partial(self._reopened, wanted))
         channel.close()
         self._check_wanted()
         raise ParameterError("structured_outputs", problem)
@@ -155,12 +174,11 @@ class GrammarCompiler:
             raise Cancelled
 
 
-def _ask(channel: socket.socket, wanted: bytes) -> str:
-    """Have a process compile a grammar. Returns why it is refused, or nothing; closing the socket ends the process."""
+def _ask(channel: socket.socket, wanted: bytes) -> tuple[float, str]:
+    """Have a process compile a grammar; closing the socket ends it. Returns what :func:`unpack_compiled` does."""
     with contextlib.suppress(OSError):  # if it has ended, there is no answer either
         channel.sendall(framed(wanted))
-    answer = receive_patiently(channel)
-    return "takes more time or memory to compile than a grammar may" if answer is None else answer.decode()
+    return unpack_compiled(receive_patiently(channel))
 
 
 def _wanted(params: StructuredOutputsParams) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What the engine and a grammar's process say to each other, over a stream socket. Little-endian throughout.
 
-A message is its length and its bytes. The engine's first is the grammar, as JSON; the answer is empty, or says why it
-is refused. After that the engine sends one for each output that goes on (:func:`pack_step`), and the answers come in
-the same order: a :data:`STATE` byte, then the mask or the error.
+A message is its length and its bytes. The engine's first is the grammar, as JSON; the answer says how long it took to
+compile, or why it is refused (:func:`unpack_compiled`). After that the engine sends one for each output that goes on
+(:func:`pack_step`), and the answers come in the same order: a state byte, then the mask or the error.
 """
 
 from __future__ import annotations
@@ -25,6 +25,18 @@ MASK, ERROR, MASK_LAST = b"m", b"e", b"l"
 def framed(message: bytes) -> bytes:
     """A message as it goes over the socket."""
     return LENGTH.pack(len(message)) + message
+
+
+def pack_compiled(seconds: float) -> bytes:
+    """A grammar has been compiled in so much CPU time."""
+    return b"+%f" % seconds
+
+
+def unpack_compiled(answer: bytes | None) -> tuple[float, str]:
+    """Returns the seconds of CPU time that compiling took, and why it failed (empty if not); None is no answer."""
+    if answer is None:
+        return 0.0, "takes more time or memory to compile than a grammar may"
+    return (float(answer), "") if answer[:1] == b"+" else (0.0, answer.decode())
 
 
 def pack_step(output_id: int, token_ids: Sequence[int], *, ends: bool = False) -> bytes:

@@ -30,7 +30,7 @@ import time
 
 import llguidance
 
-from metal_engine.engine.grammars.messages import ERROR, LENGTH, MASK, MASK_LAST, framed, unpack_step
+from metal_engine.engine.grammars.messages import ERROR, LENGTH, MASK, MASK_LAST, framed, pack_compiled, unpack_step
 from metal_engine.engine.grammars.source import grammar_source
 
 COMPILE_CPU_SECONDS = 2.0
@@ -182,6 +182,7 @@ def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> 
     watch = _Watch(channel, growth)
     wanted = receive(channel)
     watch.start()
+    started = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_SECONDS)
     try:
         compiled = compile_grammar(tokenizer, wanted)
@@ -189,10 +190,11 @@ def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> 
         channel.sendall(framed(str(error).encode()))
         return
     signal.setitimer(signal.ITIMER_PROF, 0)
+    seconds = time.process_time() - started
     watch.done.set()
     watch.join()
     server = GrammarServer(compiled, growth)
-    channel.sendall(framed(b""))
+    channel.sendall(framed(pack_compiled(seconds)))
     while True:
         answer = server.answer(receive(channel))
         if answer is not None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from metal_engine.cancellation import Cancelled, asker_left
+from metal_engine.engine.grammars import compiled as compiled_module
 from metal_engine.engine.grammars import compiler as compiler_module
 from metal_engine.engine.grammars.compiled import CompiledGrammar
 from metal_engine.engine.grammars.compiler import GrammarCompiler
@@ -75,14 +76,14 @@ def test_two_compile_at_once_and_who_waits_may_leave(
     compiler.compile(StructuredOutputsParams(regex="a"))
     at_once, most, lock, go_on = [0], [0], threading.Lock(), threading.Event()
 
-    def ask(channel: socket.socket, wanted: bytes) -> str:
+    def ask(channel: socket.socket, wanted: bytes) -> tuple[float, str]:
         with lock:
             at_once[0] += 1
             most[0] = max(most[0], at_once[0])
         go_on.wait(60)
         with lock:
             at_once[0] -= 1
-        return "refused"
+        return 0.0, "refused"
 
     monkeypatch.setattr(compiler_module, "_ask", ask)
     askers = [Asker(compiler, StructuredOutputsParams(regex="a" * i)) for i in range(2, 7)]
@@ -171,11 +172,47 @@ def test_what_is_kept_is_bounded(compiler: GrammarCompiler) -> None:
 
 def test_processes_in_use_are_bounded(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "_MAX_PROCESSES", 3)
-    held = [compiler.compile(StructuredOutputsParams(regex="x" * i)) for i in range(3)]
+    held = [compiler.compile(StructuredOutputsParams(regex="x" * i)) for i in range(1, 4)]
+    outputs = [one.matcher() for one in held]
     with pytest.raises(ParameterError, match="3 requests with other grammars"):
         compiler.compile(StructuredOutputsParams(regex="y"))
-    held.pop()
+    outputs.pop()
     compiler.compile(StructuredOutputsParams(regex="y"))
+
+
+def test_grammars_that_no_output_follows_are_put_to_rest(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.compile(StructuredOutputsParams(regex="first"))  # starts the process that has the tokenizer
+    before = descendants()
+    monkeypatch.setattr(compiler_module, "_MAX_PROCESSES", 4)
+    monkeypatch.setattr(compiled_module, "_REST_SECONDS", 10.0)
+    letters = "abcdefghijkl"
+    held = [compiler.compile(StructuredOutputsParams(regex=letter * 3)) for letter in letters]
+    wait_until(lambda: len(descendants() - before) <= 4, "the end of processes that rest")
+    mask = np.zeros(-(-compiler._vocab_size // 32), np.int32)
+    for _ in range(2):
+        for letter, grammar in zip(letters, held, strict=True):
+            output = grammar.matcher()
+            for _ in range(3):
+                output.fill_mask(mask)
+                assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == byte_ids(
+                    letter
+                )
+                output.consume(byte_ids(letter))
+            del output
+    wait_until(lambda: len(descendants() - before) <= 4, "the end of processes that rest again")
+
+
+def test_a_grammar_that_took_long_to_compile_does_not_rest(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "_MAX_PROCESSES", 2)
+    monkeypatch.setattr(compiled_module, "_REST_SECONDS", 0.0)
+    held = [compiler.compile(StructuredOutputsParams(regex=letter)) for letter in "ab"]
+    with pytest.raises(ParameterError, match="2 requests with other grammars"):
+        compiler.compile(StructuredOutputsParams(regex="c"))
+    assert not any(one.is_resting for one in held)
 
 
 def test_a_grammar_that_gets_too_complex_ends_its_request_alone() -> None:
@@ -212,7 +249,7 @@ def test_many_outputs_and_long_replays_do_not_block_each_other() -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    grammar = CompiledGrammar(ours, num_words * 32)
+    grammar = CompiledGrammar(ours, num_words * 32, 0.0, reopen=lambda: ours)
     matchers = [grammar.matcher() for _ in range(128)]
     mask = np.zeros(num_words, np.int32)
     for matcher in matchers:
