@@ -16,7 +16,7 @@ from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.kv_transfer.stores.choice import open_store
+from metal_engine.kv_transfer.stores.choice import check_place, open_store
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.resolve import resolve_config
@@ -38,6 +38,8 @@ def build_engine(args: EngineArgs) -> EngineCore:
     """
     chat_template = None if args.chat_template is None else read_chat_template(args.chat_template)
     transfer = kv_transfer_config(args)
+    if transfer is not None:
+        check_place(transfer)
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
     with keep_open_file_limit():

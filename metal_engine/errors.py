@@ -48,6 +48,10 @@ class ParameterError(ValueError):
         self.message = message
 
 
+class OverloadedError(RuntimeError):
+    """What the request needs is taken by others. It may come again."""
+
+
 class PromptError(ValueError):
     """A prompt that cannot be served as it is."""
 

@@ -82,8 +82,12 @@ def help_text(one: Setting) -> str:
     """A setting's help with its default, where the text does not explain that itself."""
     if one.default is None or one.default == () or one.kind == "bool":
         return one.help
-    shown = f"{one.default >> 20}MiB" if one.kind == "size" else one.default
+    shown = _size(one.default) if one.kind == "size" else one.default
     return f"{one.help} Default: {shown}."
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes >> 10}KiB" if num_bytes % (1 << 20) else f"{num_bytes >> 20}MiB"
 
 
 @contextmanager

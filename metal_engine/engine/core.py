@@ -8,6 +8,7 @@ import random
 import time
 from collections import deque
 
+from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.token_rules import TokenRulesMaker
@@ -92,6 +93,7 @@ class EngineCore:
         rules = self._rules.rules_for(params)
         prepared = []
         for prompt in prompts:
+            check_cancelled()
             kept = self._truncated(prompt, params)
             max_tokens = self._max_tokens(len(kept), params)
             self._check_token_ids(kept)

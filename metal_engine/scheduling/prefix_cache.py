@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable
+from functools import lru_cache
 from hashlib import sha256
 
 from metal_engine.request import Request
@@ -17,6 +18,7 @@ from metal_engine.scheduling.block_manager import Block, BlockManager
 from metal_engine.settings.config import CacheConfig
 
 
+@lru_cache(maxsize=64)  # the prompts and the outputs of a request share theirs
 def root_hash(model_fingerprint: str, cache_salt: str) -> bytes:
     """Returns the hash with which the chains of one model and one salt begin."""
     salt = cache_salt.encode("utf-8", "surrogatepass")

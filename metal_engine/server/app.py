@@ -59,7 +59,7 @@ def create_app(
         workers,
         auto_tool_choice=args.enable_auto_tool_choice,
     )
-    lifecycle = app.state.lifecycle = Lifecycle(engine)
+    lifecycle = app.state.lifecycle = Lifecycle(engine, workers)
     metrics = ServerMetrics(engine, served.names[0])
     answer = Answerer(served, args.sse_keep_alive)
     add_openai_routes(app, served, answer, ResponseStore(args.max_stored_responses))

@@ -39,6 +39,7 @@ MAX_TEXT_BYTES = 24 << 20
 MAX_WITHIN = 1 << 21
 
 _INTEGERS = re.compile(rf"[-\d\s,]{{0,{_CHARACTERS_AT_ONCE}}}", re.ASCII)
+_LONG_NUMBER = re.compile(r"-?\d[\d.eE+-]{4400}")
 _SPACE = re.compile(r"[ \t\n\r]*")
 # Whole characters and escapes of a text; two escapes that make one character stay together.
 _TEXT = re.compile(
@@ -86,6 +87,8 @@ class PiecewiseDecoder(json.JSONDecoder):
             self._num_values += 1
             if self._num_values > MAX_VALUES:
                 raise TooComplexError(f"has more than {MAX_VALUES} values")
+            if _LONG_NUMBER.match(text, at):
+                raise TooComplexError("has a number with too many digits")
             return scan(text, at)
 
         self._scan = counting

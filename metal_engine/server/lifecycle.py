@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.server.errors import APIError, error_response
+from metal_engine.server.workers import Weight, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,9 @@ SHUTTING_DOWN = "shutting_down"
 class Lifecycle:
     """Counts the requests that generate, and sees them off when the server stops. Belongs to the event loop."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, workers: Workers) -> None:
         self._engine = engine
+        self._workers = workers
         self._num_active = 0  # generating requests whose answer is not complete
         self._idle = asyncio.Event()
         self._idle.set()
@@ -31,8 +33,12 @@ class Lifecycle:
         self.cut = False
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new requests and wait for those under way; what is left at ``timeout`` is cut."""
+        """Refuse new requests and wait for those under way; what is left at ``timeout`` is cut.
+
+        Grammars are not waited for: their requests have not begun.
+        """
         self.draining = True
+        self._workers.drop(Weight.COMPILING)
         if self._num_active:
             message = "shutting down: %d requests may finish within %g s; a second signal stops at once"
             logger.warning(message, self._num_active, timeout)

@@ -73,7 +73,7 @@ class GenerationBody(RequestModel):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     kv_transfer_params: KVTransferParams | None = None
     user: str | None = None
 

@@ -7,10 +7,11 @@ import contextvars
 import enum
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
-from metal_engine.cancellation import asker_left, check_cancelled
+from metal_engine.cancellation import Cancelled, asker_left, check_cancelled
+from metal_engine.server.errors import APIError
 from metal_engine.server.large_bodies import ALWAYS_SMALL_BYTES
 
 T = TypeVar("T")
@@ -22,12 +23,13 @@ HEAVY_BYTES = 1 << 18
 class Weight(enum.Enum):
     """Which threads do a piece of work, so that quick work never queues behind slow work; and how many there are.
 
-    Threads that run Python take turns of 5 ms with the event loop, so few are heavy. Compiling waits for processes.
+    Threads that run Python take turns of 5 ms with the event loop, so few are heavy. Compiling waits for processes, and
+    who asks for a grammar that is known must not wait for those who ask for others.
     """
 
     LIGHT = ("light", 4)
     HEAVY = ("heavy", 2)
-    COMPILING = ("compiling", 8)
+    COMPILING = ("compiling", 64)
 
     @classmethod
     def of(cls, num_bytes: int) -> Weight:
@@ -43,24 +45,39 @@ class Workers:
             weight: ThreadPoolExecutor(weight.value[1], thread_name_prefix=f"{weight.value[0]}-work")
             for weight in Weight
         }
-        self._under_way: set[threading.Event] = set()
+        self._under_way: dict[threading.Event, tuple[Weight, Future[Any]]] = {}
+        self._dropped: set[Weight] = set()
 
     async def run(self, weight: Weight, work: Callable[..., T], *args: object) -> T:
         """Returns ``work(*args)``. Cancelling takes it out of the queue, or makes
         :func:`metal_engine.cancellation.is_cancelled` true within it."""
+        if weight in self._dropped:
+            raise _shutting_down()
         left = threading.Event()
         context = contextvars.copy_context()
         context.run(asker_left.set, left)
-        self._under_way.add(left)
-        future = self._pools[weight].submit(context.run, _unless_left, work, *args)
+        future: Future[T] = self._pools[weight].submit(context.run, _unless_left, work, *args)
+        self._under_way[left] = weight, future
         try:
             return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
+        except Cancelled as cancelled:  # dropped
+            raise _shutting_down() from cancelled
+        except asyncio.CancelledError as cancelled:
+            if left.is_set():  # dropped, before it began
+                raise _shutting_down() from cancelled
             left.set()
             future.cancel()
             raise
         finally:
-            self._under_way.discard(left)
+            del self._under_way[left]
+
+    def drop(self, weight: Weight) -> None:
+        """End work of a kind, from now on: who waits for it is told that the server shuts down."""
+        self._dropped.add(weight)
+        for left, (kind, future) in list(self._under_way.items()):
+            if kind is weight:
+                left.set()
+                future.cancel()
 
     async def run_if_large(self, num_bytes: int, work: Callable[..., T], *args: object) -> T:
         """Returns ``work(*args)``, which takes 10 ms at most for ``ALWAYS_SMALL_BYTES``: in a thread for more."""
@@ -68,10 +85,14 @@ class Workers:
 
     def close(self) -> None:
         """Drop everything: what is queued, and what is under way as soon as it notices."""
-        for left in self._under_way:
-            left.set()
+        for weight in Weight:
+            self.drop(weight)
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _shutting_down() -> APIError:
+    return APIError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "1"})
 
 
 def _unless_left(work: Callable[..., T], *args: object) -> T:

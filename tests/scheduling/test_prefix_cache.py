@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling import prefix_cache
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.prefix_cache import PrefixCache, extend_block_hashes
+from metal_engine.scheduling.prefix_cache import PrefixCache, extend_block_hashes, prompt_block_hashes
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 
@@ -35,6 +37,21 @@ def hashes(prompt: list[int], *, salt: str = "", model: str = "m") -> list[bytes
 
 
 # --- hashes -------------------------------------------------------------------------------------------------
+
+
+def test_a_salt_is_hashed_once_for_all_prompts_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(data: bytes = b"") -> Any:
+        hashed.append(len(data))
+        return sha256(data)
+
+    monkeypatch.setattr(prefix_cache, "sha256", counted)
+    salt = "a salt that no other test has" * 100
+    config = CacheConfig(block_size=4, num_blocks=8, enable_prefix_caching=True, model_fingerprint="m")
+    for i in range(50):
+        prompt_block_hashes([i] * (i % 9), config, salt)
+    assert sum(length > 1000 for length in hashed) == 1
 
 
 def test_hashes_cover_full_blocks_and_everything_before_them() -> None:

@@ -101,6 +101,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "allowed_token_ids": [98], "bad_words": ["b"]}, "allowed_token_ids", None),
     ({"prompt": "a", "stop_token_ids": list(range(VOCAB_SIZE)), "min_tokens": 3}, "min_tokens", None),
     ({"prompt": "a", "logit_bias": dict.fromkeys(range(30_000), "x")}, "logit_bias", None),
+    ({"prompt": "a", "cache_salt": "s" * 1025}, "cache_salt", None),
     ({"prompt": "a", "bad_words": [""]}, "bad_words", None),
     ({"prompt": "a", "bad_words": "word"}, "bad_words", None),
     ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", None),

@@ -103,6 +103,8 @@ def test_what_takes_more_memory_than_any_request_needs() -> None:
         (b'["", ' * 1 + b'"",' * MAX_VALUES + b"1]", "values"),
         (b"[" + b"1.5," * MAX_VALUES + b"1]", "values"),
         (b"[" + b"1," * MAX_INTEGERS + b"1]", "integers"),
+        (b'{"a": 0.' + b"1" * 5_000 + b"}", "digits"),
+        (b'{"a": [true, -1' + b"1" * 5_000 + b"e3]}", "digits"),
         (("\N{GRINNING FACE}" + "a" * (MAX_TEXT_BYTES // 4)).encode().join([b'"', b'"']), "beyond U\\+FFFF"),
         (b'"' + b"\\ud83d\\ude00" + b"a" * (MAX_TEXT_BYTES // 4) + b'"', "beyond U\\+FFFF"),
     ):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from metal_engine.cancellation import Cancelled, check_cancelled, is_cancelled
+from metal_engine.server.errors import APIError
 from metal_engine.server.workers import HEAVY_BYTES, Weight, Workers
 
 
@@ -81,10 +82,41 @@ def test_work_under_way_notices_that_its_asker_left(by: str, release: threading.
         else:
             workers.close()
         release.set()
-        with pytest.raises((asyncio.CancelledError, Cancelled)):
+        with pytest.raises((asyncio.CancelledError, APIError)):
             await task
         while not noticed:
             await asyncio.sleep(0.001)
+
+    run(work)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_server_that_stops_does_not_wait_for_grammars(begun: bool, release: threading.Event) -> None:
+    started = threading.Event()
+
+    def compiling() -> None:
+        started.set()
+        release.wait()
+        check_cancelled()
+
+    async def work(workers: Workers) -> None:
+        num_before = 0 if begun else Weight.COMPILING.value[1]
+        before = [asyncio.create_task(workers.run(Weight.COMPILING, release.wait)) for _ in range(num_before)]
+        light = asyncio.create_task(workers.run(Weight.LIGHT, release.wait))
+        task = asyncio.create_task(workers.run(Weight.COMPILING, compiling))
+        await asyncio.sleep(0)
+        if begun:
+            await asyncio.to_thread(started.wait)
+        workers.drop(Weight.COMPILING)
+        if begun:
+            release.set()
+        for one in (task, asyncio.create_task(workers.run(Weight.COMPILING, compiling))):
+            with pytest.raises(APIError) as info:
+                await one
+            assert (info.value.status_code, info.value.code) == (503, "shutting_down")
+        assert started.is_set() == begun
+        release.set()
+        await asyncio.gather(light, *before)
 
     run(work)
 

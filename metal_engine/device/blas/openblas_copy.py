@@ -10,6 +10,7 @@ write as this user may as well change the package. Its digest is against damage,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -18,6 +19,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,8 @@ _PACKAGE = "scipy-openblas32"
 _PREFIX = b"scipy_"
 # Not the package's own soname: whoever is linked to that one needs the prefixed names and must not get ours.
 _SONAME = "libmetal_engine_openblas.so"
+# Nobody takes as long to make a copy.
+_MAKING_SECONDS = 600.0
 _DIGEST_SIZE = hashlib.sha256().digest_size
 
 
@@ -76,6 +80,10 @@ def standard_copy(packaged: PackagedLibrary, directory: Path) -> Path:
     target = directory / f"libopenblas-{packaged.version}-{origin.hexdigest()[:32]}.so"
     if _is_intact(target, origin.digest()):
         return target
+    for left in directory.glob(".making-*"):  # by processes that were ended
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > _MAKING_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
     work = directory / f".making-{os.getpid()}-{os.urandom(4).hex()}"
     work.mkdir(mode=0o700)
     try:

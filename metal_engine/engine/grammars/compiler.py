@@ -13,7 +13,7 @@ import logging
 import socket
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,13 +24,15 @@ from metal_engine.engine.grammars.compiled import CompiledGrammar
 from metal_engine.engine.grammars.messages import framed, unpack_compiled
 from metal_engine.engine.grammars.tokenizer_process import GrammarProcessError, TokenizerProcess, receive_patiently
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.errors import ParameterError
+from metal_engine.errors import OverloadedError, ParameterError
 from metal_engine.sampling_params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
 # Each takes a core for a second at most.
 _MAX_COMPILING = 2
+# Grammars that wait for that: the last of them waits ten seconds at worst.
+_MAX_WAITING = 16
 # Compiled grammars kept for further requests. Each is a process of a few MiB, some tens at worst.
 _MAX_KEPT = 16
 # Where there would be more, those of grammars that no output follows are put to rest.
@@ -53,6 +55,7 @@ class GrammarCompiler:
         self._turns = threading.Semaphore(_MAX_COMPILING)
         self._lock = threading.Lock()
         self._compiling: set[socket.socket] = set()
+        self._waiting: Counter[bytes] = Counter()  # who waits for each grammar to be compiled, or compiles it
         self._is_closed = False
         self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()  # the least recently asked for first
         self._in_use: weakref.WeakValueDictionary[bytes, CompiledGrammar] = weakref.WeakValueDictionary()
@@ -65,6 +68,7 @@ class GrammarCompiler:
 
         Raises:
             ParameterError: it is no grammar, or too large, or asks for what cannot be enforced.
+            OverloadedError: too many other grammars wait to be compiled.
             Cancelled: whoever asked for it has left.
         """
         try:
@@ -74,7 +78,7 @@ class GrammarCompiler:
         key = hashlib.sha256(wanted).digest()
         compiled = self._known(key)
         if compiled is None:
-            with self._turn():
+            with self._turn(key):
                 compiled = self._known(key)
                 if compiled is None:
                     compiled = self._compile(wanted)
@@ -111,14 +115,24 @@ class GrammarCompiler:
             self._kept.popitem(last=False)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        while not self._turns.acquire(timeout=_POLL_SECONDS):
-            self._check_wanted()
+    def _turn(self, key: bytes) -> Iterator[None]:
+        with self._lock:
+            if key not in self._waiting and len(self._waiting) >= _MAX_WAITING:
+                raise OverloadedError(f"{len(self._waiting)} other grammars wait to be compiled")
+            self._waiting[key] += 1
         try:
-            self._check_wanted()
-            yield
+            while not self._turns.acquire(timeout=_POLL_SECONDS):
+                self._check_wanted()
+            try:
+                self._check_wanted()
+                yield
+            finally:
+                self._turns.release()
         finally:
-            self._turns.release()
+            with self._lock:
+                self._waiting[key] -= 1
+                if not self._waiting[key]:
+                    del self._waiting[key]
 
     def _make_room(self) -> None:
         if self._num_processes >= _MAX_PROCESSES:

@@ -33,7 +33,7 @@ import llguidance
 from metal_engine.engine.grammars.messages import ERROR, LENGTH, MASK, MASK_LAST, framed, pack_compiled, unpack_step
 from metal_engine.engine.grammars.source import grammar_source
 
-COMPILE_CPU_SECONDS = 2.0
+COMPILE_CPU_SECONDS = 1.0
 MAX_GROWTH = 64 << 20
 MASK_CPU_SECONDS = 0.02
 MEAN_MASK_CPU_SECONDS = 0.002

@@ -7,8 +7,22 @@ from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.kv_transfer.stores.base import KVStore, StoreError
 from metal_engine.kv_transfer.stores.disk import DiskStore
-from metal_engine.kv_transfer.stores.store_folder import NotAStoreError
+from metal_engine.kv_transfer.stores.store_folder import NotAStoreError, StoreFolder
 from metal_engine.kv_transfer.stores.valkey import ValkeyStore
+
+
+def check_place(config: KVTransferConfig) -> None:
+    """Refuse a directory that cannot be a store, before a model is loaded.
+
+    Raises:
+        ConfigError: it has other things in it, or is none.
+    """
+    if config.kv_connector != "disk" or not config.saves:
+        return
+    try:
+        StoreFolder(config.options["path"]).check()
+    except (NotAStoreError, OSError) as error:
+        raise ConfigError(config.flag, f"{config.flag}: {error}") from error
 
 
 def open_store(config: KVTransferConfig, layout: BlockLayout) -> KVStore:

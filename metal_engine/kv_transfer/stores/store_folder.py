@@ -93,6 +93,21 @@ class StoreFolder:
         with self.opened() as folder:
             _make_private(self.root, folder)
 
+    def check(self) -> None:
+        """Raise NotAStoreError if the path cannot become a store: it is no directory, or has other things in it."""
+        if not self.root.exists() or self.is_marked:
+            return
+        if not self.root.is_dir():
+            raise NotAStoreError(f"{self.root} is no directory")
+        with self.opened() as folder:
+            self._refuse_others(folder)
+
+    def _refuse_others(self, folder: int) -> None:
+        if (other := _other_things(folder)) is not None:
+            raise NotAStoreError(
+                f"{self.root} has things in it that are not a KV store's ({other}): name a new or an empty directory"
+            )
+
     def mark(self) -> bool:
         """Make the directory, close it to others and put the marker into it; does nothing where there is a marker.
 
@@ -120,10 +135,7 @@ class StoreFolder:
         return False
 
     def _mark_new(self, folder: int) -> None:
-        if (other := _other_things(folder)) is not None:
-            raise NotAStoreError(
-                f"{self.root} has things in it that are not a KV store's ({other}): name a new or an empty directory"
-            )
+        self._refuse_others(folder)
         is_old = bool(os.listdir(folder))
         _make_private(self.root, folder)
         if is_old:

@@ -31,11 +31,11 @@ class Admission:
         """Raise APIError, a 503 with ``Retry-After``, if a request with such a prompt may not wait."""
         num_waiting = self.engine.num_waiting
         if self.max_requests and num_waiting >= self.max_requests:
-            raise _overloaded(f"{num_waiting} requests are waiting (--max-num-queued-reqs)")
+            raise overloaded(f"{num_waiting} requests are waiting (--max-num-queued-reqs)")
         queued = self.engine.num_queued_tokens
         # A prompt larger than the limit is let in when nothing else waits: it would never get in otherwise.
         if self.max_tokens and queued and queued + num_prompt_tokens > self.max_tokens:
-            raise _overloaded(f"{queued} prompt tokens are waiting (--max-num-queued-tokens)")
+            raise overloaded(f"{queued} prompt tokens are waiting (--max-num-queued-tokens)")
 
     def admit(self, prompt_lens: list[int]) -> Reservation:
         """Places for requests with prompts of so many tokens: of a burst, each counts those before it.
@@ -46,6 +46,7 @@ class Admission:
         return self.engine.reserve(prompt_lens)
 
 
-def _overloaded(reason: str) -> APIError:
+def overloaded(reason: str) -> APIError:
+    """A 503 with ``Retry-After``."""
     headers = {"retry-after": str(RETRY_AFTER_SECONDS)}
     return APIError(503, f"the server is overloaded: {reason}", code=OVERLOADED, headers=headers)

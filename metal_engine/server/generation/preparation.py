@@ -13,11 +13,11 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.errors import ContextLengthError, ParameterError, PromptError
+from metal_engine.errors import ContextLengthError, OverloadedError, ParameterError, PromptError
 from metal_engine.request import PreparedRequest, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
-from metal_engine.server.generation.admission import Admission
+from metal_engine.server.generation.admission import Admission, overloaded
 from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, Arrived, Generation
 from metal_engine.server.generation.logprobs import num_entries
 from metal_engine.server.generation.parameters import ParameterPolicy
@@ -186,6 +186,8 @@ def _prepared(
         requests = engine.prepare_all(prompts, adjusted, body.cache_salt or "")
     except ParameterError as error:
         raise parameter_error(error, body, is_forced=is_forced) from error
+    except OverloadedError as error:
+        raise overloaded(str(error)) from error
     except ContextLengthError as error:
         param = body.max_tokens_field if error.name == "max_tokens" else body.prompt_field
         raise invalid(str(error), param=param, code="context_length_exceeded") from error

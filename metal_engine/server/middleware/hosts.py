@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 
 from starlette.datastructures import Headers
@@ -66,7 +67,8 @@ def _is_allowed(host: str, known: frozenset[str]) -> bool:
 def _without_port(host: str) -> str:
     """``localhost:8000`` -> ``localhost``, ``[::1]:8000`` -> ``::1``."""
     if host.startswith("["):
-        return host[1:].partition("]")[0]
+        name, _, port = host[1:].partition("]")
+        return name if re.fullmatch(r"(:\d*)?", port) else host
     return host if host.count(":") > 1 else host.partition(":")[0]
 
 

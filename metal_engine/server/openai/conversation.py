@@ -51,7 +51,9 @@ class Conversation(Endpoint[ChatCompletionBody]):
 
     def _tool_plan(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolPlan:
         if body.tools and num_characters([tool.model_dump() for tool in body.tools]) > MAX_TOOL_CHARACTERS:
-            raise invalid(f" may have {MAX_TOOL_CHARACTERS} characters together", where="tools")
+            raise invalid(
+                f" may have {MAX_TOOL_CHARACTERS} characters together, 64 for each value besides", where="tools"
+            )
         choice = body.tool_choice
         name = choice.function.name if isinstance(choice, NamedToolChoice) else None
         try:

@@ -59,7 +59,8 @@ def read_request(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompl
     told |= body.model_dump(include={"text", "tools"}, exclude_none=True)
     instructions = len(body.instructions or "")
     if num_characters(told) - instructions > MAX_TOLD_CHARACTERS:
-        problem = f"tools, text and metadata are part of the answer: they may have {MAX_TOLD_CHARACTERS} characters"
+        limit = f"they may have {MAX_TOLD_CHARACTERS} characters, 64 for each value besides"
+        problem = f"tools, text and metadata are part of the answer: {limit}"
         raise invalid(problem, param="tools")
     chat, messages = to_chat(body, earlier)
     if len(messages) > MAX_MESSAGES:

@@ -22,7 +22,7 @@ from metal_engine.engine.grammars.compiled import CompiledGrammar
 from metal_engine.engine.grammars.compiler import GrammarCompiler
 from metal_engine.engine.grammars.messages import MASK, framed, unpack_step
 from metal_engine.engine.grammars.process import receive
-from metal_engine.errors import ParameterError
+from metal_engine.errors import OverloadedError, ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.engine.grammars.hostile import PATTERNS, cubic, descendants
 from tests.support.serving import wait_until
@@ -158,6 +158,24 @@ def test_without_processes_only_structured_output_is_refused(
             engine.prepare(byte_ids("a"), structured)
         engine.prepare(byte_ids("a"), SamplingParams())
     engine.prepare(byte_ids("a"), structured)
+
+
+def test_others_are_told_to_come_again_where_many_wait(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.compile(StructuredOutputsParams(regex="known"))
+    go_on = threading.Event()
+    monkeypatch.setattr(compiler_module, "_ask", lambda *_: (go_on.wait(60), (0.0, "refused"))[1])
+    monkeypatch.setattr(compiler_module, "_MAX_WAITING", 3)
+    askers = [Asker(compiler, StructuredOutputsParams(regex=letter)) for letter in "abcaaa"]
+    wait_until(lambda: compiler._waiting.total() == 6, "six who wait for three")
+    with pytest.raises(OverloadedError, match="3 other grammars"):
+        compiler.compile(StructuredOutputsParams(regex="d"))
+    compiler.compile(StructuredOutputsParams(regex="known"))
+    go_on.set()
+    for asker in askers:
+        asker.join(60)
+    assert not compiler._waiting
 
 
 def test_what_is_kept_is_bounded(compiler: GrammarCompiler) -> None:
