@@ -317,6 +317,7 @@ FETCHES = """
 import signal
 from metal_engine.checkpoints import demo
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored in a run that outlives its terminal
 demo.fetch_demo_model()
 """
 

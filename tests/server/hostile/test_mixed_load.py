@@ -26,7 +26,8 @@ from tools.fixtures.fake_engine import TOOL_TEMPLATE
 FLAGS = (
     *("--served-model-name", "tiny", "--tool-call-parser", "json_tools", "--max-model-len", "640"),
     *("--max-num-batched-tokens", "256", "--max-num-seqs", "64", "--block-size", "8"),
-    *("--log-level", "warning"),
+    # What a server keeps of responses grows to its limit, which is more than what is looked for here.
+    *("--log-level", "warning", "--max-stored-responses", "8"),
 )
 
 
