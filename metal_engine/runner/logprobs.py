@@ -10,7 +10,7 @@ import numpy as np
 from metal_engine.request import TokenLogprobs
 
 # Rows whose float32 copies exist at once, when a long prompt's logits are looked at.
-_ROWS_AT_ONCE = 32
+_ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
