@@ -74,7 +74,7 @@ _FINISH_REASONS = {
 }
 
 
-@lru_cache(maxsize=32)  # the outputs of a request share theirs
+@lru_cache(maxsize=4)  # the outputs of a request share theirs; one has up to a MiB
 def _union(eos_token_ids: frozenset[int], stop_token_ids: tuple[int, ...]) -> frozenset[int]:
     return eos_token_ids | frozenset(stop_token_ids)
 

@@ -39,7 +39,7 @@ class _Node:
         return node.longer[ch]
 
 
-@lru_cache(maxsize=32)  # the prompts of one request, and the requests of one client, share theirs
+@lru_cache(maxsize=4)  # the prompts and outputs of one request share theirs; one has up to 5 MiB
 def _automaton(stops: tuple[str, ...]) -> _Node:
     """The root of an Aho-Corasick automaton: time and memory linear in the stop strings' characters."""
     root = _Node(0)
