@@ -63,6 +63,7 @@ class Tokenizer:
         self.hf_tokenizer = hf_tokenizer
         self._allow_special_tokens = allow_special_tokens_in_content
         self._max_tokens: int | None = None
+        self._max_chars: int | None = None
         own = hf_tokenizer.eos_token_id
         self.eos_token_ids = frozenset(eos_token_ids) | ({own} if own is not None else set())
         self._token_bytes: dict[int, bytes] = {}
@@ -91,15 +92,10 @@ class Tokenizer:
         minute on them (:class:`TextTooLongError`)."""
         limited = copy(self)
         limited._max_tokens = max_tokens
+        most = max(_MAX_CHARACTERS, _CHARACTERS_PER_TOKEN * max_tokens)
+        # This one's, which goes through the vocabulary once; a copy would do so for each request.
+        limited._max_chars = min(_SHRINKING * self._longest_token * max_tokens, most)
         return limited
-
-    @property
-    def _max_chars(self) -> int | None:
-        """Characters of the longest text that may fit."""
-        if self._max_tokens is None:
-            return None
-        most = max(_MAX_CHARACTERS, _CHARACTERS_PER_TOKEN * self._max_tokens)
-        return min(_SHRINKING * self._longest_token * self._max_tokens, most)
 
     @cached_property
     def _longest_token(self) -> int:

@@ -22,3 +22,13 @@ def test_the_tokenizer_itself_takes_anything() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.limited(1)
     assert len(tokenizer.encode("a" * 10_000)) > 1000
+
+
+def test_the_vocabulary_is_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer()
+    kind, looked = type(tokenizer.hf_tokenizer), []
+    get_vocab = kind.get_vocab
+    monkeypatch.setattr(kind, "get_vocab", lambda self: (looked.append(1), get_vocab(self))[1])
+    for _ in range(3):
+        tokenizer.limited(100).encode("a")
+    assert len(looked) == 1
