@@ -11,7 +11,7 @@ from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, merge_outputs
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 
@@ -35,6 +35,8 @@ class _Mailbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
+        if self._arrived and self._arrived[-1].finished:
+            return  # of a step that was under way when the request was cut
         self._arrived.append(output)
         for logprobs in output.text_logprobs or ():
             self._num_unread += len(logprobs.top) + 1
@@ -173,10 +175,14 @@ class AsyncEngine:
         self._num_queued_tokens += num_tokens
 
     def prepare_all(
-        self, prompts: list[list[int]], params: SamplingParams, cache_salt: str = ""
+        self, prompts: list[list[int]], params: SamplingParams, cache_salt: str = "", rules: TokenRules | None = None
     ) -> list[PreparedRequest]:
-        """See :meth:`EngineCore.prepare_all`. Call it in a thread: it may compile a grammar."""
-        return self._started.prepare_all(prompts, params, cache_salt)
+        """See :meth:`EngineCore.prepare_all`. Call it in a thread: it may take long."""
+        return self._started.prepare_all(prompts, params, cache_salt, rules)
+
+    def rules_for(self, params: SamplingParams) -> TokenRules:
+        """See :meth:`EngineCore.rules_for`. Call it in a thread: it may compile a grammar."""
+        return self._started.rules_for(params)
 
     async def generate(
         self,
@@ -245,4 +251,8 @@ class AsyncEngine:
             if queue is not None:
                 queue.put(output)
                 if queue.is_overfull and not output.finished:
-                    self.cut_request(output.request_id, "the client does not read its answer")
+                    problem = "the client does not read its answer"
+                    queue.put(
+                        RequestOutput(output.request_id, finish_reason="error", error=problem, caused_by_request=True)
+                    )
+                    self._thread.abort(output.request_id)

@@ -16,7 +16,7 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, ParameterError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.stats import SchedulerStats
@@ -87,10 +87,10 @@ class EngineCore:
         return self.prepare_all([prompt_token_ids], params, cache_salt)[0]
 
     def prepare_all(
-        self, prompts: list[list[int]], params: SamplingParams, cache_salt: str = ""
+        self, prompts: list[list[int]], params: SamplingParams, cache_salt: str = "", rules: TokenRules | None = None
     ) -> list[PreparedRequest]:
-        """:meth:`prepare` for prompts that share their parameters, which are resolved once."""
-        rules = self._rules.rules_for(params)
+        """:meth:`prepare` for prompts that share their parameters, which are resolved once; or were, to ``rules``."""
+        rules = rules or self.rules_for(params)
         prepared = []
         for prompt in prompts:
             check_cancelled()
@@ -100,6 +100,15 @@ class EngineCore:
             hashes = prompt_block_hashes(kept, self.config.cache, cache_salt)
             prepared.append(PreparedRequest(kept, params, max_tokens, rules, cache_salt, hashes))
         return prepared
+
+    def rules_for(self, params: SamplingParams) -> TokenRules:
+        """What parameters mean for this model. Thread-safe; compiles their grammar, if they have one.
+
+        Raises:
+            ParameterError: the model cannot follow the parameters.
+            OverloadedError: too many grammars wait to be compiled.
+        """
+        return self._rules.rules_for(params)
 
     def _truncated(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
         """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says."""

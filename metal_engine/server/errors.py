@@ -95,6 +95,15 @@ def model_not_found(model: str) -> APIError:
     return APIError(404, f"The model `{shown}` does not exist.", param="model", code="model_not_found")
 
 
+SHUTTING_DOWN = "shutting_down"
+
+
+def shutting_down() -> APIError:
+    """A 503 for a request that comes when the server is about to end, or that has not begun by then."""
+    headers = {"connection": "close", "retry-after": "1"}
+    return APIError(503, "the server is shutting down", code=SHUTTING_DOWN, headers=headers)
+
+
 def engine_dead(error: BaseException) -> APIError:
     message = str(error) if isinstance(error, EngineDeadError) else f"the engine has stopped: {error!r}"
     return APIError(503, message, code="engine_dead")

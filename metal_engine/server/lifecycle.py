@@ -9,15 +9,13 @@ from contextlib import suppress
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.server.errors import APIError, error_response
+from metal_engine.server.errors import error_response, shutting_down
 from metal_engine.server.workers import Weight, Workers
 
 logger = logging.getLogger(__name__)
 
 # After requests were cut: time for their last events to be written.
 _LAST_WRITES_SECONDS = 1.0
-
-SHUTTING_DOWN = "shutting_down"
 
 
 class Lifecycle:
@@ -66,9 +64,7 @@ class Lifecycle:
                 await app(scope, receive, send)
                 return
             if self.draining:
-                headers = {"connection": "close", "retry-after": "1"}
-                error = APIError(503, "the server is shutting down", code=SHUTTING_DOWN, headers=headers)
-                await error_response(error, scope)(scope, receive, send)
+                await error_response(shutting_down(), scope)(scope, receive, send)
                 return
             self._num_active += 1
             self._idle.clear()

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from metal_engine.cancellation import Cancelled, asker_left, check_cancelled
-from metal_engine.server.errors import APIError
+from metal_engine.server.errors import shutting_down
 from metal_engine.server.large_bodies import ALWAYS_SMALL_BYTES
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Workers:
         """Returns ``work(*args)``. Cancelling takes it out of the queue, or makes
         :func:`metal_engine.cancellation.is_cancelled` true within it."""
         if weight in self._dropped:
-            raise _shutting_down()
+            raise shutting_down()
         left = threading.Event()
         context = contextvars.copy_context()
         context.run(asker_left.set, left)
@@ -61,10 +61,10 @@ class Workers:
         try:
             return await asyncio.wrap_future(future)
         except Cancelled as cancelled:  # dropped
-            raise _shutting_down() from cancelled
+            raise shutting_down() from cancelled
         except asyncio.CancelledError as cancelled:
             if left.is_set():  # dropped, before it began
-                raise _shutting_down() from cancelled
+                raise shutting_down() from cancelled
             left.set()
             future.cancel()
             raise
@@ -89,10 +89,6 @@ class Workers:
             self.drop(weight)
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _shutting_down() -> APIError:
-    return APIError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "1"})
 
 
 def _unless_left(work: Callable[..., T], *args: object) -> T:

@@ -14,10 +14,9 @@ from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, TokenLogprobs
-from metal_engine.server.errors import APIError, engine_dead, invalid
+from metal_engine.server.errors import SHUTTING_DOWN, APIError, engine_dead, invalid
 from metal_engine.server.generation.logprobs import num_entries, prompt_logprobs_json
 from metal_engine.server.json_parts import JSONParts, Placeholder
-from metal_engine.server.lifecycle import SHUTTING_DOWN
 from metal_engine.server.logs import note
 from metal_engine.server.protocol import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -15,7 +17,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, OverloadedError, ParameterError, PromptError
 from metal_engine.request import PreparedRequest, RequestOptions
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.generation.admission import Admission, overloaded
 from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, Arrived, Generation
@@ -23,7 +25,7 @@ from metal_engine.server.generation.logprobs import num_entries
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
 from metal_engine.server.generation.streaming import sse
-from metal_engine.server.protocol import ChatCompletionBody, GenerationBody, KVTransferParams, Usage
+from metal_engine.server.protocol import GenerationBody, KVTransferParams, Usage
 from metal_engine.server.workers import Weight, Workers
 
 # Sequences of one request; each takes memory before it runs.
@@ -130,8 +132,12 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, n
     if engine.error is not None:
         raise engine_dead(engine.error)
     # Long for a long prompt, for many parameters or for a large grammar, and the event loop serves everybody.
-    weight = Weight.COMPILING if _may_compile(body) else Weight.of(num_bytes)
-    requests, echoes = await served.workers.run(weight, _prepared, served, endpoint, body)
+    preparation, weight = _Preparation(served, endpoint, body), Weight.of(num_bytes)
+    await served.workers.run(weight, preparation.begin)
+    if preparation.needs_grammar:
+        await served.workers.run(Weight.COMPILING, preparation.compile)
+        await served.workers.run(weight, preparation.finish)
+    requests, echoes = preparation.requests, preparation.echoes
     prompt_lens = [len(request.prompt_token_ids) for request in requests for _ in range(request.params.n)]
     reservation = served.admission.admit(prompt_lens)
     return Generation(
@@ -149,11 +155,6 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, n
     )
 
 
-def _may_compile(body: GenerationBody) -> bool:
-    tool_choice = body.tool_choice if isinstance(body, ChatCompletionBody) else None
-    return bool(body.structured_outputs or body.response_format) or tool_choice not in (None, "none", "auto")
-
-
 def _options(body: GenerationBody) -> RequestOptions:
     transfer = body.kv_transfer_params or KVTransferParams()
     return RequestOptions(
@@ -164,41 +165,84 @@ def _options(body: GenerationBody) -> RequestOptions:
     )
 
 
-def _prepared(
-    served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT
-) -> tuple[list[PreparedRequest], list[str] | None]:
-    """A request for each prompt, and the prompts' texts if they are wanted back; in a thread."""
-    engine = served.engine
-    served.parameters.check(body)
-    params = sampling_params(body, engine.config.model.default_sampling)
-    if params.n > 1 and not endpoint.has_choices:
-        raise invalid(" must be 1: the answer is one message", where="n")
-    tokenizer = served.tokenizer_beyond_context
-    if body.truncate_prompt_tokens is None:
-        tokenizer = engine.tokenizer.limited(engine.config.scheduler.max_model_len)
-    prompts = endpoint.tokenize(body, tokenizer)
-    if len(prompts) * params.n > MAX_SEQUENCES:
-        raise invalid(f"n times the number of prompts may be {MAX_SEQUENCES} at most", param="n")
-    is_forced = True  # what fails in `adjust` is what tool calls ask for
-    try:
-        adjusted = endpoint.adjust(params)
-        is_forced = adjusted.structured_outputs is not params.structured_outputs
-        requests = engine.prepare_all(prompts, adjusted, body.cache_salt or "")
-    except ParameterError as error:
-        raise parameter_error(error, body, is_forced=is_forced) from error
-    except OverloadedError as error:
-        raise overloaded(str(error)) from error
-    except ContextLengthError as error:
-        param = body.max_tokens_field if error.name == "max_tokens" else body.prompt_field
-        raise invalid(str(error), param=param, code="context_length_exceeded") from error
-    except PromptError as error:
-        raise invalid(str(error), param=body.prompt_field) from error
-    prompts = [request.prompt_token_ids for request in requests]
-    if sum(map(len, prompts)) * params.n > MAX_PROMPT_TOKENS:
-        raise invalid(f"n times the tokens of the prompts may be {MAX_PROMPT_TOKENS} at most", param="n")
-    num_prompt_entries = num_entries(sum(map(len, prompts)) * params.n, params.prompt_logprobs)
-    limit = MAX_STREAMED_ENTRIES if body.stream else MAX_LOGPROB_ENTRIES
-    if num_prompt_entries > limit:
-        field = body.logprobs_field if body.prompt_logprobs is None else "prompt_logprobs"
-        raise invalid(f" of the prompts are {num_prompt_entries}, and may be {limit} at most", where=field)
-    return requests, endpoint.echoes(body, prompts, engine.tokenizer)
+class _Preparation(Generic[BodyT]):
+    """What is done for a request in threads: :meth:`begin`, and where that says so :meth:`compile` and :meth:`finish`.
+
+    Compiling is apart, because many may wait for it at once; work on prompts is for few threads.
+
+    Attributes:
+        needs_grammar: whether there is a grammar to compile; known after :meth:`begin`.
+        requests: one for each prompt, in the end.
+        echoes: the prompts' texts if they are wanted back, in the end.
+    """
+
+    def __init__(self, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -> None:
+        self._served = served
+        self._endpoint = endpoint
+        self._body = body
+        self._prompts: list[list[int]] = []
+        self._params = SamplingParams()
+        self._rules: TokenRules | None = None
+        self._is_forced = False  # the grammar is that of tool calls
+        self.needs_grammar = False
+        self.requests: list[PreparedRequest] = []
+        self.echoes: list[str] | None = None
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Within it, an error is told by the name that the body has for what is at fault."""
+        body = self._body
+        try:
+            yield
+        except ParameterError as error:
+            raise parameter_error(error, body, is_forced=self._is_forced) from error
+        except OverloadedError as error:
+            raise overloaded(str(error)) from error
+        except ContextLengthError as error:
+            param = body.max_tokens_field if error.name == "max_tokens" else body.prompt_field
+            raise invalid(str(error), param=param, code="context_length_exceeded") from error
+        except PromptError as error:
+            raise invalid(str(error), param=body.prompt_field) from error
+
+    def begin(self) -> None:
+        """Judge the parameters and tokenize the prompts; all there is to do, if there is no grammar."""
+        served, endpoint, body = self._served, self._endpoint, self._body
+        config = served.engine.config
+        served.parameters.check(body)
+        params = sampling_params(body, config.model.default_sampling)
+        if params.n > 1 and not endpoint.has_choices:
+            raise invalid(" must be 1: the answer is one message", where="n")
+        tokenizer = served.tokenizer_beyond_context
+        if body.truncate_prompt_tokens is None:
+            tokenizer = served.engine.tokenizer.limited(config.scheduler.max_model_len)
+        self._prompts = endpoint.tokenize(body, tokenizer)
+        if len(self._prompts) * params.n > MAX_SEQUENCES:
+            raise invalid(f"n times the number of prompts may be {MAX_SEQUENCES} at most", param="n")
+        self._is_forced = True  # what fails in `adjust` is what tool calls ask for
+        with self._told():
+            self._params = endpoint.adjust(params)
+        self._is_forced = self._params.structured_outputs is not params.structured_outputs
+        self.needs_grammar = self._params.structured_outputs is not None
+        if not self.needs_grammar:
+            self.finish()
+
+    def compile(self) -> None:
+        """Compile the grammar."""
+        with self._told():
+            self._rules = self._served.engine.rules_for(self._params)
+
+    def finish(self) -> None:
+        """Make the requests."""
+        body, params, engine = self._body, self._params, self._served.engine
+        with self._told():
+            self.requests = engine.prepare_all(self._prompts, params, body.cache_salt or "", self._rules)
+        prompts = [request.prompt_token_ids for request in self.requests]
+        num_tokens = sum(map(len, prompts)) * params.n
+        if num_tokens > MAX_PROMPT_TOKENS:
+            raise invalid(f"n times the tokens of the prompts may be {MAX_PROMPT_TOKENS} at most", param="n")
+        num_prompt_entries = num_entries(num_tokens, params.prompt_logprobs)
+        limit = MAX_STREAMED_ENTRIES if body.stream else MAX_LOGPROB_ENTRIES
+        if num_prompt_entries > limit:
+            field = body.logprobs_field if body.prompt_logprobs is None else "prompt_logprobs"
+            raise invalid(f" of the prompts are {num_prompt_entries}, and may be {limit} at most", where=field)
+        self.echoes = self._endpoint.echoes(body, prompts, engine.tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import threading
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 
 from metal_engine.engine.async_engine import _UNMERGED, _Mailbox
+from metal_engine.engine.core import EngineCore
+from metal_engine.engine.grammars.compiler import GrammarCompiler
+from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput, TokenLogprobs
 from metal_engine.server.generation import generation, logprobs, preparation
 from metal_engine.server.json_parts import JSONParts
@@ -95,3 +99,40 @@ def test_what_nobody_reads_is_merged_and_then_too_much() -> None:
     assert not mailbox.is_overfull
     mailbox.put(RequestOutput("r", [500], text_logprobs=[logprob]))
     assert mailbox.is_overfull
+
+
+def test_what_comes_after_the_end_is_dropped() -> None:
+    mailbox = _Mailbox(1, max_unread=1000)
+    for output in (
+        RequestOutput("r", [1], text="a"),
+        RequestOutput("r", finish_reason="abort", error="cut"),
+        RequestOutput("r", [2], text="b"),
+    ):
+        mailbox.put(output)
+    assert asyncio.run(mailbox.take()).finish_reason == "abort"
+
+
+def test_prompts_are_not_made_where_grammars_wait(tiny: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, str] = {}
+
+    def noted(kind: type, name: str) -> None:
+        function = getattr(kind, name)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            threads[name] = threading.current_thread().name.partition("_")[0]
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(kind, name, noting)
+
+    noted(Tokenizer, "apply_chat_template")
+    noted(EngineCore, "prepare_all")
+    noted(GrammarCompiler, "compile")
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 3,
+        "response_format": {"type": "json_object"},
+    }
+    assert tiny.post("/v1/chat/completions", body).status_code == 200
+    assert threads == {
+        "apply_chat_template": "light-work", "compile": "compiling-work", "prepare_all": "light-work"
+    }  # fmt: skip
