@@ -23,6 +23,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.chat_template import Message, RenderedTooLongError, texts_of_template
 from metal_engine.engine.template_sandbox import STAND_INS
+from metal_engine.sizes import parts
 
 # Long texts are searched so many characters at a time: the search holds the interpreter.
 _WINDOW = 1 << 17
@@ -97,7 +98,7 @@ class ControlTokens:
         Raises:
             ValueError: the request has all characters that could stand in for others; and what ``render`` raises.
         """
-        given = [*_texts(messages), *_texts(variables)]
+        given = [part for part in parts([messages, variables]) if isinstance(part, str)]
         is_normalized_mark = self._normalized is not None and any(map(self._has_normalized, given))
         if not is_normalized_mark and not any(self._has_signs(text) for text in given):
             return encode(self._backend, render(messages, variables))
@@ -283,19 +284,6 @@ def _as_written(token: AddedToken) -> AddedToken:
         normalized=False,
         special=token.special,
     )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in plain data, names included."""
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, dict):
-            waiting += [*item.keys(), *item.values()]
-        elif isinstance(item, list | tuple):
-            waiting += item
 
 
 def _changed(value: Any, hide: Callable[[str, bool, _Hidden], str], is_answer: bool, hidden: _Hidden) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError, WrapValidator
 
-from metal_engine.sizes import num_characters
+from metal_engine.sizes import num_characters, parts
 
 # A body is large from so many bytes on, or from so many commas: what has fewer is parsed and validated within 10 ms.
 LARGE_BYTES = 1 << 20
@@ -226,15 +226,9 @@ def check_unicode(body: bytes, value: Any) -> None:
     """Raise UnicodeError if a text in a JSON value is not valid Unicode; ``body`` is what the value was read from."""
     if not _has(_MAYBE_SURROGATE, body):  # rare, so that most values are not looked at
         return
-    left = [value]
-    while left:
-        one = left.pop()
+    for one in parts(value):
         if isinstance(one, str):
             one.encode()
-        elif isinstance(one, dict):
-            left += [*one, *one.values()]
-        elif isinstance(one, list):
-            left += one
 
 
 def _in_pieces(value: Any, validate: Any) -> Any:

@@ -79,6 +79,7 @@ def test_work_under_way_notices_that_its_asker_left(by: str, release: threading.
         await asyncio.to_thread(started.wait)
         if by == "cancel":
             task.cancel()
+            await asyncio.wait([task])
         else:
             workers.close()
         release.set()

@@ -181,7 +181,7 @@ class _Preparation(Generic[BodyT]):
         self._endpoint = endpoint
         self._body = body
         self._prompts: list[list[int]] = []
-        self._params = SamplingParams()
+        self._params: SamplingParams  # from `begin` on
         self._rules: TokenRules | None = None
         self._is_forced = False  # the grammar is that of tool calls
         self.needs_grammar = False

@@ -76,7 +76,7 @@ def test_host_is_allowed() -> None:
         ({}, True),
         ({"host": "0.0.0.0"}, True),
         ({"api_key": ("k",)}, False),
-        ({"uds": "/tmp/socket"}, False),
+        ({"uds": "engine.sock"}, False),
         ({"ssl_certfile": "c", "ssl_keyfile": "k"}, False),
         ({"allowed_hosts": ("*",)}, False),
         ({"allowed_hosts": ("a", "*")}, False),
