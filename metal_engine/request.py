@@ -150,6 +150,12 @@ class Request:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    def status_after(self, token_id: int) -> RequestStatus | None:
+        """How ``token_id``, its last token, ends it; None if it goes on."""
+        if token_id in self.stop_token_id_set:
+            return RequestStatus.FINISHED_STOPPED
+        return RequestStatus.FINISHED_LENGTH if self.num_output_tokens >= self.max_tokens else None
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -35,8 +35,10 @@ class Matcher(Protocol):
     def consume(self, token_ids: Sequence[int]) -> None:
         """Go on past tokens that the output has been given, and begin to compute what may come next."""
 
-    def fill_mask(self, mask: np.ndarray) -> None:
+    def fill_mask(self, mask: np.ndarray, deadline: float) -> bool:
         """Write which tokens may come next: bit ``i % 32`` of word ``i // 32`` of ``mask``, [W] int32.
+
+        Returns False, without writing, if that is not known at ``deadline``, a time of ``time.monotonic``.
 
         Raises:
             ValueError: the grammar forbids one of the output's tokens, or got too complex to go on.

@@ -86,12 +86,15 @@ class ModelOutput:
         logprobs: by request id, of the token it sampled, where asked for.
         prompt_logprobs: by request id, of the prompt tokens in this step, where asked for.
         errors: by request id, why what the request asks for must end it. Its sampled token is void.
+        late_req_ids: sampling requests whose grammar has not told yet what it allows. Their sampled tokens are void,
+            and the last tokens that they have computed are to be computed again.
     """
 
     sampled_token_ids: list[int]
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    late_req_ids: set[str] = field(default_factory=set)
 
 
 class KVCacheLostError(Exception):

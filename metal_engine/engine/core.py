@@ -272,6 +272,7 @@ class EngineCore:
                 self.scheduler.cancel(void_plan)
             self._under_way.clear()
             return outputs
+        self.metrics.num_late_masks += len(model_output.late_req_ids)
         for request_id, prompt_logprobs in model_output.prompt_logprobs.items():
             self._outputs.add_prompt_logprobs(request_id, prompt_logprobs)
         try:

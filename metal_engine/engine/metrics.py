@@ -76,12 +76,14 @@ class EngineMetrics:
         step_tokens: rows of each step.
         step_time: from planning a step to its tokens.
         num_failed_steps: steps that raised.
+        num_late_masks: rows computed again, because a grammar had not told in time what it allows.
         kv_transfer: what KV transfer has done; None without it.
     """
 
     def __init__(self, kv_transfer: KVTransferStats | None = None) -> None:
         self.kv_transfer = kv_transfer
         self.num_failed_steps = 0
+        self.num_late_masks = 0
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_cache_queries = 0

@@ -14,7 +14,7 @@ from metal_engine.kv_cache.rows import StepRows, step_rows
 from metal_engine.kv_cache.writes import MakeWrites, SlotWrites
 from metal_engine.runner.logits_edits import RequestEdits
 from metal_engine.runner.sampler import SamplingTable
-from metal_engine.step import NewRequestData, SchedulerOutput
+from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,16 @@ class RequestTable:
         self._block_table[index, start : start + len(block_ids)] = block_ids
         self._num_blocks[index] = start + len(block_ids)
 
-    def append_tokens(self, request_ids: list[str], token_ids: np.ndarray) -> None:
-        """Append one sampled token, [R], to each request that is still held."""
+    def append_tokens(self, request_ids: list[str], output: ModelOutput) -> None:
+        """Append its sampled token to each of a step's sampling requests that is still held, R of them."""
         indices = np.fromiter((self._index_of.get(r, -1) for r in request_ids), np.int32, len(request_ids))
-        indices, token_ids = indices[indices >= 0], token_ids[indices >= 0]
+        token_ids = np.array(output.sampled_token_ids, np.int32)
+        is_held = indices >= 0
+        if output.late_req_ids:
+            is_late = np.fromiter((r in output.late_req_ids for r in request_ids), bool, len(request_ids))
+            self._num_computed[indices[is_held & is_late]] -= 1
+            is_held &= ~is_late
+        indices, token_ids = indices[is_held], token_ids[is_held]
         self._token_ids[indices, self._num_tokens[indices]] = token_ids
         self._num_tokens[indices] += 1
 

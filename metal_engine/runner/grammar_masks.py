@@ -29,17 +29,21 @@ class GrammarState:
         self._matcher.consume(token_ids)
         self._num_tokens += len(token_ids)
 
-    def fill_mask(self, mask: np.ndarray) -> None:
+    def fill_mask(self, mask: np.ndarray, deadline: float) -> bool:
         """Write which tokens may come next: bit ``i % 32`` of word ``i // 32``, [W] int32.
+
+        Returns False, without writing, if that is not known at ``deadline``, a time of ``time.monotonic``.
 
         Raises:
             ValueError: the grammar forbids a token, or got too complex to go on.
         """
-        self._matcher.fill_mask(mask)
+        if not self._matcher.fill_mask(mask, deadline):
+            return False
         if self._num_tokens < self._min_tokens:
             others = without(mask, self._stop_token_ids)
             if others.any():  # else the grammar is at its end
                 mask[:] = others
+        return True
 
 
 def without(mask: np.ndarray, token_ids: np.ndarray) -> np.ndarray:

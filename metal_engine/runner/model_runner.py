@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend
 from metal_engine.device.streams import end_streams_of_thread, synchronize
@@ -65,7 +64,7 @@ class ModelRunner:
             # Masks are for the host to compute while the device is busy: with the step before, or with this one.
             is_built = bool(self._steps) or not sampling.has_masks
             if is_built:
-                sampling.build(logits)
+                sampling.build(logits, is_dispatched=False)
             saves = self._gather_saves()
         except BaseException:
             self._table.forget_samples()
@@ -120,7 +119,7 @@ class ModelRunner:
             if logits is not None:
                 step.is_async = True
                 mx.async_eval(logits)  # the forward runs while the host computes masks
-                step.sampling.build(logits)
+                step.sampling.build(logits, is_dispatched=True)
             # Without any, only intermediate chunks: what matters is the KV they leave behind.
             step.root = list(step.sampling.arrays or [self._pool.written()])
             step.root += step.saves.arrays.values() if step.saves is not None else ()
@@ -153,7 +152,7 @@ class ModelRunner:
         if self._kv_connector is not None and step.saves is not None:
             self._kv_connector.hand_over_saves(step.saves)
         output = step.sampling.result()
-        self._table.append_tokens(step.sampled_req_ids, np.array(output.sampled_token_ids, np.int32))
+        self._table.append_tokens(step.sampled_req_ids, output)
         return output
 
     def _recover(self, step: PendingStep, error: Exception) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -13,6 +15,9 @@ from metal_engine.runner.logits_edits import CannotGoOnError, StepEdits
 from metal_engine.runner.logprobs import LogprobArrays, compute_logprobs
 from metal_engine.runner.sampler import sample
 from metal_engine.step import ModelOutput, PromptLogprobs, SchedulerOutput
+
+# How long the grammars of a step are waited for. Most need a tenth of a millisecond.
+_MASK_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class StepSampling:
         # Taken now: the index may be another request's by the time of the result.
         self._num_top = table.sampling.logprobs[batch.sample_indices]  # [R], -1: not asked for
         self._errors: dict[str, str] = {}
+        self._late: set[str] = set()
         self._edits = self._collect_edits(table)
         self._prompt_rows = _prompt_rows(table, plan, batch.rows)
         self.logits_indices = batch.rows.logits_indices
@@ -75,19 +81,37 @@ class StepSampling:
     def has_masks(self) -> bool:
         return self._edits is not None and bool(self._edits.grammars)
 
-    def _masks(self, edits: StepEdits, vocab_size: int) -> np.ndarray:
-        """Returns what each grammar of the step allows, [G, W] int32; a request whose grammar fails gets an error."""
-        masks = np.zeros((len(edits.grammars), -(-vocab_size // 32)), np.int32)
-        for mask, (i, grammar) in zip(masks, edits.grammars, strict=True):
-            try:
-                grammar.fill_mask(mask)
-            except ValueError as error:
-                self._errors[self._req_ids[edits.rows[i]]] = f"structured output failed: {error}"
-                mask[:] = -1
+    def _masks(self, edits: StepEdits, logits: mx.array, is_dispatched: bool) -> np.ndarray:
+        """What each grammar of the step allows, [G, W] int32.
+
+        A request whose grammar fails gets an error; one whose grammar does not tell in time is late.
+        """
+        masks = np.full((len(edits.grammars), -(-logits.shape[-1] // 32)), -1, np.int32)
+        late = self._fill(masks, edits, range(len(masks)), time.monotonic() + _MASK_SECONDS)
+        if late and is_dispatched:
+            mx.eval(logits)  # nobody is held up as long as the device is busy
+            late = self._fill(masks, edits, late, time.monotonic())
+        self._late = {self._req_ids[edits.rows[edits.grammars[i][0]]] for i in late}
         return masks
 
-    def build(self, logits: mx.array) -> None:
-        """Build the graph on the step's logits, [R + T, vocab_size]."""
+    def _fill(self, masks: np.ndarray, edits: StepEdits, wanted: Iterable[int], deadline: float) -> list[int]:
+        """Fill in the masks of the grammars ``wanted``; returns those that have not come at ``deadline``."""
+        late = []
+        for i in wanted:
+            row, grammar = edits.grammars[i]
+            try:
+                if not grammar.fill_mask(masks[i], deadline):
+                    late.append(i)
+            except ValueError as error:
+                self._errors[self._req_ids[edits.rows[row]]] = f"structured output failed: {error}"
+        return late
+
+    def build(self, logits: mx.array, *, is_dispatched: bool) -> None:
+        """Build the graph on the step's logits, [R + T, vocab_size].
+
+        Args:
+            is_dispatched: whether the device computes them already.
+        """
         num_sampled = len(self._indices)
         if self._prompt_rows:
             targets = mx.array(np.concatenate([p.targets for p in self._prompt_rows]))
@@ -95,17 +119,17 @@ class StepSampling:
             self._prompt_logprobs = compute_logprobs(logits[num_sampled:], targets, num_top)
             logits = logits[:num_sampled]
         if num_sampled:
-            self.tokens = self._sample(logits)
+            self.tokens = self._sample(logits, is_dispatched)
             wanted = np.flatnonzero(self._num_top >= 0)
             if len(wanted):
                 at = mx.array(wanted.astype(np.int32))
                 self._logprobs = compute_logprobs(logits[at], self.tokens[at], int(self._num_top.max()))
 
-    def _sample(self, logits: mx.array) -> mx.array:
+    def _sample(self, logits: mx.array, is_dispatched: bool) -> mx.array:
         edits = self._edits
         if edits is None:
             return sample(logits, self._sampling, self._indices, self._positions)
-        masks = self._masks(edits, logits.shape[-1])
+        masks = self._masks(edits, logits, is_dispatched)
         edited = np.array(edits.rows, np.int32)
         changed = edits.apply(logits[mx.array(edited)].astype(mx.float32), masks)
         tokens = sample(changed, self._sampling, self._indices[edited], self._positions[edited])
@@ -127,7 +151,7 @@ class StepSampling:
     def result(self) -> ModelOutput:
         """Returns the step's output. To be called when :attr:`arrays` are evaluated."""
         output = ModelOutput([] if self.tokens is None else np.array(self.tokens).tolist())
-        output.errors = self._errors
+        output.errors, output.late_req_ids = self._errors, self._late
         if self._logprobs is not None:
             wanted = [(r, k) for r, k in zip(self._req_ids, self._num_top.tolist(), strict=True) if k >= 0]
             tokens = self._logprobs.on_host([k for _, k in wanted])

@@ -117,10 +117,14 @@ class PrefixCache:
         return None
 
     def publish(self, request: Request) -> None:
-        """Let requests share the running ``request``'s full blocks, as far as their tokens are known."""
+        """Let requests share the running ``request``'s full blocks, as far as their tokens are known.
+
+        The last token of one with a grammar may be computed again (:attr:`ModelOutput.late_req_ids`).
+        """
         if not self.is_enabled:
             return
-        num_full = min(request.num_computed_tokens, request.num_tokens) // self._block_size
+        num_known = request.num_tokens - (request.rules.grammar is not None)
+        num_full = min(request.num_computed_tokens, num_known) // self._block_size
         if num_full > request.num_registered_blocks:
             hashes = extend_block_hashes(request, self._block_size, self._model_fingerprint)
             self._blocks.register(request.request_id, hashes, request.num_registered_blocks, num_full)

@@ -349,8 +349,12 @@ class Scheduler:
                 outputs.append(RequestOutput(request_id, finish_reason="error", error=error, caused_by_request=True))
                 continue
             request.num_output_placeholders -= 1
+            if request_id in model_output.late_req_ids:
+                if request.status is RequestStatus.RUNNING:
+                    request.num_computed_tokens -= 1
+                continue
             request.token_ids.append(token_id)
-            status = _finish_status(request, token_id)
+            status = request.status_after(token_id)
             if request.num_computed_tokens == request.num_tokens and request.status is RequestStatus.RUNNING:
                 self.prefix_cache.publish(request)  # its last block was computed before this token was known
             num_cached, num_external = request.num_cached_tokens, request.num_external_tokens
@@ -384,17 +388,9 @@ class Scheduler:
             num_blocks = len(self.blocks.block_ids(request.request_id))
             assert num_blocks >= self.blocks.blocks_for(request.num_computed_tokens)
             num_known = request.num_tokens + request.num_output_placeholders
-            assert 0 < request.num_computed_tokens <= num_known
+            assert 0 <= request.num_computed_tokens <= num_known
             assert request.num_registered_blocks * self.blocks.block_size <= request.num_computed_tokens
         partial = [r for r in self.running.values() if num_remaining(r, self.config) > 1]
         assert len(partial) <= self.config.max_num_partial_prefills
         num_long = sum(is_long(num_remaining(r, self.config), self.config) for r in partial)
         assert num_long <= self.config.max_long_partial_prefills
-
-
-def _finish_status(request: Request, token_id: int) -> RequestStatus | None:
-    if token_id in request.stop_token_id_set:
-        return RequestStatus.FINISHED_STOPPED
-    if request.num_output_tokens >= request.max_tokens:
-        return RequestStatus.FINISHED_LENGTH
-    return None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.step import NewRequestData, SchedulerOutput
+from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 
 MAX_ROWS = 4
 MAX_MODEL_LEN = 40
@@ -141,7 +141,7 @@ def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int, 
         assert table.output_positions(batch).tolist() == num_outputs
         tokens = data.draw(st.lists(st.integers(0, 999), min_size=len(sampled), max_size=len(sampled)))
         last_samples = tokens
-        under_way.append(([*plan.sampled_req_ids, "gone"], np.array([*tokens, 7], np.int32)))
+        under_way.append(([*plan.sampled_req_ids, "gone"], ModelOutput([*tokens, 7])))
         while len(under_way) > ahead:
             table.append_tokens(*under_way.pop(0))
         for request, token_id in zip(sampled, tokens, strict=True):
@@ -187,7 +187,7 @@ def test_tokens_of_a_dropped_request_are_not_written_to_its_successor() -> None:
     table.pack(SchedulerOutput(0, {"a": 2}, [new_request("a", 2, [0])], sampled_req_ids=["a"]))
     new = NewRequestData("b", [7, 8, 9], 3, 0, [1], SamplingParams())
     table.pack(SchedulerOutput(1, {"b": 2}, [new], dropped_req_ids=["a"]))
-    table.append_tokens(["a"], np.array([5], np.int32))
+    table.append_tokens(["a"], ModelOutput([5]))
     batch = table.pack(SchedulerOutput(2, {"b": 1}, sampled_req_ids=["b"]))
     assert batch.input_ids.tolist() == [9]
     assert table.output_positions(batch).tolist() == [0]
@@ -227,7 +227,7 @@ def test_a_sample_is_taken_from_the_step_before_only() -> None:
     batch = table.pack(SchedulerOutput(1, {"b": 2, "a": 1}, sampled_req_ids=["a"]))
     assert (batch.pending_rows.tolist(), batch.pending_samples.tolist()) == ([2], [0])
     assert batch.input_ids.tolist() == [2, 3, 0]
-    table.append_tokens(["a"], np.array([9], np.int32))
+    table.append_tokens(["a"], ModelOutput([9]))
     table.pack(SchedulerOutput(2, {"b": 2}))
     with pytest.raises(ValueError, match="neither known nor being sampled"):
         table.pack(decode(3, "a"))  # of step 1, and step 2 came between

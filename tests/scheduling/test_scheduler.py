@@ -584,3 +584,19 @@ def test_cancelled_plans_are_computed_again_and_those_of_others_stay() -> None:
     request = harness.scheduler.requests["second"]
     assert (request.num_computed_tokens, request.num_output_placeholders) == (0, 0)
     harness.drain()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_block_whose_last_token_may_be_computed_again_is_not_shared_yet(depth: int) -> None:
+    """The runner notices a write to a block that two requests have."""
+    harness = SchedulerHarness(
+        SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_model_len=100),
+        CacheConfig(block_size=4, num_blocks=50, enable_prefix_caching=True),
+        depth=depth,
+    )
+    harness.submit("late", make_prompt(0, 8), 6, needs_token_on_host=True)
+    harness.runner.num_late = 3
+    harness.step()
+    harness.submit("same", make_prompt(0, 10), 6)
+    harness.drain()
+    assert harness.tracked["same"].request.num_cached_tokens == 4

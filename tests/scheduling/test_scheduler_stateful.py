@@ -119,6 +119,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def refuse_a_step(self) -> None:
         self.harness.refuse_newest()
 
+    @rule(num_late=st.integers(1, 5))
+    def hold_up_masks(self, num_late: int) -> None:
+        self.harness.runner.num_late = num_late
+
     @precondition(lambda self: self.harness.live)
     @rule(num_steps=st.integers(1, 12))
     def steps(self, num_steps: int) -> None:

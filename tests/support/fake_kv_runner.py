@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import KVConnectorMetadata, ModelOutput, SchedulerOutput
@@ -80,6 +81,7 @@ class _Held:
     token_ids: list[int]
     block_ids: list[int]
     num_computed_tokens: int
+    has_grammar: bool
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [blocks * block_size]
 
 
@@ -98,6 +100,9 @@ class FakeKVRunner:
 
     A sampled token joins the runner's own copy of the sequence at once, so that the next plan may count on it
     before the scheduler has been told (a placeholder).
+
+    Attributes:
+        num_late: so many samples of requests with grammars, from now on, are not made: their masks are late.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class FakeKVRunner:
         self.num_holders: Counter[int] = Counter()  # block id -> requests held that have it in their table
         self.num_steps = 0
         self.last_step_id = -1
+        self.num_late = 0
 
     def close(self) -> None:
         """Nothing here belongs to a thread."""
@@ -151,16 +157,21 @@ class FakeKVRunner:
             assert self.save is not None
             self.save(block_hash, self.kv[self._slots_of(block_id)].view(np.uint8).copy())
 
-        sampled = []
+        output = ModelOutput([])
         for request_id, (_, stop) in ranges.items():
             held = self.held[request_id]
             held.num_computed_tokens = stop
-            if stop == len(held.token_ids):
-                token_id = _sampled(self._digest(held, stop))
-                held.token_ids.append(token_id)
-                sampled.append(token_id)
+            if stop < len(held.token_ids):
+                continue
+            output.sampled_token_ids.append(_sampled(self._digest(held, stop)))
+            if held.has_grammar and self.num_late:
+                self.num_late -= 1
+                held.num_computed_tokens -= 1
+                output.late_req_ids.add(request_id)
+            else:
+                held.token_ids.append(output.sampled_token_ids[-1])
         self.num_steps += 1
-        return FakeStep(ModelOutput(sampled))
+        return FakeStep(output)
 
     def _slots_of(self, block_id: int) -> slice:
         return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
@@ -176,7 +187,9 @@ class FakeKVRunner:
             assert new.request_id in plan.num_scheduled_tokens, f"{new.request_id} is new, but has no share"
             assert 0 < new.num_prompt_tokens <= len(new.token_ids)
             assert 0 <= new.num_computed_tokens < len(new.token_ids), "at least one token must be computed"
-            self.held[new.request_id] = _Held(list(new.token_ids), [], new.num_computed_tokens)
+            self.held[new.request_id] = _Held(
+                list(new.token_ids), [], new.num_computed_tokens, has_grammar=new.rules.grammar is not None
+            )
             self._append_blocks(new.request_id, new.block_ids)
         for request_id, block_ids in plan.new_block_ids.items():
             assert block_ids and request_id in plan.num_scheduled_tokens
@@ -208,6 +221,16 @@ class HostSampled(SamplingParams):
     """Parameters of a request whose tokens can be sampled only when the one before is known on the host."""
 
     needs_token_on_host = True  # type: ignore[assignment]
+
+
+class _AnyText:
+    """A grammar that is only there."""
+
+    def matcher(self) -> Any:
+        raise NotImplementedError
+
+
+_GRAMMAR = TokenRules(grammar=_AnyText())
 
 
 @dataclass
@@ -285,6 +308,7 @@ class SchedulerHarness:
             prompt,
             make_params(max_tokens=max_tokens, ignore_eos=ignore_eos),
             max_tokens=max_tokens,
+            rules=_GRAMMAR if needs_token_on_host else NO_RULES,
             eos_token_ids=eos,
             options=options or RequestOptions(),
             needs_prompt_rows=needs_prompt_rows,
@@ -392,7 +416,7 @@ class SchedulerHarness:
             - len(t.token_ids)
             for t in self.live
         )
-        bound = alone * self.depth + self.depth + 4
+        bound = alone * self.depth + self.depth + 4 + self.runner.num_late * self.depth
         steps = num_waits = 0
         while self.live and not (until is not None and until()):
             plan = self.step()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import select
 import socket
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -64,12 +67,15 @@ class CompiledGrammar:
         self._answers: dict[int, bytes] = {}
         self._live: set[int] = set()
         self._ended: deque[int] = deque()
+        self._unsent = bytearray()
         self._received = bytearray()
         self.is_worn = False
 
     def _set_channel(self, channel: socket.socket) -> None:
         channel.setblocking(False)
         self._channel = channel
+        self._is_open = True
+        self._heard_at = time.monotonic()  # when it answered, or was asked while it had nothing to do
         self._close = weakref.finalize(self, channel.close)
 
     @property
@@ -81,7 +87,7 @@ class CompiledGrammar:
         with self._lock:
             if not self._can_rest or self._is_resting or len(self._live) > len(self._ended):
                 return
-            for left in (self._live, self._ended, self._asked, self._answers, self._received):
+            for left in (self._live, self._ended, self._asked, self._answers, self._unsent, self._received):
                 left.clear()
             self._close()
             self._is_resting = True
@@ -90,7 +96,8 @@ class CompiledGrammar:
         """Have it compiled again; the answer to that comes before those to outputs."""
         try:
             self._set_channel(self._reopen())
-        except GrammarProcessError:  # the closed socket tells
+        except GrammarProcessError:
+            self._is_open = False
             return
         self._asked.appendleft(_COMPILING)
 
@@ -114,19 +121,25 @@ class CompiledGrammar:
             self._answers.pop(ended, None)
             messages.append(pack_step(ended, (), ends=True))
         messages.append(pack_step(output_id, token_ids))
+        if not self._asked:
+            self._heard_at = time.monotonic()
         self._asked.append(output_id)
-        self._send(b"".join(map(framed, messages)))
+        self._unsent += b"".join(map(framed, messages))
+        self._exchange(0.0)
 
-    def answer(self, output_id: int) -> np.ndarray:
-        """The mask last asked for, [W] int32; waits for it.
+    def answer(self, output_id: int, deadline: float) -> np.ndarray | None:
+        """The mask last asked for, [W] int32; None if it has not come at ``deadline``, a time of ``time.monotonic``.
 
         Raises:
             ValueError: the output cannot go on.
         """
         while output_id not in self._answers:
-            if not self._receive():
+            now = time.monotonic()
+            if not self._is_open or now - self._heard_at > _ANSWER_SECONDS:
                 self.is_worn = True
                 raise ValueError(_TOO_COMPLEX)
+            if not self._exchange(max(deadline - now, 0.0)) and now >= deadline:
+                return None
         answer = self._answers.pop(output_id)
         if answer[:1] == ERROR:
             self.is_worn = True  # states met by one output stay with all
@@ -134,28 +147,29 @@ class CompiledGrammar:
         self.is_worn |= answer[:1] == MASK_LAST
         return np.frombuffer(answer, np.int32, self._num_words, offset=1)
 
-    def _send(self, data: bytes) -> None:
-        """Send, and meanwhile read: the process may wait for that."""
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[self._channel.send(view) :]
-            except BlockingIOError:
-                readable, writable, _ = select.select([self._channel], [self._channel], [], _ANSWER_SECONDS)
-                if not (readable or writable) or (readable and not self._receive()):
-                    return
-            except OSError:
-                return  # the answer will not come
-
-    def _receive(self) -> bool:
-        """Take in what the process has sent, and wait for something. Returns False if nothing will come."""
-        try:
-            if not select.select([self._channel], [], [], _ANSWER_SECONDS)[0]:
-                return False
-            data = self._channel.recv(BUFFER_BYTES)
-        except OSError:
+    def _exchange(self, seconds: float) -> bool:
+        """Send and take in what can be, and wait so long for that. Returns whether there was anything."""
+        if not self._is_open:
             return False
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        events = poll.poll(math.ceil(min(seconds, _ANSWER_SECONDS) * 1e3))
+        try:
+            for _, event in events:
+                if event & select.POLLOUT:
+                    with contextlib.suppress(BlockingIOError):
+                        del self._unsent[: self._channel.send(self._unsent)]
+                if event & ~select.POLLOUT:
+                    self._receive()
+        except OSError:
+            self._is_open = False
+        return bool(events)
+
+    def _receive(self) -> None:
+        data = self._channel.recv(BUFFER_BYTES)
+        self._heard_at = time.monotonic()
         self._received += data
+        self._is_open = bool(data)
         while len(self._received) >= LENGTH.size:
             end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
             if len(self._received) < end:
@@ -163,11 +177,10 @@ class CompiledGrammar:
             output_id = self._asked.popleft()
             if output_id == _COMPILING:
                 if unpack_compiled(bytes(self._received[LENGTH.size : end]))[1]:
-                    return False
+                    self._is_open = False
             elif output_id in self._live:
                 self._answers[output_id] = bytes(self._received[LENGTH.size : end])
             del self._received[:end]
-        return bool(data)
 
 
 class GrammarMatcher:
@@ -184,9 +197,12 @@ class GrammarMatcher:
             self._grammar.ask(self.output_id, token_ids)
             self._is_asked, self._mask = True, None
 
-    def fill_mask(self, mask: np.ndarray) -> None:
+    def fill_mask(self, mask: np.ndarray, deadline: float) -> bool:
         self.consume(())
         if self._mask is None:
-            self._is_asked = False
-            self._mask = self._grammar.answer(self.output_id)
+            self._mask = self._grammar.answer(self.output_id, deadline)
+        if self._mask is None:
+            return False
+        self._is_asked = False
         mask[:] = self._mask
+        return True

@@ -19,7 +19,7 @@ from metal_engine.engine.grammars.messages import BUFFER_BYTES, LENGTH, framed
 
 _MODULE = "metal_engine.engine.grammars.process"
 # How often somebody who waits looks whether its asker has left.
-_POLL_SECONDS = 0.02
+_POLL_MILLISECONDS = 20
 # For what is bounded in CPU time, on a machine that is very busy.
 _WAIT_SECONDS = 60.0
 
@@ -40,11 +40,13 @@ def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> byt
     deadline = time.monotonic() + _WAIT_SECONDS
     message = bytearray()
     size = LENGTH.size
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
     while len(message) < size:
         if not is_shared:
             check_cancelled()
         try:
-            if not select.select([channel], [], [], _POLL_SECONDS)[0]:
+            if not poll.poll(_POLL_MILLISECONDS):
                 if time.monotonic() > deadline:
                     return None
                 continue

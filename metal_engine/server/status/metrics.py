@@ -102,6 +102,7 @@ class _EngineCollector(Collector):
             yield self._counter(name, help_, value(metrics))
         yield self._counter("num_preemptions", "Requests that lost their KV blocks.", stats.num_preemptions)
         yield self._counter("failed_steps", "Steps that raised.", metrics.num_failed_steps)
+        yield self._counter("late_masks", "Rows computed again: their grammars took long.", metrics.num_late_masks)
         ended = dict(metrics.num_finished)
         yield self._by_label("request_success", "Requests that ended, by reason.", "finished_reason", ended)
         transfer = metrics.kv_transfer

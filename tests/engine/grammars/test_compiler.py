@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -213,7 +214,7 @@ def test_grammars_that_no_output_follows_are_put_to_rest(
         for letter, grammar in zip(letters, held, strict=True):
             output = grammar.matcher()
             for _ in range(3):
-                output.fill_mask(mask)
+                assert output.fill_mask(mask, math.inf)
                 assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == byte_ids(
                     letter
                 )
@@ -273,18 +274,18 @@ def test_many_outputs_and_long_replays_do_not_block_each_other() -> None:
     for matcher in matchers:
         matcher.consume([1] * 20_000)
     for i, matcher in reversed(list(enumerate(matchers))):
-        matcher.fill_mask(mask)
+        assert matcher.fill_mask(mask, math.inf)
         assert (mask == i + 20_000).all()
     kept = matchers[5]
     del matchers, matcher
     kept.consume([1])
-    kept.fill_mask(mask)
+    assert kept.fill_mask(mask, math.inf)
     assert (mask == 5 + 1).all() and grammar._live == {5} and not grammar._answers
-    kept.fill_mask(np.zeros_like(mask))  # a step that is computed again
+    assert kept.fill_mask(np.zeros_like(mask), math.inf)  # a step that is computed again
     theirs.shutdown(socket.SHUT_RDWR)
     thread.join(60)
     kept.consume([1])
     with pytest.raises(ValueError, match="too complex"):
-        kept.fill_mask(mask)
+        assert kept.fill_mask(mask, math.inf)
     assert grammar.is_worn
     theirs.close()

@@ -1,0 +1,117 @@
+"""A grammar that does not tell in time what it allows holds up nobody: its output sits out steps, and ends the same."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metal_engine.engine.grammars import compiled as compiled_module
+from metal_engine.engine.grammars.compiled import CompiledGrammar, GrammarMatcher
+from metal_engine.engine.grammars.messages import MASK, framed
+from metal_engine.runner import step_sampling
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.support.tiny_engine import run_all, tiny_engine, token_ids
+from tools.fixtures.fake_engine import byte_ids
+
+NUM_WORDS = 8
+
+
+@pytest.fixture
+def grammar() -> Iterator[tuple[CompiledGrammar, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    yield CompiledGrammar(ours, NUM_WORDS * 32, 0.0, reopen=lambda: ours), theirs
+    theirs.close()
+
+
+def test_a_mask_that_is_late_comes_later(grammar: tuple[CompiledGrammar, socket.socket]) -> None:
+    compiled, process = grammar
+    matcher = compiled.matcher()
+    matcher.consume([1, 2])
+    mask = np.zeros(NUM_WORDS, np.int32)
+    for deadline in (0.0, time.monotonic(), time.monotonic() + 0.01):
+        assert not matcher.fill_mask(mask, deadline)
+    assert not mask.any()
+    process.sendall(framed(MASK + np.full(NUM_WORDS, 7, np.int32).tobytes()))
+    assert matcher.fill_mask(mask, math.inf) and (mask == 7).all()
+    assert len(process.recv(1 << 16)) < 50  # it was asked once
+
+
+def test_a_process_that_never_answers_ends_its_output(
+    grammar: tuple[CompiledGrammar, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_module, "_ANSWER_SECONDS", 0.0)
+    with pytest.raises(ValueError, match="too complex"):
+        grammar[0].matcher().fill_mask(np.zeros(NUM_WORDS, np.int32), math.inf)
+    assert grammar[0].is_worn
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_outputs_that_sit_out_steps_are_the_same(ahead: bool, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def params(**fields: Any) -> SamplingParams:
+        return SamplingParams(max_tokens=25, temperature=0.8, **fields)
+
+    following = params(seed=3, structured_outputs=StructuredOutputsParams(regex="[a-z]{40}"), logprobs=2)
+    penalized = params(seed=4, structured_outputs=StructuredOutputsParams(regex="[0-9]{9}x*"), repetition_penalty=1.2)
+    requests = [
+        (byte_ids("a prompt of some length"), following),
+        (byte_ids("b"), params(seed=5)),
+        (byte_ids("a prompt of some length, and on"), penalized),
+        (byte_ids("sixteen tokens.."), following),
+    ]
+    sizes = {"block_size": block_size, "num_blocks": 400 // block_size, "max_num_batched_tokens": 16}
+    alone = [run_all(tiny_engine(**sizes), [request])[0] for request in requests]
+
+    fill_mask, calls = GrammarMatcher.fill_mask, iter(range(1 << 30))
+    monkeypatch.setattr(
+        GrammarMatcher,
+        "fill_mask",
+        lambda self, mask, deadline: next(calls) % 5 in (1, 3) and fill_mask(self, mask, math.inf),
+    )
+    engine = tiny_engine(ahead=ahead, **sizes)
+    together = run_all(engine, requests)
+    assert [token_ids(outputs) for outputs in together] == [token_ids(outputs) for outputs in alone]
+    assert [outputs[-1].finish_reason for outputs in together] == [outputs[-1].finish_reason for outputs in alone]
+    for a, b in zip(together, alone, strict=True):
+        ours, theirs = ([lp.logprob for o in outputs for lp in o.logprobs or ()] for outputs in (a, b))
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    assert engine.metrics.num_late_masks > 20
+    assert engine.stats.num_used_blocks == 0
+
+
+def test_all_grammars_of_a_step_share_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many outputs follow grammars that take long, a step waits for them once."""
+    engine = tiny_engine()
+    asked: list[list[float]] = []
+
+    def late(self: GrammarMatcher, mask: np.ndarray, deadline: float) -> bool:
+        asked[-1].append(deadline - time.monotonic())
+        return False
+
+    monkeypatch.setattr(GrammarMatcher, "fill_mask", late)
+    params = SamplingParams(n=8, max_tokens=5, structured_outputs=StructuredOutputsParams(regex="[a-z]{9}"))
+    prepared = engine.prepare(byte_ids("a"), params)
+    for i in range(8):
+        engine.add_request(f"slow{i}", prepared, index=i)
+    quick = engine.prepare(byte_ids("b"), SamplingParams(max_tokens=20, temperature=0))
+    engine.add_request("quick", quick)
+    outputs = []
+    while "quick" in engine.request_ids:
+        asked.append([])
+        outputs += engine.step()
+    assert sum(len(output.token_ids) for output in outputs if output.request_id == "quick") == 20
+    assert {output.request_id for output in outputs} == {"quick"}
+    waits = [waits for waits in asked if waits]
+    assert len(waits) >= 20
+    for seconds in waits:
+        first, again = seconds[: len(seconds) // 2], seconds[len(seconds) // 2 :]
+        assert sorted(seconds, reverse=True) == seconds and first[0] <= step_sampling._MASK_SECONDS and again[0] <= 0
+    for i in range(8):
+        engine.abort_request(f"slow{i}")
+    assert engine.stats.num_used_blocks == 0
