@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from metal_engine.server.anthropic.protocol import CountTokensBody, MessagesBody
 from metal_engine.server.openai.responses_protocol import ResponsesBody
+from metal_engine.server.pooling.protocol import EmbeddingBody, RerankBody, ScoreBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from metal_engine.server.tokenization import DetokenizeBody, TokenizeBody
 
@@ -41,7 +42,11 @@ MESSAGES = Endpoint("/v1/messages", MessagesBody, {"model": "tiny", "messages": 
 COUNT_TOKENS = Endpoint("/v1/messages/count_tokens", CountTokensBody, {"model": "tiny", "messages": USER})
 TOKENIZE = Endpoint("/tokenize", TokenizeBody, {"prompt": "a"})
 DETOKENIZE = Endpoint("/detokenize", DetokenizeBody, {"tokens": [1]})
-ENDPOINTS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE)
+EMBEDDINGS = Endpoint("/v1/embeddings", EmbeddingBody, {"input": "a"})
+RERANK = Endpoint("/v1/rerank", RerankBody, {"query": "a", "documents": ["a"]})
+SCORE = Endpoint("/score", ScoreBody, {"text_1": "a", "text_2": ["a"]})
+POOLING = (EMBEDDINGS, RERANK, SCORE)
+ENDPOINTS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE, *POOLING)
 
 
 def repeated(element: str, size: int) -> str:

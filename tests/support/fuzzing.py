@@ -52,6 +52,10 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"messages": USER, "add_generation_prompt": False}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
     ("/v1/embeddings", {"input": "a"}),
+    ("/v1/embeddings", {"model": None, "input": [[1, 2], [3]], "dimensions": 4, "encoding_format": "base64",
+                        "truncate_prompt_tokens": 2, "priority": 1, "cache_salt": "s", "user": "u"}),
+    ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": True}),
+    ("/score", {"text_1": "a", "text_2": ["b", "c"], "truncate_prompt_tokens": -1}),
 ]  # fmt: skip
 
 # Written as JSON, for some of it is no JSON that Python would write.
