@@ -202,6 +202,24 @@ class Tokenizer:
         template = self.hf_tokenizer.chat_template
         return template if isinstance(template, dict) else {"default": template or ""}
 
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        """What clients need who make prompts themselves, as ``tokenizer_config.json`` has it; no names of files."""
+        hf = self.hf_tokenizer
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        template = self._templates.get("default") or next(iter(self._templates.values()), None)
+        added = {
+            str(token_id): {"content": token.content, "special": token.special}
+            for token_id, token in sorted(hf.added_tokens_decoder.items())
+        }
+        return {
+            "tokenizer_class": type(hf).__name__,
+            **dict.fromkeys(names),
+            **hf.special_tokens_map,
+            "chat_template": template or None,
+            "added_tokens_decoder": added,
+        }
+
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token; empty for an id that it does not have."""
         return [self.hf_tokenizer.convert_ids_to_tokens(i) or "" for i in token_ids]

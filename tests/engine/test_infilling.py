@@ -50,7 +50,7 @@ def test_the_forms_of_byte_level_tokenizers(marks: tuple[str, ...], text: str, b
 
 @pytest.mark.parametrize("make", [prepending, metaspace_first, metaspace_always])
 def test_code_llama(make: object) -> None:
-    """``<PRE> {prefix} <SUF>{suffix} <MID>``: the prefix begins with a space, the suffix with none of the tokenizer's."""
+    """``<PRE> {prefix} <SUF>{suffix} <MID>``: the prefix begins with a space, the suffix with none."""
     tokenizer = tokenizer_with(make(), "▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>", bos=True)  # type: ignore[operator]
     tokens, of_prefix = spelled(tokenizer, "the a", "the b")
     assert of_prefix == ["▁the", "▁", "a"]
