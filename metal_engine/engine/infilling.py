@@ -43,12 +43,11 @@ class Infilling:
     @classmethod
     def of(cls, backend: BackendTokenizer) -> Infilling | None:
         """The tokens of a tokenizer; None if it has none for this."""
+        ends = [backend.token_to_id(end) for end in _ENDS]
         for marks in _MARKS:
-            ids = [backend.token_to_id(mark) for mark in marks if mark]
-            if None not in ids:
-                ends = [backend.token_to_id(end) for end in _ENDS]
-                middle = ids[2] if len(ids) == 3 else None
-                return cls(ids[0], ids[1], middle, tuple(end for end in ends if end is not None))
+            prefix, suffix, middle = map(backend.token_to_id, marks)
+            if prefix is not None and suffix is not None and (middle is not None or not marks[2]):
+                return cls(prefix, suffix, middle, tuple(end for end in ends if end is not None))
         return None
 
     def join(self, prefix: list[int], suffix: list[int]) -> tuple[list[int], slice]:

@@ -22,6 +22,7 @@ from metal_engine.server.middleware.gate import limit_body, only_probes_if_spare
 from metal_engine.server.middleware.hosts import allow_hosts, checks_hosts
 from metal_engine.server.middleware.observe import observe
 from metal_engine.server.middleware.strict_json import StrictJSONRoute
+from metal_engine.server.ollama.routes import add_ollama_routes
 from metal_engine.server.openai.responses import ResponseStore
 from metal_engine.server.openai.routes import add_openai_routes
 from metal_engine.server.protocol import ErrorBody
@@ -71,6 +72,7 @@ def create_app(
     answer = Answerer(served, args.sse_keep_alive)
     add_openai_routes(app, served, answer, ResponseStore(args.max_stored_responses))
     add_anthropic_routes(app, served, answer)
+    add_ollama_routes(app, served, answer)
     add_tokenization_routes(app, served)
     add_model_routes(app, served)
     add_status_routes(app, served, lifecycle, metrics)

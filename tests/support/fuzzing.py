@@ -52,6 +52,16 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"messages": USER, "add_generation_prompt": False}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
     ("/v1/embeddings", {"input": "a"}),
+    ("/api/chat", {"model": "org/fake-model:latest", "messages": [{"role": "system", "content": "s"}, *USER],
+                   "stream": False, "format": "", "think": False, "keep_alive": "5m", "tools": [TOOL],
+                   "options": {"num_predict": 3, "temperature": 0.5, "num_ctx": 64, "stop": ["x"], "seed": 1}}),
+    ("/api/chat", {"messages": [*USER, {"role": "assistant", "thinking": "t", "content": "", "tool_calls": [
+                       {"function": {"name": "f", "arguments": {"a": 1}}}]},
+                       {"role": "tool", "tool_name": "f", "content": "r"}], "options": {"num_predict": 3}}),
+    ("/api/generate", {"prompt": "hi", "system": "s", "raw": False, "context": [1], "images": [],
+                       "options": {"num_predict": 3}}),
+    ("/api/generate", {"prompt": "hi", "raw": True, "suffix": "", "options": {"num_predict": 3, "top_k": 5}}),
+    ("/api/show", {"model": "org/fake-model"}),
 ]  # fmt: skip
 
 # Written as JSON, for some of it is no JSON that Python would write.
