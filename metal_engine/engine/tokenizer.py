@@ -254,6 +254,23 @@ class Tokenizer:
         except RecursionError as error:
             raise ValueError("the messages are nested too deep") from error
 
+    def encode_filled(self, template: str, texts: dict[str, str]) -> list[int]:
+        """Token ids of a template with ``{name}`` in it for each of some texts, in which all control tokens stay text.
+
+        Raises:
+            ValueError: a text is no valid Unicode, or (:class:`TextTooLongError`) too long.
+        """
+        if self._max_chars is not None and sum(map(len, texts.values())) > self._max_chars:
+            raise TextTooLongError
+
+        def render(messages: list[dict[str, Any]], _: dict[str, Any]) -> str:
+            return template.format(**{message["role"]: message["content"] for message in messages})
+
+        if self._allow_special_tokens:
+            return self._encode(self.hf_tokenizer.backend_tokenizer, template.format(**texts))
+        messages = [{"role": name, "content": text} for name, text in texts.items()]
+        return self._control_tokens.encode(messages, {}, render, self._encode)
+
     def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         if self._has_own_rendering:
             return self._rendered_by_tokenizer(messages, variables)

@@ -25,6 +25,7 @@ from metal_engine.server.middleware.strict_json import StrictJSONRoute
 from metal_engine.server.ollama.routes import add_ollama_routes
 from metal_engine.server.openai.responses import ResponseStore
 from metal_engine.server.openai.routes import add_openai_routes
+from metal_engine.server.pooling.routes import add_pooling_routes
 from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
 from metal_engine.server.status.routes import add_model_routes, add_pages, add_status_routes
@@ -73,6 +74,7 @@ def create_app(
     add_openai_routes(app, served, answer, ResponseStore(args.max_stored_responses))
     add_anthropic_routes(app, served, answer)
     add_ollama_routes(app, served, answer)
+    add_pooling_routes(app, served)
     add_tokenization_routes(app, served)
     add_model_routes(app, served)
     add_status_routes(app, served, lifecycle, metrics)

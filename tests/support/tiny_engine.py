@@ -13,6 +13,7 @@ from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.sampling_params import SamplingParams
@@ -51,6 +52,27 @@ def run_all(engine: EngineCore, requests: list[tuple[list[int], SamplingParams]]
             outputs[output.request_id].append(output)
         engine.scheduler.check_integrity()
     return list(outputs.values())
+
+
+def run_pooling(engine: EngineCore, requests: list[tuple[list[int], PoolingParams | SamplingParams]]) -> list[Any]:
+    """The vector, or the tokens, that each of some requests comes to; all run together."""
+    found: list[Any] = []
+    for i, (prompt, params) in enumerate(requests):
+        is_pooling = isinstance(params, PoolingParams)
+        found.append(None if is_pooling else [])
+        prepared = engine.prepare_pooling([prompt], params)[0] if is_pooling else engine.prepare(prompt, params)
+        engine.add_request(str(i), prepared)
+    while engine.has_requests:
+        for output in engine.step():
+            assert output.error is None, output.error
+            if output.pooled is None:
+                found[int(output.request_id)] += output.token_ids
+            else:
+                assert output.finish_reason == "stop" and not output.token_ids
+                found[int(output.request_id)] = output.pooled
+        engine.scheduler.check_integrity()
+    assert engine.scheduler.blocks.num_used_blocks == 0
+    return found
 
 
 def token_ids(outputs: list[RequestOutput]) -> list[int]:

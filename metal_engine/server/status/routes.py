@@ -11,10 +11,9 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.responses import Response
 
 from metal_engine import __version__
-from metal_engine.server.errors import APIError, model_not_found
+from metal_engine.server.errors import model_not_found
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
-from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
 from metal_engine.server.status.pages import LINKS, PAGE_HEADERS, api_page, front_page
 from metal_engine.server.status.protocol import Health, ModelCard, ModelList, Ready, Version
@@ -54,11 +53,6 @@ def add_model_routes(app: FastAPI, served: ServedModel) -> None:
         if model_id not in cards:
             raise model_not_found(model_id)
         return cards[model_id]
-
-    @app.post("/v1/embeddings", tags=["models"], status_code=404, response_model=ErrorBody)
-    async def create_embedding() -> Response:
-        problem = "generates text and has no embeddings; serve an embedding model elsewhere"
-        raise APIError(404, f"{served.names[0]} {problem}", code="unsupported_endpoint")
 
 
 def add_pages(app: FastAPI, served: ServedModel) -> None:

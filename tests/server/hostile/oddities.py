@@ -266,5 +266,5 @@ def routes() -> list[Case]:
                       headers={f"x-{i}": "a" for i in range(60)}))  # fmt: skip
     embeddings = lambda: json.dumps({"input": ["a"] * 100_000}).encode()  # noqa: E731
     for body in (embeddings, lambda: b"", lambda: BODIES["depth"]):
-        cases.append(Case(f"embeddings of {len(body())} bytes", "POST", "/v1/embeddings", body, 404))
+        cases.append(Case(f"embeddings of {len(body())} bytes", "POST", "/v1/embeddings", body, 400))
     return cases
