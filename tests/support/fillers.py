@@ -10,7 +10,13 @@ from typing import Any
 from pydantic import BaseModel
 
 from metal_engine.server.anthropic.protocol import CountTokensBody, MessagesBody
-from metal_engine.server.ollama.protocol import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from metal_engine.server.ollama.protocol import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaShowBody,
+)
 from metal_engine.server.openai.responses_protocol import ResponsesBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from metal_engine.server.tokenization import DetokenizeBody, TokenizeBody
@@ -46,7 +52,9 @@ TWO_TOKENS = {"stream": False, "options": {"num_predict": 2}}
 OLLAMA_CHAT = Endpoint("/api/chat", OllamaChatBody, {"messages": USER, **TWO_TOKENS})
 OLLAMA_GENERATE = Endpoint("/api/generate", OllamaGenerateBody, {"prompt": "a", **TWO_TOKENS})
 OLLAMA_SHOW = Endpoint("/api/show", OllamaShowBody, {})
-OF_OLLAMA = (OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW)
+OLLAMA_EMBED = Endpoint("/api/embed", OllamaEmbedBody, {"input": "a"})
+OLLAMA_EMBEDDINGS = Endpoint("/api/embeddings", OllamaEmbeddingsBody, {"prompt": "a"})
+OF_OLLAMA = (OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW, OLLAMA_EMBED, OLLAMA_EMBEDDINGS)
 ENDPOINTS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE, *OF_OLLAMA)
 
 

@@ -62,6 +62,8 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
                        "options": {"num_predict": 3}}),
     ("/api/generate", {"prompt": "hi", "raw": True, "suffix": "", "options": {"num_predict": 3, "top_k": 5}}),
     ("/api/show", {"model": "org/fake-model"}),
+    ("/api/embed", {"model": "org/fake-model", "input": ["a", "b"], "truncate": True, "dimensions": 4}),
+    ("/api/embeddings", {"prompt": "a", "options": {"num_ctx": 8}}),
 ]  # fmt: skip
 
 # Written as JSON, for some of it is no JSON that Python would write.

@@ -94,6 +94,7 @@ def _capabilities(served: ServedModel) -> list[str]:
         "tools": has_tools and tokenizer.template_takes_tools and served.auto_tool_choice,
         "thinking": can_think(served),
         "insert": tokenizer.infilling is not None,
+        "embedding": served.engine.config.model.pooler.is_embedder,
     }
     return [name for name, is_able in able.items() if is_able]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
 
+from metal_engine.server.json_parts import Placeholder
 from metal_engine.server.protocol import LongList, RequestModel
 
 # --- requests -----------------------------------------------------------------------------------------------
@@ -70,6 +72,26 @@ class OllamaGenerateBody(OllamaBody):
     images: LongList[str] | None = None
 
 
+class OllamaEmbedBody(RequestModel):
+    """``POST /api/embed``. Nothing is cut off: ``truncate`` has no effect, nor have ``options`` and ``keep_alive``."""
+
+    model: str | None = None
+    input: str | LongList[str] | None = None
+    dimensions: int | None = None
+    truncate: bool | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+
+
+class OllamaEmbeddingsBody(RequestModel):
+    """``POST /api/embeddings``, which older clients use: one prompt."""
+
+    model: str | None = None
+    prompt: str | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+
+
 class OllamaShowBody(RequestModel):
     """``POST /api/show``; older clients call the model ``name``."""
 
@@ -131,6 +153,22 @@ class GenerateAnswer(OllamaAnswer):
 
     response: str = ""
     thinking: str | None = Absent
+
+
+class EmbedAnswer(BaseModel):
+    """Of ``/api/embed``: a vector for each input."""
+
+    model: str
+    embeddings: list[list[float]] | SkipJsonSchema[Placeholder]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class EmbeddingsAnswer(BaseModel):
+    """Of ``/api/embeddings``."""
+
+    embedding: list[float] | SkipJsonSchema[Placeholder]
 
 
 class ModelDetails(BaseModel):

@@ -13,6 +13,7 @@ from metal_engine.server.generation.answerer import Answerer
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.ollama import models, protocol
 from metal_engine.server.ollama.answers import NDJSON, OllamaChat, OllamaGenerate, OllamaRaw, timestamp
+from metal_engine.server.ollama.embeddings import create_embed, create_embedding
 from metal_engine.server.ollama.requests import RENAMED, RawBody, RequestReader
 from metal_engine.server.status.routes import get_and_head
 
@@ -26,7 +27,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {NDJSON: {}}}, **_
 def add_ollama_routes(app: FastAPI, served: ServedModel, answer: Answerer) -> None:
     reader = RequestReader(served)
 
-    def named(body: protocol.OllamaBody) -> str:
+    def named(body: protocol.OllamaBody | protocol.OllamaEmbedBody | protocol.OllamaEmbeddingsBody) -> str:
         """What the client calls the model; the body has the server's name for it from here on."""
         name = body.model or served.names[0]
         body.model = models.own_name(served, name)
@@ -54,6 +55,18 @@ def add_ollama_routes(app: FastAPI, served: ServedModel, answer: Answerer) -> No
             if isinstance(made, RawBody):
                 return await answer(OllamaRaw(name), made, num_bytes)
             return await answer(OllamaGenerate(served, name), made, num_bytes)
+
+    @app.post("/api/embed", tags=["ollama"], response_model=protocol.EmbedAnswer, responses=_ERRORS)
+    async def ollama_embed(body: protocol.OllamaEmbedBody, request: Request) -> Response:
+        name = named(body)
+        data = await create_embed(served, body, name, len(await request.body()))
+        return Response(data, media_type="application/json")
+
+    @app.post("/api/embeddings", tags=["ollama"], response_model=protocol.EmbeddingsAnswer, responses=_ERRORS)
+    async def ollama_embeddings(body: protocol.OllamaEmbeddingsBody, request: Request) -> Response:
+        named(body)
+        data = await create_embedding(served, body, len(await request.body()))
+        return Response(data, media_type="application/json")
 
     _add_model_routes(app, served)
 
