@@ -27,7 +27,7 @@ class EmbeddingWeights:
 
     Attributes:
         lacks_trunk_name: their names lack the trunk's.
-        lacks_head: there is no LM head, and no embedding that is one.
+        lacks_head: there is no LM head, and the configuration says that the embedding is none.
     """
 
     lacks_trunk_name: bool = False
@@ -36,8 +36,9 @@ class EmbeddingWeights:
     @staticmethod
     def of(tensors: Iterable[StoredTensor], config: dict[str, Any]) -> EmbeddingWeights:
         names = [tensor.name for tensor in tensors]
-        has_head = bool(config.get("tie_word_embeddings")) or any(name.startswith(_HEAD) for name in names)
-        return EmbeddingWeights(any(name.startswith(_EMBEDDING) for name in names), not has_head)
+        is_untied = config.get("tie_word_embeddings") is False
+        has_head = any(name.startswith(_HEAD) for name in names)
+        return EmbeddingWeights(any(name.startswith(_EMBEDDING) for name in names), is_untied and not has_head)
 
     @property
     def config(self) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.checkpoints.headless import EmbeddingWeights
 from metal_engine.checkpoints.hub import TOKENIZER_PATTERNS, fetch_from_hub
-from metal_engine.checkpoints.pooling import check_causal, find_reranker, read_pooler
+from metal_engine.checkpoints.pooling import check_causal, find_reranker, gguf_pooler, read_pooler
 from metal_engine.checkpoints.tokenizer import load_tokenizer
 from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError, one_line
 from metal_engine.settings.args import EngineArgs
@@ -124,6 +124,7 @@ def _load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
 
 def _load_gguf(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo, *, name: str) -> LoadedModel:
     header = read_gguf_header(path)
+    pooler = gguf_pooler(header)
     on_cpu = device.kind == "cpu"
     tensors = header.tensors.values()
     sizes = (math.prod(t.shape) * dtype.size if on_cpu and dtype else t.nbytes for t in tensors)
@@ -131,7 +132,8 @@ def _load_gguf(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: Dev
     model, config = load_gguf_model(path, dtype=dtype or mx.float16, dequantize=on_cpu)
     tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(path)
     sampling = checkpoint.default_sampling(_generation_config(args, None))
-    return LoadedModel(model, config, tokenizer, frozenset(gguf_eos_token_ids(header)), name, sampling)
+    eos_token_ids = frozenset(gguf_eos_token_ids(header))
+    return LoadedModel(model, config, tokenizer, eos_token_ids, name, sampling, pooler)
 
 
 def _load_directory(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo) -> LoadedModel:

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine.checkpoints.files import MAX_SETTINGS_BYTES, check_readable, read_json
+from metal_engine.checkpoints.gguf.header import GgufHeader
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line, short
 from metal_engine.settings.config import PoolerConfig, RerankerConfig
 
@@ -49,6 +50,10 @@ _QWEN3_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
+# GGUF's numbers of pooling types; 0 is none, and 4 that of rerankers.
+_GGUF_POOLING = {1: "MEAN", 2: "CLS", 3: "LAST"}
+
+
 def check_causal(config: dict[str, Any], name: str) -> None:
     """Refuse a checkpoint whose tokens attend to those after them: it would be computed wrong without a word.
 
@@ -59,10 +64,30 @@ def check_causal(config: dict[str, Any], name: str) -> None:
         # Gemma 4's "vision" is about images alone.
         says_so = section.get("is_causal") is False or section.get("use_bidirectional_attention") in (True, "all")
         if says_so or section.get("model_type") in _ENCODERS:
-            raise UnsupportedModelError(
-                f"{name} is a bidirectional model: its tokens attend to those after them, and here each sees only "
-                "those before it; take an embedding model of a decoder, such as Qwen3-Embedding"
-            )
+            raise _bidirectional(name)
+
+
+def _bidirectional(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} is a bidirectional model: its tokens attend to those after them, and here each sees only "
+        "those before it; take an embedding model of a decoder, such as Qwen3-Embedding"
+    )
+
+
+def gguf_pooler(header: GgufHeader) -> PoolerConfig:
+    """How a GGUF file wants its hidden states to be pooled; vectors are normalized, as llama.cpp's server does.
+
+    Raises:
+        UnsupportedModelError: its tokens attend to those after them.
+    """
+    if header.metadata.get(f"{header.architecture}.attention.causal") is False:
+        raise _bidirectional(header.path.name)
+    kind = header.metadata.get(f"{header.architecture}.pooling_type", 0)
+    if kind == 0:
+        return PoolerConfig()
+    if kind not in _GGUF_POOLING:
+        return PoolerConfig(is_embedder=True, problem=f"its pooling type (number {short(kind)}) is not supported")
+    return PoolerConfig(pooling_type=_GGUF_POOLING[kind], is_embedder=True)
 
 
 def read_pooler(folder: Path, config: dict[str, Any]) -> PoolerConfig:

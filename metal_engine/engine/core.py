@@ -124,7 +124,7 @@ class EngineCore:
             kept = self._truncated(prompt, params.truncate_prompt_tokens, 0)
             self._check_fits_alone(len(kept))
             self._check_token_ids(kept)
-            hashes = [] if whole.needs_every_token else prompt_block_hashes(kept, self.config.cache, cache_salt)
+            hashes = prompt_block_hashes(kept, self.config.cache, cache_salt)
             prepared.append(PreparedRequest(kept, _POOLING, 1, NO_RULES, cache_salt, hashes, whole))
         return prepared
 

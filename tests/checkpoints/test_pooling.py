@@ -12,36 +12,24 @@ import pytest
 from mlx.utils import tree_flatten
 
 from metal_engine.build import build_engine
-from metal_engine.checkpoints.pooling import check_causal, find_reranker, read_pooler
+from metal_engine.checkpoints.gguf.header import GgufHeader
+from metal_engine.checkpoints.pooling import check_causal, find_reranker, gguf_pooler, read_pooler
 from metal_engine.engine.core import EngineCore
 from metal_engine.errors import ModelLoadError, ParameterError, PromptError, UnsupportedModelError
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import PoolerConfig
-from tests.support.checkpoint_files import CONFIG, write_checkpoint, write_weights
+from tests.support.checkpoint_files import CONFIG, write_checkpoint, write_modules, write_weights
 from tests.support.tiny_engine import run_pooling
 from tools.fixtures.tiny_models import tiny_model
 
-TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
 DENSE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
 # As they are published: older versions write flags, later ones a name, and types have moved.
 OLD_LAST = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
 MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
 NEW_CLS = {"embedding_dimension": 64, "pooling_mode": "cls", "include_prompt": True}
-
-
-def write_modules(folder: Path, pooling: dict[str, Any] | None, *others: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    modules = [TRANSFORMER]
-    if pooling is not None:
-        kind = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
-        modules.append({"idx": 1, "name": "1", "path": "1_Pooling", "type": kind})
-        (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    (folder / "modules.json").write_text(json.dumps([*modules, *others]))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -171,6 +159,31 @@ def test_weights_that_lack_a_head_are_no_chat_model(tmp_path: Path) -> None:
     write_weights(folder, {k: v for k, v in weights.items() if not k.startswith("lm_head.")}, 1)
     with pytest.raises(ModelLoadError, match="lm_head"):
         built(folder)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({}, PoolerConfig()),
+        ({"qwen3.pooling_type": 0}, PoolerConfig()),
+        ({"qwen3.pooling_type": 1}, PoolerConfig(pooling_type="MEAN", is_embedder=True)),
+        ({"qwen3.pooling_type": 3, "qwen3.attention.causal": True}, PoolerConfig(is_embedder=True)),
+        ({"llama.pooling_type": 1}, PoolerConfig()),
+    ],
+)
+def test_a_gguf_file_says_how(metadata: dict[str, Any], expected: PoolerConfig) -> None:
+    assert gguf_pooler(GgufHeader(Path("m.gguf"), {"general.architecture": "qwen3", **metadata}, {})) == expected
+
+
+def test_gguf_files_that_cannot_be_pooled() -> None:
+    def header(**metadata: Any) -> GgufHeader:
+        named = {f"qwen3.{name}": value for name, value in metadata.items()}
+        return GgufHeader(Path("m.gguf"), {"general.architecture": "qwen3", **named}, {})
+
+    assert "4" in (gguf_pooler(header(pooling_type=4)).problem or "")
+    assert gguf_pooler(header(pooling_type="mean")).problem
+    with pytest.raises(UnsupportedModelError, match="bidirectional"):
+        gguf_pooler(header(**{"attention.causal": False}))
 
 
 class _Vocabulary:

@@ -18,6 +18,7 @@ from metal_engine.server.ollama.protocol import (
     OllamaShowBody,
 )
 from metal_engine.server.openai.responses_protocol import ResponsesBody
+from metal_engine.server.pooling.protocol import EmbeddingBody, RerankBody, ScoreBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from metal_engine.server.tokenization import DetokenizeBody, TokenizeBody
 
@@ -48,6 +49,10 @@ MESSAGES = Endpoint("/v1/messages", MessagesBody, {"model": "tiny", "messages": 
 COUNT_TOKENS = Endpoint("/v1/messages/count_tokens", CountTokensBody, {"model": "tiny", "messages": USER})
 TOKENIZE = Endpoint("/tokenize", TokenizeBody, {"prompt": "a"})
 DETOKENIZE = Endpoint("/detokenize", DetokenizeBody, {"tokens": [1]})
+EMBEDDINGS = Endpoint("/v1/embeddings", EmbeddingBody, {"input": "a"})
+RERANK = Endpoint("/v1/rerank", RerankBody, {"query": "a", "documents": ["a"]})
+SCORE = Endpoint("/score", ScoreBody, {"text_1": "a", "text_2": ["a"]})
+POOLING = (EMBEDDINGS, RERANK, SCORE)
 TWO_TOKENS = {"stream": False, "options": {"num_predict": 2}}
 OLLAMA_CHAT = Endpoint("/api/chat", OllamaChatBody, {"messages": USER, **TWO_TOKENS})
 OLLAMA_GENERATE = Endpoint("/api/generate", OllamaGenerateBody, {"prompt": "a", **TWO_TOKENS})
@@ -55,7 +60,7 @@ OLLAMA_SHOW = Endpoint("/api/show", OllamaShowBody, {})
 OLLAMA_EMBED = Endpoint("/api/embed", OllamaEmbedBody, {"input": "a"})
 OLLAMA_EMBEDDINGS = Endpoint("/api/embeddings", OllamaEmbeddingsBody, {"prompt": "a"})
 OF_OLLAMA = (OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW, OLLAMA_EMBED, OLLAMA_EMBEDDINGS)
-ENDPOINTS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE, *OF_OLLAMA)
+ENDPOINTS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE, *POOLING, *OF_OLLAMA)
 
 
 def repeated(element: str, size: int) -> str:

@@ -12,11 +12,14 @@ from tests.support.fillers import (
     COMPLETIONS,
     COUNT_TOKENS,
     DETOKENIZE,
+    EMBEDDINGS,
     ENDPOINTS,
     MESSAGES,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
+    RERANK,
     RESPONSES,
+    SCORE,
     TOKENIZE,
     USER,
     Endpoint,
@@ -112,6 +115,14 @@ def calls(number: int, arguments: str) -> Callable[[], Any]:
 def many() -> list[Case]:
     n = 60_000
     cases = [with_unknown_names(endpoint, number) for endpoint in ENDPOINTS for number in (1_000, 30_000, n)]
+    cases += [
+        attack("100,000 inputs", EMBEDDINGS, 400, input=lambda: ["a"] * 100_000),
+        attack("2,048 inputs", EMBEDDINGS, 200, input=lambda: ["a"] * 2048),
+        attack("a million token ids", EMBEDDINGS, 400, input=lambda: [1] * 1_000_000),
+        attack("a long query", RERANK, query=lambda: "a b " * 500_000, documents=["a"] * 9),
+        attack("100,000 documents", RERANK, 400, documents=lambda: ["a"] * 100_000),
+        attack("100,000 pairs", SCORE, 400, text_1=lambda: ["a"] * 100_000, text_2=lambda: ["a"] * 100_000),
+    ]
     part = {"type": "text", "text": "a"}
     one_each = lambda: [{"role": "user", "content": [{**part, f"unknown_{i}": 0} for i in range(n // 2)]}]  # noqa: E731
     cases += [
