@@ -88,7 +88,7 @@ def test_errors_say_what_is_wrong_and_what_to_do(repos: dict[str, Repo], tmp_pat
         ["no repository org/nothing", "HF_TOKEN", "local directory"],
         ["org/gated is gated", "accept its terms", "HF_TOKEN"],
         ["no revision 'v3'", "--revision"],
-        ["half-downloaded: 1 of 3 weight files", "model-00002-of-00003.safetensors"],
+        ["incomplete on the hub: 1 of 3 weight files", "model-00002-of-00003.safetensors"],
         ["hub says", "500", "local directory"],
         ["'not a name' names no model", "demo"],
         ["no repository org/nothing"],
