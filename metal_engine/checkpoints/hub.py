@@ -6,6 +6,7 @@ what they mean to ``huggingface_hub``.
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import urllib.parse
@@ -26,6 +27,10 @@ CONNECT_SECONDS = 3.0
 # To connect, for an answer to go on, to send, and to wait for a connection: as httpx takes them.
 _TIMEOUT: Any = (CONNECT_SECONDS, 10.0, 10.0, 10.0)
 _CHUNK_BYTES = 1 << 16
+
+# They become names of files here.
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _HUB = "the Hugging Face hub"
 _LOCAL = "give a local directory or a .gguf file instead, or `demo` for the demo model"
@@ -116,11 +121,13 @@ def find_repo(repo: str, revision: str | None) -> HubRepo:
     validate_repo_id(repo)
     check_reachable()
     info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_TIMEOUT)
-    files = {
-        sibling.rfilename: HubFile(sibling.size or 0, sibling.lfs.sha256 if sibling.lfs else None)
-        for sibling in info.siblings or []
-    }
-    return HubRepo(repo, revision, info.sha or "", files)
+    files = {}
+    for sibling in info.siblings or []:
+        sha256 = sibling.lfs.sha256 if sibling.lfs else ""
+        files[sibling.rfilename] = HubFile(sibling.size or 0, sha256 if _SHA256.fullmatch(sha256) else None)
+    if not _COMMIT.fullmatch(info.sha or ""):
+        raise HubUnreachableError("what answers there is no hub")
+    return HubRepo(repo, revision, str(info.sha), files)
 
 
 def read_range(repo: HubRepo, name: str, first: int, end: int) -> bytes:
