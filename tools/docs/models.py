@@ -51,20 +51,26 @@ quantized weights included), or a `.gguf` file:
 
 ## Why was my model refused?
 
-| message | what it means, and what to do |
-| --- | --- |
-| `no repository … on the Hugging Face hub` | It is misspelt, or private: set `HF_TOKEN` to a token that may read it. |
-| `… is gated` | Its owner wants its terms accepted: do so on its page on the hub, and set `HF_TOKEN` to a token of that account. |
-| `the Hugging Face hub cannot be reached` | Nobody answered within 3 seconds. Behind a proxy, set `HTTPS_PROXY`; with a mirror, `HF_ENDPOINT`. What is in the cache needs no hub. |
-| `mlx-lm has no architecture …` | The installed mlx-lm has no code for it. A newer mlx-lm may have it: `pip install -U mlx-lm`. |
-| `(architecture …) cannot run here: …` | It keeps something else than keys and values of each token, or computes attention in a way of its own: see the table below. |
-| `not enough memory for …` | The weights alone are larger than the memory for a model. The message says which version would fit; `metal-engine show REPO` says the same of others without a download. |
-| `no memory for the KV cache` | The weights fit, and nothing is left beside them: lower `--max-num-batched-tokens`, raise `--gpu-memory-utilization`, or take a smaller version. |
-| `… has no weights` | The repository has them in another form (PyTorch, ONNX, adapters): look for a version in safetensors, MLX or GGUF. |
-| `… GGUF file …; there are …` | Name one of those that are listed: `REPO:Q8_0`. A GGUF in parts is not read. |
-| `… is quantized with …` | mlx-lm does not know that method: take an MLX version, or plain weights. |
-| `brings code of its own` | The architecture is a Python file of the repository: read it, and `--trust-remote-code` runs it. |
-| `is half-downloaded` | `metal-engine pull` gets the rest. |
+- `no repository … on the Hugging Face hub`: It is misspelt, or private: set `HF_TOKEN` to a token that may read it.
+- `… is gated`: Its owner wants its terms accepted: do so on its page on the hub, and set `HF_TOKEN` to a token of
+  that account.
+- `the Hugging Face hub cannot be reached`: Nobody answered within 3 seconds. Behind a proxy, set `HTTPS_PROXY`; with
+  a mirror, `HF_ENDPOINT`. What is in the cache needs no hub.
+- `mlx-lm has no architecture …`: The installed mlx-lm has no code for it. A newer mlx-lm may have it: `pip install -U
+  mlx-lm`.
+- `(architecture …) cannot run here: …`: It keeps something else than keys and values of each token, or computes
+  attention in a way of its own: see the table below.
+- `not enough memory for …`: The weights alone are larger than the memory for a model. The message says which version
+  would fit; `metal-engine show REPO` says the same of others without a download.
+- `no memory for the KV cache`: The weights fit, and nothing is left beside them: lower `--max-num-batched-tokens`,
+  raise `--gpu-memory-utilization`, or take a smaller version.
+- `… has no weights`: The repository has them in another form (PyTorch, ONNX, adapters): look for a version in
+  safetensors, MLX or GGUF.
+- `… GGUF file …; there are …`: Name one of those that are listed: `REPO:Q8_0`. A GGUF in parts is not read.
+- `… is quantized with …`: mlx-lm does not know that method: take an MLX version, or plain weights.
+- `brings code of its own`: The architecture is a Python file of the repository: read it, and `--trust-remote-code`
+  runs it.
+- `is half-downloaded`: `metal-engine pull` gets the rest.
 
 ## Architectures
 
