@@ -19,7 +19,7 @@ from metal_engine.settings.fields import format_size
 _FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Bits of a weight in mlx-lm's quantizations; a scale and a bias of 16 bits for each 64 weights add half a bit.
-_QUANTIZED_BITS = (8, 6, 5, 4, 3, 2)
+_QUANTIZED_BITS = (8, 6, 5, 4, 3)
 _SCALE_BITS = 0.5
 # Of the memory for a model: what its weights may take if something is to be left for the KV cache and a step.
 _SHARE_OF_WEIGHTS = 0.85

@@ -34,6 +34,8 @@ _MAX_ATTEMPTS = 5  # without a byte between them
 # The hub sends no larger ones over plain HTTP; `huggingface_hub` has another way for them.
 _MAX_BYTES = 50_000_000_000
 
+_SMALL_BYTES = 50_000_000  # so little needs no progress bar
+
 Report = Callable[[int], None]
 
 
@@ -57,7 +59,7 @@ def download(repo: HubRepo, names: list[str], download_dir: str | None) -> None:
     # Before the weights, so that the cache knows the repository whatever happens then.
     (blobs.parent / "snapshots" / repo.commit).mkdir(parents=True, exist_ok=True)
     if small := [name for name in names if name not in large.values()]:
-        _snapshot(repo, small, download_dir)
+        _snapshot(repo, small, download_dir, quiet=sum(repo.files[name].size for name in small) < _SMALL_BYTES)
     if large:
         resumed = f", {format_size(sum(partial.values()))} of it are there" if any(partial.values()) else ""
         size = sum(repo.files[name].size for name in large.values())
@@ -69,16 +71,17 @@ def download(repo: HubRepo, names: list[str], download_dir: str | None) -> None:
         seconds = time.monotonic() - began
         speed = format_size(int(missing / max(seconds, 1e-3)))
         logger.info("downloaded %s in %.1f s (%s/s)", format_size(missing), seconds, speed)
-        _snapshot(repo, names, download_dir)
+        _snapshot(repo, names, download_dir, quiet=True)
 
 
-def _snapshot(repo: HubRepo, names: list[str], download_dir: str | None) -> None:
-    """Has ``huggingface_hub`` put files into its cache, of which it fetches what is not there."""
+def _snapshot(repo: HubRepo, names: list[str], download_dir: str | None, *, quiet: bool) -> None:
+    """Has ``huggingface_hub`` put files into its cache, of which it fetches what is not there, ``quiet`` or with its own
+    progress bars."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
     patterns = [glob.escape(name) for name in names]
-    with disable_progress_bars():
+    with disable_progress_bars() if quiet else contextlib.nullcontext():
         snapshot_download(repo.name, revision=repo.revision, cache_dir=download_dir, allow_patterns=patterns)
 
 

@@ -13,6 +13,7 @@ from mlx_lm.utils import _get_classes, get_total_parameters
 from metal_engine.checkpoints.checkpoint import context_length
 from metal_engine.checkpoints.facts import CheckpointFacts
 from metal_engine.checkpoints.loader import LoadedModel
+from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.config import ModelInfo
 
@@ -56,7 +57,13 @@ def expected_model_info(name: str, facts: CheckpointFacts) -> ModelInfo | None:
     except Exception as error:  # what loading says of it is better
         logger.debug("no sketch of %s", name, exc_info=error)
         return None
-    paged = PagedModel(model)
+    try:
+        paged = PagedModel(model)
+    except UnsupportedModelError as error:
+        if error.__cause__ is None:
+            raise
+        logger.debug("no sketch of %s", name, exc_info=error)  # as above: its files may not belong together
+        return None
     return _info(name, config, paged, dtype=facts.dtype, num_params=facts.num_params, weight_bytes=facts.weight_bytes)
 
 

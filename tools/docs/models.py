@@ -56,8 +56,7 @@ quantized weights included), or a `.gguf` file:
   that account.
 - `the Hugging Face hub cannot be reached`: Nobody answered within 3 seconds. Behind a proxy, set `HTTPS_PROXY`; with
   a mirror, `HF_ENDPOINT`. What is in the cache needs no hub.
-- `mlx-lm has no architecture …`: The installed mlx-lm has no code for it. A newer mlx-lm may have it: `pip install -U
-  mlx-lm`.
+- `mlx-lm has no architecture …`: The installed mlx-lm has no code for it. A newer mlx-lm may.
 - `(architecture …) cannot run here: …`: It keeps something else than keys and values of each token, or computes
   attention in a way of its own: see the table below.
 - `not enough memory for …`: The weights alone are larger than the memory for a model. The message says which version
