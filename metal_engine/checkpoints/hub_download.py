@@ -75,7 +75,7 @@ def download(repo: HubRepo, names: list[str], download_dir: str | None) -> None:
 
 
 def _snapshot(repo: HubRepo, names: list[str], download_dir: str | None, *, quiet: bool) -> None:
-    """Has ``huggingface_hub`` put files into its cache, of which it fetches what is not there, ``quiet`` or with its own
+    """Has ``huggingface_hub`` put files into its cache and fetch what is not there, ``quiet`` or with its own
     progress bars."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
