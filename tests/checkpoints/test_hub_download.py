@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants, scan_cache_dir
-from huggingface_hub.utils import close_session
+from huggingface_hub import scan_cache_dir
 
 from metal_engine.checkpoints import hub_download
 from metal_engine.checkpoints.cache import cached_models, plan_removal
@@ -16,7 +15,7 @@ from metal_engine.checkpoints.find import fetch_model
 from metal_engine.checkpoints.hub import find_repo
 from metal_engine.checkpoints.names import parse_hub_name
 from metal_engine.errors import ModelLoadError
-from tests.support.fake_hub import FakeHub, Repo
+from tests.support.fake_hub import FakeHub, Repo, asked_hub
 
 WEIGHTS = {"model-00001-of-00002.safetensors": b"abc" * 500_000, "model-00002-of-00002.safetensors": b"xyz" * 400_000}
 TOTAL = sum(map(len, WEIGHTS.values()))
@@ -33,11 +32,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         (plain / name).write_bytes(content)
     for name in ("x-Q4_K_M.gguf", "x-Q8_0.gguf"):
         (gguf / name).write_bytes(name.encode() * 50_000)
-    with FakeHub({"org/plain": Repo(plain), "org/gguf": Repo(gguf)}) as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with asked_hub({"org/plain": Repo(plain), "org/gguf": Repo(gguf)}, monkeypatch) as server:
         yield server
-        close_session()
 
 
 def pull(name: str, cache: Path) -> Path:

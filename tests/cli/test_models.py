@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from huggingface_hub import constants
-from huggingface_hub.utils import close_session
 from typer.testing import CliRunner
 
 from metal_engine.cli.main import app
 from tests.support.checkpoint_files import CONFIG, write_checkpoint
-from tests.support.fake_hub import FakeHub, Repo
+from tests.support.fake_hub import FakeHub, Repo, asked_hub
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +25,10 @@ def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Repo]:
 
 @pytest.fixture
 def hub(repos: dict[str, Repo], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    with FakeHub(repos) as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with asked_hub(repos, monkeypatch) as server:
         monkeypatch.setenv("METAL_ENGINE_DOWNLOAD_DIR", str(tmp_path / "hub"))
         monkeypatch.setenv("METAL_ENGINE_CACHE", str(tmp_path / "own"))
         yield server
-        close_session()
 
 
 def run(*command: str, answer: str = "") -> Result:

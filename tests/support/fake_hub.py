@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.server
 import json
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
 
 TOKEN = "hf_secret"
 _LARGE = (".safetensors", ".gguf", ".bin")  # kept by content, as LFS has it
@@ -120,6 +126,19 @@ class FakeHub:
             self._cut.add(path)
             sent = repo.cut_after
         return Answer(206 if match else 200, headers, file, first, end - first, sent)
+
+
+@contextlib.contextmanager
+def asked_hub(repos: dict[str, Repo], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub that this process asks, in the place of the one that its environment names."""
+    with FakeHub(repos) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        close_session()
+        yield hub
+        close_session()
 
 
 def _error(status: int, code: str, body: bytes) -> Answer:
