@@ -141,8 +141,8 @@ def test_near_misses_are_named(repos: dict[str, Repo], tmp_path: Path) -> None:
     cases = [{"model": name} for name in ("demoo", "org/plian", "plain", "something/else")]
     hints = ["did you mean demo?", "did you mean org/plain?", "did you mean org/plain?", "give a local directory"]
     with FakeHub(repos) as hub:
-        load_all([{"model": "org/plain"}], hub.url, tmp_path)
-        online = load_all(cases, hub.url, tmp_path)
+        loaded, *online = load_all([{"model": "org/plain"}, *cases], hub.url, tmp_path)
+    assert loaded == LOADED
     offline = load_all(cases, hub.url, tmp_path, HF_HUB_OFFLINE="1")
     for results in (online, offline):
         for (kind, text), hint in zip(results, hints, strict=True):
