@@ -117,8 +117,10 @@ def _show(model: _Name, download_dir: _DownloadDir = None, as_json: _JSON = Fals
 
         cached = find_cached(model, download_dir)
         args = EngineArgs(model=cached.name if cached else model, download_dir=download_dir)
-        if cached is None and (model == DEMO_MODEL or is_local(model)):
-            raise ModelLoadError(f"{model} is not in the cache, and not on the hub")
+        if cached is None and model == DEMO_MODEL:
+            raise ModelLoadError(f"{model} is not in the cache: `metal-engine pull {model}` downloads it")
+        if cached is None and is_local(model):
+            raise ConfigError(None, f"{model} is a path: `show` takes a repository, here or on the hub")
         details = cached_details(cached, args, device) if cached else remote_details(args, device)
         row = _row(details, cached.last_used if cached else None)
         facts: dict[str, Any] = {**asdict(row), **_engine_facts(details, args, device)}
