@@ -95,6 +95,7 @@ class Generation:
         shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
         reader: makes a reader for a choice's answer; None if answers are plain text.
         choices: what each sequence has come to; complete once :meth:`outputs` is exhausted.
+        first_output_time: when the first output came, by :func:`time.monotonic`.
         parts: of the answer's JSON, made apart.
     """
 
@@ -113,6 +114,7 @@ class Generation:
     def __post_init__(self) -> None:
         self._timed_out = False
         self._num_entries = 0
+        self.first_output_time: float | None = None
         self.parts = JSONParts()
         self.params = self.requests[0].params
         self.created = int(time.time())
@@ -153,6 +155,8 @@ class Generation:
         try:
             async with aclosing(_merge(streams)) as batches:
                 async for batch in batches:
+                    if self.first_output_time is None:
+                        self.first_output_time = time.monotonic()
                     arrived: list[Arrived] = []
                     for index, output in batch:
                         if output.finish_reason in ("error", "abort"):

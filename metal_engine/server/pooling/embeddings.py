@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import numpy as np
@@ -20,7 +21,12 @@ from metal_engine.server.workers import Weight
 # Numbers of all vectors of an answer that has them as JSON numbers: 26 MiB, twice while it is put together.
 MAX_NUMBERS = 1 << 21
 # Numbers written in the event loop: 5 ms.
-_FEW = 1 << 14
+FEW = 1 << 14
+
+
+def numbers(vector: np.ndarray) -> bytes:
+    """A vector as a JSON array; nine digits are enough to have each float32 back."""
+    return b"[" + ",".join(["%.9g"] * len(vector)).encode() % tuple(vector.tolist()) + b"]"
 
 
 async def create_embeddings(served: ServedModel, body: EmbeddingBody, num_bytes: int) -> bytes:
@@ -36,7 +42,7 @@ async def create_embeddings(served: ServedModel, body: EmbeddingBody, num_bytes:
         options=options,
         max_values=MAX_VALUES if as_base64 else MAX_NUMBERS,
     )
-    if sum(vector.size for vector in pooled.vectors) <= _FEW:
+    if sum(vector.size for vector in pooled.vectors) <= FEW:
         return _encoded(served.names[0], pooled, as_base64)
     return await served.workers.run(Weight.HEAVY, _encoded, served.names[0], pooled, as_base64)
 
@@ -48,14 +54,21 @@ def _inputs(body: EmbeddingBody) -> list[str | list[int]]:
     return cast(list[str | list[int]], [given] if is_one else given)
 
 
-def _encoded(model: str, pooled: Pooled, as_base64: bool) -> bytes:
-    write = _base64 if as_base64 else _numbers
-    entries = []
+def vectors_json(pooled: Pooled, write: Callable[[np.ndarray], bytes] = numbers) -> Iterator[bytes]:
+    """Each vector as JSON; in a thread, unless there are few numbers (:data:`FEW`). Raises APIError for one that has
+    values that are no numbers."""
     for index, vector in enumerate(pooled.vectors):
         check_cancelled()
         if not np.isfinite(vector).all():
             raise APIError(500, f"the vector of input {index} has values that are no numbers", code="generation_failed")
-        entries.append(b'{"object":"embedding","index":%d,"embedding":%b}' % (index, write(vector)))
+        yield write(vector)
+
+
+def _encoded(model: str, pooled: Pooled, as_base64: bool) -> bytes:
+    entries = [
+        b'{"object":"embedding","index":%d,"embedding":%b}' % (index, json)
+        for index, json in enumerate(vectors_json(pooled, _base64 if as_base64 else numbers))
+    ]
     parts = JSONParts()
     answer = EmbeddingList(
         id=pooled.request_id,
@@ -70,8 +83,3 @@ def _encoded(model: str, pooled: Pooled, as_base64: bool) -> bytes:
 
 def _base64(vector: np.ndarray) -> bytes:
     return b'"' + base64.b64encode(vector.astype("<f4").tobytes()) + b'"'
-
-
-def _numbers(vector: np.ndarray) -> bytes:
-    """A JSON array; nine digits are enough to have each float32 back."""
-    return b"[" + ",".join(["%.9g"] * len(vector)).encode() % tuple(vector.tolist()) + b"]"
