@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -281,6 +282,7 @@ def test_repro_block_exhaustion(tiny_checkpoint: Path) -> None:
     done = subprocess.run([*command, *small], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "100.0%" in done.stdout
+    assert re.search(r"^2 of 2: tight pool, \d+ blocks: \d+ s$", done.stdout, re.MULTILINE)
     # A pool that holds everything proves nothing, and the tool says so.
     ample = ["--model", str(tiny_checkpoint), "--num-prompts", "4", "--max-tokens", "2", "--pool-fraction", "5"]
     done = subprocess.run([*command, *ample], cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -291,5 +293,6 @@ def test_repro_block_exhaustion(tiny_checkpoint: Path) -> None:
 @pytest.mark.full
 def test_repro_block_exhaustion_at_full_size() -> None:
     command = [sys.executable, "tools/repro_block_exhaustion.py"]
+    command += ["--num-prompts", "160", "--max-tokens", "48", "--max-num-seqs", "64"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr

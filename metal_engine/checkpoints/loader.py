@@ -18,7 +18,7 @@ from mlx_lm.utils import _get_classes, dequantize_model, load_model
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine.checkpoints import checkpoint
-from metal_engine.checkpoints.demo import fetch_demo_model
+from metal_engine.checkpoints.demo import DEFAULT_SAMPLING, fetch_demo_model
 from metal_engine.checkpoints.files import check_small_files
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
@@ -122,7 +122,8 @@ def _load_gguf(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: Dev
     _check_memory(args, device, sum(sizes))
     model, config = load_gguf_model(path, dtype=dtype or mx.float16, dequantize=on_cpu)
     tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(path)
-    sampling = checkpoint.default_sampling(_generation_config(args, None))
+    own_generation_config: dict[str, Any] | None = DEFAULT_SAMPLING if args.model == DEMO_MODEL else None
+    sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
     return LoadedModel(model, config, tokenizer, frozenset(gguf_eos_token_ids(header)), name, sampling)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -74,11 +75,15 @@ class Terminal:
         self.servers: dict[str, subprocess.Popen[str]] = {}
         self.ports: dict[str, int] = {}
         self.port = 0
-        command = folder / "bin" / "metal-engine"
-        command.parent.mkdir()
-        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m metal_engine "$@"\n')
-        command.chmod(0o755)
-        path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
+        # As `make` leaves it, with a script that puts it on the path.
+        bin = folder / ".venv" / "bin"
+        bin.mkdir(parents=True)
+        for name, program in (("metal-engine", " -m metal_engine"), ("python", "")):
+            command = bin / name
+            command.write_text(f'#!/bin/sh\nexec "{sys.executable}"{program} "$@"\n')
+            command.chmod(0o755)
+        (bin / "activate").write_text(f'PATH="{bin}:$PATH"\n')
+        path = f"{bin}{os.pathsep}{os.environ['PATH']}"
         # An engine tries its largest step when it starts, and clears its KV cache: seconds for the default sizes.
         small = {
             "METAL_ENGINE_MAX_NUM_BATCHED_TOKENS": "128",
@@ -91,7 +96,21 @@ class Terminal:
         """A text of the page with the port that the server really has."""
         return text.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
 
+    @staticmethod
+    def recipe(command: str) -> list[str]:
+        """What a `make` command would run, with everything installed."""
+        done = subprocess.run(
+            ["make", "--dry-run", "--old-file", ".venv/.installed", *shlex.split(command, comments=True)[1:]],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [line.strip().removeprefix(".venv/bin/") for line in done.stdout.splitlines()]
+
     def run(self, command: str, expected: str) -> None:
+        if command.startswith("make "):
+            (command,) = self.recipe(command)
         if " serve " in command and "URL:" in expected:
             printed = self.serve(command)
         else:
