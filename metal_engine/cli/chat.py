@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -53,7 +54,7 @@ def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
         _note(f"Talking to {server.name}; the server's own settings hold.")
         return _talk(server, chat_args)
     if not args.model:
-        raise ConfigError(None, f"{NO_MODEL}; no server runs at {_default_url()} (--url names another)")
+        raise ConfigError(None, f"{NO_MODEL}; no server answers at {_default_url()} (--url names another)")
     _note(f"Loading {args.model} into this process ...")
     from metal_engine.llm import LLM
     from metal_engine.sampling_params import SamplingParams
@@ -121,7 +122,9 @@ def _given_sampling(chat_args: ChatArgs) -> dict[str, Any]:
 
 def _note(text: str) -> None:
     """Tell the user something that is no part of an answer."""
-    is_styled = sys.stderr.isatty()
+    # A server's words may hold a terminal's control characters.
+    text = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    is_styled = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     print(f"\x1b[2m{text}\x1b[22m" if is_styled else text, file=sys.stderr, flush=True)
 
 
@@ -178,7 +181,7 @@ class Conversation:
         speed = _Speed()
         problem = None
         try:
-            with closing(self._answerer.answer(self.messages)) as pieces:  # type: ignore[type-var]  (a generator)
+            with closing(self._answerer.answer(self.messages)) as pieces:
                 for piece in pieces:
                     speed.count(piece.num_tokens)
                     self._view.add(piece.text, is_reasoning=piece.is_reasoning)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +26,8 @@ Message = dict[str, str]
 _CONNECT_TIMEOUT = 2.0
 # A list of models, or an error, is far smaller.
 _MAX_BODY = 1 << 20
+# Characters of a server's message that a user is shown.
+_MAX_MESSAGE = 500
 # One event of a stream: the text of one step.
 _MAX_LINE = 1 << 22
 
@@ -60,7 +62,7 @@ class Answerer(Protocol):
 
     name: str
 
-    def answer(self, messages: list[Message]) -> Iterator[Piece]:
+    def answer(self, messages: list[Message]) -> Generator[Piece]:
         """The answer to a conversation as it comes. Leaving the iteration early ends it.
 
         Raises:
@@ -81,7 +83,7 @@ class LoadedModel:
         self._params = params
         self._format = find_answer_format(llm.tokenizer.hf_tokenizer, "none")
 
-    def answer(self, messages: list[Message]) -> Iterator[Piece]:
+    def answer(self, messages: list[Message]) -> Generator[Piece]:
         llm, params = self._llm, self._params
         try:
             prompt = llm.tokenizer.apply_chat_template(messages)
@@ -89,11 +91,12 @@ class LoadedModel:
             if answers.needs_special_tokens:
                 params = params.changed(skip_special_tokens=False)
             reader = answers.reader(incremental=True)
-            with closing(llm.stream(prompt, params)) as outputs:  # type: ignore[type-var]  (it is a generator)
+            with closing(llm.stream(prompt, params)) as outputs:
                 for output in outputs:
                     for delta in reader.add(output.text, (), output.finish_reason):
                         if isinstance(delta, TextDelta):
                             yield Piece(delta.text, output.num_output_tokens, delta.kind == "reasoning")
+                    yield Piece("", output.num_output_tokens)  # its tokens may have shown nothing yet
         except (ValueError, RuntimeError) as error:
             raise AnswerError(one_line(error)) from error
 
@@ -113,16 +116,13 @@ class RunningServer:
         self._body = {**body, "stream": True}
         self._body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
 
-    def answer(self, messages: list[Message]) -> Iterator[Piece]:
+    def answer(self, messages: list[Message]) -> Generator[Piece]:
         try:
             body = json.dumps({**self._body, "messages": messages})
             connection, response = _request(self._url, self._api_key, "POST", "/chat/completions", body)
             with closing(connection), closing(response):
                 if response.status != 200:
                     raise AnswerError(_problem(response))
-                # The answer may take its time: only the beginning was not to.
-                if connection.sock is not None:
-                    connection.sock.settimeout(None)
                 yield from _pieces(_events(response))
         except (OSError, http.client.HTTPException) as error:
             raise AnswerError(f"{self._url} does not answer: {one_line(error)}") from error
@@ -180,9 +180,14 @@ def _problem(response: http.client.HTTPResponse) -> str:
     """What a server says of a request that it refuses."""
     text = response.read(_MAX_BODY).decode(errors="replace")
     try:
-        return one_line(str(json.loads(text)["error"]["message"]))
+        return _one_line(json.loads(text)["error"]["message"])
     except (ValueError, TypeError, KeyError):
         return f"status {response.status}"
+
+
+def _one_line(message: object) -> str:
+    text = " ".join(str(message).split())
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -200,8 +205,8 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         if not isinstance(event, dict):
             raise AnswerError("the server sent an event that is no JSON object")
         if event.get("error"):
-            error = event["error"]
-            raise AnswerError(one_line(str(error.get("message") if isinstance(error, dict) else error)))
+            problem = event["error"]
+            raise AnswerError(_one_line(problem.get("message") if isinstance(problem, dict) else problem))
         yield event
     raise AnswerError("the server ended the answer early")
 

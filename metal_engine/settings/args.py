@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from urllib.parse import urlsplit
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.fields import Settings, setting
@@ -342,5 +343,15 @@ class ChatArgs(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ConfigError("--url", f"must begin with http:// or https://, got {self.url!r}")
+        if self.url is not None and not _is_address(self.url):
+            raise ConfigError("--url", f"must be like http://127.0.0.1:8000 or https://example.org, got {self.url!r}")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("--api-key", "must be printable ASCII")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False

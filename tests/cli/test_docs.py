@@ -16,8 +16,9 @@ import httpx
 import pytest
 
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
+from metal_engine.cli.options import help_text
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
-from metal_engine.settings.fields import settings_of
+from metal_engine.settings.fields import Setting, settings_of
 from tools.docs.cli import PAGE, with_tables
 from tools.fixtures.ports import free_port
 
@@ -219,3 +220,41 @@ def test_help(name: str, classes: tuple[type, ...]) -> None:
     assert done.returncode == 0
     assert [one.flag for one in settings_of(*classes) if one.flag not in done.stdout] == []
     assert not re.search(r"\| +(mlx|transformers|fastapi)(\.|$)", done.stderr, re.MULTILINE)
+
+
+def test_help_is_in_groups_and_shows_every_default() -> None:
+    command = [sys.executable, "-m", "metal_engine", "serve", "--help"]
+    env = {**os.environ, "COLUMNS": "80"}
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=60, check=True).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    boxes = re.findall(r"^╭─ (.+?) ─+╮\n(.*?)^╰", text, re.MULTILINE | re.DOTALL)
+    groups = {heading: " ".join(re.sub("[│\n]", " ", body).split()) for heading, body in boxes}
+    order = ["Arguments", "Options", "Model", "Memory", "Scheduling", "KV transfer"]
+    assert list(groups) == [*order, "Server", "Security", "Limits", "Answers", "Logging"]
+    assert len([box for box, _ in boxes]) == len(groups)  # each is there once
+    for one in settings_of(EngineArgs, ServerArgs):
+        body = groups[one.group]
+        assert one.flag in body
+        if one.kind == "bool":
+            value = "on" if one.default else "off"
+            shown = rf"{one.flag} / --no-{one.flag[2:]} .*?Default: {value}\."
+            assert re.search(shown, body), one.flag
+        assert help_text(one) in body, one.flag
+
+
+def test_defaults_are_written_as_users_would() -> None:
+    def default(kind: str, value: object) -> str:
+        return help_text(Setting("name", kind, value, "Help."))
+
+    assert default("size", 20 << 30) == "Help. Default: 20GiB."
+    assert default("size", 64 << 10) == "Help. Default: 64KiB."
+    assert default("float", 15.0) == "Help. Default: 15."
+    assert default("list", ("99",)) == "Help. Default: 99."
+    assert default("bool", False) == "Help. Default: off."
+    assert default("list", ()) == default("str", None) == "Help."
+
+
+def test_no_command_passes_on_what_transformers_says_of_torch() -> None:
+    program = "from metal_engine.cli.logs import set_up_logging; set_up_logging('warning'); import transformers"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
