@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import stat
 import struct
 import subprocess
@@ -24,7 +25,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 120.0
 COLUMNS = 40
-PROMPT = "> "
+PROMPT = ">"  # prompt_toolkit moves the cursor over the space behind it
 CONTROL = re.compile(r"\x1b\[[?\d;]*[A-Za-z]|\x1b[=>]|\x1b\][^\x07]*\x07|\r")
 CTRL_C, CTRL_D, ALT_ENTER, UP, LEFT, BACKSPACE, ENTER = "\x03", "\x04", "\x1b\r", "\x1b[A", "\x1b[D", "\x7f", "\r"
 
@@ -64,6 +65,12 @@ class Shouting(BaseHTTPRequestHandler):
         pass
 
 
+def _be_a_terminals_own() -> None:
+    """In the child: the terminal on its standard input is its own, and Ctrl-C there reaches it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it
+
+
 class Terminal:
     """A chat in a narrow terminal, read without its control sequences."""
 
@@ -82,7 +89,7 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_be_a_terminals_own,
         )
         os.close(theirs)
         self._raw = b""
