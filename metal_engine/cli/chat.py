@@ -235,7 +235,7 @@ class Conversation:
 
 
 class _Speed:
-    """How fast an answer comes: its tokens a second after the first ones, and how long those took."""
+    """How fast an answer comes: how long the first tokens took, and how many a second came after them."""
 
     def __init__(self) -> None:
         self._start = self._last_time = time.monotonic()
@@ -252,8 +252,10 @@ class _Speed:
         """One line; empty for an answer of which no token came."""
         if self._first is None:
             return ""
-        num_first, first_time = self._first
-        line = f"{self._num_tokens} tokens, the first after {first_time - self._start:.2f} s"
-        if self._last_time > first_time:
-            line += f", then {(self._num_tokens - num_first) / (self._last_time - first_time):.1f} tokens/s"
-        return f"[{line}]"
+        (num_first, first_time), num_tokens = self._first, self._num_tokens
+        if num_tokens > num_first:
+            rate = (num_tokens - num_first) / max(self._last_time - first_time, 1e-6)
+        else:  # all came at once
+            rate = num_tokens / max(first_time - self._start, 1e-6)
+        tokens = "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
+        return f"[{tokens}, the first after {first_time - self._start:.2f} s, {rate:.1f} tokens/s]"

@@ -82,7 +82,7 @@ def test_a_conversation_grows(capsys: pytest.CaptureFixture[str]) -> None:
     assert (shown, answered) == ("1.\n2.\n", True)
     first, second = capsys.readouterr().err.splitlines()
     assert "2 tokens, the first after" in first and "tokens/s]" in first
-    assert second.startswith("[1 tokens") and "tokens/s" not in second  # one token has no rate
+    assert second.startswith("[1 token, the first") and "tokens/s]" in second
 
 
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
