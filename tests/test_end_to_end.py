@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,14 @@ def test_chat(llm: LLM) -> None:
     two = llm.chat([QUESTION, [{"role": "user", "content": "Say hi."}]], GREEDY, use_tqdm=False)
     assert two[0].text == one[0].text
     assert len(two) == 2
+
+
+def test_the_demo_has_sampling_defaults_under_which_it_makes_sense(llm: LLM) -> None:
+    defaults = llm.default_sampling_params
+    assert (defaults.temperature, defaults.top_p) == (0.2, 0.5)
+    params = [replace(defaults, seed=seed, max_tokens=12) for seed in range(8)]
+    answers = llm.chat([QUESTION] * 8, params, use_tqdm=False)
+    assert {answer.text for answer in answers} == {"The capital of France is Paris."}
 
 
 def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(llm: LLM) -> None:
