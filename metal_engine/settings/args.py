@@ -23,6 +23,9 @@ MAX_NUM_SEQS = 65_536
 
 GIB = 1 << 30
 
+# Among the names that a model is served by: every other name.
+ANY_NAME = "*"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs(Settings):
@@ -122,8 +125,8 @@ class ServerArgs(Settings):
     uds: str | None = setting(None, "Unix domain socket to listen on, instead of --host and --port.")
     served_model_name: tuple[str, ...] = setting(
         (),
-        "Name of the model in the API, instead of MODEL. Several may be given by repeating the flag; "
-        "answers carry the first.",
+        "Name of the model in the API, instead of MODEL; * for any name, as tools need that ask for a model of their "
+        "own. Several may be given by repeating the flag; answers carry the first.",
     )
     api_key: tuple[str, ...] = setting(
         (),

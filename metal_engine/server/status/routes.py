@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from metal_engine import __version__
-from metal_engine.server.errors import APIError, model_not_found
+from metal_engine.server.errors import APIError
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.protocol import ErrorBody
@@ -35,9 +35,8 @@ def add_model_routes(app: FastAPI, served: ServedModel) -> None:
 
     @app.get("/v1/models/{model_id:path}", tags=["models"])  # names of models have slashes
     async def get_model(model_id: str) -> ModelCard:
-        if model_id not in cards:
-            raise model_not_found(model_id)
-        return cards[model_id]
+        served.check_model(model_id)
+        return cards.get(model_id, cards[served.names[0]])
 
     @app.post("/v1/embeddings", tags=["models"], status_code=404, response_model=ErrorBody)
     async def create_embedding() -> Response:
