@@ -201,10 +201,10 @@ def _wanted(params: StructuredOutputsParams) -> dict[str, Any]:
         fields: dict[str, Any] = {"json": {"type": "object"}}
     elif params.json is not None:
         fields = {"json": params.json if isinstance(params.json, str | bool) else dict(params.json)}
-        fields["strict"] = params.strict
     else:
         return {"regex": params.regex, "choice": params.choice, "grammar": params.grammar}
     return fields | {
+        "strict": params.strict and not params.json_object,
         "whitespace_pattern": params.whitespace_pattern,
         "disable_any_whitespace": params.disable_any_whitespace,
     }

@@ -107,7 +107,7 @@ class Person(BaseModel):
     lives_in: Street | None = None
 
 
-@pytest.mark.parametrize("kind", [Street, Person])
+@pytest.mark.parametrize("kind", [Street, pytest.param(Person, marks=pytest.mark.full)])
 def test_the_demo_model_ends_what_pydantic_asks_for(
     make_engine: MakeEngine, demo_tokenizer: Tokenizer, kind: type[BaseModel]
 ) -> None:
