@@ -187,6 +187,7 @@ def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
         ("serve", (ServerArgs, EngineArgs)),
         ("chat", (ChatArgs, EngineArgs)),
         ("doctor", ()),
+        ("launch", ()),
         ("bench serve", (BenchServeArgs,)),
         ("bench throughput", (BenchThroughputArgs, EngineArgs)),
         ("bench latency", (BenchLatencyArgs, EngineArgs)),
