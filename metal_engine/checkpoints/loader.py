@@ -23,11 +23,13 @@ from metal_engine.checkpoints.files import check_small_files
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
+from metal_engine.checkpoints.headless import EmbeddingWeights
 from metal_engine.checkpoints.hub import TOKENIZER_PATTERNS, fetch_from_hub
+from metal_engine.checkpoints.pooling import check_causal, find_reranker, gguf_pooler, read_pooler
 from metal_engine.checkpoints.tokenizer import load_tokenizer
 from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError, one_line
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.config import DeviceInfo
+from metal_engine.settings.config import DeviceInfo, PoolerConfig, RerankerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,9 @@ class LoadedModel:
         eos_token_ids: all ids that end generation.
         name: what to call it.
         default_sampling: parameters for requests that give none, by name.
+        pooler: how its hidden states are pooled.
+        reranker: how it scores documents; None if it is no reranker.
+        can_generate: whether the checkpoint has an LM head.
     """
 
     model: nn.Module
@@ -58,6 +63,9 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     name: str
     default_sampling: dict[str, float] = field(default_factory=dict)
+    pooler: PoolerConfig = field(default_factory=PoolerConfig)
+    reranker: RerankerConfig | None = None
+    can_generate: bool = True
 
 
 def load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
@@ -116,6 +124,7 @@ def _load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
 
 def _load_gguf(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo, *, name: str) -> LoadedModel:
     header = read_gguf_header(path)
+    pooler = gguf_pooler(header)
     on_cpu = device.kind == "cpu"
     tensors = header.tensors.values()
     sizes = (math.prod(t.shape) * dtype.size if on_cpu and dtype else t.nbytes for t in tensors)
@@ -123,12 +132,15 @@ def _load_gguf(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: Dev
     model, config = load_gguf_model(path, dtype=dtype or mx.float16, dequantize=on_cpu)
     tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(path)
     sampling = checkpoint.default_sampling(_generation_config(args, None))
-    return LoadedModel(model, config, tokenizer, frozenset(gguf_eos_token_ids(header)), name, sampling)
+    eos_token_ids = frozenset(gguf_eos_token_ids(header))
+    return LoadedModel(model, config, tokenizer, eos_token_ids, name, sampling, pooler)
 
 
 def _load_directory(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo) -> LoadedModel:
     check_small_files(path)
     config = checkpoint.read_config(path)
+    check_causal(config, args.model)
+    pooler = read_pooler(path, config)
     files = checkpoint.weight_files(path)
     on_cpu = device.kind == "cpu"
     float_bytes = dtype.size if on_cpu and dtype else None
@@ -142,16 +154,21 @@ def _load_directory(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device
         _other_tokenizer(args) if args.tokenizer else load_tokenizer(path, trust_remote_code=args.trust_remote_code)
     )
     eos_token_ids = checkpoint.eos_token_ids(config, own_generation_config)
-    model, config = _load_mlx_lm_model(path, config, args)
+    weights = EmbeddingWeights.of(tensors, config) if pooler.is_embedder else EmbeddingWeights()
+    model, config = _load_mlx_lm_model(path, config, args, weights)
     if on_cpu and config.get("quantization"):
         model = dequantize_model(model)
     if dtype is not None:
         model.set_dtype(dtype)
     mx.eval(model.parameters())
-    return LoadedModel(model, config, tokenizer, eos_token_ids, args.model, sampling)
+    reranker = find_reranker(path, config, args.model, tokenizer)
+    can_generate = not weights.lacks_head
+    return LoadedModel(model, config, tokenizer, eos_token_ids, args.model, sampling, pooler, reranker, can_generate)
 
 
-def _load_mlx_lm_model(path: Path, config: dict[str, Any], args: EngineArgs) -> tuple[nn.Module, dict[str, Any]]:
+def _load_mlx_lm_model(
+    path: Path, config: dict[str, Any], args: EngineArgs, weights: EmbeddingWeights
+) -> tuple[nn.Module, dict[str, Any]]:
     """Makes mlx-lm's model and configuration, with its errors explained. Weights are not in memory yet."""
     model_type, model_file = config["model_type"], config.get("model_file")
     if model_file is not None and not args.trust_remote_code:
@@ -166,7 +183,14 @@ def _load_mlx_lm_model(path: Path, config: dict[str, Any], args: EngineArgs) -> 
             f"{args.model}: mlx-lm has no architecture {model_type!r}, or a package that it needs is missing"
         ) from error
     try:
-        return load_model(path, lazy=True, trust_remote_code=args.trust_remote_code)
+        trust = args.trust_remote_code
+        return load_model(
+            path,
+            lazy=True,
+            model_config=weights.config,
+            get_model_classes=weights.model_classes,
+            trust_remote_code=trust,
+        )
     except KeyError as error:
         raise ModelLoadError(f"{args.model}: {model_type} needs {error}, which config.json lacks") from error
     except Exception as error:

@@ -38,6 +38,10 @@ def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
         num_heads=num_heads,
         head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,
         default_sampling=loaded.default_sampling,
+        hidden_size=text_config.get("hidden_size") or 0,
+        pooler=loaded.pooler,
+        reranker=loaded.reranker,
+        can_generate=loaded.can_generate,
     )
 
 

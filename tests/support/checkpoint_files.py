@@ -88,3 +88,17 @@ def write_tokenizer(folder: Path, **config: Any) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     full = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(full))
+
+
+def write_modules(folder: Path, pooling: dict[str, Any] | None, *others: dict[str, Any]) -> Path:
+    """Write what sentence-transformers writes: modules after the model, the pooling's settings among them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    transformer = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+    modules = [transformer]
+    if pooling is not None:
+        kind = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
+        modules.append({"idx": 1, "name": "1", "path": "1_Pooling", "type": kind})
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "modules.json").write_text(json.dumps([*modules, *others]))
+    return folder
