@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,18 @@ def write_weights(folder: Path, weights: dict[str, mx.array], num_shards: int) -
         weight_map.update(dict.fromkeys(part, file))
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_sparse_weights(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], element_bytes: int = 2) -> None:
+    """A safetensors file of any size that takes no space: a true header, and a hole where the data would be."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + prod(shape) * element_bytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def write_tokenizer(folder: Path, **config: Any) -> None:
