@@ -7,7 +7,6 @@ repository on the Hugging Face hub.
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.demo import fetch_demo_model
 from metal_engine.checkpoints.files import check_small_files
 from metal_engine.checkpoints.gguf.header import read_gguf_header
-from metal_engine.checkpoints.gguf.model import load_gguf_model
+from metal_engine.checkpoints.gguf.model import default_dtype, load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
+from metal_engine.checkpoints.gguf.weights import loaded_bytes
 from metal_engine.checkpoints.hub import TOKENIZER_PATTERNS, fetch_from_hub
 from metal_engine.checkpoints.tokenizer import load_tokenizer
 from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError, one_line
@@ -117,10 +117,10 @@ def _load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
 def _load_gguf(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo, *, name: str) -> LoadedModel:
     header = read_gguf_header(path)
     on_cpu = device.kind == "cpu"
-    tensors = header.tensors.values()
-    sizes = (math.prod(t.shape) * dtype.size if on_cpu and dtype else t.nbytes for t in tensors)
-    _check_memory(args, device, sum(sizes))
-    model, config = load_gguf_model(path, dtype=dtype or mx.float16, dequantize=on_cpu)
+    dtype = dtype or default_dtype(header)
+    needed = sum(loaded_bytes(tensor, dtype, dequantize=on_cpu) for tensor in header.tensors.values())
+    _check_memory(args, device, needed)
+    model, config = load_gguf_model(path, dtype, dequantize=on_cpu)
     tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(path)
     sampling = checkpoint.default_sampling(_generation_config(args, None))
     return LoadedModel(model, config, tokenizer, frozenset(gguf_eos_token_ids(header)), name, sampling)
