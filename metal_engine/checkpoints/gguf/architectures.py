@@ -152,14 +152,23 @@ def _phi3(header: GgufHeader) -> Config:
     }
 
 
+def _routing(header: GgufHeader, experts: str) -> Config:
+    """How many experts there are, under the name ``experts``, and how many of them a token goes through."""
+    count, used = header.require_value("expert_count"), header.require_value("expert_used_count")
+    if not 0 < used <= count:
+        raise UnsupportedModelError(
+            f"{header.path.name}: {header.architecture} with {short(used)} of {short(count)} experts is not supported"
+        )
+    return {experts: count, "num_experts_per_tok": used}
+
+
 def _gpt_oss(header: GgufHeader) -> Config:
     kinds = {True: "sliding_attention", False: "full_attention"}
     layers = [kinds[sliding] for sliding in _sliding_layers(header, period=2)]
     if header.value("rope.freq_base_swa", header.rope_theta) != header.rope_theta:
         raise UnsupportedModelError(f"{header.path.name}: gpt-oss with two RoPE bases is not supported")
     return {
-        "num_local_experts": header.require_value("expert_count"),
-        "num_experts_per_tok": header.require_value("expert_used_count"),
+        **_routing(header, "num_local_experts"),
         "intermediate_size": header.require_value("expert_feed_forward_length"),
         "sliding_window": header.require_value("attention.sliding_window"),
         "layer_types": layers,
@@ -167,19 +176,15 @@ def _gpt_oss(header: GgufHeader) -> Config:
 
 
 def _mixtral(header: GgufHeader) -> Config:
-    return {
-        "num_local_experts": header.require_value("expert_count"),
-        "num_experts_per_tok": header.require_value("expert_used_count"),
-    }
+    return _routing(header, "num_local_experts")
 
 
 def _qwen_experts(header: GgufHeader) -> Config:
-    used = header.require_value("expert_used_count")
+    routing = _routing(header, "num_experts")
     inner = header.require_value("feed_forward_length")
     return {
-        "num_experts": header.require_value("expert_count"),
-        "num_experts_per_tok": used,
-        "moe_intermediate_size": header.value("expert_feed_forward_length", inner // used),
+        **routing,
+        "moe_intermediate_size": header.value("expert_feed_forward_length", inner // routing["num_experts_per_tok"]),
         # Of qwen2moe: an expert for every token.
         "shared_expert_intermediate_size": header.value("expert_shared_feed_forward_length", inner),
         # Of qwen3moe: experts in every layer, and llama.cpp takes for granted that their weights add up to 1.

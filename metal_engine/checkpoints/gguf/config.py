@@ -65,8 +65,9 @@ def _check_sizes(header: GgufHeader, architecture: Architecture) -> tuple[int, i
         raise UnsupportedModelError(f"{header.path.name}: {arch} with layers of unequal sizes is not supported")
     head_dim = header.head_dim
     others = {header.value("attention.value_length", head_dim), header.value("rope.dimension_count_swa", head_dim)}
-    if architecture.model_type != "phi3":  # the one with partial RoPE
-        others.add(header.value("rope.dimension_count", head_dim))
+    rotated = header.value("rope.dimension_count", head_dim)
+    if architecture.model_type != "phi3" or not 0 < rotated < head_dim:  # the one with partial RoPE
+        others.add(rotated)
     if not architecture.own_head_dim:
         others.add(header.require_value("embedding_length") // num_heads)
     if others != {head_dim}:

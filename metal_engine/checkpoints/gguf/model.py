@@ -52,7 +52,8 @@ def load_gguf_model(path: str | Path, dtype: mx.Dtype, dequantize: bool) -> tupl
     weights: dict[str, mx.array] = {}
     kept: dict[str, dict[str, Any]] = {}  # module path -> how it is quantized
     for name, parameter, shape in _parameters(header, architecture, model):
-        loaded = _load(header, architecture, config, name, dtype, dequantize)
+        is_matrix = parameter.endswith(".weight") and len(shape) > 1
+        loaded = _load(header, architecture, config, name, dtype, dequantize or not is_matrix)
         if isinstance(loaded, QuantizedTensor):
             kept[parameter.removesuffix(".weight")] = loaded.settings
             weights |= {parameter.removesuffix("weight") + part: array for part, array in loaded.arrays.items()}

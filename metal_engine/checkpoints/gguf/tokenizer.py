@@ -83,7 +83,7 @@ def _gpt2_single_digits() -> list[Any]:
 _LLAMA3 = _Bpe(_pattern(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
 _GPT4 = _Bpe(_pattern(r"\p{N}{1,3}"))
 # Each is the pre-tokenizer of the original tokenizer.json files, which llama.cpp implements under that name.
-_PRE_TOKENIZERS = {
+PRE_TOKENIZERS = {
     "gpt-2": _Bpe(_gpt2),
     "smollm": _Bpe(_gpt2_single_digits),
     "starcoder": _Bpe(_gpt2_single_digits),
@@ -159,10 +159,10 @@ def gguf_eos_token_ids(header: GgufHeader) -> list[int]:
 
 def _byte_level_bpe(header: GgufHeader) -> tuple[Tokenizer, bool]:
     pre = header.metadata.get("tokenizer.ggml.pre")
-    if pre not in _PRE_TOKENIZERS:
+    if pre not in PRE_TOKENIZERS:
         problem = f"pre-tokenizer {short(pre)} is not known" if pre else "the file names no pre-tokenizer"
         raise UnsupportedModelError(f"{header.path.name}: {problem}; name another tokenizer with --tokenizer")
-    rules = _PRE_TOKENIZERS[pre]
+    rules = PRE_TOKENIZERS[pre]
     tokens = header.require("tokenizer.ggml.tokens")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     # A space inside a part is written "Ġ", so the one space separates the two parts.

@@ -26,9 +26,12 @@ from metal_engine.checkpoints.gguf.config import gguf_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import default_dtype, load_gguf_model
 from metal_engine.checkpoints.gguf.weights import loaded_bytes
+from metal_engine.checkpoints.loader import load
 from metal_engine.errors import ModelLoadError, UnsupportedModelError
 from metal_engine.llm import LLM
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import DeviceInfo
 from tools.fixtures.gguf_checkpoints import architecture, write_gguf
 from tools.fixtures.hf_checkpoints import CONFIGS, Config, hf_weights, write_hf
 from tools.fixtures.llama_cpp_architectures import describe, prompts
@@ -293,6 +296,7 @@ REFUSED: list[tuple[str, Callable[[GGUFWriter], None], type[ModelLoadError], str
         ModelLoadError,
         "no phi3.rope.scaling.original_context_length",
     ),
+    ("phi3", also("add_rope_dimension_count", 32), UnsupportedModelError, "RoPE or standard size 32"),
     ("olmo2", also("add_sliding_window", 64), UnsupportedModelError, "sliding window"),
     ("granite", without_key("granite.logit_scale"), ModelLoadError, "no granite.logit_scale"),
     ("granite", also("add_key_length", 32), UnsupportedModelError, "head size 32"),
@@ -334,6 +338,36 @@ def test_other_shapes_than_the_metadata_are_refused(tmp_path: Path, tensor: str)
     path = write_gguf(tmp_path / "m.gguf", CONFIGS["qwen3moe"], prepare=other_shape)
     with pytest.raises(ModelLoadError, match=rf"tensor '{tensor}' is \[.*\], and its metadata make it \["):
         load_gguf_model(path, mx.float32, dequantize=True)
+
+
+HUGE = [
+    ("qwen3moe", "add_expert_count", 1 << 30, "its metadata make it"),
+    ("qwen3moe", "add_expert_feed_forward_length", 1 << 31, "OverflowError"),
+    ("qwen3moe", "add_embedding_length", 1 << 30, "its metadata make it"),
+    ("gpt-oss", "add_head_count", 1 << 24, "its metadata make it"),
+    ("gpt-oss", "add_expert_used_count", 1 << 31, "2147483648 of 4 experts"),
+    ("gemma3", "add_sliding_window_pattern", 1 << 31, "windows 2147483648"),
+    ("gemma3", "add_sliding_window_pattern", 0, "ZeroDivisionError"),
+    ("phi3", "add_feed_forward_length", 1 << 29, "its metadata make it"),
+    ("phi3-longrope", "add_rope_dimension_count", 1 << 31, "RoPE or standard size"),
+]
+
+
+@pytest.mark.parametrize(("name", "method", "value", "words"), HUGE)
+def test_huge_sizes_are_refused(tmp_path: Path, name: str, method: str, value: int, words: str) -> None:
+    """As the loader does it: in one line, with nothing made that is as large as they say."""
+
+    def prepare(writer: GGUFWriter) -> None:
+        add_tokenizer(writer)
+        getattr(writer, method)(value)
+
+    path = write_gguf(tmp_path / "m.gguf", CONFIGS[name], prepare=prepare)
+    before = mx.get_peak_memory()
+    with pytest.raises(ModelLoadError) as caught:
+        load(EngineArgs(model=str(path)), DeviceInfo(kind="cpu", name="t", compute="t", memory_bytes=1 << 34))
+    message = str(caught.value)
+    assert words in message and "\n" not in message and len(message) < 400
+    assert mx.get_peak_memory() - before < 1 << 22
 
 
 @pytest.mark.full
