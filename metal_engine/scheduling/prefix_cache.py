@@ -54,7 +54,7 @@ def _extend(
 
 
 def _common_length(a: list[bytes], b: list[bytes]) -> int:
-    """How many hashes two chains have in common: they agree up to a point and differ from there on."""
+    """Returns how many hashes two chains share: they agree up to a point and differ from there on."""
     return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[i] != b[i])
 
 
@@ -95,7 +95,7 @@ class PrefixCache:
         return [block_hash for block_hash in hashes if not self._blocks.is_cached(block_hash)]
 
     def _usable_hashes(self, request: Request) -> list[bytes]:
-        if not self.is_enabled or request.needs_prompt_rows:
+        if not self.is_enabled or request.skip_reading_prefix_cache:
             return []
         return extend_block_hashes(request, self._block_size, self._model_fingerprint)
 
@@ -106,7 +106,7 @@ class PrefixCache:
 
         None if there is none, or if the request must compute every token itself.
         """
-        if not self.is_enabled or request.needs_prompt_rows:
+        if not self.is_enabled or request.skip_reading_prefix_cache:
             return None
         hashes = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
         for owner in prefills:

@@ -31,6 +31,7 @@ def setting(
     kind: str | None = None,
     choices: tuple[str, ...] | None = None,
     secret: bool = False,
+    group: str = "",
     **bounds: float,
 ) -> Any:
     """A dataclass field that users can set.
@@ -42,9 +43,10 @@ def setting(
             given as ``4k``; else the annotation says it.
         choices: the only values accepted.
         secret: its value appears in no message.
+        group: heading in ``--help`` below which it stands; by default the command's.
         bounds: what a number must be: at least ``ge``, more than ``gt``, at most ``le``, less than ``lt``.
     """
-    metadata = {"help": help, "kind": kind, "choices": choices, "secret": secret, "bounds": bounds}
+    metadata = {"help": help, "kind": kind, "choices": choices, "secret": secret, "group": group, "bounds": bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -59,6 +61,7 @@ class Setting:
     help: str = ""
     choices: tuple[str, ...] | None = None
     secret: bool = False
+    group: str = ""
     bounds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -143,6 +146,16 @@ def parse_count(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is no number such as 4096, 4k or 4K")
     return _multiplied(match[1], 1024 if match[2].isupper() else 1000, match[2].lower())
+
+
+def format_size(num_bytes: int) -> str:
+    """Bytes for people to read: ``1.25 GiB``, ``61.0 GiB``, ``300 MiB``."""
+    gib = num_bytes / (1 << 30)
+    if gib >= 1:
+        return f"{gib:.2f} GiB" if gib < 10 else f"{gib:.1f} GiB"
+    if num_bytes >= 1 << 20:
+        return f"{num_bytes / (1 << 20):.0f} MiB"
+    return f"{num_bytes / 1024:.0f} KiB" if num_bytes >= 10_240 else f"{num_bytes} bytes"
 
 
 def _multiplied(number: str, base: int, prefix: str) -> int:

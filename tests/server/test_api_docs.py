@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 
+from metal_engine.server.pooling.protocol import EmbeddingBody, RerankBody, ScoreBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from tests.cli.test_docs import as_pattern, commands
 from tests.support.serving import Served, serve
@@ -55,5 +56,6 @@ def test_the_commands_print_what_the_page_says() -> None:
 def test_every_parameter_is_on_the_page() -> None:
     section = TEXT[TEXT.index("## Parameters") : TEXT.index("## Errors")]
     names = set(re.findall(r"`(\w+)`", section))
-    declared = {*CompletionBody.model_fields, *ChatCompletionBody.model_fields} - {"model", "prompt", "messages"}
+    bodies = (CompletionBody, ChatCompletionBody, EmbeddingBody, RerankBody, ScoreBody)
+    declared = {name for body in bodies for name in body.model_fields} - {"model", "prompt", "messages"}
     assert declared <= names, declared - names

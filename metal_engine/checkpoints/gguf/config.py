@@ -55,6 +55,15 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     }
 
 
+def default_dtype(header: GgufHeader) -> str:
+    """What weights become that do not stay quantized, where a GPU runs them and ``--dtype`` does not say.
+
+    Raises:
+        UnsupportedModelError: the architecture cannot run here.
+    """
+    return "bfloat16" if find_architecture(header).needs_bfloat16 else "float16"
+
+
 def _check_sizes(header: GgufHeader, architecture: Architecture) -> tuple[int, int, int]:
     """Checks what modules are made from; returns the numbers of heads, and of the MLP's inner dimensions."""
     arch = header.architecture

@@ -73,15 +73,6 @@ def load_gguf_model(path: str | Path, dtype: mx.Dtype, dequantize: bool) -> tupl
     return model, config
 
 
-def default_dtype(header: GgufHeader) -> mx.Dtype:
-    """What weights become that do not stay quantized, on a GPU, where ``--dtype`` does not say.
-
-    Raises:
-        UnsupportedModelError: the architecture cannot run here.
-    """
-    return mx.bfloat16 if find_architecture(header).needs_bfloat16 else mx.float16
-
-
 def _parameters(
     header: GgufHeader, architecture: Architecture, model: nn.Module
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:

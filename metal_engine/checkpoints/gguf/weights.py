@@ -97,13 +97,13 @@ def load_tensor(header: GgufHeader, name: str, dtype: mx.Dtype, dequantize: bool
     return mx.array(array.reshape(tensor.shape)).astype(dtype)
 
 
-def loaded_bytes(tensor: GgufTensor, dtype: mx.Dtype, dequantize: bool) -> int:
-    """How much memory a tensor takes after :func:`load_tensor`."""
+def loaded_bytes(tensor: GgufTensor, float_bytes: int, dequantize: bool) -> int:
+    """How much memory a tensor takes after :func:`load_tensor` with a type of so many bytes."""
     size = math.prod(tensor.shape)
     if not _is_kept(tensor, dequantize):
-        return size * dtype.size
+        return size * float_bytes
     bits, mode = KEPT[tensor.type]
-    group = GROUP_SIZE * bits // 8 + (1 if mode == "mxfp4" else 2 * dtype.size)
+    group = GROUP_SIZE * bits // 8 + (1 if mode == "mxfp4" else 2 * float_bytes)
     return size // GROUP_SIZE * group
 
 

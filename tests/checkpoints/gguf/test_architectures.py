@@ -22,9 +22,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import dequantize_model, load_model
 
 from metal_engine.checkpoints.gguf.architectures import ARCHITECTURES
-from metal_engine.checkpoints.gguf.config import gguf_config
+from metal_engine.checkpoints.gguf.config import default_dtype, gguf_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
-from metal_engine.checkpoints.gguf.model import default_dtype, load_gguf_model
+from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.weights import loaded_bytes
 from metal_engine.checkpoints.loader import load
 from metal_engine.errors import ModelLoadError, UnsupportedModelError
@@ -172,20 +172,19 @@ def test_the_engine_generates_what_mlx_lm_does(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize("dequantize", [True, False])
 def test_memory_is_counted_before_loading(tmp_path: Path, name: str, dtype: mx.Dtype, dequantize: bool) -> None:
     path = write_gguf(tmp_path / "m.gguf", CONFIGS[name], mixed_type)
-    counted = sum(loaded_bytes(t, dtype, dequantize) for t in read_gguf_header(path).tensors.values())
+    counted = sum(loaded_bytes(t, dtype.size, dequantize) for t in read_gguf_header(path).tensors.values())
     model, _ = load_gguf_model(path, dtype, dequantize)
     assert counted == sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("llama", mx.float16), ("qwen3moe", mx.float16), ("gemma3", mx.bfloat16), ("gpt-oss", mx.bfloat16)],
+    ("name", "dtype"), [("llama", "float16"), ("qwen3moe", "float16"), ("gemma3", "bfloat16"), ("gpt-oss", "bfloat16")]
 )
-def test_default_dtype(tmp_path: Path, name: str, dtype: mx.Dtype) -> None:
+def test_default_dtype(tmp_path: Path, name: str, dtype: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", CONFIGS[name], mixed_type)
     assert default_dtype(read_gguf_header(path)) == dtype
-    model, _ = load_gguf_model(path, dtype, dequantize=False)
-    assert model(mx.array([[1, 2, 3]])).dtype == dtype
+    model, _ = load_gguf_model(path, getattr(mx, dtype), dequantize=False)
+    assert model(mx.array([[1, 2, 3]])).dtype == getattr(mx, dtype)
 
 
 def test_mxfp4_stays_as_it_is(tmp_path: Path) -> None:
@@ -378,4 +377,5 @@ def test_the_fixture_is_what_llama_cpp_says(tmp_path: Path, name: str) -> None:
 
     llama = LlamaCpp(write_gguf(tmp_path / "m.gguf", CONFIGS[name], prepare=add_tokenizer))
     for case in FIXTURE["cases"][name]["prompts"]:
-        assert np.abs(llama.logits(case["token_ids"]) - case["logits"]).max() < CLOSE
+        difference = np.abs(llama.logits(case["token_ids"]) - case["logits"])
+        assert difference.max() < GELU.get(name, CLOSE)

@@ -20,7 +20,7 @@ from tests.server.hostile.attacks import VOCAB_SIZE
 from tests.server.hostile.cases import FIELDS, Case, field_cases
 from tests.server.hostile.sending import check_answer, exchange
 from tests.server.hostile.suite import QUICK, every_case
-from tests.support.checkpoint_files import write_checkpoint
+from tests.support.checkpoint_files import write_checkpoint, write_modules
 from tests.support.fillers import CHAT, ENDPOINTS, Endpoint, with_fields
 from tests.support.probed_server import ProbedServer, probed_server
 from tools.fixtures.fake_engine import TOOL_TEMPLATE
@@ -30,9 +30,9 @@ MAX_HOLD = 0.02
 # Beyond its body.
 MAX_MEMORY = 64 << 20
 ATTEMPTS = 3
-# Where log probabilities of prompts are asked for, a step computes the logits of all its rows, and orders them: memory
-# of a step, whatever is in it, and no more for a longer prompt.
-STEP_LOGITS = 2 * 256 * VOCAB_SIZE * 4
+# Where log probabilities of prompts are asked for, a step computes the logits of all its rows: memory of a step,
+# whatever is in it, and no more for a longer prompt.
+STEP_LOGITS = 256 * VOCAB_SIZE * 4
 FLAGS = (
     *("--served-model-name", "tiny", "--tool-call-parser", "json_tools", "--max-model-len", "2048"),
     *("--max-num-batched-tokens", "256", "--max-num-seqs", "32", "--num-gpu-blocks-override", "512"),
@@ -56,6 +56,7 @@ def server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         folder / "model", config={"vocab_size": VOCAB_SIZE, "eos_token_id": tokenizer.eos_token_id}
     )
     tokenizer.save_pretrained(model)
+    write_modules(model, {"pooling_mode_mean_tokens": True})  # so that it scores documents, too
     with probed_server(model, folder, *FLAGS) as server:
         over = threading.Event()
         statuses: list[int] = []
