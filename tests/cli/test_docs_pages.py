@@ -1,4 +1,4 @@
-"""What the pages for readers say is true: their flags exist, their files parse, their tables are made from their sources."""
+"""What the pages for readers say is true: flags exist, files parse, tables are made from their sources."""
 
 from __future__ import annotations
 

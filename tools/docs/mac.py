@@ -1,6 +1,6 @@
 """Makes the table of docs/mac.md: how many tokens of KV fit beside a model, by the engine's own accounting.
 
-    python -m tools.docs.mac
+python -m tools.docs.mac
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Model:
-    """A model as files on the hub have it: parameters in billions, bits a weight, and KV in bytes a token (bfloat16)."""
+    """A model on the hub: parameters in billions, bits a weight, and KV in bytes a token (bfloat16)."""
 
     name: str
     params: float
