@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,23 +73,31 @@ def version_of(client: Client, venvs: Path) -> str:
 
 
 def attempts_of(python: Path, script: Path, url: str, model: str) -> tuple[Attempt, ...]:
-    """Run a script of `tries/` and read what it prints; an end without a word is an attempt that failed."""
-    # Nothing of this shell's: no keys, and no proxy between the client and a server on this machine.
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
-    env = {**kept, "SERVER_URL": url, "SERVER_MODEL": model, "PYTHONDONTWRITEBYTECODE": "1"}
-    with subprocess.Popen(
-        [str(python), str(script)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    """Run a script of `tries/` and read what it prints; an end without a word is an attempt that failed.
+
+    It gets a home of its own, and nothing of this shell's: no settings, no keys, and no proxy between the client and a
+    server on this machine.
+    """
+    with tempfile.TemporaryDirectory(prefix="client-") as home:
+        env = {"PATH": os.environ["PATH"], "HOME": home, "TMPDIR": home, "PYTHONDONTWRITEBYTECODE": "1"}
+        env |= {"SERVER_URL": url, "SERVER_MODEL": model}
+        command = [str(python), str(script)]
         try:
-            printed, errors = process.communicate(timeout=_CLIENT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            printed, errors = process.communicate()
-    attempts = [Attempt(**json.loads(line)) for line in printed.splitlines() if line.startswith('{"what":')]
-    if process.returncode != 0:
-        last = (errors.strip().splitlines() or ["no output"])[-1]
-        attempts.append(Attempt("the script", f"exit status {process.returncode}: {last}"))
-    return tuple(attempts)
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_CLIENT_SECONDS)
+        except subprocess.TimeoutExpired as stopped:
+            return (
+                *attempts_in((stopped.stdout or b"").decode()),
+                Attempt("the script", f"{stopped.timeout} s passed"),
+            )
+    if done.returncode == 0:
+        return attempts_in(done.stdout)
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return (*attempts_in(done.stdout), Attempt("the script", f"exit status {done.returncode}: {last}"))
+
+
+def attempts_in(printed: str) -> tuple[Attempt, ...]:
+    """What a script reports among all that its client prints."""
+    return tuple(Attempt(**json.loads(line)) for line in printed.splitlines() if line.startswith('{"what":'))
 
 
 def try_client(client: Client, venvs: Path, url: str, model: str) -> Result:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tried import KEY, MODEL, URL, expect, run, try_all
 
 FOLDER = Path(tempfile.mkdtemp(prefix="aider-"))
-ENV = {"OPENAI_API_BASE": f"{URL}/v1", "OPENAI_API_KEY": KEY, "HOME": str(FOLDER), "LITELLM_LOCAL_MODEL_COST_MAP": "1"}
+ENV = {"OPENAI_API_BASE": f"{URL}/v1", "OPENAI_API_KEY": KEY, "LITELLM_LOCAL_MODEL_COST_MAP": "1"}
 QUIET = ("--yes-always", "--no-show-model-warnings", "--no-check-update", "--analytics-disable", "--no-pretty")
 
 
