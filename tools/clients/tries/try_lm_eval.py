@@ -34,7 +34,8 @@ task: capitals_generate
 output_type: generate_until
 doc_to_target: "{{city}}"
 generation_kwargs: {until: [".", ",", "\\n"], max_gen_toks: 8, temperature: 0, do_sample: false}
-metric_list: [{metric: exact_match, ignore_case: true}]
+filter_list: [{name: strip, filter: [{function: remove_whitespace}, {function: take_first}]}]
+metric_list: [{metric: exact_match}]
 """
 
 
