@@ -29,6 +29,7 @@ def tools() -> None:
         model=MODEL,
         messages=[{"role": "user", "content": "What is the weather in Rome?"}],
         tools=[tool],
+        tool_choice={"type": "any"},
         max_tokens=60,
         extra_body=GREEDY,
     )

@@ -28,6 +28,7 @@ def openai_tools() -> None:
     answer = litellm.completion(
         messages=[{"role": "user", "content": "What is the weather in Rome?"}],
         tools=[tool],
+        tool_choice="required",
         temperature=0,
         max_tokens=60,
         **OPENAI,
