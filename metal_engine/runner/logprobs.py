@@ -10,7 +10,7 @@ import numpy as np
 from metal_engine.request import TokenLogprobs
 
 # Rows whose float32 copies exist at once, when a long prompt's logits are looked at.
-_ROWS_AT_ONCE = 64
+_ROWS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,12 @@ class LogprobArrays:
 
 def compute_logprobs(logits: mx.array, tokens: mx.array, num_top: int) -> LogprobArrays:
     """Log probabilities of ``tokens``, [L] int32, in the rows of ``logits``, [L, V], and of ``num_top`` others."""
-    num_rows = logits.shape[0]
-    parts = [
-        _part(logits[start : start + _ROWS_AT_ONCE], tokens[start : start + _ROWS_AT_ONCE], num_top)
-        for start in range(0, num_rows, _ROWS_AT_ONCE)
-    ]
+    parts: list[tuple[mx.array, ...]] = []
+    for start in range(0, logits.shape[0], _ROWS_AT_ONCE):
+        rows = logits[start : start + _ROWS_AT_ONCE]
+        if parts:  # one after the other: else the copies of all exist at once
+            (rows,) = mx.depends([rows], list(parts[-1]))
+        parts.append(_part(rows, tokens[start : start + _ROWS_AT_ONCE], num_top))
     if len(parts) == 1:
         return LogprobArrays(*parts[0])
     return LogprobArrays(*(mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True)))

@@ -393,3 +393,15 @@ def test_broken_large_bodies(served: Served, body: bytes, message: str) -> None:
     assert answer.status == 400
     assert message in json.loads(answer.read())["error"]["message"]
     connection.close()
+
+
+def test_texts_of_json_in_one_body_count_together() -> None:
+    """Each of them is small, and what they hold takes thirty times their bytes."""
+    text = "[" + "{}," * 10_000 + "{}]"
+    decoder = large_bodies.TextsDecoder()
+    with pytest.raises(large_bodies.TooComplexError, match="arrays and objects"):
+        for _ in range(30):
+            assert len(decoder.loads(text)) == 10_001
+    decoder = large_bodies.TextsDecoder()
+    for i in range(1000):
+        assert decoder.loads(json.dumps({"path": "a" * 1000, "i": i})) == {"path": "a" * 1000, "i": i}

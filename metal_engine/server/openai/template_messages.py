@@ -7,8 +7,8 @@ from typing import Any
 from metal_engine.engine.chat_template import RESERVED_NAMES
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import short
-from metal_engine.server import large_bodies
 from metal_engine.server.errors import invalid
+from metal_engine.server.large_bodies import TextsDecoder, TooComplexError
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
 
 # Chat templates were written before OpenAI renamed the system role for newer models.
@@ -24,7 +24,8 @@ def template_messages(messages: list[ChatMessage], instructions: str | None = No
     Raises:
         APIError: 400, for content that is not text.
     """
-    result = [_template_message(i, message) for i, message in enumerate(messages)]
+    arguments = TextsDecoder()
+    result = [_template_message(i, message, arguments) for i, message in enumerate(messages)]
     if instructions is not None:
         own = result.pop(0)["content"] if result[0]["role"] == "system" else ""
         result.insert(0, {"role": "system", "content": f"{own}\n\n{instructions}".lstrip()})
@@ -75,7 +76,7 @@ def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
     return {"add_generation_prompt": False, "continue_final_message": True}
 
 
-def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+def _template_message(index: int, message: ChatMessage, arguments: TextsDecoder) -> dict[str, Any]:
     if message.content is None and message.role != "assistant":
         raise invalid(f" is required for the role {message.role}", where=f"messages[{index}].content")
     # Templates concatenate content, so an absent one (an assistant that only called tools) is an empty text.
@@ -91,7 +92,7 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
         if not result["content"]:  # gpt-oss's takes it for the same as the content of a message with calls
             result["thinking"] = reasoning
     if message.tool_calls:
-        result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+        result["tool_calls"] = [_tool_call(call, arguments) for call in message.tool_calls]
     return result
 
 
@@ -110,14 +111,14 @@ def _text(index: int, content: str | list[ContentPart]) -> str:
     return "\n".join(texts)  # as vLLM joins them
 
 
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+def _tool_call(call: dict[str, Any], decoder: TextsDecoder) -> dict[str, Any]:
     """A tool call with its arguments as an object, as templates expect them; clients send a string."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = large_bodies.loads_text(function["arguments"])
-    except large_bodies.TooComplexError as error:
+        arguments = decoder.loads(function["arguments"])
+    except TooComplexError as error:
         raise invalid(f": a call's arguments {error}", where="messages") from error
     except (ValueError, RecursionError):
         return call

@@ -30,9 +30,9 @@ MAX_HOLD = 0.02
 # Beyond its body.
 MAX_MEMORY = 64 << 20
 ATTEMPTS = 3
-# Where log probabilities of prompts are asked for, a step computes the logits of all its rows, and orders them: memory
-# of a step, whatever is in it, and no more for a longer prompt.
-STEP_LOGITS = 2 * 256 * VOCAB_SIZE * 4
+# Where log probabilities of prompts are asked for, a step computes the logits of all its rows: memory of a step,
+# whatever is in it, and no more for a longer prompt.
+STEP_LOGITS = 256 * VOCAB_SIZE * 4
 FLAGS = (
     *("--served-model-name", "tiny", "--tool-call-parser", "json_tools", "--max-model-len", "2048"),
     *("--max-num-batched-tokens", "256", "--max-num-seqs", "32", "--num-gpu-blocks-override", "512"),
