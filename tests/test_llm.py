@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from tokenizers import AddedToken
@@ -15,10 +16,11 @@ from metal_engine import llm as llm_module
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.llm import LLM
+from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.serving import MODEL, serve
 from tests.support.splitting import answer_format
-from tests.support.tiny_engine import tiny_engine
+from tests.support.tiny_engine import tiny_engine, tiny_reference
 from tests.support.tool_formats import RECORDED, TOOLS, Recorded
 from tools.fixtures.fake_engine import (
     TOOL_TEMPLATE,
@@ -201,3 +203,28 @@ def test_a_chat_whose_format_the_tokenizer_tells(monkeypatch: pytest.MonkeyPatch
         assert [(c.name, c.arguments) for c in result.tool_calls] == [("find_trains", '{"city": "Rome"}')]
     assert generated.text == 'hmYes.find_trains{"city": "Rome"}'
     assert (generated.content, generated.reasoning, generated.tool_calls) == (None, None, ())
+
+
+def test_vectors_of_texts_and_tokens(llm: LLM) -> None:
+    model = tiny_reference()
+
+    def expected(tokens: list[int]) -> np.ndarray:
+        hidden = np.array(model.model(mx.array(tokens)[None])[0, -1]).astype(np.float64)
+        return hidden / np.linalg.norm(hidden)
+
+    ids = byte_ids("A fox and a crow")
+    by_text, by_ids = llm.embed(["A fox and a crow", np.array(ids)], use_tqdm=False)
+    for result in (by_text, by_ids):
+        assert result.prompt_token_ids == llm.tokenizer.encode("A fox and a crow")
+        assert float(np.array(result.outputs.embedding) @ expected(result.prompt_token_ids)) >= 0.9999
+    (cut,) = llm.embed(ids, pooling_params=PoolingParams(dimensions=7), use_tqdm=False)
+    assert len(cut.outputs.embedding) == 7
+    params = [PoolingParams(pooling_type="MEAN"), PoolingParams(pooling_type="CLS")]
+    mean, cls = llm.embed([ids, ids], pooling_params=params, use_tqdm=False)
+    assert mean.outputs.embedding != cls.outputs.embedding
+    assert llm.embed([], use_tqdm=False) == []
+    with pytest.raises(ValueError, match="no tokens"):
+        llm.embed([ids, []], use_tqdm=False)
+    with pytest.raises(ValueError):
+        llm.embed([ids, ids], pooling_params=params[:1], use_tqdm=False)
+    assert llm.stats.num_used_blocks == 0

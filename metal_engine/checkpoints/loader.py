@@ -7,31 +7,35 @@ repository on the Hugging Face hub.
 from __future__ import annotations
 
 import logging
-import math
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import _get_classes, dequantize_model, load_model
+from mlx_lm.utils import dequantize_model, load_model
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine.checkpoints import checkpoint
-from metal_engine.checkpoints.demo import fetch_demo_model
+from metal_engine.checkpoints.facts import Check, CheckpointFacts, check_memory, gguf_facts, safetensors_facts
 from metal_engine.checkpoints.files import check_small_files
+from metal_engine.checkpoints.find import FoundModel, check_architecture, find_model
 from metal_engine.checkpoints.gguf.header import read_gguf_header
-from metal_engine.checkpoints.gguf.model import load_gguf_model
+from metal_engine.checkpoints.gguf.model import gguf_config, load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
-from metal_engine.checkpoints.hub import TOKENIZER_PATTERNS, fetch_from_hub
+from metal_engine.checkpoints.headless import EmbeddingWeights
+from metal_engine.checkpoints.hub import fetch_tokenizer
+from metal_engine.checkpoints.names import DEMO_MODEL, is_local
+from metal_engine.checkpoints.pooling import check_causal, find_reranker, gguf_pooler, read_pooler
 from metal_engine.checkpoints.tokenizer import load_tokenizer
-from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError, one_line
+from metal_engine.errors import ConfigError, ModelLoadError, one_line
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.config import DeviceInfo
+from metal_engine.settings.config import DeviceInfo, PoolerConfig, RerankerConfig
+from metal_engine.settings.fields import format_size
 
 logger = logging.getLogger(__name__)
 
-DEMO_MODEL = "demo"
 # What a panic in `tokenizers` becomes in Python: no Exception, and of a type that cannot be imported.
 _RUST_PANIC = "PanicException"
 # Some tokenizers are made without complaint and panic when they are used.
@@ -50,6 +54,9 @@ class LoadedModel:
         eos_token_ids: all ids that end generation.
         name: what to call it.
         default_sampling: parameters for requests that give none, by name.
+        pooler: how its hidden states are pooled.
+        reranker: how it scores documents; None if it is no reranker.
+        can_generate: whether the checkpoint has an LM head.
     """
 
     model: nn.Module
@@ -58,9 +65,12 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     name: str
     default_sampling: dict[str, float] = field(default_factory=dict)
+    pooler: PoolerConfig = field(default_factory=PoolerConfig)
+    reranker: RerankerConfig | None = None
+    can_generate: bool = True
 
 
-def load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
+def load(args: EngineArgs, device: DeviceInfo, check: Check = lambda facts: None) -> LoadedModel:
     """Load the model that ``args.model`` names.
 
     Whatever the libraries that read its files raise becomes one line: anyone may have written the files.
@@ -69,12 +79,16 @@ def load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
     products run there at a fraction of the speed. On Metal weights stay as they are unless ``--dtype`` says
     otherwise.
 
+    Args:
+        check: refuses a checkpoint for what its configuration and headers say; called before its weights are read,
+            and before they are downloaded.
+
     Raises:
         ModelLoadError: it cannot be found, read or run; the message says why.
         ConfigError: a setting does not fit it.
     """
     try:
-        loaded = _load(args, device)
+        loaded = _load(args, device, check)
         _try_tokenizer(loaded.tokenizer)
         return loaded
     except (ModelLoadError, ConfigError):
@@ -95,46 +109,48 @@ def _try_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
         logger.info("the tokenizer has no tokens for some of %r: %s", _TRIED_TEXT, one_line(error))
 
 
-def _load(args: EngineArgs, device: DeviceInfo) -> LoadedModel:
-    on_cpu = device.kind == "cpu"
-    dtype = _DTYPES.get(args.dtype, mx.float32 if on_cpu else None)
-    if args.revision is not None and (args.model == DEMO_MODEL or Path(args.model).expanduser().exists()):
+def _load(args: EngineArgs, device: DeviceInfo, check: Check) -> LoadedModel:
+    dtype = _DTYPES.get(args.dtype, mx.float32 if device.kind == "cpu" else None)
+    if args.revision is not None and (args.model == DEMO_MODEL or is_local(args.model)):
         logger.warning("--revision %s has no effect: %s is not from the hub", args.revision, args.model)
-    if args.model == DEMO_MODEL:
-        return _load_gguf(fetch_demo_model(), args, dtype, device, name=DEMO_MODEL)
-    path = Path(args.model).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelLoadError(f"no such file: {path}")
-        return _load_gguf(path, args, dtype, device, name=path.stem)
-    if not path.is_dir():
-        if path.exists() or args.model.startswith((".", "/", "~")):
-            raise ModelLoadError(f"{args.model} is neither a directory nor a .gguf file")
-        path = fetch_from_hub(args.model, args.revision, args.download_dir)
-    return _load_directory(path, args, dtype, device)
+    found = find_model(args, device, check)
+    began = time.monotonic()
+    load_files = _load_gguf if found.path.suffix == ".gguf" else _load_directory
+    loaded, facts = load_files(found, args, dtype, device, check)
+    logger.info("loaded the weights: %s in %.1f s", format_size(facts.weight_bytes), time.monotonic() - began)
+    return loaded
 
 
-def _load_gguf(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo, *, name: str) -> LoadedModel:
-    header = read_gguf_header(path)
-    on_cpu = device.kind == "cpu"
-    tensors = header.tensors.values()
-    sizes = (math.prod(t.shape) * dtype.size if on_cpu and dtype else t.nbytes for t in tensors)
-    _check_memory(args, device, sum(sizes))
-    model, config = load_gguf_model(path, dtype=dtype or mx.float16, dequantize=on_cpu)
-    tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(path)
+def _load_gguf(
+    found: FoundModel, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo, check: Check
+) -> tuple[LoadedModel, CheckpointFacts]:
+    header = read_gguf_header(found.path)
+    pooler = gguf_pooler(header)
+    facts = gguf_facts(header, gguf_config(header), args, device)
+    check_memory(facts, args, device)
+    check(facts)
+    _announce(found, facts)
+    model, config = load_gguf_model(found.path, dtype=dtype or mx.float16, dequantize=device.kind == "cpu")
+    tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(found.path)
     sampling = checkpoint.default_sampling(_generation_config(args, None))
-    return LoadedModel(model, config, tokenizer, frozenset(gguf_eos_token_ids(header)), name, sampling)
+    eos_token_ids = frozenset(gguf_eos_token_ids(header))
+    return LoadedModel(model, config, tokenizer, eos_token_ids, found.name, sampling, pooler), facts
 
 
-def _load_directory(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo) -> LoadedModel:
+def _load_directory(
+    found: FoundModel, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo, check: Check
+) -> tuple[LoadedModel, CheckpointFacts]:
+    path = found.path
     check_small_files(path)
     config = checkpoint.read_config(path)
+    check_causal(config, args.model)
+    pooler = read_pooler(path, config)
     files = checkpoint.weight_files(path)
-    on_cpu = device.kind == "cpu"
-    float_bytes = dtype.size if on_cpu and dtype else None
     tensors = list(checkpoint.stored_tensors(files))
-    checkpoint.check_num_layers(config, len(tensors))
-    _check_memory(args, device, checkpoint.weight_bytes(tensors, config, float_bytes))
+    facts = safetensors_facts(config, tensors, args, device)
+    check_memory(facts, args, device)
+    check_architecture(config, args)
+    check(facts)
     own_generation_config = checkpoint.read_generation_config(path)
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
     # Before the weights: the tokenizer loads in a moment, and it may be what is wrong.
@@ -142,31 +158,38 @@ def _load_directory(path: Path, args: EngineArgs, dtype: mx.Dtype | None, device
         _other_tokenizer(args) if args.tokenizer else load_tokenizer(path, trust_remote_code=args.trust_remote_code)
     )
     eos_token_ids = checkpoint.eos_token_ids(config, own_generation_config)
-    model, config = _load_mlx_lm_model(path, config, args)
-    if on_cpu and config.get("quantization"):
+    weights = EmbeddingWeights.of(tensors, config) if pooler.is_embedder else EmbeddingWeights()
+    _announce(found, facts)
+    model, config = _load_mlx_lm_model(path, config, args, weights)
+    if device.kind == "cpu" and config.get("quantization"):
         model = dequantize_model(model)
     if dtype is not None:
         model.set_dtype(dtype)
     mx.eval(model.parameters())
-    return LoadedModel(model, config, tokenizer, eos_token_ids, args.model, sampling)
+    reranker = find_reranker(path, config, args.model, tokenizer)
+    can_generate = not weights.lacks_head
+    loaded = LoadedModel(model, config, tokenizer, eos_token_ids, found.name, sampling, pooler, reranker, can_generate)
+    return loaded, facts
 
 
-def _load_mlx_lm_model(path: Path, config: dict[str, Any], args: EngineArgs) -> tuple[nn.Module, dict[str, Any]]:
+def _announce(found: FoundModel, facts: CheckpointFacts) -> None:
+    logger.info("loading the weights of %s: %s in memory", found.name, format_size(facts.weight_bytes))
+
+
+def _load_mlx_lm_model(
+    path: Path, config: dict[str, Any], args: EngineArgs, weights: EmbeddingWeights
+) -> tuple[nn.Module, dict[str, Any]]:
     """Makes mlx-lm's model and configuration, with its errors explained. Weights are not in memory yet."""
-    model_type, model_file = config["model_type"], config.get("model_file")
-    if model_file is not None and not args.trust_remote_code:
-        raise ModelLoadError(
-            f"{args.model} brings code of its own ({model_file}): --trust-remote-code runs it, if you trust it"
+    model_type = config["model_type"]
+    try:
+        trust = args.trust_remote_code
+        return load_model(
+            path,
+            lazy=True,
+            model_config=weights.config,
+            get_model_classes=weights.model_classes,
+            trust_remote_code=trust,
         )
-    try:
-        if model_file is None:
-            _get_classes(config)
-    except (ValueError, SystemExit) as error:  # mlx-lm's olmo ends the process where its package is missing
-        raise UnsupportedModelError(
-            f"{args.model}: mlx-lm has no architecture {model_type!r}, or a package that it needs is missing"
-        ) from error
-    try:
-        return load_model(path, lazy=True, trust_remote_code=args.trust_remote_code)
     except KeyError as error:
         raise ModelLoadError(f"{args.model}: {model_type} needs {error}, which config.json lacks") from error
     except Exception as error:
@@ -180,26 +203,6 @@ def _quantization(config: dict[str, Any]) -> str:
     """Says how a checkpoint is quantized, where mlx-lm may not know how."""
     method = (config.get("quantization_config") or {}).get("quant_method")
     return "" if method is None else f" (it is quantized with {method}: choose one for MLX, or plain weights)"
-
-
-def _check_memory(args: EngineArgs, device: DeviceInfo, needed: int) -> None:
-    """Refuse weights of so many bytes that cannot fit, before they are loaded.
-
-    Raises:
-        ModelLoadError: the weights alone take more than the process may use.
-    """
-    on_cpu = device.kind == "cpu"
-    available = int(device.memory_bytes * (1.0 if on_cpu else args.gpu_memory_utilization))
-    if needed > available:
-        advice = (
-            "take a smaller model, or --dtype bfloat16 for half the size (slow on a CPU; not for models with experts)"
-            if on_cpu
-            else "take a smaller or a quantized model, or raise --gpu-memory-utilization"
-        )
-        raise ModelLoadError(
-            f"not enough memory for {args.model}: its weights take {needed / 1e9:.1f} GB and {available / 1e9:.1f} GB "
-            f"are available; {advice}"
-        )
 
 
 def _generation_config(args: EngineArgs, own: dict[str, Any] | None) -> dict[str, Any]:
@@ -221,6 +224,6 @@ def _other_tokenizer(args: EngineArgs) -> PreTrainedTokenizerFast:
     if not folder.is_dir():
         if folder.exists() or args.tokenizer.startswith((".", "/", "~")):
             raise ModelLoadError(f"{args.tokenizer} is not a directory (--tokenizer)")
-        folder = fetch_from_hub(args.tokenizer, None, args.download_dir, TOKENIZER_PATTERNS)
+        folder = fetch_tokenizer(args.tokenizer, args.download_dir)
     check_small_files(folder)
     return load_tokenizer(folder, trust_remote_code=args.trust_remote_code)

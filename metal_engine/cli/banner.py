@@ -7,6 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from metal_engine.settings.config import EngineConfig
+from metal_engine.settings.fields import format_size
 
 
 def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dict[str, str]:
@@ -20,8 +21,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "dtype": model.dtype,
         "device": f"{config.device.name}: {config.device.compute}",
         "attention": config.attention_backend,
-        "memory": f"weights {_size(model.weight_bytes)}, KV cache {_size(config.kv_bytes)}, largest step "
-        f"{_size(config.step_bytes)}; MLX holds {_size(config.peak_bytes)} at most",
+        "memory": f"weights {format_size(model.weight_bytes)}, KV cache {format_size(config.kv_bytes)}, largest step "
+        f"{format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
         "KV cache": f"{cache.num_tokens:,} tokens in {cache.num_blocks:,} blocks of {cache.block_size}; "
         f"{concurrency:.1f} requests of the maximum length at once",
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "
@@ -42,10 +43,6 @@ def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
         style = "bold green" if label == "URL" else None
         table.add_row(f"[dim]{label}[/]", value, style=style)
     console.print(Panel(table, title="metal-engine", title_align="left", expand=False))
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.0f} MiB"
 
 
 def _count(number: int) -> str:

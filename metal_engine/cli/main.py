@@ -8,6 +8,7 @@ import typer
 
 from metal_engine import __version__
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
+from metal_engine.cli import models
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import MODEL_HELP, command
 from metal_engine.errors import ConfigError, ParameterError
@@ -109,6 +110,9 @@ def _latency(args: BenchLatencyArgs, engine_args: EngineArgs) -> None:
     from metal_engine.bench.offline import bench_latency
 
     bench_latency(engine_args, args)
+
+
+models.add_commands(app)
 
 
 @app.command()

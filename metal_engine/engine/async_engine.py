@@ -10,6 +10,7 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, merge_outputs
 from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.scheduling.stats import SchedulerStats
@@ -180,6 +181,12 @@ class AsyncEngine:
         """See :meth:`EngineCore.prepare_all`. Call it in a thread: it may take long."""
         return self._started.prepare_all(prompts, params, cache_salt, rules)
 
+    def prepare_pooling(
+        self, prompts: list[list[int]], params: PoolingParams, cache_salt: str = ""
+    ) -> list[PreparedRequest]:
+        """See :meth:`EngineCore.prepare_pooling`. Call it in a thread: it may take long."""
+        return self._started.prepare_pooling(prompts, params, cache_salt)
+
     def rules_for(self, params: SamplingParams) -> TokenRules:
         """See :meth:`EngineCore.rules_for`. Call it in a thread: it may compile a grammar."""
         return self._started.rules_for(params)
@@ -193,6 +200,8 @@ class AsyncEngine:
         reservation: Reservation | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Submit output ``index`` of a request; yields what is new of it. The last item has a ``finish_reason``.
+
+        Of a request to pool there is one item, with its vector.
 
         The request is submitted when the iteration begins, and takes its place from the ``reservation``.
 

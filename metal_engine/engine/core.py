@@ -11,12 +11,14 @@ from collections import deque
 from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor
+from metal_engine.engine.pooling import resolve_pooling
 from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.errors import ContextLengthError, ParameterError
+from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
+from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus
-from metal_engine.sampling_params import SamplingParams, TokenRules
+from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.stats import SchedulerStats
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # When every request waits for KV to be loaded, a step waits for it as long as this before it returns.
 _LOAD_WAIT_SECONDS = 0.01
+# A request to pool has a result where others have a first token.
+_POOLING = SamplingParams(max_tokens=1, temperature=0.0)
 # Token ids looked at in one call, which no other thread can interrupt: 3 ms.
 _IDS_AT_ONCE = 1 << 16
 
@@ -90,15 +94,38 @@ class EngineCore:
         self, prompts: list[list[int]], params: SamplingParams, cache_salt: str = "", rules: TokenRules | None = None
     ) -> list[PreparedRequest]:
         """:meth:`prepare` for prompts that share their parameters, which are resolved once; or were, to ``rules``."""
+        if not self.config.model.can_generate:
+            raise PromptError(f"{self.config.model.name} has no LM head: it gives embeddings, and cannot generate")
         rules = rules or self.rules_for(params)
         prepared = []
         for prompt in prompts:
             check_cancelled()
-            kept = self._truncated(prompt, params)
+            kept = self._truncated(prompt, params.truncate_prompt_tokens, params.max_tokens or 1)
             max_tokens = self._max_tokens(len(kept), params)
             self._check_token_ids(kept)
             hashes = prompt_block_hashes(kept, self.config.cache, cache_salt)
             prepared.append(PreparedRequest(kept, params, max_tokens, rules, cache_salt, hashes))
+        return prepared
+
+    def prepare_pooling(
+        self, prompts: list[list[int]], params: PoolingParams, cache_salt: str = ""
+    ) -> list[PreparedRequest]:
+        """:meth:`prepare_all` for prompts that are to be pooled.
+
+        Raises:
+            ParameterError: the model cannot follow the parameters, or a prompt has token ids that it lacks.
+            ContextLengthError: a prompt is longer than the model's context.
+            PromptError: a prompt is empty, or larger than the KV cache.
+        """
+        whole = resolve_pooling(params, self.config.model)
+        prepared = []
+        for prompt in prompts:
+            check_cancelled()
+            kept = self._truncated(prompt, params.truncate_prompt_tokens, 0)
+            self._check_fits_alone(len(kept))
+            self._check_token_ids(kept)
+            hashes = prompt_block_hashes(kept, self.config.cache, cache_salt)
+            prepared.append(PreparedRequest(kept, _POOLING, 1, NO_RULES, cache_salt, hashes, whole))
         return prepared
 
     def rules_for(self, params: SamplingParams) -> TokenRules:
@@ -110,17 +137,16 @@ class EngineCore:
         """
         return self._rules.rules_for(params)
 
-    def _truncated(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
-        """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says."""
+    def _truncated(self, prompt_token_ids: list[int], limit: int | None, room: int) -> list[int]:
+        """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says; -1 leaves room for so many others."""
         max_model_len = self.config.scheduler.max_model_len
-        limit = params.truncate_prompt_tokens
         if limit is None:
             return prompt_token_ids
         if limit > max_model_len:
             message = f"{limit} is more than the maximum context length {max_model_len}"
             raise ParameterError("truncate_prompt_tokens", message)
         if limit == -1:
-            limit = max(max_model_len - (params.max_tokens or 1), 1)
+            limit = max(max_model_len - room, 1)
         return prompt_token_ids[-limit:]
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
@@ -138,6 +164,14 @@ class EngineCore:
             raise ParameterError("min_tokens", message)
         self.scheduler.check_fits(num_prompt_tokens, max_tokens)
         return max_tokens
+
+    def _check_fits_alone(self, num_prompt_tokens: int) -> None:
+        """Raises what :meth:`prepare_pooling` raises for a prompt that is too long."""
+        max_model_len = self.config.scheduler.max_model_len
+        if num_prompt_tokens > max_model_len:
+            message = f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len}"
+            raise ContextLengthError("prompt", message)
+        self.scheduler.check_fits(num_prompt_tokens, 0)
 
     def _check_token_ids(self, prompt: list[int]) -> None:
         vocab_size = self.config.model.vocab_size
@@ -183,9 +217,11 @@ class EngineCore:
             # Hashes of another salt would let it share what it must not.
             block_hashes=list(prepared.block_hashes) if prepared.cache_salt == options.cache_salt else [],
             needs_prompt_rows=params.prompt_logprobs is not None,
+            pooling_params=prepared.pooling_params,
         )
         self.scheduler.add_request(request)
-        self._outputs.add_request(request)
+        if prepared.pooling_params is None:  # what is pooled has no text
+            self._outputs.add_request(request)
         self._ids[request_id] = request.request_id
         self.metrics.arrived(request.request_id, request.num_prompt_tokens, arrival_time)
 
@@ -289,7 +325,8 @@ class EngineCore:
         if output.error is not None:
             return self._fail_request(request_id, output.error, caused_by_request=output.caused_by_request)
         try:
-            self._outputs.process(output)
+            if output.pooled is None:
+                self._outputs.process(output)
         except Exception as error:
             logger.exception("no text for %s from tokens %s", request_id, output.token_ids)
             return self._fail_request(request_id, f"its tokens cannot be decoded: {error}")

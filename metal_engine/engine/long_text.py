@@ -47,7 +47,7 @@ def encode(backend: Any, text: str, *, add_special_tokens: bool, max_tokens: int
     at_once = _AT_ONCE_ASCII if text.isascii() else _AT_ONCE
     if len(text) <= at_once:
         return _ids(backend, text, add_special_tokens)
-    before, after = _around(backend) if add_special_tokens else ([], [])
+    before, after = around(backend) if add_special_tokens else ([], [])
     ids = before
     for piece in _pieces(backend, text, at_once):
         check_cancelled()
@@ -62,7 +62,7 @@ def _ids(backend: Any, text: str, add_special_tokens: bool = False) -> list[int]
     return ids
 
 
-def _around(backend: Any) -> tuple[list[int], list[int]]:
+def around(backend: Any) -> tuple[list[int], list[int]]:
     """The special tokens that stand before and after any text."""
     whole, inner = _ids(backend, "a", True), _ids(backend, "a")
     start = next(i for i in range(len(whole)) if whole[i : i + len(inner)] == inner)

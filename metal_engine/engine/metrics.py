@@ -56,6 +56,8 @@ class _Times:
 class EngineMetrics:
     """Totals since the engine was made; times are in seconds, and a request's begin when it arrived.
 
+    A request to pool has no tokens: it counts where prompts and whole requests do.
+
     Attributes:
         num_prompt_tokens: tokens of the prompts that were computed, those found in the prefix cache included.
         num_generation_tokens: tokens sampled.
@@ -66,11 +68,11 @@ class EngineMetrics:
         num_finished: requests by the reason they finished for.
         first_token: from arrival to the first token.
         inter_token: between two tokens of a request.
-        end_to_end: from arrival to the last token.
+        end_to_end: from arrival to the last token, or to a vector.
         queue: from arrival to the first step.
         prefill: from the first step to the first token.
         decode: from the first token to the last.
-        inference: from the first step to the last token.
+        inference: from the first step to the last token, or to a vector.
         prompt_tokens: prompt lengths of requests that finished.
         generation_tokens: output lengths of requests that finished.
         step_tokens: rows of each step.
@@ -147,6 +149,9 @@ class EngineMetrics:
                     self.first_token.add(now - times.arrival)
                     self.prefill.add(now - times.scheduled)
                 times.last_token = now
+            elif output.pooled is not None:
+                times.last_token = now
+                self.num_prompt_tokens += times.num_prompt_tokens
             if output.finish_reason is not None:
                 self.finished(output.request_id, output.finish_reason, output.num_output_tokens)
         self.num_generation_tokens += num_tokens
@@ -160,7 +165,8 @@ class EngineMetrics:
         if reason not in ("stop", "length"):
             return  # what was cut short says nothing about how long requests take
         self.prompt_tokens.add(times.num_prompt_tokens)
-        self.generation_tokens.add(num_output_tokens)
         self.end_to_end.add(times.last_token - times.arrival)
-        self.decode.add(times.last_token - times.first_token)
         self.inference.add(times.last_token - times.scheduled)
+        if times.first_token:
+            self.generation_tokens.add(num_output_tokens)
+            self.decode.add(times.last_token - times.first_token)

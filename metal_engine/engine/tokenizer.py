@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from metal_engine.engine import chat_template
 from metal_engine.engine.control_tokens import ControlTokens
 from metal_engine.engine.detokenizer import Detokenizer
-from metal_engine.engine.long_text import TextTooLongError, encode
+from metal_engine.engine.infilling import Infilling
+from metal_engine.engine.long_text import TextTooLongError, around, encode
 from metal_engine.sizes import num_characters
 
 # How tokenizers without a byte alphabet spell a byte that is no character.
@@ -38,6 +39,9 @@ _BYTE_OF_CHAR = _byte_of_char()
 # Beyond so many characters, a text with more of them in each token is refused: every call on it takes long.
 _MAX_CHARACTERS = 1 << 22
 _CHARACTERS_PER_TOKEN = 8
+
+# A token of its own in every vocabulary: what follows it stands within a text.
+_WITHIN = "\u263a"
 
 # Characters that Unicode normalization makes one of, at most, as far as prompts go.
 _SHRINKING = 4
@@ -118,6 +122,42 @@ class Tokenizer:
         except TypeError as error:  # what the tokenizer makes of lone surrogates
             raise ValueError("the text is not valid Unicode") from error
 
+    @cached_property
+    def infilling(self) -> Infilling | None:
+        """The tokens for filling in the middle, if there are any."""
+        return Infilling.of(self.hf_tokenizer.backend_tokenizer)
+
+    def encode_infilling(self, prefix: str | list[int], suffix: list[int]) -> tuple[list[int], slice]:
+        """Token ids of a prompt for what stands between two texts, and where the first one's are among them.
+
+        Only for a tokenizer with :attr:`infilling`.
+
+        Args:
+            prefix: what stands before the gap; tokens are taken as they are, without BOS.
+            suffix: what stands after the gap, from :meth:`encode_within`.
+
+        Raises:
+            ValueError: as :meth:`encode`.
+        """
+        assert self.infilling is not None
+        if not isinstance(prefix, str):
+            return self.infilling.join(prefix, suffix)
+        ids, place = self.infilling.join(self.encode(prefix, add_special_tokens=False), suffix)
+        before, after = around(self.hf_tokenizer.backend_tokenizer)
+        return [*before, *ids, *after], slice(len(before) + place.start, len(before) + place.stop)
+
+    def encode_within(self, text: str) -> list[int]:
+        """Token ids of a text that others stand before: without the space that some tokenizers begin texts with.
+
+        Raises:
+            ValueError: as :meth:`encode`.
+        """
+        (start,) = self.tokens(self.encode("a", add_special_tokens=False)[:1])
+        if not start.startswith(("\u2581", "\u0120")):
+            return self.encode(text, add_special_tokens=False)
+        before = len(self.encode(_WITHIN, add_special_tokens=False))
+        return self.encode(_WITHIN + text, add_special_tokens=False)[before:]
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         # A batch of one: that leaves the interpreter to others meanwhile.
         (text,) = self.hf_tokenizer.backend_tokenizer.decode_batch(
@@ -162,6 +202,24 @@ class Tokenizer:
         template = self.hf_tokenizer.chat_template
         return template if isinstance(template, dict) else {"default": template or ""}
 
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        """What clients need who make prompts themselves, as ``tokenizer_config.json`` has it; no names of files."""
+        hf = self.hf_tokenizer
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        template = self._templates.get("default") or next(iter(self._templates.values()), None)
+        added = {
+            str(token_id): {"content": token.content, "special": token.special}
+            for token_id, token in sorted(hf.added_tokens_decoder.items())
+        }
+        return {
+            "tokenizer_class": type(hf).__name__,
+            **dict.fromkeys(names),
+            **hf.special_tokens_map,
+            "chat_template": template or None,
+            "added_tokens_decoder": added,
+        }
+
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token; empty for an id that it does not have."""
         return [self.hf_tokenizer.convert_ids_to_tokens(i) or "" for i in token_ids]
@@ -195,6 +253,23 @@ class Tokenizer:
             raise TextTooLongError from error
         except RecursionError as error:
             raise ValueError("the messages are nested too deep") from error
+
+    def encode_filled(self, template: str, texts: dict[str, str]) -> list[int]:
+        """Token ids of a template with ``{name}`` in it for each of some texts, in which all control tokens stay text.
+
+        Raises:
+            ValueError: a text is no valid Unicode, or (:class:`TextTooLongError`) too long.
+        """
+        if self._max_chars is not None and sum(map(len, texts.values())) > self._max_chars:
+            raise TextTooLongError
+
+        def render(messages: list[dict[str, Any]], _: dict[str, Any]) -> str:
+            return template.format(**{message["role"]: message["content"] for message in messages})
+
+        if self._allow_special_tokens:
+            return self._encode(self.hf_tokenizer.backend_tokenizer, template.format(**texts))
+        messages = [{"role": name, "content": text} for name, text in texts.items()]
+        return self._control_tokens.encode(messages, {}, render, self._encode)
 
     def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         if self._has_own_rendering:

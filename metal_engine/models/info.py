@@ -2,42 +2,88 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import get_total_parameters
+from mlx_lm.utils import _get_classes, get_total_parameters
 
+from metal_engine.checkpoints.checkpoint import context_length
+from metal_engine.checkpoints.facts import CheckpointFacts
 from metal_engine.checkpoints.loader import LoadedModel
+from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.config import ModelInfo
 
-# Where configurations state the longest sequence.
-_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+logger = logging.getLogger(__name__)
 
 
 def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
     """The facts about a loaded model that the control plane needs."""
-    config = loaded.config
-    text_config = config.get("text_config", config)
     flat = cast(list[tuple[str, mx.array]], tree_flatten(loaded.model.parameters()))
     parameters = [array for _, array in flat]
     dtypes = {array.dtype for array in parameters if mx.issubdtype(array.dtype, mx.floating)}
-    num_heads = text_config.get("num_attention_heads") or 1
-    return ModelInfo(
-        name=loaded.name,
-        model_type=config["model_type"],
+    return _info(
+        loaded.name,
+        loaded.config,
+        paged,
         dtype=", ".join(sorted(str(dtype).removeprefix("mlx.core.") for dtype in dtypes)),
-        vocab_size=paged.vocab_size,
-        num_layers=len(paged.pool.states),
         num_params=get_total_parameters(loaded.model),
         weight_bytes=sum(array.nbytes for array in parameters),
+        default_sampling=loaded.default_sampling,
+        pooler=loaded.pooler,
+        reranker=loaded.reranker,
+        can_generate=loaded.can_generate,
+    )
+
+
+def expected_model_info(name: str, facts: CheckpointFacts) -> ModelInfo | None:
+    """The facts about a model whose weights nobody has read yet: what it would keep of a token, above all.
+
+    The model is made with weights that are never computed, and looked at as a loaded one is.
+
+    Returns:
+        None where that cannot be told before the weights are there.
+
+    Raises:
+        UnsupportedModelError: it keeps state other than plain K and V, or has no seam to use.
+    """
+    config = facts.config
+    if config.get("model_file") is not None:  # code that is not here yet, or not to be run
+        return None
+    try:
+        model_class, args_class = _get_classes(config)
+        model = model_class(args_class.from_dict(config))
+        model.set_dtype(getattr(mx, facts.dtype))
+    except Exception as error:  # what loading says of it is better
+        logger.debug("no sketch of %s", name, exc_info=error)
+        return None
+    try:
+        paged = PagedModel(model)
+    except UnsupportedModelError as error:
+        if error.__cause__ is None:
+            raise
+        logger.debug("no sketch of %s", name, exc_info=error)  # as above: its files may not belong together
+        return None
+    return _info(name, config, paged, dtype=facts.dtype, num_params=facts.num_params, weight_bytes=facts.weight_bytes)
+
+
+def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> ModelInfo:
+    text_config = config.get("text_config", config)
+    num_heads = text_config.get("num_attention_heads") or 1
+    return ModelInfo(
+        name=name,
+        model_type=config["model_type"],
+        vocab_size=paged.vocab_size,
+        num_layers=len(paged.pool.states),
         kv_bytes_per_token=paged.pool.bytes_per_token,
-        max_position_embeddings=_context_length(text_config, loaded.model),
+        max_position_embeddings=_context_length(text_config, paged.model),
         num_heads=num_heads,
         head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,
-        default_sampling=loaded.default_sampling,
+        hidden_size=text_config.get("hidden_size") or 0,
+        **more,
     )
 
 
@@ -46,7 +92,6 @@ def _context_length(text_config: dict[str, Any], model: nn.Module) -> int | None
     args = getattr(model, "args", None)
     for source in (text_config, getattr(args, "text_config", None), args):
         values = source if isinstance(source, dict) else vars(source) if source is not None else {}
-        for key in _CONTEXT:
-            if values.get(key):
-                return int(values[key])
+        if (length := context_length(values)) is not None:
+            return length
     return None

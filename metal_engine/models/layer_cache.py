@@ -60,6 +60,8 @@ class CurrentStep:
         self.attention: StepAttention | None = None
         self.positions: mx.array | None = None  # [N]
         self.logits_indices: mx.array | None = None  # [R]
+        self.hidden_indices: mx.array | None = None  # [P]
+        self.hidden: mx.array | None = None  # [P, 1, hidden_size], of those rows, once the trunk has run
 
 
 class AttendingCache:

@@ -57,6 +57,17 @@ class PagedModel:
     def __call__(
         self, input_ids: mx.array, rows: StepRows, attention: StepAttention, logits_indices: mx.array | None = None
     ) -> mx.array:
+        """Returns the logits of :meth:`forward`."""
+        return self.forward(input_ids, rows, attention, logits_indices)[0]
+
+    def forward(
+        self,
+        input_ids: mx.array,
+        rows: StepRows,
+        attention: StepAttention,
+        logits_indices: mx.array | None = None,
+        hidden_indices: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array | None]:
         """One forward over a packed batch.
 
         Args:
@@ -64,16 +75,20 @@ class PagedModel:
             rows: of this step.
             attention: the attention backend's, for ``rows``.
             logits_indices: [R] int32, rows whose logits are wanted; None: those that sample.
+            hidden_indices: [P] int32, rows whose hidden states are wanted; None: none. They do not go through the head.
 
         Returns:
-            Logits, [R, vocab_size].
+            Logits, [R, vocab_size], and the hidden states that the LM head would be given, [P, hidden_size].
         """
         step = self._step
         step.rows, step.attention = rows, attention
         step.positions = self._positions(rows.positions)
         step.logits_indices = mx.array(rows.logits_indices) if logits_indices is None else logits_indices
+        step.hidden_indices = hidden_indices
         try:
             logits = self.model(input_ids[:, None], cache=self.layer_caches)  # [R, 1, vocab_size]
+            hidden = step.hidden
         finally:
             step.rows = step.attention = step.positions = step.logits_indices = None
-        return logits[:, 0]
+            step.hidden_indices = step.hidden = None
+        return logits[:, 0], None if hidden is None else hidden[:, 0]

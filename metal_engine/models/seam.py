@@ -185,6 +185,8 @@ def _selecting(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:
 
     def select(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
         hidden = call(self, *args, **kwargs)  # [N, 1, hidden_size]
+        if step.hidden_indices is not None:
+            step.hidden = hidden[step.hidden_indices]
         return hidden if step.logits_indices is None else hidden[step.logits_indices]  # [R, 1, hidden_size]
 
     return type(cls.__name__, (cls,), {"__call__": select})

@@ -13,6 +13,7 @@ import numpy as np
 from metal_engine.kv_cache.rows import StepRows, step_rows
 from metal_engine.kv_cache.writes import MakeWrites, SlotWrites
 from metal_engine.runner.logits_edits import RequestEdits
+from metal_engine.runner.pooling import PooledPrompt
 from metal_engine.runner.sampler import SamplingTable
 from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 
@@ -91,6 +92,7 @@ class RequestTable:
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
         self.sampling = SamplingTable(max_num_seqs)
         self.edits: dict[int, RequestEdits] = {}  # by index, of the requests that have any
+        self.pooling: dict[str, PooledPrompt] = {}  # by request id, of the requests to pool
         self.num_prompt_logprobs_requests = 0
         self._index_of: dict[str, int] = {}
         self._free_indices = list(range(max_num_seqs - 1, -1, -1))
@@ -114,12 +116,15 @@ class RequestTable:
         if params.edits_logits:
             self.edits[index] = RequestEdits(params, new.rules, self.token_ids(index), new.num_prompt_tokens)
         self.num_prompt_logprobs_requests += params.prompt_logprobs is not None
+        if new.pooling_params is not None:
+            self.pooling[new.request_id] = PooledPrompt(new.pooling_params, new.num_prompt_tokens)
 
     def remove(self, request_id: str) -> None:
         index = self._index_of.pop(request_id, None)
         if index is not None:
             self._free_indices.append(index)
             self.edits.pop(index, None)
+            self.pooling.pop(request_id, None)
             self.num_prompt_logprobs_requests -= int(self.sampling.prompt_logprobs[index] >= 0)
 
     def index(self, request_id: str) -> int:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend
 from metal_engine.device.streams import end_streams_of_thread, synchronize
@@ -15,6 +16,7 @@ from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
+from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
@@ -60,7 +62,7 @@ class ModelRunner:
             raise RuntimeError("without async scheduling, a step is finished before the next one is started")
         before = self._pool.snapshot()
         try:
-            sampling, logits = self._build(plan)
+            sampling, pooling, logits = self._build(plan)
             # Masks are for the host to compute while the device is busy: with the step before, or with this one.
             is_built = bool(self._steps) or not sampling.has_masks
             if is_built:
@@ -71,24 +73,41 @@ class ModelRunner:
             self._pool.restore(before)
             raise
         loads = self._kv_connector.take_loads() if self._kv_connector is not None else {}
-        step = PendingStep(self, plan.sampled_req_ids, sampling, before, loads, saves)
+        step = PendingStep(self, plan.sampled_req_ids, sampling, pooling, before, loads, saves)
         del before  # the step's own, to let go of
         self._steps.append(step)
         if len(self._steps) == 1:
             self._dispatch(step, None if is_built else logits)
         return step
 
-    def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, mx.array]:
-        """Build a step's forward as a graph. Returns its sampling, and its logits, [R + T, vocab_size]."""
+    def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, StepPooling | None, mx.array]:
+        """Build a step's forward as a graph, with its pooling.
+
+        Returns its sampling, its pooling, and the logits that it samples from, [R + T, vocab_size].
+        """
         batch = self._table.pack(plan)
         batch.validate(self._num_blocks)
         sampling = StepSampling(self._table, plan, batch)
         if self._kv_connector is not None:
             self._kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
         attention = self._backend.for_step(batch.rows)
-        logits_indices = mx.array(sampling.logits_indices)
-        logits = self._model(self._input_ids(batch), batch.rows, attention, logits_indices)
-        return sampling, logits
+        if not self._table.pooling:
+            logits_indices = mx.array(sampling.logits_indices)
+            return sampling, None, self._model(self._input_ids(batch), batch.rows, attention, logits_indices)
+        pooling = self._step_pooling(plan, batch)
+        num_sampling = len(sampling.logits_indices)
+        logits_indices = mx.array(np.concatenate([sampling.logits_indices, pooling.logits_indices]))
+        indices = pooling.hidden_indices
+        hidden_indices = mx.array(indices) if len(indices) else None
+        input_ids = self._input_ids(batch)
+        logits, hidden = self._model.forward(input_ids, batch.rows, attention, logits_indices, hidden_indices)
+        pooling.build(hidden, logits[num_sampling:])
+        return sampling, pooling, logits[:num_sampling]
+
+    def _step_pooling(self, plan: SchedulerOutput, batch: PackedBatch) -> StepPooling:
+        scheduled = list(plan.num_scheduled_tokens)
+        prompts = {r: prompt for r in scheduled if (prompt := self._table.pooling.get(r)) is not None}
+        return StepPooling(prompts, scheduled, batch.rows, plan.pooled_req_ids)
 
     def _gather_saves(self) -> StepSaves | None:
         """Returns the blocks that the step just built saves to a store; None without KV transfer."""
@@ -120,8 +139,9 @@ class ModelRunner:
                 step.is_async = True
                 mx.async_eval(logits)  # the forward runs while the host computes masks
                 step.sampling.build(logits, is_dispatched=True)
+            results = step.sampling.arrays + (step.pooling.arrays if step.pooling is not None else [])
             # Without any, only intermediate chunks: what matters is the KV they leave behind.
-            step.root = list(step.sampling.arrays or [self._pool.written()])
+            step.root = results or [self._pool.written()]
             step.root += step.saves.arrays.values() if step.saves is not None else ()
             if self._runs_ahead:
                 step.is_async = True
@@ -153,6 +173,8 @@ class ModelRunner:
             self._kv_connector.hand_over_saves(step.saves)
         output = step.sampling.result()
         self._table.append_tokens(step.sampled_req_ids, output)
+        if step.pooling is not None:
+            output.pooled = step.pooling.result()
         return output
 
     def _recover(self, step: PendingStep, error: Exception) -> None:
@@ -180,6 +202,7 @@ class PendingStep:
 
     Attributes:
         sampling: what it does with its logits.
+        pooling: what it does with its hidden states; None if no request is to be pooled.
         before: the KV cache's arrays as the step found them, until it is dispatched.
         loads: KV that comes from a store, until it is dispatched.
         saves: KV that goes to a store.
@@ -191,6 +214,7 @@ class PendingStep:
     runner: ModelRunner
     sampled_req_ids: list[str]
     sampling: StepSampling
+    pooling: StepPooling | None
     before: PoolSnapshot | None
     loads: StepLoads
     saves: StepSaves | None

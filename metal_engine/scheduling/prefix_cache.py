@@ -95,7 +95,7 @@ class PrefixCache:
         return [block_hash for block_hash in hashes if not self._blocks.is_cached(block_hash)]
 
     def _usable_hashes(self, request: Request) -> list[bytes]:
-        if not self.is_enabled or request.needs_prompt_rows:
+        if not self.is_enabled or request.skip_reading_prefix_cache:
             return []
         return extend_block_hashes(request, self._block_size, self._model_fingerprint)
 
@@ -106,7 +106,7 @@ class PrefixCache:
 
         None if there is none, or if the request must compute every token itself.
         """
-        if not self.is_enabled or request.needs_prompt_rows:
+        if not self.is_enabled or request.skip_reading_prefix_cache:
             return None
         hashes = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
         for owner in prefills:

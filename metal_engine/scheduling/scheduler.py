@@ -60,7 +60,7 @@ class Scheduler:
     # --- requests come and go -------------------------------------------------------------------------------
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Refuse a request of this size if it could never be served.
+        """Refuse a request of this size if it could never be served; one to pool has no ``max_tokens`` (0).
 
         Raises:
             ContextLengthError: it is longer than ``max_model_len``.
@@ -76,7 +76,7 @@ class Scheduler:
                 f"together, but the maximum context length is {self.config.max_model_len} tokens",
             )
         # The KV of the last token generated is never needed.
-        num_blocks = self.blocks.blocks_for(total - 1)
+        num_blocks = self.blocks.blocks_for(max(total - 1, num_prompt_tokens))
         if num_blocks > self.blocks.num_blocks:
             raise PromptError(
                 f"the request needs {num_blocks} KV cache blocks ({num_prompt_tokens} prompt tokens, "
@@ -232,18 +232,7 @@ class Scheduler:
             self.connector.update_state_after_alloc(request, block_ids, from_store, len(candidate.cached))
         self._held_by_runner.add(request.request_id)
         self._last_admission = plan.step_id
-        plan.new_requests.append(
-            NewRequestData(
-                request_id=request.request_id,
-                token_ids=list(request.token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=request.num_computed_tokens,
-                block_ids=block_ids,
-                sampling_params=request.sampling_params,
-                rules=request.rules,
-                seed=request.seed,
-            )
-        )
+        plan.new_requests.append(NewRequestData.of(request, block_ids))
         return True
 
     def _append_running(self, request: Request) -> None:
@@ -254,12 +243,13 @@ class Scheduler:
             self.running = dict(sorted(self.running.items(), key=lambda pair: pair[1].sort_key))
 
     def _add_to_plan(self, plan: SchedulerOutput, request: Request, share: int) -> None:
-        """Plan ``share`` tokens of a request, and a placeholder for the token it samples if these are its last."""
+        """Plan ``share`` tokens of a request, and a placeholder for what it comes to if these are its last."""
         plan.num_scheduled_tokens[request.request_id] = share
         request.num_computed_tokens += share
         request.last_step = plan.step_id
         if request.num_computed_tokens == len(request.token_ids) + request.num_output_placeholders:
-            plan.sampled_req_ids.append(request.request_id)
+            done = plan.sampled_req_ids if request.pooling_params is None else plan.pooled_req_ids
+            done.append(request.request_id)
             request.num_output_placeholders += 1
         if request.num_computed_tokens >= (request.num_registered_blocks + 1) * self.blocks.block_size:
             self._filled.append(request)
@@ -300,7 +290,7 @@ class Scheduler:
         Plans made after it must be cancelled too.
         """
         self.prefix_cache.forget()  # it shared blocks that nobody will write
-        for request_id in plan.sampled_req_ids:
+        for request_id in (*plan.sampled_req_ids, *plan.pooled_req_ids):
             if request_id in self.requests:
                 self.requests[request_id].num_output_placeholders -= 1
         planned = [self.running[r] for r in plan.num_scheduled_tokens if r in self.running]
@@ -333,12 +323,12 @@ class Scheduler:
     # --- results --------------------------------------------------------------------------------------------
 
     def update(self, plan: SchedulerOutput, model_output: ModelOutput) -> list[RequestOutput]:
-        """Take in what a step sampled; finish the requests that are done and free their blocks.
+        """Take in what a step sampled and pooled; finish the requests that are done and free their blocks.
 
         Returns:
             The new tokens of each request and whether they end it; text and counts of tokens are not filled in.
         """
-        outputs = []
+        outputs = self._finish_pooled(model_output)
         for request_id, token_id in zip(plan.sampled_req_ids, model_output.sampled_token_ids, strict=True):
             request = self.requests.get(request_id)
             if request is None:
@@ -367,6 +357,19 @@ class Scheduler:
                     output.stop_reason = token_id
                 self.finish_request(request_id, status)
             outputs.append(output)
+        return outputs
+
+    def _finish_pooled(self, model_output: ModelOutput) -> list[RequestOutput]:
+        """End the requests that were to be pooled; they end with their prompts."""
+        outputs = []
+        for request_id, pooled in model_output.pooled.items():
+            request = self.requests.get(request_id)
+            if request is not None:  # else aborted while the step was under way
+                num_cached, num_external = request.num_cached_tokens, request.num_external_tokens
+                output = RequestOutput(request_id, [], num_cached, num_external, finish_reason="stop", pooled=pooled)
+                output.num_prompt_tokens = request.num_prompt_tokens
+                outputs.append(output)
+                self.finish_request(request_id, RequestStatus.FINISHED_STOPPED)
         return outputs
 
     # --- tests and debugging --------------------------------------------------------------------------------

@@ -22,11 +22,13 @@ from metal_engine.server.middleware.gate import limit_body, only_probes_if_spare
 from metal_engine.server.middleware.hosts import allow_hosts, checks_hosts
 from metal_engine.server.middleware.observe import observe
 from metal_engine.server.middleware.strict_json import StrictJSONRoute
+from metal_engine.server.ollama.routes import add_ollama_routes
 from metal_engine.server.openai.responses import ResponseStore
 from metal_engine.server.openai.routes import add_openai_routes
+from metal_engine.server.pooling.routes import add_pooling_routes
 from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
-from metal_engine.server.status.routes import add_model_routes, add_status_routes
+from metal_engine.server.status.routes import add_model_routes, add_pages, add_status_routes
 from metal_engine.server.tokenization import add_tokenization_routes
 from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ServerArgs
@@ -45,8 +47,15 @@ def create_app(
         answer_format: how the model writes tool calls and reasoning; without it, answers are plain text.
     """
     args = args or ServerArgs()
-    # A redirect would lead to whatever name the request gives as its host.
-    app = FastAPI(title="metal-engine", version=__version__, responses=_ERRORS, redirect_slashes=False)
+    # A redirect would lead to whatever name the request gives as its host; FastAPI's pages load scripts from elsewhere.
+    app = FastAPI(
+        title="metal-engine",
+        version=__version__,
+        responses=_ERRORS,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.router.route_class = StrictJSONRoute
     install_error_handlers(app)
     workers = app.state.workers = Workers()
@@ -64,9 +73,12 @@ def create_app(
     answer = Answerer(served, args.sse_keep_alive)
     add_openai_routes(app, served, answer, ResponseStore(args.max_stored_responses))
     add_anthropic_routes(app, served, answer)
+    add_ollama_routes(app, served, answer)
+    add_pooling_routes(app, served)
     add_tokenization_routes(app, served)
     add_model_routes(app, served)
     add_status_routes(app, served, lifecycle, metrics)
+    add_pages(app, served)
     _add_gates(app, args, lifecycle, metrics)
     return app
 

@@ -133,6 +133,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 _ANTHROPIC_PATHS = "/v1/messages"
+_OLLAMA_PATHS = "/api/"
 
 
 def anthropic_error(error: APIError) -> dict[str, Any]:
@@ -144,7 +145,12 @@ def anthropic_error(error: APIError) -> dict[str, Any]:
 def error_response(error: APIError, scope: Scope) -> JSONResponse:
     """The error as a response, in the shape that the clients of the request's path know."""
     scope[ERROR_CODE] = error.code
-    content = anthropic_error(error) if scope["path"].startswith(_ANTHROPIC_PATHS) else error.body.model_dump()
+    path: str = scope["path"]
+    content: dict[str, Any] = error.body.model_dump()
+    if path.startswith(_ANTHROPIC_PATHS):
+        content = anthropic_error(error)
+    elif path.startswith(_OLLAMA_PATHS):
+        content = {"error": error.message}
     return JSONResponse(content, status_code=error.status_code, headers=error.headers)
 
 

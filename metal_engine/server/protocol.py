@@ -116,6 +116,7 @@ class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
     prompt: str | LongList[str] | LongList[int] | LongList[LongList[int]]
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
 

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``: vLLM's, for clients that count or cut before they ask."""
+"""``/tokenize``, ``/detokenize``, ``/tokenizer_info``: vLLM's, for clients that count or cut before they ask."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -53,6 +53,29 @@ class Text(BaseModel):
     prompt: str
 
 
+class AddedToken(BaseModel):
+    content: str
+    special: bool
+
+
+class TokenizerInfo(BaseModel):
+    """``GET /tokenizer_info``: as ``tokenizer_config.json`` has it, other special tokens too.
+
+    ``added_tokens_decoder`` is by token id.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    added_tokens_decoder: dict[str, AddedToken]
+
+
 def add_tokenization_routes(app: FastAPI, served: ServedModel) -> None:
     @app.post("/tokenize", tags=["tokens"], response_model=Tokens)
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
@@ -64,6 +87,15 @@ def add_tokenization_routes(app: FastAPI, served: ServedModel) -> None:
     async def detokenize(body: DetokenizeBody, request: Request) -> Text:
         served.check_model(body.model)
         return await served.workers.run(Weight.of(len(await request.body())), _detokenized, served, body)
+
+    @app.get("/tokenizer_info", tags=["tokens"], response_model=TokenizerInfo)
+    async def tokenizer_info() -> Response:
+        return Response(await served.workers.run(Weight.LIGHT, _info, served), media_type="application/json")
+
+
+def _info(served: ServedModel) -> bytes:
+    info = {"model_max_length": served.engine.config.scheduler.max_model_len, **served.engine.tokenizer.info}
+    return to_json(info)
 
 
 def _tokenized(served: ServedModel, body: TokenizeBody) -> bytes:

@@ -11,6 +11,41 @@ MARGIN_BYTES = GIB // 4
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolerConfig:
+    """How a checkpoint wants its hidden states to be pooled; by default as vLLM pools those of a chat model.
+
+    Attributes:
+        pooling_type: ``LAST``, ``MEAN`` or ``CLS`` (:class:`metal_engine.pooling_params.PoolingParams`).
+        normalize: whether vectors are scaled to length 1.
+        is_embedder: whether the checkpoint says that it is an embedding model.
+        matryoshka_dimensions: the only lengths that vectors may be cut to, beside their own; none: any.
+        problem: why vectors of this checkpoint cannot be computed here; None if they can be.
+    """
+
+    pooling_type: str = "LAST"
+    normalize: bool = True
+    is_embedder: bool = False
+    matryoshka_dimensions: tuple[int, ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerankerConfig:
+    """How a checkpoint scores a document: the logits of two tokens after a prompt that asks whether it answers a query.
+
+    The prompt is ``prefix``, then ``pair`` with ``{instruction}``, ``{query}`` and ``{document}`` in it, then
+    ``suffix``; each is tokenized by itself. Token ids are those of the answers yes and no.
+    """
+
+    true_token_id: int
+    false_token_id: int
+    prefix: str
+    pair: str
+    suffix: str
+    instruction: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelInfo:
     """Facts about a loaded model that the control plane needs.
 
@@ -18,6 +53,8 @@ class ModelInfo:
     length the checkpoint was trained for, in tokens, if it says. ``vocab_size`` is the number of rows of the LM head.
     ``num_heads`` counts the query heads of a layer.
     ``default_sampling`` has the sampling parameters that the checkpoint recommends, for requests that give none.
+    ``hidden_size`` is the length of a hidden state, 0 if the configuration does not say. ``reranker`` is None for
+    models that are none. ``can_generate`` is false for checkpoints without an LM head.
     """
 
     name: str
@@ -32,6 +69,10 @@ class ModelInfo:
     num_heads: int = 1
     head_dim: int = 1
     default_sampling: dict[str, float] = field(default_factory=dict)
+    hidden_size: int = 0
+    pooler: PoolerConfig = PoolerConfig()
+    reranker: RerankerConfig | None = None
+    can_generate: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,6 +145,16 @@ def parse_count(text: str) -> int:
     return _multiplied(match[1], 1024 if match[2].isupper() else 1000, match[2].lower())
 
 
+def format_size(num_bytes: int) -> str:
+    """Bytes for people to read: ``1.25 GiB``, ``61.0 GiB``, ``300 MiB``."""
+    gib = num_bytes / (1 << 30)
+    if gib >= 1:
+        return f"{gib:.2f} GiB" if gib < 10 else f"{gib:.1f} GiB"
+    if num_bytes >= 1 << 20:
+        return f"{num_bytes / (1 << 20):.0f} MiB"
+    return f"{num_bytes / 1024:.0f} KiB" if num_bytes >= 10_240 else f"{num_bytes} bytes"
+
+
 def _multiplied(number: str, base: int, prefix: str) -> int:
     factor = base ** (1 + _PREFIXES.index(prefix)) if prefix else 1
     return int(number) * factor if number.isdigit() else int(float(number) * factor)

@@ -6,10 +6,12 @@ That takes facts about the loaded model and the device. Both are given as plain 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
+from metal_engine.settings.fields import format_size
 
 # A step on a CPU should take about a second at most; two laptop-class cores reach about this rate.
 _CPU_FLOPS = 1.5e11
@@ -87,6 +89,28 @@ def resolve_config(
     )
 
 
+def check_kv_cache(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> int:
+    """Refuses settings of the KV cache that cannot work, before a model's weights are read.
+
+    Args:
+        model: as its configuration and the headers of its weights say.
+        device: as it is before the weights are in its memory.
+
+    Returns:
+        Tokens for which the KV cache will have room at most; what a step takes is not known yet.
+
+    Raises:
+        ConfigError: the settings cannot work; the message names the flag to change.
+    """
+    if device.kind == "cpu":  # the memory that will be left
+        device = replace(device, memory_bytes=max(0, device.memory_bytes - model.weight_bytes))
+    num_blocks = _num_blocks(args, model, device, 0)
+    _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token, device)
+    cache = CacheConfig(block_size=args.block_size, num_blocks=num_blocks)
+    _max_model_len(args, model, cache)
+    return cache.num_tokens
+
+
 def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
     """Tokens per step: 2,048 on a GPU; on a CPU the power of two whose matrix products take about a second."""
     if device.kind != "cpu":
@@ -130,11 +154,19 @@ def _num_blocks(args: EngineArgs, model: ModelInfo, device: DeviceInfo, step_byt
     if pool_bytes < block_bytes:
         raise ConfigError(
             None,
-            f"no memory for the KV cache: one block of {args.block_size} tokens takes {block_bytes} bytes and "
-            f"{max(pool_bytes, 0)} are left beside the weights ({model.weight_bytes} bytes) and a step "
-            f"({step_bytes} bytes); raise {named}",
+            f"no memory for the KV cache: one block of {args.block_size} tokens takes {format_size(block_bytes)}, and "
+            f"{_room(args, pool_bytes, model, step_bytes)}; raise {named}",
         )
     return pool_bytes // block_bytes
+
+
+def _room(args: EngineArgs, pool_bytes: int, model: ModelInfo, step_bytes: int) -> str:
+    """Says how much memory there is for the KV cache, and why."""
+    room = format_size(max(pool_bytes, 0))
+    if args.kv_cache_memory_bytes is not None:
+        return f"{room} are given"
+    step = f" and a step ({format_size(step_bytes)})" if step_bytes else ""
+    return f"{room} are left beside the weights ({format_size(model.weight_bytes)}){step}"
 
 
 def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> None:
@@ -142,8 +174,8 @@ def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> N
         named = _pool_flag(args)
         raise ConfigError(
             named,
-            f"a KV cache of {pool_bytes} bytes is more than the {device.memory_bytes} bytes of memory there are; lower "
-            f"{named}",
+            f"a KV cache of {format_size(pool_bytes)} is more than the {format_size(device.memory_bytes)} of memory "
+            f"there are; lower {named}",
         )
 
 

@@ -62,6 +62,20 @@ def test_counts_are_the_servers(
     assert all(p.ignore_eos and p.temperature == 0 for p in params)
 
 
+def test_embeddings(served: Served, tokenizer_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "result.json"
+    seen = len(served.runner.seen_pooling)
+    summary = bench_serve(args(served.url, tokenizer_folder, endpoint="embeddings", save_result=str(saved)))
+    assert (summary.num_ok, summary.num_failed, summary.input_tokens, summary.output_tokens) == (12, 0, 240, 0)
+    assert len(served.runner.seen_pooling) - seen == 13  # with the warm-up
+    assert all(request["latency"] > 0 and not request["itls"] for request in json.loads(saved.read_text())["requests"])
+    printed = capsys.readouterr().out
+    assert "Mean E2EL (ms):" in printed and "Total token throughput (tok/s):" in printed
+    assert "TTFT" not in printed and "generated" not in printed
+    with pytest.raises(ConfigError, match=r"failed a warm-up request: status 400.*dimensions"):
+        bench_serve(args(served.url, tokenizer_folder, endpoint="embeddings", extra_body='{"dimensions": 99}'))
+
+
 def test_concurrency_is_limited(served: Served, tokenizer_folder: str) -> None:
     summary = bench_serve(args(served.url, tokenizer_folder, max_concurrency=3))
     assert summary.peak_concurrency == 3

@@ -6,6 +6,7 @@ tries several models in turn.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -16,30 +17,38 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoint_files import VOCAB_SIZE, write_checkpoint
+from tests.support.checkpoint_files import CONFIG, VOCAB_SIZE, write_checkpoint, write_sparse_weights
 from tests.support.fake_hub import TOKEN, FakeHub, Repo
+from tools.fixtures.architectures import MAMBA
 
 _SCRIPT = """
 import json, sys
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
-from metal_engine.errors import ModelLoadError
+from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.build import check_before_loading
+from metal_engine.checkpoints import hub
 from metal_engine.checkpoints.loader import load
-device = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)
+hub.CONNECT_SECONDS = float(sys.argv[2])
 for case in json.loads(sys.argv[1]):
+    kind, gib = case.pop("_device", ("cpu", 1))
+    device = DeviceInfo(kind=kind, name="test", compute="test", memory_bytes=gib << 30)
+    args = EngineArgs(**case)
     try:
-        loaded = load(EngineArgs(**case), device)
+        loaded = load(args, device, lambda facts: check_before_loading(args, facts, device))
         print(json.dumps(["loaded", loaded.config["vocab_size"], loaded.config.get("rope_theta")]))
-    except ModelLoadError as error:
+    except (ConfigError, ModelLoadError) as error:
         print(json.dumps(["error", str(error)]))
 """
 
 
-def load_all(cases: list[dict[str, Any]], endpoint: str, home: Path, **env: str) -> list[list[Any]]:
+def load_all(
+    cases: list[dict[str, Any]], endpoint: str, home: Path, connect_seconds: float = 3.0, **env: str
+) -> list[list[Any]]:
     """What loading gives for the arguments of each case, in a fresh process: ["loaded", ...] or ["error", text]."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
     clean |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **env}
-    command = [sys.executable, "-c", _SCRIPT, json.dumps(cases)]
+    command = [sys.executable, "-c", _SCRIPT, json.dumps(cases), str(connect_seconds)]
     done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
@@ -88,7 +97,7 @@ def test_errors_say_what_is_wrong_and_what_to_do(repos: dict[str, Repo], tmp_pat
         ["no repository org/nothing", "HF_TOKEN", "local directory"],
         ["org/gated is gated", "accept its terms", "HF_TOKEN"],
         ["no revision 'v3'", "--revision"],
-        ["half-downloaded: 1 of 3 weight files", "model-00002-of-00003.safetensors"],
+        ["incomplete on the hub: 1 of 3 weight files", "model-00002-of-00003.safetensors"],
         ["hub says", "500", "local directory"],
         ["'not a name' names no model", "demo"],
         ["no repository org/nothing"],
@@ -126,6 +135,113 @@ def test_fetched_once_then_found_without_a_network(repos: dict[str, Repo], tmp_p
     cut = load_all([model], closed_port(), tmp_path)
     assert cut[0][0] == "error"
     assert "half-downloaded" in cut[0][1]
+
+
+def test_near_misses_are_named(repos: dict[str, Repo], tmp_path: Path) -> None:
+    cases = [{"model": name} for name in ("demoo", "org/plian", "plain", "something/else")]
+    hints = ["did you mean demo?", "did you mean org/plain?", "did you mean org/plain?", "give a local directory"]
+    with FakeHub(repos) as hub:
+        loaded, *online = load_all([{"model": "org/plain"}, *cases], hub.url, tmp_path)
+    assert loaded == LOADED
+    offline = load_all(cases, hub.url, tmp_path, HF_HUB_OFFLINE="1")
+    for results in (online, offline):
+        for (kind, text), hint in zip(results, hints, strict=True):
+            assert kind == "error" and hint in text, text
+
+
+def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    """Connections to a server whose queue is full hang, as those to an address that drops packets."""
+    with socket.socket() as server, contextlib.ExitStack() as waiting:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(4):
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        ((kind, text),) = load_all([{"model": "org/plain"}], url, tmp_path, connect_seconds=0.2)
+    assert kind == "error" and "cannot be reached (" in text, text
+
+
+# --- looked at before the download ---
+
+BIG_LLAMA = {
+    "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rope_theta": 500000.0, "torch_dtype": "bfloat16",
+}  # fmt: skip
+# 32.8 billion weights: 61.1 GiB in bfloat16.
+BIG_TENSORS = {f"model.layers.{i}.mlp.up_proj.weight": ("BF16", (14336, 28672)) for i in range(80)}
+# 4 MB of weights, 640 KB of KV for 16 tokens: something to be downloaded for.
+SMALL_TENSORS = {f"model.layers.{i}.weight": ("BF16", (128, 2048)) for i in range(80)}
+
+
+def write_repo(folder: Path, config: dict[str, Any] | None, **weights: dict[str, Any]) -> Repo:
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    for name, tensors in weights.items():
+        write_sparse_weights(folder / f"{name}.safetensors", tensors)
+    return Repo(folder)
+
+
+def test_what_cannot_run_is_refused_for_little(tmp_path: Path) -> None:
+    """Without its weights, which are 5 MB here at least: from its configuration and headers."""
+    other = write_repo(tmp_path / "other", {**BIG_LLAMA}, adapter=SMALL_TENSORS)
+    (other.folder / "pytorch_model.bin").write_bytes(bytes(5_000_000))
+    gated = write_repo(tmp_path / "gated", BIG_LLAMA, model=SMALL_TENSORS)
+    gated.gated = True
+    gguf = write_repo(tmp_path / "gguf", None)
+    for name in ("x-Q5_K_M.gguf", "x-q8_0.gguf", "x-Q2_K-00001-of-00002.gguf", "x-Q2_K-00002-of-00002.gguf"):
+        (gguf.folder / name).write_bytes(bytes(5_000_000))
+    mamba = {**CONFIG, "model_type": "mamba", **MAMBA, "use_bias": False}
+    repos = {
+        "org/unknown": write_repo(tmp_path / "unknown", {**BIG_LLAMA, "model_type": "nonesuch"}, model=SMALL_TENSORS),
+        "org/big": write_repo(tmp_path / "big", BIG_LLAMA, model=BIG_TENSORS),
+        "org/gated": gated,
+        "org/other": other,
+        "org/gguf": gguf,
+        "org/code": write_repo(tmp_path / "code", {**BIG_LLAMA, "model_file": "own.py"}, model=SMALL_TENSORS),
+        "org/mamba": write_repo(tmp_path / "mamba", mamba, model=SMALL_TENSORS),
+        "org/llama": write_repo(tmp_path / "llama", BIG_LLAMA, model=SMALL_TENSORS),
+    }
+    mac = {"_device": ("metal", 16)}
+    refused: list[tuple[dict[str, Any], list[str]]] = [
+        ({"model": "org/unknown"}, ["mlx-lm has no architecture 'nonesuch'"]),
+        ({"model": "org/big", **mac}, ["take 61.", "has 16.0 GiB", "no quantized version", "--gpu-memory-util"]),
+        (
+            {"model": "org/big", "_device": ("metal", 32)},
+            ["take 61.2 GiB", "a 5-bit version of about 21.1 GiB would fit"],
+        ),
+        ({"model": "org/big", "_device": ("cpu", 64)}, ["take 122.5 GiB", "64.0 GiB free", "14.6 billion parameters"]),
+        ({"model": "org/gated"}, ["org/gated is gated", "HF_TOKEN"]),
+        ({"model": "org/other"}, ["no weights", "adapter.safetensors, which cannot be read"]),
+        ({"model": "org/gguf"}, ["no Q4_K_M GGUF file", "Q5_K_M (5 MiB)", "Q8_0 (5 MiB)"]),
+        ({"model": "org/gguf:Q3_K_S"}, ["no Q3_K_S GGUF file", "Q5_K_M"]),
+        ({"model": "org/gguf:q2_k"}, ["one of 2 parts"]),
+        ({"model": "org/llama:Q4_K_M"}, ["no GGUF files"]),
+        ({"model": "org/code"}, ["code of its own (own.py)", "--trust-remote-code"]),
+        ({"model": "org/mamba"}, ["architecture mamba) cannot run here: it keeps recurrent state"]),
+        (
+            {"model": "org/llama", "kv_cache_memory_bytes": 1000, **mac},
+            ["one block", "takes 5 MiB", "1000 bytes are given"],
+        ),
+        ({"model": "org/llama", "kv_cache_memory_bytes": 17 << 30, **mac}, ["17.0 GiB is more than the 16.0 GiB"]),
+        (
+            {"model": "org/llama", "kv_cache_memory_bytes": 1 << 30, "max_model_len": 4000, **mac},
+            ["4000 does not fit into the KV cache of 3264 tokens", "--kv-cache-memory-bytes"],
+        ),
+        ({"model": "org/llama", "max_model_len": 200_000, **mac}, ["exceeds the 131072 tokens"]),
+        ({"model": "org/llama@v2"}, ["no revision 'v2'"]),
+        ({"model": "org/llama@v2", "revision": "v3"}, ["--revision is v3", "says v2"]),
+    ]
+    with FakeHub(repos) as hub:
+        results = load_all([case for case, _ in refused], hub.url, tmp_path / "home")
+        for (kind, text), (case, words) in zip(results, refused, strict=True):
+            assert kind == "error" and "\n" not in text
+            assert all(word in text for word in words), (case, text)
+        assert hub.file_bytes < 1_000_000
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
 
 
 def test_token_download_dir_and_tokenizer(repos: dict[str, Repo], tmp_path: Path) -> None:

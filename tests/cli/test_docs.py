@@ -186,6 +186,10 @@ def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
     [
         ("serve", (ServerArgs, EngineArgs)),
         ("chat", (ChatArgs, EngineArgs)),
+        ("pull", ()),
+        ("list", ()),
+        ("show", ()),
+        ("rm", ()),
         ("doctor", ()),
         ("bench serve", (BenchServeArgs,)),
         ("bench throughput", (BenchThroughputArgs, EngineArgs)),

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from metal_engine.pooling_params import POOLING_TYPES
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
 from tests.support.fake_kv_runner import VOCAB_SIZE, FakeKVRunner, FakeStep, SchedulerHarness, make_prompt
@@ -64,6 +65,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens = self.capacity - len(prompt)  # exactly what fits
         stop_after = data.draw(st.none() | st.integers(1, max_tokens), label="stop_after")
         self.submit(prompt, max_tokens, stop_after=stop_after, ignore_eos=ignore_eos)
+
+    @rule(data=st.data(), seed=st.integers(0, 5), pooling_type=st.sampled_from(POOLING_TYPES))
+    def arrive_to_be_pooled(self, data: st.DataObject, seed: int, pooling_type: str) -> None:
+        """A request that ends with its prompt, which may take all there is."""
+        config, cache_config = self.harness.config, self.harness.cache_config
+        most = min(config.max_model_len, cache_config.num_tokens)
+        length = data.draw(st.integers(1, min(8, most)) | st.integers(1, most), label="prompt length")
+        request_id = f"r{self.num_requests}"
+        self.num_requests += 1
+        self.harness.submit(request_id, make_prompt(seed, length), 1, pooling_type=pooling_type)
+        self.harness.scheduler.check_integrity()
 
     @rule(data=st.data(), num_requests=st.integers(2, 6))
     def arrive_together(self, data: st.DataObject, num_requests: int) -> None:

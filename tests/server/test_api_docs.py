@@ -12,6 +12,7 @@ import pytest
 
 from metal_engine.build import build_engine
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.server.pooling.protocol import EmbeddingBody, RerankBody, ScoreBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from metal_engine.settings.args import EngineArgs
 from tests.cli.test_docs import as_pattern, commands
@@ -57,5 +58,6 @@ def test_every_endpoint_is_on_the_page(demo_server: Served) -> None:
 def test_every_parameter_is_on_the_page() -> None:
     section = TEXT[TEXT.index("## Parameters") : TEXT.index("## Errors")]
     names = set(re.findall(r"`(\w+)`", section))
-    declared = {*CompletionBody.model_fields, *ChatCompletionBody.model_fields} - {"model", "prompt", "messages"}
+    bodies = (CompletionBody, ChatCompletionBody, EmbeddingBody, RerankBody, ScoreBody)
+    declared = {name for body in bodies for name in body.model_fields} - {"model", "prompt", "messages"}
     assert declared <= names, declared - names

@@ -16,6 +16,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from metal_engine.settings.config import PoolerConfig
 from tests.support.serving import Served, serve
 from tests.support.splitting import answer_format
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, tiny_tokenizer
@@ -31,7 +32,7 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def _small_server() -> Iterator[Served]:
-    config = fake_config(max_model_len=64, num_blocks=256)
+    config = fake_config(max_model_len=64, num_blocks=256, pooler=PoolerConfig(is_embedder=True))
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
     with serve(config=config, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
         yield served

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,18 @@ def write_weights(folder: Path, weights: dict[str, mx.array], num_shards: int) -
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def write_sparse_weights(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], element_bytes: int = 2) -> None:
+    """A safetensors file of any size that takes no space: a true header, and a hole where the data would be."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + prod(shape) * element_bytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
 def write_tokenizer(folder: Path, **config: Any) -> None:
     """A tokenizer whose tokens are bytes; ``config`` goes into tokenizer_config.json."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -88,3 +101,17 @@ def write_tokenizer(folder: Path, **config: Any) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     full = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(full))
+
+
+def write_modules(folder: Path, pooling: dict[str, Any] | None, *others: dict[str, Any]) -> Path:
+    """Write what sentence-transformers writes: modules after the model, the pooling's settings among them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    transformer = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+    modules = [transformer]
+    if pooling is not None:
+        kind = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
+        modules.append({"idx": 1, "name": "1", "path": "1_Pooling", "type": kind})
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "modules.json").write_text(json.dumps([*modules, *others]))
+    return folder

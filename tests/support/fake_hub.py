@@ -1,47 +1,77 @@
-"""A Hugging Face hub on the loopback interface, with what ``snapshot_download`` asks for. Runs in tests only."""
+"""A Hugging Face hub on the loopback interface, with what its client and ours ask for. Runs in tests only."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.server
 import json
+import re
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+
 TOKEN = "hf_secret"
+_LARGE = (".safetensors", ".gguf", ".bin")  # kept by content, as LFS has it
+_HASHED_BYTES = 100_000_000  # a sparse file of terabytes is not read for its hash
 
 
 @dataclass
 class Repo:
-    """A repository: files of a folder, perhaps behind a token, perhaps with a status that every request gets."""
+    """A repository: files of a folder, perhaps behind a token, perhaps with a status that every request gets.
+
+    Attributes:
+        cut_after: bytes of a file's content after which the connection breaks, once for each file.
+    """
 
     folder: Path
     revisions: tuple[str, ...] = ("main",)
     gated: bool = False
     status: int | None = None
+    cut_after: int | None = None
 
     @property
-    def files(self) -> dict[str, bytes]:
-        return {p.name: p.read_bytes() for p in sorted(self.folder.iterdir()) if p.is_file()}
+    def files(self) -> dict[str, Path]:
+        return {p.name: p for p in sorted(self.folder.iterdir()) if p.is_file()}
 
     def commit(self, revision: str) -> str:
         return hashlib.sha1(f"{self.folder}{revision}".encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Status, headers, and what of a body is sent: a text, or a part of a file."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes | Path = b""
+    first: int = 0
+    size: int = 0
+    sent: int = 0  # of the size, before the connection breaks
+
+
 @dataclass
 class FakeHub:
-    """Serves ``repos`` until it is closed; ``requests`` are the paths asked for, ``tokens`` the tokens given."""
+    """Serves ``repos`` until it is closed; ``requests`` are the paths asked for, ``tokens`` the tokens given, and
+    ``sent`` the bytes of bodies by path."""
 
     repos: dict[str, Repo]
     requests: list[str] = field(default_factory=list)
     tokens: set[str | None] = field(default_factory=set)
+    sent: dict[str, int] = field(default_factory=dict)
 
     def __enter__(self) -> FakeHub:
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
+        self._cut: set[str] = set()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,8 +83,13 @@ class FakeHub:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_port}"
 
-    def answer(self, path: str, token: str | None) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body for a path."""
+    @property
+    def file_bytes(self) -> int:
+        """Bytes sent of files, the API's answers not counted."""
+        return sum(num for path, num in self.sent.items() if "/resolve/" in path)
+
+    def answer(self, path: str, token: str | None, wanted: str | None) -> Answer:
+        """What a path gets; ``wanted`` is the request's ``Range``."""
         self.requests.append(path)
         self.tokens.add(token)
         parts = path.split("?")[0].strip("/").split("/")
@@ -62,30 +97,78 @@ class FakeHub:
         parts = parts[2:] if is_api else parts
         repo = self.repos.get("/".join(parts[:2]))
         if repo is None:
-            return 401, {"X-Error-Code": "RepoNotFound"}, b"Repository Not Found"
+            return _error(401, "RepoNotFound", b"Repository Not Found")
         if repo.status is not None:
-            return repo.status, {}, b"out of order"
-        if repo.gated and token != TOKEN:
-            return 403, {"X-Error-Code": "GatedRepo"}, b"Access to this repository is restricted"
-        kind, revision = parts[2], parts[3]
+            return _error(repo.status, "", b"out of order")
+        if repo.gated and token != TOKEN and not is_api:  # what a gated repository has is no secret
+            return _error(403, "GatedRepo", b"Access to this repository is restricted")
+        kind, revision = parts[2:4] if len(parts) > 3 else ("revision", "main")
         commits = {repo.commit(name): name for name in repo.revisions}
         if revision not in repo.revisions and revision not in commits:
-            return 404, {"X-Error-Code": "RevisionNotFound"}, b"Revision Not Found"
+            return _error(404, "RevisionNotFound", b"Revision Not Found")
         commit = revision if revision in commits else repo.commit(revision)
         if is_api:
-            return 200, {"Content-Type": "application/json"}, json.dumps(_api(repo, kind, commit)).encode()
-        body = repo.files[parts[4]]
-        etag = hashlib.sha1(body).hexdigest()
-        return 200, {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}, body
+            body = json.dumps(_api(repo, kind, commit)).encode()
+            return Answer(200, {"Content-Type": "application/json"}, body, 0, len(body), len(body))
+        return self._file(repo, parts[4], commit, wanted, path)
+
+    def _file(self, repo: Repo, name: str, commit: str, wanted: str | None, path: str) -> Answer:
+        file = repo.files[name]
+        size = file.stat().st_size
+        headers = {"ETag": f'"{_digest(file)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted or "")
+        first = int(match[1]) if match else 0
+        end = min(int(match[2]) + 1, size) if match and match[2] else size
+        if match:
+            headers["Content-Range"] = f"bytes {first}-{end - 1}/{size}"
+        sent = end - first
+        if repo.cut_after is not None and path not in self._cut and repo.cut_after < sent:
+            self._cut.add(path)
+            sent = repo.cut_after
+        return Answer(206 if match else 200, headers, file, first, end - first, sent)
+
+
+@contextlib.contextmanager
+def asked_hub(repos: dict[str, Repo], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub that this process asks, in the place of the one that its environment names."""
+    with FakeHub(repos) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        close_session()
+        yield hub
+        close_session()
+
+
+def _error(status: int, code: str, body: bytes) -> Answer:
+    return Answer(status, {"X-Error-Code": code} if code else {}, body, 0, len(body), len(body))
+
+
+def _digest(path: Path) -> str:
+    """What names a file's content: the SHA-256 of a large one."""
+    if not path.name.endswith(_LARGE):
+        return hashlib.sha1(path.read_bytes()).hexdigest()
+    content = path.read_bytes() if path.stat().st_size < _HASHED_BYTES else path.name.encode()
+    return hashlib.sha256(content).hexdigest()
 
 
 def _api(repo: Repo, kind: str, commit: str) -> Any:
     if kind == "tree":
         return [
-            {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
-            for name, body in repo.files.items()
+            {"type": "file", "path": name, "size": path.stat().st_size, "oid": _digest(path)}
+            for name, path in repo.files.items()
         ]
-    return {"id": "x/y", "sha": commit, "siblings": [{"rfilename": name} for name in repo.files]}
+    siblings = [_sibling(name, path) for name, path in repo.files.items()]
+    return {"id": "x/y", "sha": commit, "siblings": siblings, "gated": "auto" if repo.gated else False}
+
+
+def _sibling(name: str, path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    found: dict[str, Any] = {"rfilename": name, "size": size, "blobId": _digest(path)}
+    if name.endswith(_LARGE):
+        found["lfs"] = {"sha256": _digest(path), "size": size, "pointerSize": 134}
+    return found
 
 
 def _handler(hub: FakeHub) -> type[http.server.BaseHTTPRequestHandler]:
@@ -94,15 +177,32 @@ def _handler(hub: FakeHub) -> type[http.server.BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
-            status, headers, body = hub.answer(self.path, token)
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            answer = hub.answer(self.path, token, self.headers.get("Range"))
+            self.send_response(answer.status)
+            for name, value in {**answer.headers, "Content-Length": str(answer.size)}.items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command == "GET":
-                self.wfile.write(body)
+                self._send(answer)
 
         do_HEAD = do_GET
+
+        def _send(self, answer: Answer) -> None:
+            hub.sent.setdefault(self.path, 0)
+            if isinstance(answer.body, bytes):
+                self.wfile.write(answer.body)
+                hub.sent[self.path] += answer.sent
+                return
+            with answer.body.open("rb") as file:
+                file.seek(answer.first)
+                left = answer.sent
+                while left:
+                    data = file.read(min(left, 1 << 16))
+                    self.wfile.write(data)
+                    hub.sent[self.path] += len(data)
+                    left -= len(data)
+            if answer.sent < answer.size:
+                self.close_connection = True
 
         def log_message(self, *_: Any) -> None:
             pass

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.scheduler import Scheduler
@@ -82,6 +83,7 @@ class _Held:
     block_ids: list[int]
     num_computed_tokens: int
     has_grammar: bool
+    pooling_params: PoolingParams | None
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [blocks * block_size]
 
 
@@ -139,9 +141,14 @@ class FakeKVRunner:
             for block_id in held.block_ids[start // self.block_size : -(-stop // self.block_size)]:
                 assert self.num_holders[block_id] == 1, f"{request_id} writes to block {block_id}, which is shared"
                 assert block_id not in meta.loads, f"block {block_id} is loaded and computed"
-        assert plan.sampled_req_ids == [
-            request_id for request_id, (_, stop) in ranges.items() if stop == len(self.held[request_id].token_ids)
-        ], "sampled_req_ids are not the requests whose last token is in the step, in packing order"
+        done = [r for r, (_, stop) in ranges.items() if stop == len(self.held[r].token_ids)]
+        to_pool = {r for r in done if self.held[r].pooling_params is not None}
+        assert plan.sampled_req_ids == [r for r in done if r not in to_pool], (
+            "sampled_req_ids are not the requests whose last token is in the step, in packing order"
+        )
+        assert plan.pooled_req_ids == [r for r in done if r in to_pool], (
+            "pooled_req_ids are not the requests to pool whose last token is in the step, in packing order"
+        )
 
         # As in a layer, all of the step's writes come before its reads: slots to be written are poisoned
         # first, so that a request that reads a slot another one writes sees neither old contents nor new.
@@ -162,6 +169,9 @@ class FakeKVRunner:
             held = self.held[request_id]
             held.num_computed_tokens = stop
             if stop < len(held.token_ids):
+                continue
+            if held.pooling_params is not None:
+                output.pooled[request_id] = np.array([_sampled(self._digest(held, stop))])
                 continue
             output.sampled_token_ids.append(_sampled(self._digest(held, stop)))
             if held.has_grammar and self.num_late:
@@ -187,9 +197,11 @@ class FakeKVRunner:
             assert new.request_id in plan.num_scheduled_tokens, f"{new.request_id} is new, but has no share"
             assert 0 < new.num_prompt_tokens <= len(new.token_ids)
             assert 0 <= new.num_computed_tokens < len(new.token_ids), "at least one token must be computed"
-            self.held[new.request_id] = _Held(
-                list(new.token_ids), [], new.num_computed_tokens, has_grammar=new.rules.grammar is not None
-            )
+            pooling = new.pooling_params
+            if pooling is not None and pooling.needs_every_token:
+                assert not new.num_computed_tokens, "a prompt of which every token counts begins with a cached prefix"
+            has_grammar = new.rules.grammar is not None
+            self.held[new.request_id] = _Held(list(new.token_ids), [], new.num_computed_tokens, has_grammar, pooling)
             self._append_blocks(new.request_id, new.block_ids)
         for request_id, block_ids in plan.new_block_ids.items():
             assert block_ids and request_id in plan.num_scheduled_tokens
@@ -291,8 +303,14 @@ class SchedulerHarness:
         options: RequestOptions | None = None,
         needs_prompt_rows: bool = False,
         needs_token_on_host: bool = False,
+        pooling_type: str | None = None,
     ) -> Request:
-        """Queue a request; ``stop_after=n`` makes the n-th token it will generate an end of sequence."""
+        """Queue a request; ``stop_after=n`` makes the n-th token it will generate an end of sequence.
+
+        One with a ``pooling_type`` ends with its prompt: what it is pooled to is what others would sample there.
+        """
+        if pooling_type is not None:
+            max_tokens, stop_after, needs_token_on_host = 1, None, False
         make_params = HostSampled if needs_token_on_host else SamplingParams
         expected = expected_tokens(prompt, max_tokens)
         eos: frozenset[int] = frozenset()
@@ -312,9 +330,12 @@ class SchedulerHarness:
             eos_token_ids=eos,
             options=options or RequestOptions(),
             needs_prompt_rows=needs_prompt_rows,
+            pooling_params=None if pooling_type is None else PoolingParams(pooling_type=pooling_type),
         )
+        if pooling_type is not None:
+            reason = "stop"
         # What the engine asks before it queues a request.
-        self.scheduler.check_fits(request.num_prompt_tokens, request.max_tokens)
+        self.scheduler.check_fits(request.num_prompt_tokens, 0 if pooling_type is not None else request.max_tokens)
         self.scheduler.add_request(request)
         self.tracked[request_id] = Tracked(request, expected, reason)
         self._live[request_id] = None
@@ -454,12 +475,12 @@ class SchedulerHarness:
     def _check_output(self, output: RequestOutput) -> None:
         tracked = self.tracked[output.request_id]
         assert tracked.is_live, f"{output.request_id} has finished, and got {output}"
-        assert len(output.token_ids) == 1
-        tracked.token_ids += output.token_ids
+        is_pooled = tracked.request.pooling_params is not None
+        assert (output.pooled is not None) == is_pooled and len(output.token_ids) == (not is_pooled)
+        new = output.token_ids if output.pooled is None else output.pooled.tolist()
+        tracked.token_ids += new
         n = len(tracked.token_ids)
-        assert output.token_ids == tracked.expected[n - 1 : n], (
-            f"{output.request_id}: wrong token {n} of {tracked.expected}"
-        )
+        assert new == tracked.expected[n - 1 : n], f"{output.request_id}: wrong token {n} of {tracked.expected}"
         assert output.finish_reason == (tracked.expected_reason if n == len(tracked.expected) else None)
         tracked.finish_reason = output.finish_reason
         if not tracked.is_live:

@@ -10,7 +10,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from metal_engine.server.anthropic.protocol import CountTokensBody, MessagesBody
+from metal_engine.server.ollama.protocol import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaShowBody,
+)
 from metal_engine.server.openai.responses_protocol import ResponsesBody
+from metal_engine.server.pooling.protocol import EmbeddingBody, RerankBody, ScoreBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from metal_engine.server.tokenization import DetokenizeBody, TokenizeBody
 
@@ -41,7 +49,18 @@ MESSAGES = Endpoint("/v1/messages", MessagesBody, {"model": "tiny", "messages": 
 COUNT_TOKENS = Endpoint("/v1/messages/count_tokens", CountTokensBody, {"model": "tiny", "messages": USER})
 TOKENIZE = Endpoint("/tokenize", TokenizeBody, {"prompt": "a"})
 DETOKENIZE = Endpoint("/detokenize", DetokenizeBody, {"tokens": [1]})
-ENDPOINTS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE)
+EMBEDDINGS = Endpoint("/v1/embeddings", EmbeddingBody, {"input": "a"})
+RERANK = Endpoint("/v1/rerank", RerankBody, {"query": "a", "documents": ["a"]})
+SCORE = Endpoint("/score", ScoreBody, {"text_1": "a", "text_2": ["a"]})
+POOLING = (EMBEDDINGS, RERANK, SCORE)
+TWO_TOKENS = {"stream": False, "options": {"num_predict": 2}}
+OLLAMA_CHAT = Endpoint("/api/chat", OllamaChatBody, {"messages": USER, **TWO_TOKENS})
+OLLAMA_GENERATE = Endpoint("/api/generate", OllamaGenerateBody, {"prompt": "a", **TWO_TOKENS})
+OLLAMA_SHOW = Endpoint("/api/show", OllamaShowBody, {})
+OLLAMA_EMBED = Endpoint("/api/embed", OllamaEmbedBody, {"input": "a"})
+OLLAMA_EMBEDDINGS = Endpoint("/api/embeddings", OllamaEmbeddingsBody, {"prompt": "a"})
+OF_OLLAMA = (OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW, OLLAMA_EMBED, OLLAMA_EMBEDDINGS)
+ENDPOINTS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE, *POOLING, *OF_OLLAMA)
 
 
 def repeated(element: str, size: int) -> str:
@@ -104,6 +123,7 @@ SHAPES: dict[str, tuple[Endpoint, Callable[[int], bytes]]] = {
         CHAT,
         lambda size: with_fields(CHAT, stream=True, stream_options=json.loads(names(size))),
     ),
+    "unknown options": (OLLAMA_CHAT, lambda size: with_fields(OLLAMA_CHAT, options=json.loads(names(size)))),
     "allowed tokens and n": (
         COMPLETIONS,
         lambda size: with_fields(COMPLETIONS, n=128, temperature=1, max_tokens=1, allowed_token_ids=[7] * (size // 3)),

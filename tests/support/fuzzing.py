@@ -52,6 +52,22 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"messages": USER, "add_generation_prompt": False}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
     ("/v1/embeddings", {"input": "a"}),
+    ("/v1/embeddings", {"model": None, "input": [[1, 2], [3]], "dimensions": 4, "encoding_format": "base64",
+                        "truncate_prompt_tokens": 2, "priority": 1, "cache_salt": "s", "user": "u"}),
+    ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": True}),
+    ("/score", {"text_1": "a", "text_2": ["b", "c"], "truncate_prompt_tokens": -1}),
+    ("/api/chat", {"model": "org/fake-model:latest", "messages": [{"role": "system", "content": "s"}, *USER],
+                   "stream": False, "format": "", "think": False, "keep_alive": "5m", "tools": [TOOL],
+                   "options": {"num_predict": 3, "temperature": 0.5, "num_ctx": 64, "stop": ["x"], "seed": 1}}),
+    ("/api/chat", {"messages": [*USER, {"role": "assistant", "thinking": "t", "content": "", "tool_calls": [
+                       {"function": {"name": "f", "arguments": {"a": 1}}}]},
+                       {"role": "tool", "tool_name": "f", "content": "r"}], "options": {"num_predict": 3}}),
+    ("/api/generate", {"prompt": "hi", "system": "s", "raw": False, "context": [1], "images": [],
+                       "options": {"num_predict": 3}}),
+    ("/api/generate", {"prompt": "hi", "raw": True, "suffix": "", "options": {"num_predict": 3, "top_k": 5}}),
+    ("/api/show", {"model": "org/fake-model"}),
+    ("/api/embed", {"model": "org/fake-model", "input": ["a", "b"], "truncate": True, "dimensions": 4}),
+    ("/api/embeddings", {"prompt": "a", "options": {"num_ctx": 8}}),
 ]  # fmt: skip
 
 # Written as JSON, for some of it is no JSON that Python would write.

@@ -11,7 +11,9 @@ import numpy as np
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.engine.core import EngineCore
+from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.sampling_params import SamplingParams
@@ -20,12 +22,12 @@ from tools.fixtures.fake_engine import VOCAB_SIZE, fake_config, tiny_tokenizer
 from tools.fixtures.tiny_models import tiny_model
 
 
-def tiny_reference(seed: int = 0) -> nn.Module:
+def tiny_reference(seed: int = 0, vocab_size: int = VOCAB_SIZE) -> nn.Module:
     """A copy of the model for answers from outside the engine."""
-    return tiny_model(seed, vocab_size=VOCAB_SIZE)
+    return tiny_model(seed, vocab_size=vocab_size)
 
 
-def tiny_engine(*, ahead: bool = False, seed: int = 0, **config: Any) -> EngineCore:
+def tiny_engine(*, ahead: bool = False, seed: int = 0, tokenizer: Tokenizer | None = None, **config: Any) -> EngineCore:
     """``config`` goes to :func:`tools.fixtures.fake_engine.fake_config`."""
     settings = fake_config(**config)
     settings = replace(
@@ -35,8 +37,9 @@ def tiny_engine(*, ahead: bool = False, seed: int = 0, **config: Any) -> EngineC
             block_size=settings.cache.block_size, num_blocks=settings.cache.num_blocks, enable_prefix_caching=True
         ),
     )
-    runner = ModelRunner(PagedModel(tiny_reference(seed)), PortableBackend(), settings.scheduler, settings.cache)
-    return EngineCore(settings, runner, tiny_tokenizer())
+    model = PagedModel(tiny_reference(seed, settings.model.vocab_size))
+    runner = ModelRunner(model, PortableBackend(), settings.scheduler, settings.cache)
+    return EngineCore(settings, runner, tokenizer or tiny_tokenizer())
 
 
 def run_all(engine: EngineCore, requests: list[tuple[list[int], SamplingParams]]) -> list[list[RequestOutput]]:
@@ -49,6 +52,27 @@ def run_all(engine: EngineCore, requests: list[tuple[list[int], SamplingParams]]
             outputs[output.request_id].append(output)
         engine.scheduler.check_integrity()
     return list(outputs.values())
+
+
+def run_pooling(engine: EngineCore, requests: list[tuple[list[int], PoolingParams | SamplingParams]]) -> list[Any]:
+    """The vector, or the tokens, that each of some requests comes to; all run together."""
+    found: list[Any] = []
+    for i, (prompt, params) in enumerate(requests):
+        is_pooling = isinstance(params, PoolingParams)
+        found.append(None if is_pooling else [])
+        prepared = engine.prepare_pooling([prompt], params)[0] if is_pooling else engine.prepare(prompt, params)
+        engine.add_request(str(i), prepared)
+    while engine.has_requests:
+        for output in engine.step():
+            assert output.error is None, output.error
+            if output.pooled is None:
+                found[int(output.request_id)] += output.token_ids
+            else:
+                assert output.finish_reason == "stop" and not output.token_ids
+                found[int(output.request_id)] = output.pooled
+        engine.scheduler.check_integrity()
+    assert engine.scheduler.blocks.num_used_blocks == 0
+    return found
 
 
 def token_ids(outputs: list[RequestOutput]) -> list[int]:

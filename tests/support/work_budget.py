@@ -18,6 +18,7 @@ from typing import Any
 
 from metal_engine.server.app import create_app
 from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.config import PoolerConfig
 from tests.support.fillers import FILLERS, Endpoint, with_field
 from tests.support.splitting import answer_format
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, fake_engine, tiny_tokenizer
@@ -155,7 +156,9 @@ class Application:
 def application() -> Iterator[Application]:
     """An application, until it is left."""
     engine = fake_engine(
-        config=fake_config(max_model_len=4096, num_blocks=1024, vocab_size=VOCAB_SIZE),
+        config=fake_config(
+            max_model_len=4096, num_blocks=1024, vocab_size=VOCAB_SIZE, pooler=PoolerConfig(is_embedder=True)
+        ),
         tokenizer=tiny_tokenizer(TOOL_TEMPLATE),
     )
     try:

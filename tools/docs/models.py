@@ -21,16 +21,20 @@ quantized weights included), or a `.gguf` file:
 
     metal-engine serve demo
     metal-engine serve Qwen/Qwen3-0.6B
+    metal-engine serve bartowski/Qwen_Qwen3-0.6B-GGUF:Q4_K_M
     metal-engine serve ~/models/my-model
     metal-engine serve ~/models/my-model.Q4_K_M.gguf
 
 ## Files
 
-- **From the hub**: `--revision` takes a branch, tag or commit, `--download-dir` another folder than the hub's cache.
-  `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean to `huggingface_hub`. A model in the
-  cache needs no network.
-- **Before loading**, the engine reads the configuration and the headers of the weight files. A missing or truncated
-  shard, a broken JSON file, or weights that do not fit into memory are errors of one line, at once.
+- **From the hub**: `REPO`, `REPO@REVISION` (or `--revision`) for a branch, tag or commit, and `REPO:Q4_K_M` for a GGUF
+  file: the one whose name has that quantization, in whatever case. A repository that has GGUF files only gives its
+  `Q4_K_M`, or the only one there is. `--download-dir` takes another folder than the hub's cache. `HF_TOKEN`, `HF_HOME`,
+  `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean to `huggingface_hub`. A model in the cache needs no network; a
+  hub that does not answer is given up after 3 seconds. A download that was interrupted goes on where it ended.
+- **Before a download, and before loading**, the engine reads the configuration and the headers of the weight files:
+  some hundred kilobytes. An architecture that cannot run here, weights or a KV cache that do not fit into memory, a
+  missing or truncated shard, a broken JSON file are errors of one line, at once.
 - **Weights**: safetensors in one file or several, from Hugging Face or mlx-lm, with tied or untied heads, and mlx-lm's
   quantized ones (4, 6, 8 bits, mixed). A CPU gets them dequantized to float32; on Metal they stay as they are
   (`--dtype` converts).
@@ -44,6 +48,28 @@ quantized weights included), or a `.gguf` file:
   there.
 - **Code of a checkpoint** runs only with `--trust-remote-code`. What else of its files is trusted and what is bounded:
   [security.md](security.md).
+
+## Why was my model refused?
+
+- `no repository … on the Hugging Face hub`: It is misspelt, or private: set `HF_TOKEN` to a token that may read it.
+- `… is gated`: Its owner wants its terms accepted: do so on its page on the hub, and set `HF_TOKEN` to a token of
+  that account.
+- `the Hugging Face hub cannot be reached`: Nobody answered within 3 seconds. Behind a proxy, set `HTTPS_PROXY`; with
+  a mirror, `HF_ENDPOINT`. What is in the cache needs no hub.
+- `mlx-lm has no architecture …`: The installed mlx-lm has no code for it. A newer mlx-lm may.
+- `(architecture …) cannot run here: …`: It keeps something else than keys and values of each token, or computes
+  attention in a way of its own: see the table below.
+- `not enough memory for …`: The weights alone are larger than the memory for a model. The message says which version
+  would fit; `metal-engine show REPO` says the same of others without a download.
+- `no memory for the KV cache`: The weights fit, and nothing is left beside them: lower `--max-num-batched-tokens`,
+  raise `--gpu-memory-utilization`, or take a smaller version.
+- `… has no weights`: The repository has them in another form (PyTorch, ONNX, adapters): look for a version in
+  safetensors, MLX or GGUF.
+- `… GGUF file …; there are …`: Name one of those that are listed: `REPO:Q8_0`. A GGUF in parts is not read.
+- `… is quantized with …`: mlx-lm does not know that method: take an MLX version, or plain weights.
+- `brings code of its own`: The architecture is a Python file of the repository: read it, and `--trust-remote-code`
+  runs it.
+- `is half-downloaded`: `metal-engine pull` gets the rest.
 
 ## Architectures
 

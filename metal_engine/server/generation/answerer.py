@@ -33,7 +33,8 @@ class Answerer:
         """The response to a request whose prompt was made of so many bytes."""
         generation = await prepare(self.served, endpoint, body, num_bytes)
         if body.stream:
-            return EventStreamResponse(_events(generation, endpoint, body), keep_alive=self.sse_keep_alive)
+            events, kind = _events(generation, endpoint, body), endpoint.stream_media_type
+            return EventStreamResponse(events, keep_alive=self.sse_keep_alive, media_type=kind)
         await generation.finish()
         if generation.is_long:
             data = await self.served.workers.run(Weight.HEAVY, _encoded, endpoint, generation)
@@ -48,7 +49,7 @@ def _encoded(endpoint: Endpoint[BodyT], generation: Generation) -> bytes:
 
 
 async def _events(generation: Generation, endpoint: Endpoint[BodyT], body: BodyT) -> AsyncGenerator[bytes, None]:
-    """A generation as server-sent events: one item, so one write, for whatever came at once.
+    """A generation as server-sent events, or lines: one item, so one write, for whatever came at once.
 
     An error becomes the last event, so that it is not taken for a normal end.
     """

@@ -95,6 +95,7 @@ class Generation:
         shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
         reader: makes a reader for a choice's answer; None if answers are plain text.
         choices: what each sequence has come to; complete once :meth:`outputs` is exhausted.
+        first_output_time: when the first output came, by :func:`time.monotonic`.
         parts: of the answer's JSON, made apart.
     """
 
@@ -113,6 +114,7 @@ class Generation:
     def __post_init__(self) -> None:
         self._timed_out = False
         self._num_entries = 0
+        self.first_output_time: float | None = None
         self.parts = JSONParts()
         self.params = self.requests[0].params
         self.created = int(time.time())
@@ -153,10 +155,12 @@ class Generation:
         try:
             async with aclosing(_merge(streams)) as batches:
                 async for batch in batches:
+                    if self.first_output_time is None:
+                        self.first_output_time = time.monotonic()
                     arrived: list[Arrived] = []
                     for index, output in batch:
                         if output.finish_reason in ("error", "abort"):
-                            raise self._failure(output)
+                            raise failure(self.engine, output, self.timeout if self._timed_out else None)
                         if self.is_echo_only:
                             _hide_output(output)
                         choice = self.choices[index]
@@ -254,16 +258,23 @@ class Generation:
             return None
         return self.parts.add(prompt_logprobs_json(self.tokenizer, choice.prompt_logprobs))
 
-    def _failure(self, output: RequestOutput) -> APIError:
-        if self.engine.error is not None:
-            return engine_dead(self.engine.error)
-        if self._timed_out:
-            message = f"the request was not done within {self.timeout:g} s (--request-timeout)"
-            return APIError(504, message, code="timeout")
-        if output.finish_reason == "abort":
-            return APIError(503, output.error or "the request was aborted", code=SHUTTING_DOWN)
-        status = 400 if output.caused_by_request else 500
-        return APIError(status, output.error or "the request failed", code="generation_failed")
+
+def failure(engine: AsyncEngine, output: RequestOutput, timed_out: float | None) -> APIError:
+    """What to tell the client of a request that the engine did not finish.
+
+    Args:
+        output: its last.
+        timed_out: seconds after which it was cut because they were all it had; None if it was not.
+    """
+    if engine.error is not None:
+        return engine_dead(engine.error)
+    if timed_out is not None:
+        message = f"the request was not done within {timed_out:g} s (--request-timeout)"
+        return APIError(504, message, code="timeout")
+    if output.finish_reason == "abort":
+        return APIError(503, output.error or "the request was aborted", code=SHUTTING_DOWN)
+    status = 400 if output.caused_by_request else 500
+    return APIError(status, output.error or "the request failed", code="generation_failed")
 
 
 def _hide_output(output: RequestOutput) -> None:

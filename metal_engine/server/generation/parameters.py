@@ -14,7 +14,7 @@ from typing import Any
 
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid
-from metal_engine.server.protocol import ChatCompletionBody, GenerationBody
+from metal_engine.server.protocol import ChatCompletionBody, GenerationBody, RequestModel
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ParameterPolicy:
         self.num_unknown: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def check(self, body: GenerationBody) -> None:
+    def check(self, body: RequestModel) -> None:
         """Judge every parameter that is not implemented.
 
         Raises:
@@ -86,7 +86,7 @@ class ParameterPolicy:
         self.num_unknown[name] = self.num_unknown.get(name, 0) + 1
 
 
-def unknown_parameters(body: GenerationBody) -> list[str]:
+def unknown_parameters(body: RequestModel) -> list[str]:
     """Names of the parameters that mean nothing here.
 
     Raises:
@@ -94,8 +94,9 @@ def unknown_parameters(body: GenerationBody) -> list[str]:
     """
     unknown: dict[str, None] = {}
     given = dict(body.model_extra or {})
-    if body.stream_options is not None:
-        for name, value in (body.stream_options.model_extra or {}).items():
+    options = body.stream_options if isinstance(body, GenerationBody) else None
+    if options is not None:
+        for name, value in (options.model_extra or {}).items():
             given[f"stream_options.{name}"] = value
     # Each message has a say, even one whose field is neutral in another.
     for name, value in (*given.items(), *_message_fields(body)):
@@ -105,12 +106,12 @@ def unknown_parameters(body: GenerationBody) -> list[str]:
             unknown[name] = None
         elif not any(_same(value, neutral) for neutral in _UNSUPPORTED[name]):
             raise invalid(f" is not supported (got {short(value)})", name, "unsupported_parameter", where=name)
-    if body.stream_options is not None and not body.stream:
+    if options is not None and isinstance(body, GenerationBody) and not body.stream:
         raise invalid("stream_options is only allowed when stream is true", param="stream_options")
     return list(unknown)
 
 
-def _message_fields(body: GenerationBody) -> Iterator[tuple[str, Any]]:
+def _message_fields(body: RequestModel) -> Iterator[tuple[str, Any]]:
     """Undeclared fields of messages and of their content parts, as ``messages.name`` and ``messages.content.name``."""
     for message in body.messages if isinstance(body, ChatCompletionBody) else ():
         for name, value in (message.model_extra or {}).items():

@@ -24,7 +24,7 @@ from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, Arriv
 from metal_engine.server.generation.logprobs import num_entries
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
-from metal_engine.server.generation.streaming import sse
+from metal_engine.server.generation.streaming import EVENT_STREAM, sse
 from metal_engine.server.protocol import GenerationBody, KVTransferParams, Usage
 from metal_engine.server.workers import Weight, Workers
 
@@ -71,6 +71,8 @@ class Endpoint(ABC, Generic[BodyT]):
     id_prefix: str
     has_choices = True
     """Whether its answer has a place for more than one output of a prompt."""
+    stream_media_type = EVENT_STREAM
+    """What a stream of its is; comments keep only event streams alive."""
 
     @abstractmethod
     def tokenize(self, body: BodyT, tokenizer: Tokenizer) -> list[list[int]]:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
+EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 # A comment: clients pass over it, and proxies see that the connection lives.
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -87,16 +88,18 @@ class EventStreamResponse(Response):
 
     Args:
         keep_alive: seconds without an event after which a comment is sent; 0 for never.
+        media_type: what it sends; only event streams have comments.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None], *, keep_alive: float = 0.0) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], *, keep_alive: float = 0.0, media_type: str = EVENT_STREAM
+    ) -> None:
         # Without a body: `Response` would announce its length.
         self.status_code = 200
+        self.media_type = media_type
         self.background = None
         self.events = events
-        self._keep_alive = keep_alive
+        self._keep_alive = keep_alive if media_type == EVENT_STREAM else 0.0
         self._num_sent = 0
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 

@@ -8,10 +8,11 @@ from pydantic import BaseModel
 
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import invalid, invalid_prompt
 from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
 from metal_engine.server.generation.logprobs import completion_logprobs, completion_logprobs_json, prompt_offsets
-from metal_engine.server.generation.preparation import Endpoint
+from metal_engine.server.generation.preparation import MAX_PROMPT_TOKENS, Endpoint
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
 from metal_engine.server.protocol import Completion, CompletionBody, CompletionChoice, Usage
 
@@ -22,6 +23,9 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
     id_prefix = "cmpl"
 
     def __init__(self) -> None:
+        # Of each prompt, where the text stands that it was given: all of it, but for what `suffix` puts around it.
+        self._places: list[slice] = []
+        self._ends: tuple[int, ...] = ()
         self._templates: dict[int, ChunkTemplate] = {}
         # Of each choice, where the last token ends that a chunk has told of, in the generated text.
         self._text_ends: dict[int, int] = {}
@@ -31,18 +35,44 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
         if not prompts:
             raise invalid("prompt must not be empty", param="prompt")
         try:
+            if body.suffix:
+                return self._infilling(body, prompts, tokenizer)
             return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         except ValueError as error:
             raise invalid_prompt(error, "prompt") from error
+
+    def _infilling(self, body: CompletionBody, prompts: list[str | list[int]], tokenizer: Tokenizer) -> list[list[int]]:
+        """Prompts for what stands between each of them and the suffix."""
+        if tokenizer.infilling is None:
+            problem = " is not supported: the model's tokenizer has no tokens for filling in the middle"
+            raise invalid(problem, where="suffix", code="unsupported_parameter")
+        if body.truncate_prompt_tokens is not None:
+            raise invalid(" and suffix exclude each other", where="truncate_prompt_tokens")
+        assert body.suffix is not None
+        try:
+            suffix = tokenizer.encode_within(body.suffix)
+        except ValueError as error:
+            raise invalid_prompt(error, "suffix") from error
+        if len(prompts) * len(suffix) > MAX_PROMPT_TOKENS:
+            raise invalid(
+                f": its tokens times the number of prompts may be {MAX_PROMPT_TOKENS} at most", where="suffix"
+            )
+        made = [tokenizer.encode_infilling(prompt, suffix) for prompt in prompts]
+        self._places = [place for _, place in made]
+        self._ends = () if body.ignore_eos else tokenizer.infilling.ends
+        return [ids for ids, _ in made]
+
+    def adjust(self, params: SamplingParams) -> SamplingParams:
+        """With the tokens that end an infilling."""
+        if not self._ends:
+            return params
+        return params.changed(stop_token_ids=(*params.stop_token_ids, *self._ends))
 
     def echoes(self, body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str] | None:
         if not body.echo:
             return None
         given = _prompts(body) if body.truncate_prompt_tokens is None else prompts
-        return [
-            text if isinstance(text, str) else _text_of(ids, body, tokenizer)
-            for text, ids in zip(given, prompts, strict=True)
-        ]
+        return [prompt if isinstance(prompt, str) else _text_of(prompt, body, tokenizer) for prompt in given]
 
     def response(self, generation: Generation) -> BaseModel:
         choices = []
@@ -109,9 +139,11 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
         prompt = choice.prompt_logprobs if first and choice.echo is not None else None
         if not prompt:
             return tokens, offsets, None
+        place = self._places[choice.index // generation.params.n] if self._places else slice(None)
+        prompt_token_ids = choice.prompt_token_ids[place]
         skip = generation.params.skip_special_tokens
-        before = prompt_offsets(generation.tokenizer, choice.prompt_token_ids, skip_special_tokens=skip)
-        return [*prompt, *tokens], before + offsets, choice.prompt_token_ids[0]
+        before = prompt_offsets(generation.tokenizer, prompt_token_ids, skip_special_tokens=skip)
+        return [*prompt[place], *tokens], before + offsets, choice.prompt_token_ids[0]
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:
         return (sse(_completion(generation, [], generation.usage)) if include_usage else b"") + DONE

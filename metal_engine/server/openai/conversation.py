@@ -28,6 +28,9 @@ MAX_TOOL_CHARACTERS = 1 << 22
 class Conversation(Endpoint[ChatCompletionBody]):
     """One chat request: what all endpoints that chat have in common."""
 
+    streams_arguments = True
+    """Whether a stream tells of a call's arguments as they come, rather than of whole calls."""
+
     def __init__(self, served: ServedModel) -> None:
         self._format = served.answer_format
         self._auto_tool_choice = served.auto_tool_choice
@@ -87,7 +90,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
         return params
 
     def reader(self) -> AnswerReader:
-        return self._answers.reader(incremental=self._streams)
+        return self._answers.reader(incremental=self._streams and self.streams_arguments)
 
     def chat_finish_reason(self, num_calls: int, reason: ChatFinishReason) -> ChatFinishReason:
         """OpenAI's finish reason: the calls, unless the client named the one call or the text was cut off."""

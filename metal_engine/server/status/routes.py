@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.responses import Response
 
 from metal_engine import __version__
-from metal_engine.server.errors import APIError, model_not_found
+from metal_engine.server.errors import model_not_found
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
-from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
+from metal_engine.server.status.pages import LINKS, PAGE_HEADERS, api_page, front_page
 from metal_engine.server.status.protocol import Health, ModelCard, ModelList, Ready, Version
+from metal_engine.server.workers import Weight
+
+EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 
 # In the ASGI scope of a request that a server with a key lets through without one.
 WITHOUT_KEY = "metal_engine.without_key"
+
+
+def get_and_head(app: FastAPI, path: str, **options: Any) -> Callable[[EndpointT], EndpointT]:
+    """A route for GET, and for HEAD, which probes send; the schema has the first."""
+
+    def add(endpoint: EndpointT) -> EndpointT:
+        app.get(path, **options)(endpoint)
+        app.head(path, include_in_schema=False)(endpoint)
+        return endpoint
+
+    return add
 
 
 def add_model_routes(app: FastAPI, served: ServedModel) -> None:
@@ -29,7 +44,7 @@ def add_model_routes(app: FastAPI, served: ServedModel) -> None:
         for name in served.names
     }
 
-    @app.get("/v1/models", tags=["models"])
+    @get_and_head(app, "/v1/models", tags=["models"])
     async def list_models() -> ModelList:
         return ModelList(data=list(cards.values()))
 
@@ -39,16 +54,34 @@ def add_model_routes(app: FastAPI, served: ServedModel) -> None:
             raise model_not_found(model_id)
         return cards[model_id]
 
-    @app.post("/v1/embeddings", tags=["models"], status_code=404, response_model=ErrorBody)
-    async def create_embedding() -> Response:
-        problem = "generates text and has no embeddings; serve an embedding model elsewhere"
-        raise APIError(404, f"{served.names[0]} {problem}", code="unsupported_endpoint")
+
+def add_pages(app: FastAPI, served: ServedModel) -> None:
+    """What people see who open the server's address: where everything is, and what it takes."""
+
+    @get_and_head(app, "/", include_in_schema=False)
+    async def root(request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse(front_page(served.names), headers=PAGE_HEADERS)
+        return JSONResponse({"name": "metal-engine", "version": __version__, "models": served.names, "links": LINKS})
+
+    # The second address is FastAPI's other one.
+    @get_and_head(app, "/docs", include_in_schema=False)
+    @get_and_head(app, "/redoc", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(await served.workers.run(Weight.LIGHT, _docs, app), headers=PAGE_HEADERS)
+
+
+def _docs(app: FastAPI) -> bytes:
+    if not hasattr(app.state, "docs"):
+        app.state.docs = api_page(app.openapi()).encode()
+    page: bytes = app.state.docs
+    return page
 
 
 def add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
     engine = served.engine
 
-    @app.get("/health", tags=["status"], responses={503: {"model": Health}})
+    @get_and_head(app, "/health", tags=["status"], responses={503: {"model": Health}})
     async def health(request: Request) -> JSONResponse:
         stats = engine.stats
         unknown = served.parameters.num_unknown
@@ -68,19 +101,19 @@ def add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle, m
         status = 200 if body.status == "ok" else 503
         return JSONResponse(body.model_dump(exclude_none=True), status_code=status)
 
-    @app.get("/ready", tags=["status"], responses={503: {"model": Ready}})
+    @get_and_head(app, "/ready", tags=["status"], responses={503: {"model": Ready}})
     async def ready() -> JSONResponse:
         """Whether new requests are taken: not while the server drains, nor once its engine has died."""
         is_ready = engine.error is None and not lifecycle.draining
         return JSONResponse(Ready(ready=is_ready).model_dump(), status_code=200 if is_ready else 503)
 
-    @app.get("/version", tags=["status"])
+    @get_and_head(app, "/version", tags=["status"])
     async def version() -> Version:
         return Version(version=__version__)
 
     formats: dict[str, Any] = {"text/plain": {}, "application/openmetrics-text": {}}
 
-    @app.get("/metrics", tags=["status"], response_class=Response, responses={200: {"content": formats}})
+    @get_and_head(app, "/metrics", tags=["status"], response_class=Response, responses={200: {"content": formats}})
     async def metrics_(request: Request) -> Response:
         body, content_type = metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})

@@ -12,9 +12,14 @@ from tests.support.fillers import (
     COMPLETIONS,
     COUNT_TOKENS,
     DETOKENIZE,
+    EMBEDDINGS,
     ENDPOINTS,
     MESSAGES,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    RERANK,
     RESPONSES,
+    SCORE,
     TOKENIZE,
     USER,
     Endpoint,
@@ -51,7 +56,7 @@ def of_text(unit: str, size: int) -> Callable[[], str]:
 
 def in_prompt(endpoint: Endpoint, text: str) -> dict[str, Any]:
     """The endpoint's fields for a prompt of this text."""
-    if endpoint in (COMPLETIONS, TOKENIZE):
+    if endpoint in (COMPLETIONS, TOKENIZE, OLLAMA_GENERATE):
         return {"prompt": text}
     return {"input": text} if endpoint is RESPONSES else {"messages": [{"role": "user", "content": text}]}
 
@@ -70,7 +75,7 @@ def text_case(endpoint: Endpoint, name: str, size: int, **fields: Any) -> Case:
 def texts() -> list[Case]:
     cases = [text_case(COMPLETIONS, name, size) for name in TEXTS for size in (1_000, TEXT_BYTES)]
     cases += [text_case(CHAT, name, 100_000) for name in TEXTS]
-    for endpoint in (CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE):
+    for endpoint in (CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, OLLAMA_CHAT, OLLAMA_GENERATE):
         cases += [text_case(endpoint, name, TEXT_BYTES) for name in ("one letter", "spaces", "special tokens")]
     cases += [text_case(TOKENIZE, name, 1_000_000) for name in TEXTS]
     for endpoint in (COMPLETIONS, CHAT):
@@ -110,6 +115,14 @@ def calls(number: int, arguments: str) -> Callable[[], Any]:
 def many() -> list[Case]:
     n = 60_000
     cases = [with_unknown_names(endpoint, number) for endpoint in ENDPOINTS for number in (1_000, 30_000, n)]
+    cases += [
+        attack("100,000 inputs", EMBEDDINGS, 400, input=lambda: ["a"] * 100_000),
+        attack("2,048 inputs", EMBEDDINGS, 200, input=lambda: ["a"] * 2048),
+        attack("a million token ids", EMBEDDINGS, 400, input=lambda: [1] * 1_000_000),
+        attack("a long query", RERANK, query=lambda: "a b " * 500_000, documents=["a"] * 9),
+        attack("100,000 documents", RERANK, 400, documents=lambda: ["a"] * 100_000),
+        attack("100,000 pairs", SCORE, 400, text_1=lambda: ["a"] * 100_000, text_2=lambda: ["a"] * 100_000),
+    ]
     part = {"type": "text", "text": "a"}
     one_each = lambda: [{"role": "user", "content": [{**part, f"unknown_{i}": 0} for i in range(n // 2)]}]  # noqa: E731
     cases += [
@@ -172,6 +185,17 @@ def many() -> list[Case]:
             {"type": "tool_result", "tool_use_id": "c", "content": "r"}] * 20_000}]),
         attack("20,000 uses", MESSAGES, messages=lambda: [*USER, {"role": "assistant", "content": [
             {"type": "tool_use", "id": "c", "name": "f", "input": {}}] * 20_000}, *USER]),
+        attack("10,000 calls", OLLAMA_CHAT, messages=lambda: [*USER, {"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": {}}}] * 10_000}, *USER]),
+        attack("arguments of 15 MB", OLLAMA_CHAT, 400, messages=lambda: [*USER, {"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": {"a": "b" * TEXT_BYTES}}}]}, *USER]),
+        attack("30,000 messages", OLLAMA_CHAT, messages=messages(n // 2)),
+        attack("10,000 tools", OLLAMA_CHAT, tools=lambda: [tool(i) for i in range(10_000)]),
+        attack("30,000 images", OLLAMA_CHAT, 400, messages=messages(1, images=["a"] * (n // 2))),
+        attack("30,000 unknown options", OLLAMA_CHAT, options=lambda: unknown_names(n // 2)),
+        attack("100,000 stops", OLLAMA_CHAT, 400, options=lambda: {"stop": ["ab"] * 100_000}),
+        attack("a context of 5,000,000 tokens", OLLAMA_GENERATE, context=lambda: [7] * 5_000_000),
+        attack("a suffix for 20,000 prompts", COMPLETIONS, 400, suffix="a" * 1_000, prompt=lambda: ["a"] * 20_000),
         attack("100,000 stop sequences", MESSAGES, 400, stop_sequences=lambda: ["ab"] * 100_000),
         attack("30,000 messages", TOKENIZE, prompt=None, messages=messages(n // 2)),
         attack("5,000,000 tokens", DETOKENIZE, tokens=lambda: [7] * 5_000_000),

@@ -15,6 +15,8 @@ from tests.support.fillers import (
     DETOKENIZE,
     ENDPOINTS,
     MESSAGES,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
     RESPONSES,
     TOKENIZE,
     USER,
@@ -139,6 +141,18 @@ def contradictions() -> list[Case]:
         attack("a block of a wrong type", MESSAGES, 400, system=[{"type": ["text"], "text": 1}]),
         attack("a block of nothing", MESSAGES, 400, messages=[{"role": "user", "content": [{}]}]),
         attack("a block of nothing", COUNT_TOKENS, 400, messages=[{"role": "user", "content": [{}]}]),
+        attack("n 3", OLLAMA_CHAT, 400, n=3),
+        attack("arguments of depth", OLLAMA_CHAT, messages=[*USER, {"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": nested(400)}}]}, *USER]),
+        attack("a format of depth", OLLAMA_CHAT, format=nested(400)),
+        attack("a format of patterns", OLLAMA_CHAT, 400, format=PATTERNS),
+        attack("a tool of depth", OLLAMA_CHAT, tools=[tool(0, parameters=nested(400))]),
+        attack("a model of a long name", OLLAMA_CHAT, 404, model=long_name),
+        attack("an option of a long name", OLLAMA_CHAT, 200, options={long_name: 1, "num_predict": 2}),
+        attack("thinking of a long name", OLLAMA_CHAT, 400, think=long_name),
+        attack("tokens beyond 64 bits", OLLAMA_GENERATE, 400, options={"num_predict": 10**30}),
+        attack("a temperature of 1e400", OLLAMA_GENERATE, options={"temperature": 10**400}),
+        attack("a suffix", COMPLETIONS, 400, suffix="b"),
         attack("tokens beyond the vocabulary", DETOKENIZE, 400, tokens=[10**18]),
         attack("tokens below zero", DETOKENIZE, 400, tokens=[-1]),
         attack("tokens beyond 64 bits", DETOKENIZE, 400, tokens=[10**30]),
@@ -232,14 +246,17 @@ def routes() -> list[Case]:
         "/v1/models/%00": 404, "/v1/models/%ff%fe": 404, "/v1/models/%F0%9F%98%80": 404, "/v1/models/": None,
         "/v1/responses/nobody": 404, f"/v1/responses/{long}": None, "/v1/responses/%E2%80%AE": 404,
         "/health/": None, "//health": None, "/health?a=1&a=2": 200, f"/health?{long}": None, "/%2e%2e/health": None,
-        "/v1": 404, "/": None, "/favicon.ico": 404, "/.git/config": 404, "/v1/completions": 405, "/tokenize": 405,
-        "/v1/chat/completions/": None, "/V1/Completions": 404, f"/{'a/' * 30_000}": None,
+        "/v1": 404, "/": 200, "/favicon.ico": 404, "/.git/config": 404, "/v1/completions": 405, "/tokenize": 405,
+        "/tokenizer_info": 200, "/api/tags": 200, "/api/ps": 200, "/api/version": 200, "/api/chat": 405,
+        "/api/pull": 404, "/api/": 404, "/api": 404, "/v1/chat/completions/": None,
+        "/V1/Completions": 404, f"/{'a/' * 30_000}": None,
     }  # fmt: skip
     cases = [Case(f"GET {path[:60]}", "GET", path, status=status) for path, status in gets.items()]
     for path in ("/v1/responses/nobody", "/v1/responses/%00", f"/v1/responses/{'a' * 3_000}"):
         cases.append(Case(f"DELETE {path[:60]}", "DELETE", path, status=404))
     for method in ("PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"):
         cases.append(Case(f"{method} /v1/chat/completions", method, "/v1/chat/completions", lambda: b"{}", 405))
+    cases += [Case(f"HEAD {path}", "HEAD", path, status=200) for path in ("/", "/health", "/docs", "/v1/models")]
     for path in ("/health", "/metrics", "/v1/models", "/openapi.json"):
         cases.append(Case(f"POST {path}", "POST", path, lambda: b"{}" * 100_000, 405))
         cases.append(Case(f"GET {path} with a body", "GET", path, lambda: b"a" * 1_000_000, 200))
@@ -249,5 +266,5 @@ def routes() -> list[Case]:
                       headers={f"x-{i}": "a" for i in range(60)}))  # fmt: skip
     embeddings = lambda: json.dumps({"input": ["a"] * 100_000}).encode()  # noqa: E731
     for body in (embeddings, lambda: b"", lambda: BODIES["depth"]):
-        cases.append(Case(f"embeddings of {len(body())} bytes", "POST", "/v1/embeddings", body, 404))
+        cases.append(Case(f"embeddings of {len(body())} bytes", "POST", "/v1/embeddings", body, 400))
     return cases

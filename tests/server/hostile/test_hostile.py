@@ -20,7 +20,7 @@ from tests.server.hostile.attacks import VOCAB_SIZE
 from tests.server.hostile.cases import FIELDS, Case, field_cases
 from tests.server.hostile.sending import check_answer, exchange
 from tests.server.hostile.suite import QUICK, every_case
-from tests.support.checkpoint_files import write_checkpoint
+from tests.support.checkpoint_files import write_checkpoint, write_modules
 from tests.support.fillers import CHAT, ENDPOINTS, Endpoint, with_fields
 from tests.support.probed_server import ProbedServer, probed_server
 from tools.fixtures.fake_engine import TOOL_TEMPLATE
@@ -56,6 +56,7 @@ def server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         folder / "model", config={"vocab_size": VOCAB_SIZE, "eos_token_id": tokenizer.eos_token_id}
     )
     tokenizer.save_pretrained(model)
+    write_modules(model, {"pooling_mode_mean_tokens": True})  # so that it scores documents, too
     with probed_server(model, folder, *FLAGS) as server:
         over = threading.Event()
         statuses: list[int] = []

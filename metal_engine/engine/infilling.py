@@ -1,0 +1,58 @@
+"""Fill in the middle: prompts of what stands before a gap and what stands after it, as models were trained on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer as BackendTokenizer
+
+# What stands before the prefix, the suffix and the middle; without a token for the middle, the suffix comes first.
+_MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, Granite 4
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("[PREFIX]", "[SUFFIX]", ""),  # Codestral
+)
+# What models write when the gap is filled, beside their end of sequence: the end of the infilling, or the next file.
+_ENDS = (
+    *("▁<EOT>", "<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|repo_name|>"),
+    *("<|file_sep|>", "<file_sep>", "<|file_separator|>"),
+)
+
+
+@dataclass(frozen=True)
+class Infilling:
+    """A tokenizer's tokens for filling in the middle.
+
+    Attributes:
+        prefix: stands before what comes before the gap.
+        suffix: stands before what comes after the gap.
+        middle: the last token of the prompt; None where the prefix is its end, after the suffix.
+        ends: tokens that end an infilling.
+    """
+
+    prefix: int
+    suffix: int
+    middle: int | None
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, backend: BackendTokenizer) -> Infilling | None:
+        """The tokens of a tokenizer; None if it has none for this."""
+        ends = [backend.token_to_id(end) for end in _ENDS]
+        for marks in _MARKS:
+            prefix, suffix, middle = map(backend.token_to_id, marks)
+            if prefix is not None and suffix is not None and (middle is not None or not marks[2]):
+                return cls(prefix, suffix, middle, tuple(end for end in ends if end is not None))
+        return None
+
+    def join(self, prefix: list[int], suffix: list[int]) -> tuple[list[int], slice]:
+        """The prompt, and where the prefix stands in it."""
+        if self.middle is None:
+            before = [self.suffix, *suffix, self.prefix]
+            return before + prefix, slice(len(before), len(before) + len(prefix))
+        return [self.prefix, *prefix, self.suffix, *suffix, self.middle], slice(1, 1 + len(prefix))

@@ -1,0 +1,196 @@
+"""Ollama's answers: one JSON object, or a line of JSON for each piece (NDJSON), the last one with the counts."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import BaseModel
+
+from metal_engine.answers.deltas import AnswerDelta, ArgumentsDelta, CallStart
+from metal_engine.server.errors import APIError
+from metal_engine.server.generation.generation import Arrived, Choice, Generation
+from metal_engine.server.generation.preparation import BodyT, Endpoint, ServedModel
+from metal_engine.server.ollama.protocol import (
+    AnswerMessage,
+    CalledFunction,
+    ChatAnswer,
+    GenerateAnswer,
+    OllamaAnswer,
+    OllamaError,
+    ToolCall,
+)
+from metal_engine.server.openai.completions import CompletionEndpoint
+from metal_engine.server.openai.conversation import Conversation
+from metal_engine.server.protocol import Usage
+
+NDJSON = "application/x-ndjson"
+
+
+def timestamp(seconds: float) -> str:
+    """A time of :func:`time.time`, as Ollama writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+class Pieces:
+    """Turns one answer's deltas into pieces: what answers and lines are made of.
+
+    A call is told when it is whole: its arguments are an object then. One that was cut off is not told.
+    """
+
+    def __init__(self) -> None:
+        self._open: CallStart | None = None
+        self._arguments: list[str] = []
+        self._num_calls = 0
+
+    def add(self, deltas: list[AnswerDelta]) -> list[AnswerMessage]:
+        """Takes deltas; returns the pieces that they complete."""
+        pieces: list[AnswerMessage] = []
+        for delta in deltas:
+            if isinstance(delta, ArgumentsDelta):
+                self._arguments.append(delta.text)
+                continue
+            pieces += self.close()
+            if isinstance(delta, CallStart):
+                self._open = delta
+            elif delta.kind == "content":
+                pieces.append(AnswerMessage(content=delta.text))
+            else:
+                pieces.append(AnswerMessage(thinking=delta.text))
+        return pieces
+
+    def close(self) -> list[AnswerMessage]:
+        """The call that is open, if it is whole."""
+        start, text = self._open, "".join(self._arguments)
+        self._open, self._arguments = None, []
+        if start is None:
+            return []
+        try:
+            arguments = json.loads(text)
+        except (ValueError, RecursionError):
+            return []
+        if not isinstance(arguments, dict):
+            return []
+        function = CalledFunction(index=self._num_calls, name=start.name, arguments=arguments)
+        self._num_calls += 1
+        return [AnswerMessage(tool_calls=[ToolCall(id=start.id, function=function)])]
+
+
+def merged(pieces: list[AnswerMessage]) -> AnswerMessage:
+    """All pieces of an answer as one."""
+    calls = [call for piece in pieces for call in piece.tool_calls or ()]
+    return AnswerMessage(
+        content="".join(piece.content for piece in pieces),
+        thinking="".join(piece.thinking or "" for piece in pieces) or None,
+        tool_calls=calls or None,
+    )
+
+
+class OllamaEndpoint(Endpoint[BodyT]):
+    """How an answer is told; its subclasses say in which shape, and what the prompt is.
+
+    Attributes:
+        name: what the client calls the model.
+    """
+
+    id_prefix = "ollama"
+    has_choices = False
+    stream_media_type = NDJSON
+    name: str
+
+    def _begin(self, name: str) -> None:
+        self.name = name
+        self._arrived = time.monotonic()
+        self._pieces = Pieces()
+
+    def _answer(self, piece: AnswerMessage, **fields: Any) -> OllamaAnswer:
+        """A piece in the endpoint's shape."""
+        raise NotImplementedError
+
+    def _read(self, text: str, deltas: list[AnswerDelta]) -> list[AnswerMessage]:
+        """The pieces of more of the answer."""
+        return self._pieces.add(deltas)
+
+    def response(self, generation: Generation) -> BaseModel:
+        (choice,) = generation.choices
+        pieces = [*self._read(choice.text, choice.deltas), *self._pieces.close()]
+        return self._answer(merged(pieces), **self._last(generation, choice))
+
+    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
+        _, output, deltas = arrived
+        return b"".join(map(self._line, self._read(output.text, deltas)))
+
+    def end(self, generation: Generation, include_usage: bool) -> bytes:
+        (choice,) = generation.choices
+        lines = [*map(self._line, self._pieces.close()), self._line(AnswerMessage(), **self._last(generation, choice))]
+        return b"".join(lines)
+
+    def error(self, generation: Generation, error: APIError) -> bytes:
+        return _encode(OllamaError(error=error.message))
+
+    def _line(self, piece: AnswerMessage, **fields: Any) -> bytes:
+        return _encode(self._answer(piece, **fields))
+
+    def _head(self) -> dict[str, Any]:
+        return {"model": self.name, "created_at": timestamp(time.time())}
+
+    def _last(self, generation: Generation, choice: Choice) -> dict[str, Any]:
+        """What the last line tells. The time until the first token is the prompt's, waiting included."""
+        end = time.monotonic()
+        first = generation.first_output_time or end
+        usage = generation.usage
+        return {
+            "done": True,
+            "done_reason": choice.finish_reason,
+            "total_duration": _nanoseconds(end - self._arrived),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(first - self._arrived),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": _nanoseconds(end - first),
+        }
+
+
+class OllamaChat(OllamaEndpoint, Conversation):
+    """``/api/chat``."""
+
+    streams_arguments = False
+
+    def __init__(self, served: ServedModel, name: str) -> None:
+        super().__init__(served)
+        self._begin(name)
+
+    def _answer(self, piece: AnswerMessage, **fields: Any) -> OllamaAnswer:
+        return ChatAnswer(**self._head(), message=piece, **fields)
+
+
+class OllamaGenerate(OllamaChat):
+    """``/api/generate`` with a prompt that the chat template is put around."""
+
+    def _answer(self, piece: AnswerMessage, **fields: Any) -> OllamaAnswer:
+        return GenerateAnswer(**self._head(), response=piece.content, thinking=piece.thinking, **fields)
+
+
+class OllamaRaw(OllamaEndpoint, CompletionEndpoint):
+    """``/api/generate`` with a raw prompt, or a suffix."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._begin(name)
+
+    def _read(self, text: str, deltas: list[AnswerDelta]) -> list[AnswerMessage]:
+        return [AnswerMessage(content=text)] if text else []
+
+    def _answer(self, piece: AnswerMessage, **fields: Any) -> OllamaAnswer:
+        return GenerateAnswer(**self._head(), response=piece.content, **fields)
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _encode(line: BaseModel) -> bytes:
+    # ASCII only: some clients end a line at U+2028, U+0085 and the like.
+    return line.model_dump_json(ensure_ascii=True).encode("ascii") + b"\n"

@@ -1,0 +1,59 @@
+"""Ollama's ``/api/embed``, and ``/api/embeddings``, which it had before."""
+
+from __future__ import annotations
+
+import time
+
+from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.json_parts import JSONParts
+from metal_engine.server.ollama.protocol import EmbedAnswer, EmbeddingsAnswer, OllamaEmbedBody, OllamaEmbeddingsBody
+from metal_engine.server.pooling.embeddings import FEW, MAX_NUMBERS, vectors_json
+from metal_engine.server.pooling.pooling import Pooled, embed
+from metal_engine.server.workers import Weight
+
+
+async def create_embed(served: ServedModel, body: OllamaEmbedBody, name: str, num_bytes: int) -> bytes:
+    """The answer to ``/api/embed`` as JSON; ``name`` is what the client calls the model.
+
+    Raises:
+        APIError: the inputs cannot be embedded.
+    """
+    started = time.monotonic()
+    inputs = [body.input] if isinstance(body.input, str) else body.input or []
+    vectors, num_tokens = await _vectors(served, body, inputs, "input", num_bytes)
+    parts = JSONParts()
+    answer = EmbedAnswer(
+        model=name,
+        embeddings=parts.add(b"[" + b",".join(vectors) + b"]"),
+        total_duration=round((time.monotonic() - started) * 1e9),
+        prompt_eval_count=num_tokens,
+    )
+    return parts.encode(answer)
+
+
+async def create_embedding(served: ServedModel, body: OllamaEmbeddingsBody, num_bytes: int) -> bytes:
+    """The answer to ``/api/embeddings`` as JSON. Raises as :func:`create_embed`."""
+    inputs = [] if body.prompt is None else [body.prompt]
+    vectors, _ = await _vectors(served, body, inputs, "prompt", num_bytes)
+    parts = JSONParts()
+    return parts.encode(EmbeddingsAnswer(embedding=parts.add(vectors[0] if vectors else b"[]")))
+
+
+async def _vectors(
+    served: ServedModel, body: OllamaEmbedBody | OllamaEmbeddingsBody, inputs: list[str], field: str, num_bytes: int
+) -> tuple[list[bytes], int]:
+    """The vectors as JSON, and how many tokens there were; none of nothing, by which clients ask for a model alone."""
+    await served.workers.run_if_large(num_bytes, served.parameters.check, body)
+    if inputs in ([], [""]):
+        return [], 0
+    dimensions = body.dimensions if isinstance(body, OllamaEmbedBody) else None
+    pooled = await embed(
+        served, list(inputs), num_bytes=num_bytes, dimensions=dimensions, field=field, max_values=MAX_NUMBERS
+    )
+    if sum(vector.size for vector in pooled.vectors) <= FEW:
+        return _encoded(pooled), pooled.num_prompt_tokens
+    return await served.workers.run(Weight.HEAVY, _encoded, pooled), pooled.num_prompt_tokens
+
+
+def _encoded(pooled: Pooled) -> list[bytes]:
+    return list(vectors_json(pooled))

@@ -1,0 +1,113 @@
+"""What Ollama's clients are told of the model."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.ollama.protocol import ListedModel, ModelDetails, RunningModel, Shown
+from metal_engine.server.ollama.requests import can_think
+
+LATEST = ":latest"
+# The model stays loaded.
+_NEVER = "9999-12-31T23:59:59Z"
+
+
+def own_name(served: ServedModel, name: str) -> str:
+    """The name by which the server knows the model: Ollama's clients add ``:latest`` to names without a tag."""
+    return name if name in served.names else name.removesuffix(LATEST)
+
+
+def tagged(name: str) -> str:
+    """A name as Ollama lists it: with a tag."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def details(served: ServedModel) -> ModelDetails:
+    info = served.engine.config.model
+    return ModelDetails(
+        family=info.model_type,
+        families=[info.model_type],
+        parameter_size=_size(info.num_params),
+        quantization_level=_level(info.weight_bytes, info.num_params, info.dtype),
+    )
+
+
+def listed(served: ServedModel, started_at: str) -> list[ListedModel]:
+    """The model by each of its names."""
+    size = served.engine.config.model.weight_bytes
+    return [
+        ListedModel(
+            name=tagged(name),
+            model=tagged(name),
+            modified_at=started_at,
+            size=size,
+            digest=hashlib.sha256(f"{name} {size}".encode()).hexdigest(),
+            details=details(served),
+        )
+        for name in served.names
+    ]
+
+
+def running(served: ServedModel, started_at: str) -> list[RunningModel]:
+    """The same: it is loaded."""
+    config = served.engine.config
+    return [
+        RunningModel(
+            **model.model_dump(exclude={"modified_at"}),
+            expires_at=_NEVER,
+            size_vram=model.size if config.device.kind == "metal" else 0,
+            context_length=config.scheduler.max_model_len,
+        )
+        for model in listed(served, started_at)
+    ]
+
+
+def shown(served: ServedModel, started_at: str) -> Shown:
+    info, tokenizer = served.engine.config.model, served.engine.tokenizer
+    kind = info.model_type
+    facts: dict[str, Any] = {
+        "general.architecture": kind,
+        "general.parameter_count": info.num_params,
+        f"{kind}.context_length": served.engine.config.scheduler.max_model_len,
+        f"{kind}.block_count": info.num_layers,
+        f"{kind}.attention.head_count": info.num_heads,
+        f"{kind}.attention.key_length": info.head_dim,
+        f"{kind}.vocab_size": info.vocab_size,
+    }
+    return Shown(
+        parameters="\n".join(f"{name:<30} {value}" for name, value in info.default_sampling.items()),
+        template=tokenizer.info["chat_template"] or "",
+        details=details(served),
+        model_info=facts,
+        capabilities=_capabilities(served),
+        modified_at=started_at,
+    )
+
+
+def _capabilities(served: ServedModel) -> list[str]:
+    tokenizer = served.engine.tokenizer
+    has_tools = served.answer_format.tool is not None or served.answer_format.harmony
+    able = {
+        "completion": True,
+        "tools": has_tools and tokenizer.template_takes_tools and served.auto_tool_choice,
+        "thinking": can_think(served),
+        "insert": tokenizer.infilling is not None,
+        "embedding": served.engine.config.model.pooler.is_embedder,
+    }
+    return [name for name, is_able in able.items() if is_able]
+
+
+def _size(num_params: int) -> str:
+    """``134515008`` -> ``134.52M``."""
+    for unit, divisor in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if num_params >= divisor:
+            return f"{num_params / divisor:.{1 if unit == 'B' else 2}f}{unit}"
+    return str(num_params)
+
+
+def _level(num_bytes: int, num_params: int, dtype: str) -> str:
+    """The dtype as Ollama writes it; of quantized weights, the bits of each."""
+    bits = 8 * num_bytes // max(num_params, 1)
+    return f"Q{bits}" if 0 < bits < 16 else {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(dtype, dtype)

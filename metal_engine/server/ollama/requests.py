@@ -1,0 +1,170 @@
+"""Requests in Ollama's form as chats and completions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from metal_engine.errors import short
+from metal_engine.server.errors import invalid, validated
+from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.large_bodies import TooComplexError, dumps
+from metal_engine.server.ollama.protocol import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaMessage
+from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
+
+logger = logging.getLogger(__name__)
+
+# An option -> the field that means the same.
+_OPTIONS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty")},
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
+# Numbers that clients written in other languages send as 40.0.
+_INTEGERS = ("num_predict", "top_k", "seed")
+# Values that ask for nothing; for `num_predict` and `seed`, beside null.
+_NOTHING: dict[str, tuple[int, ...]] = {"num_predict": (0, -1, -2), "seed": (-1,)}
+# Options that would change the output, and the value that leaves it as it is.
+_UNSUPPORTED = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
+# How Ollama loads and runs models, which is settled here before; and details of what is refused above.
+_SETTLED = frozenset(
+    {
+        "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
+        "use_mlock", "embedding_only", "num_thread", "numa", "num_keep", "repeat_last_n", "penalize_newline",
+        "mirostat_tau", "mirostat_eta", "draft_num_predict",
+    }
+)  # fmt: skip
+_LEVELS = ("low", "medium", "high")
+
+# A field that this makes -> the one that it was made of.
+RENAMED = {
+    **{field: f"options.{option}" for option, field in _OPTIONS.items()},
+    "response_format": "format",
+    "reasoning_effort": "think",
+    "chat_template_kwargs": "think",
+}
+
+
+class RawBody(CompletionBody):
+    """A completion that goes on until it ends by itself, as Ollama's do."""
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+
+class RequestReader:
+    """Makes chats and completions of bodies, and logs each ignored option once. Thread-safe."""
+
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
+        self._noted: set[str] = set()
+
+    def chat(self, body: OllamaChatBody) -> ChatCompletionBody:
+        """Raises APIError, a 400 that names the field at fault."""
+        messages = [_message(i, message) for i, message in enumerate(body.messages or ())]
+        fields = {"messages": messages, **self._common(body), **self._thinking(body)}
+        last = messages[-1]
+        if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+            fields["continue_final_message"] = True
+        if body.tools:
+            fields["tools"] = [{"type": "function", **tool} for tool in body.tools]
+        return validated(ChatCompletionBody, {**(body.model_extra or {}), **fields})
+
+    def generate(self, body: OllamaGenerateBody) -> ChatCompletionBody | RawBody:
+        """A chat of one message; a completion where the prompt is raw, or has a suffix. Raises as :meth:`chat`."""
+        if body.template:
+            raise invalid(" is not supported: the model's own is used; or send the whole prompt, raw", where="template")
+        if body.images:
+            raise invalid(" are not supported; the model takes text only", where="images")
+        fields = self._common(body)
+        if not (body.raw or body.suffix):
+            system = [{"role": "system", "content": body.system}] if body.system else []
+            fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
+            return validated(ChatCompletionBody, {**(body.model_extra or {}), **fields, **self._thinking(body)})
+        for name in ("system", "think"):
+            if getattr(body, name):
+                raise invalid(" needs the chat template, which raw and suffix leave out", where=name)
+        fields |= {"prompt": body.prompt or "", "suffix": body.suffix}
+        return validated(RawBody, {**(body.model_extra or {}), **fields})
+
+    def _common(self, body: OllamaBody) -> dict[str, Any]:
+        if body.logprobs or body.top_logprobs:
+            raise invalid(" are not supported here; /v1/chat/completions has them", where="logprobs")
+        fields = {"model": body.model, "stream": body.streams, **dict(self._options(body.options or {}))}
+        if isinstance(body.format, dict):
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
+        elif body.format == "json":
+            fields["response_format"] = {"type": "json_object"}
+        elif body.format:
+            raise invalid(f' must be "json" or a JSON schema, got {short(body.format)}', where="format")
+        return fields
+
+    def _options(self, options: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        for name, value in options.items():
+            if value is None:
+                continue
+            if name in _SETTLED:
+                self._note(name)
+            elif name in _UNSUPPORTED:
+                if isinstance(value, bool) or value != _UNSUPPORTED[name]:
+                    raise invalid(f" is not supported (got {short(value)})", where=f"options.{name}")
+            elif name not in _OPTIONS:
+                yield f"options.{name}", value  # to be judged as any unknown parameter
+            else:
+                if name in _INTEGERS and isinstance(value, float) and value.is_integer():
+                    value = int(value)
+                if isinstance(value, bool) or value not in _NOTHING.get(name, ()):
+                    yield _OPTIONS[name], value
+
+    def _note(self, name: str) -> None:
+        if name not in self._noted:
+            self._noted.add(name)
+            logger.warning("ignoring the option %r of Ollama's API: the server's own settings hold", name)
+
+    def _thinking(self, body: OllamaBody) -> dict[str, Any]:
+        think = body.think
+        if think is None or think == "":
+            return {}
+        if isinstance(think, str):
+            if think not in _LEVELS:
+                raise invalid(f" must be true, false, {', '.join(_LEVELS)}, got {short(think)}", where="think")
+            return {"reasoning_effort": think}
+        if think and not can_think(self._served):
+            raise invalid(" is not supported by the model: it does not reason", where="think")
+        return {"chat_template_kwargs": {"enable_thinking": think}}
+
+
+def can_think(served: ServedModel) -> bool:
+    """Whether the model's reasoning can be told apart, or asked for."""
+    known = served.answer_format.reasoning is not None or served.answer_format.harmony
+    return known or served.engine.tokenizer.template_mentions("enable_thinking")
+
+
+def _message(i: int, message: OllamaMessage) -> dict[str, Any]:
+    if message.images:
+        problem = " are not supported; the model takes text only"
+        raise invalid(problem, where=f"messages[{i}].images")
+    made: dict[str, Any] = {
+        **(message.model_extra or {}),
+        "role": message.role,
+        "content": message.content or "",
+        "reasoning": message.thinking,
+        "name": message.tool_name,
+        "tool_call_id": message.tool_call_id,
+    }
+    if message.tool_calls:
+        try:
+            made["tool_calls"] = [
+                {
+                    "id": call.id or f"call_{i}_{j}",
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": dumps(call.function.arguments)},
+                }
+                for j, call in enumerate(message.tool_calls)
+            ]
+        except (TooComplexError, RecursionError) as error:
+            raise invalid(f": arguments are too large or nested too deeply: {error}", where=f"messages[{i}]") from error
+    return {name: value for name, value in made.items() if value is not None}

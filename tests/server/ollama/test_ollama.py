@@ -1,0 +1,401 @@
+"""Ollama's API: what its clients send and read, in plain JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+import pytest
+
+from metal_engine.server.ollama.routes import API_VERSION
+from metal_engine.settings.args import ServerArgs
+from tests.server.openai.test_infilling import VOCAB, expected, fim_tokenizer
+from tests.support.raw_http import crowd, post
+from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
+from tests.support.splitting import answer_format
+from tests.support.tool_formats import RECORDED, TOOLS
+from tools.fixtures.fake_engine import (
+    CHAT_TEMPLATE,
+    TOOL_TEMPLATE,
+    byte_ids,
+    echo,
+    fake_config,
+    generated,
+    script,
+    tiny_tokenizer,
+)
+
+CHAT, GENERATE = "/api/chat", "/api/generate"
+USER = [{"role": "user", "content": "hi"}]
+CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
+RECORD = RECORDED[0]
+ANSWER = f"<think>\nhm\n</think>\n\n{RECORD.text}"
+COUNTS = {"total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration", "eval_count", "eval_duration"}
+
+
+@pytest.fixture(scope="module")
+def _calling() -> Iterator[Served]:
+    tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
+    with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
+        yield served
+
+
+@pytest.fixture
+def calling(_calling: Served) -> Iterator[Served]:
+    yield _calling
+    _calling.settle()
+
+
+def text_of(served: Served, messages: list[dict[str, Any]], num_tokens: int, **flags: Any) -> str:
+    prompt = served.tokenizer.apply_chat_template(messages, **flags)
+    return "".join(map(chr, generated(prompt, num_tokens)))
+
+
+def limit(num_tokens: int) -> dict[str, Any]:
+    return {"options": {"num_predict": num_tokens}}
+
+
+def whole(served: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = served.post(path, {**body, "stream": False})
+    assert response.status_code == 200 and response.headers["content-type"] == "application/json", response.text
+    answer: dict[str, Any] = response.json()
+    assert answer["done"] is True and answer.keys() >= {"model", "created_at", "done_reason"}
+    return answer
+
+
+def lines(served: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    response = served.post(path, body)
+    assert response.status_code == 200 and response.headers["content-type"] == "application/x-ndjson", response.text
+    assert response.content.endswith(b"\n") and response.content.isascii()
+    told = [json.loads(line) for line in response.text.removesuffix("\n").split("\n")]
+    assert [one["done"] for one in told] == [False] * (len(told) - 1) + [True]
+    for one in told:
+        age = datetime.now(UTC) - datetime.fromisoformat(one["created_at"])
+        assert timedelta(0) <= age < timedelta(minutes=10) and one["created_at"].endswith("Z")
+        assert (one.keys() >= COUNTS) == one["done"] and ("done_reason" in one) == one["done"]
+    return told
+
+
+def check_counts(answer: dict[str, Any], num_prompt: int, num_output: int) -> None:
+    assert (answer["prompt_eval_count"], answer["eval_count"], answer["load_duration"]) == (num_prompt, num_output, 0)
+    parts = answer["prompt_eval_duration"] + answer["eval_duration"]
+    assert abs(parts - answer["total_duration"]) <= 2
+    assert answer["prompt_eval_duration"] > 0 and answer["eval_duration"] >= 0 and answer["total_duration"] < 60e9
+
+
+def test_chat(served: Served) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *USER]
+    text = text_of(served, messages, 20)
+    num_prompt = len(served.tokenizer.apply_chat_template(messages))
+    body = {"model": MODEL, "messages": messages, **limit(20)}
+    answer = whole(served, CHAT, body)
+    assert answer["message"] == {"role": "assistant", "content": text} and answer["model"] == MODEL
+    assert answer["done_reason"] == "length"
+    check_counts(answer, num_prompt, 20)
+    *pieces, last = lines(served, CHAT, body)
+    assert "".join(piece["message"]["content"] for piece in pieces) == text
+    assert last["message"] == {"role": "assistant", "content": ""} and last["done_reason"] == "length"
+    check_counts(last, num_prompt, 20)
+
+
+def test_generate(served: Served) -> None:
+    for fields, messages in (
+        ({"prompt": "hi"}, USER),
+        ({"prompt": "hi", "system": "s", "context": [1, 2]}, [{"role": "system", "content": "s"}, *USER]),
+    ):
+        text = text_of(served, messages, 12)
+        answer = whole(served, GENERATE, {"model": MODEL, **fields, **limit(12)})
+        assert answer["response"] == text and "thinking" not in answer and "context" not in answer
+        check_counts(answer, len(served.tokenizer.apply_chat_template(messages)), 12)
+        *pieces, last = lines(served, GENERATE, {"model": MODEL, **fields, **limit(12)})
+        assert "".join(piece["response"] for piece in pieces) == text
+        assert (last["response"], last["done_reason"]) == ("", "length")
+
+
+def test_a_raw_prompt(served: Served) -> None:
+    body = {"model": MODEL, "prompt": "<|im_start|>abc", "raw": True, **limit(9)}
+    text = "".join(map(chr, generated(served.tokenizer.encode("<|im_start|>abc"), 9)))
+    answer = whole(served, GENERATE, body)
+    assert answer["response"] == text
+    check_counts(answer, 4, 9)
+    assert "".join(piece["response"] for piece in lines(served, GENERATE, body)) == text
+
+
+def test_a_suffix() -> None:
+    with serve(config=fake_config(vocab_size=VOCAB), tokenizer=fim_tokenizer()) as served:
+        body = {"model": MODEL, "prompt": "def f(", "suffix": "return", **limit(9)}
+        assert whole(served, GENERATE, body)["response"] == expected("def f(", "return", 9)
+        assert "".join(one["response"] for one in lines(served, GENERATE, body)) == expected("def f(", "return", 9)
+        show = served.post("/api/show", {"model": MODEL}).json()
+        assert show["capabilities"] == ["completion", "insert"]
+        served.settle()
+
+
+def test_it_goes_on_until_it_ends() -> None:
+    """A completion here has 16 tokens by default; Ollama's go on."""
+    text = "one two three four five six"
+    with serve(script(text)) as served:
+        for fields in ({}, limit(-1), limit(-2), limit(0), {"options": {"num_predict": None}}):
+            for more in ({"prompt": "a", "raw": True}, {"prompt": "a"}):
+                answer = whole(served, GENERATE, {"model": MODEL, **more, **fields})
+                assert (answer["response"], answer["done_reason"]) == (text, "stop")
+        served.settle()
+
+
+def test_tools_and_thinking(calling: Served) -> None:
+    body = {"model": MODEL, "messages": USER, "tools": TOOLS, "think": True}
+    answer = whole(calling, CHAT, body)
+    message = answer["message"]
+    assert (message["thinking"], message["content"], answer["done_reason"]) == ("hm", RECORD.content, "stop")
+    called = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    assert called == RECORD.calls
+    assert [call["function"]["index"] for call in message["tool_calls"]] == [0, 1]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    pieces = [one["message"] for one in lines(calling, CHAT, body)]
+    assert "".join(piece.get("thinking", "") for piece in pieces) == "hm"
+    assert "".join(piece["content"] for piece in pieces) == RECORD.content
+    calls = [call["function"] for piece in pieces for call in piece.get("tool_calls", ())]
+    assert [(call["name"], call["arguments"]) for call in calls] == RECORD.calls
+    # Whole calls, one in a piece.
+    assert all(len(piece["tool_calls"]) == 1 for piece in pieces if "tool_calls" in piece)
+
+
+def test_thinking_of_a_generation(calling: Served) -> None:
+    body = {"model": MODEL, "prompt": "hi"}
+    answer = whole(calling, GENERATE, body)
+    assert (answer["thinking"], answer["response"]) == ("hm", RECORD.text)
+    told = lines(calling, GENERATE, body)
+    assert "".join(one.get("thinking", "") for one in told) == "hm"
+    assert "".join(one["response"] for one in told) == RECORD.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_off_is_not_told(calling: Served, stream: bool) -> None:
+    """Nobody is to run half a call; its text is content."""
+    num_tokens = len(byte_ids(ANSWER[: ANSWER.index('"days"')]))
+    body = {"model": MODEL, "messages": USER, "tools": TOOLS, **limit(num_tokens)}
+    told = lines(calling, CHAT, body) if stream else [whole(calling, CHAT, body)]
+    assert told[-1]["done_reason"] == "length"
+    assert not any("tool_calls" in one["message"] for one in told)
+    content = "".join(one["message"]["content"] for one in told)
+    assert content.startswith(RECORD.content) and '"city"' in content
+
+
+def test_a_conversation_with_tools(calling: Served) -> None:
+    """Calls and their results come back as a template reads them."""
+    first = whole(calling, CHAT, {"model": MODEL, "messages": USER, "tools": TOOLS})["message"]
+    messages = [*USER, first, {"role": "tool", "tool_name": "get_weather", "content": "sunny"}]
+    answer = whole(calling, CHAT, {"model": MODEL, "messages": messages, "tools": TOOLS, **limit(3)})
+    as_chat = [*USER, {"role": "assistant", "content": RECORD.content}, {"role": "tool", "content": "sunny"}]
+    assert answer["prompt_eval_count"] == len(calling.tokenizer.apply_chat_template(as_chat, tools=TOOLS))
+
+
+def test_what_a_template_is_given() -> None:
+    """The prompt is given back: the fake model says it again."""
+    template = "{% for m in messages %}{{ m | tojson }}|{% endfor %}{{ enable_thinking }}|{{ add_generation_prompt }}"
+    call = {"function": {"name": "f", "arguments": {"a": [1, {"b": "é"}]}}}
+    messages: list[dict[str, Any]] = [
+        *USER,
+        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "r", "tool_name": "f"},
+    ]
+    reasoning = dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "hm")
+    seen = [
+        *USER,
+        {**messages[1], **reasoning, "tool_calls": [{"id": "call_1_0", "type": "function", **call}]},
+        {"role": "tool", "content": "r", "name": "f"},
+    ]
+    with serve(echo, tokenizer=tiny_tokenizer(template), config=CONFIG) as served:
+        for think, shown in ((True, "True"), (False, "False"), ("high", "True"), (None, "")):
+            body = {"model": MODEL, "messages": messages, "think": think}
+            *told, enable_thinking, begins = whole(served, CHAT, body)["message"]["content"].split("|")
+            assert [json.loads(one) for one in told] == seen
+            assert (enable_thinking, begins) == (shown, "True")
+        served.settle()
+
+
+def test_a_prefill_is_continued(served: Served) -> None:
+    messages = [*USER, {"role": "assistant", "content": "Well,"}]
+    ids = served.tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell,")
+    answer = whole(served, CHAT, {"model": MODEL, "messages": messages, **limit(10)})
+    assert answer["message"]["content"] == "".join(map(chr, generated(ids, 10)))
+
+
+def test_options_reach_the_runner(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    options = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 3.0, "min_p": 0.1, "seed": 7, "stop": ["zzz"], "num_predict": 4,
+        "repeat_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4,
+        "mirostat": 0, "typical_p": 1.0, "tfs_z": 1, "num_ctx": 8192, "num_gpu": 1,
+    }  # fmt: skip
+    for path, fields in (
+        (CHAT, {"messages": USER}),
+        (GENERATE, {"prompt": "a"}),
+        (GENERATE, {"prompt": "a", "raw": True}),
+    ):
+        with caplog.at_level(logging.WARNING):
+            whole(served, path, {"model": MODEL, **fields, "options": options, "keep_alive": "5m"})
+        seen = served.runner.seen_params[-1]
+        assert (seen.temperature, seen.top_p, seen.top_k, seen.min_p, seen.seed) == (0.5, 0.9, 3, 0.1, 7)
+        assert (seen.stop, seen.max_tokens) == (("zzz",), 4)
+        assert (seen.repetition_penalty, seen.presence_penalty, seen.frequency_penalty) == (1.2, 0.3, 0.4)
+    noted = [record.getMessage() for record in caplog.records if "option" in record.getMessage()]
+    assert len(noted) == 2 and "num_ctx" in noted[0] and "num_gpu" in noted[1]
+    whole(served, CHAT, {"model": MODEL, "messages": USER, "options": {"seed": -1, "num_predict": 1, "top_k": None}})
+    assert served.runner.seen_params[-1].seed is None
+
+
+def test_formats_reach_the_runner(served: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for given in (schema, "json", "", None):
+        for path, fields in ((CHAT, {"messages": USER}), (GENERATE, {"prompt": "a"})):
+            response = served.post(path, {"model": MODEL, "format": given, "stream": False, **fields, **limit(1)})
+            assert response.status_code == 200, response.text
+            wanted = served.runner.seen_params[-1].structured_outputs
+            if not given:
+                assert wanted is None
+            else:
+                assert wanted is not None and (wanted.json_object if given == "json" else wanted.json == schema)
+
+
+def test_names(served: Served) -> None:
+    for name in (MODEL, f"{MODEL}:latest"):
+        assert whole(served, CHAT, {"model": name, "messages": USER, **limit(1)})["model"] == name
+        assert served.post("/api/show", {"name": name}).status_code == 200
+    for path, fields in ((CHAT, {"messages": USER}), (GENERATE, {"prompt": "a"}), ("/api/show", {})):
+        for name in ("other", "other:latest", f"{MODEL}:7b"):
+            response = served.post(path, {"model": name, **fields})
+            assert response.status_code == 404 and name.removesuffix(":latest") in response.json()["error"]
+
+
+def test_asking_for_the_model_alone(served: Served) -> None:
+    for stream in (True, False):
+        for body in ({"messages": []}, {}, {"messages": [], "keep_alive": 0}):
+            answer = served.post(CHAT, {"model": MODEL, "stream": stream, **body}).json()
+            assert (answer["done"], answer["done_reason"]) == (True, "load")
+            assert answer["message"] == {"role": "assistant", "content": ""}
+        answer = served.post(GENERATE, {"model": MODEL, "stream": stream, "keep_alive": -1}).json()
+        assert (answer["done"], answer["done_reason"], answer["response"]) == (True, "load", "")
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": "hi"}, "messages"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "images"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "arguments"),
+    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT, {"messages": USER, "tools": "f"}, "tools"),
+    (CHAT, {"messages": USER, "format": "xml"}, "format"),
+    (CHAT, {"messages": USER, "format": {"type": 5}}, "format"),
+    (CHAT, {"messages": USER, "format": 5}, "format"),
+    (CHAT, {"messages": USER, "think": "very"}, "think"),
+    (CHAT, {"messages": USER, "think": True}, "think"),
+    (CHAT, {"messages": USER, "think": "low"}, "think"),
+    (CHAT, {"messages": USER, "logprobs": True}, "logprobs"),
+    (CHAT, {"messages": USER, "options": {"temperature": -1}}, "options.temperature"),
+    (CHAT, {"messages": USER, "options": {"temperature": "hot"}}, "options.temperature"),
+    (CHAT, {"messages": USER, "options": {"num_predict": 1.5}}, "options.num_predict"),
+    (CHAT, {"messages": USER, "options": {"num_predict": True}}, "options.num_predict"),
+    (CHAT, {"messages": USER, "options": {"num_predict": -3}}, "options.num_predict"),
+    (CHAT, {"messages": USER, "options": {"num_predict": 9999}}, "context"),
+    (CHAT, {"messages": USER, "options": {"stop": [1]}}, "options.stop"),
+    (CHAT, {"messages": USER, "options": {"mirostat": 2}}, "options.mirostat"),
+    (CHAT, {"messages": USER, "options": {"repeat_penalty": 0}}, "options.repeat_penalty"),
+    (CHAT, {"messages": USER, "options": [1]}, "options"),
+    (CHAT, {"messages": USER, "stream": "no"}, "stream"),
+    (CHAT, {"messages": USER, "n": 3}, "n"),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "context"),
+    (GENERATE, {"prompt": "a" * 600}, "context"),
+    (GENERATE, {"prompt": 5}, "prompt"),
+    (GENERATE, {"prompt": "a", "template": "{{ .Prompt }}"}, "template"),
+    (GENERATE, {"prompt": "a", "images": ["aGk="]}, "images"),
+    (GENERATE, {"prompt": "a", "raw": True, "system": "s"}, "system"),
+    (GENERATE, {"prompt": "a", "raw": True, "think": True}, "think"),
+    (GENERATE, {"prompt": "a", "suffix": "b"}, "suffix"),
+    (GENERATE, {"prompt": "a", "context": ["b"]}, "context"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body", "named"), BAD)
+def test_errors_name_what_is_wrong(served: Served, path: str, body: dict[str, Any], named: str, stream: bool) -> None:
+    response = served.post(path, {"model": MODEL, "stream": stream, **body})
+    assert response.status_code == 400, response.text
+    (message,) = response.json().values()
+    assert response.json().keys() == {"error"} and named in message, message
+
+
+def test_errors_have_ollamas_shape_everywhere(served: Served) -> None:
+    for method, path, status in [
+        ("GET", CHAT, 405), ("POST", "/api/tags", 405), ("POST", "/api/pull", 404), ("GET", "/api/nothing", 404),
+    ]:  # fmt: skip
+        response = httpx.request(method, served.url + path)
+        assert response.status_code == status and response.json().keys() == {"error"}
+    response = httpx.post(served.url + CHAT, content=b"{", headers={"content-type": "application/json"})
+    assert response.status_code == 400 and "not valid JSON" in response.json()["error"]
+    with serve(args=ServerArgs(api_key=("k",))) as guarded:
+        response = httpx.get(guarded.url + "/api/tags")
+        assert response.status_code == 401 and "API key" in response.json()["error"]
+        assert httpx.get(guarded.url + "/api/tags", headers={"authorization": "Bearer k"}).status_code == 200
+
+
+def test_a_failure_is_the_last_line() -> None:
+    with serve() as served:
+        served.runner.running.clear()
+        body = {"model": MODEL, "messages": USER, **limit(50)}
+        with httpx.stream("POST", served.url + CHAT, json=body, timeout=DEADLINE) as response:
+            served.runner.raise_next = RuntimeError("broken")
+            served.runner.running.set()
+            told = [json.loads(line) for line in response.iter_lines()]
+        assert told[-1].keys() == {"error"} and told[-1]["error"]
+        served.settle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_aborts_its_request(served: Served, stream: bool) -> None:
+    """While the engine is held, so that nothing can have ended by itself."""
+    served.runner.running.clear()
+    body = json.dumps({"model": MODEL, "messages": USER, "stream": stream}).encode()
+    request = post(body=body).replace(b"/v1/completions", CHAT.encode())
+    with crowd(served.url, 1, request):
+        wait_until(lambda: served.engine.num_open_requests == 1, "the request to come")
+    wait_until(lambda: served.engine.num_open_requests == 0, "the request to be aborted")
+    served.runner.running.set()
+    served.settle()
+
+
+def test_no_comments_between_lines() -> None:
+    """Lines of JSON have no place for them."""
+    with serve(args=ServerArgs(sse_keep_alive=0.02), step_time=0.05) as served:
+        assert len(lines(served, CHAT, {"model": MODEL, "messages": USER, **limit(5)})) >= 5
+        served.settle()
+
+
+def test_what_is_told_of_the_model(calling: Served) -> None:
+    with serve(names=("demo", "org/m:q4"), config=CONFIG) as served:
+        tags = httpx.get(served.url + "/api/tags").json()["models"]
+        assert [one["name"] for one in tags] == [one["model"] for one in tags] == ["demo:latest", "org/m:q4"]
+        (first, second) = tags
+        assert first["digest"] != second["digest"] and len(first["digest"]) == 64
+        assert first["details"]["family"] == "fake" and first["details"]["quantization_level"] == "F32"
+        datetime.fromisoformat(first["modified_at"])
+        for name in (one["name"] for one in tags):
+            assert served.post(CHAT, {"model": name, "messages": USER, "stream": False, **limit(1)}).status_code == 200
+        loaded = httpx.get(served.url + "/api/ps").json()["models"]
+        assert [one["name"] for one in loaded] == ["demo:latest", "org/m:q4"]
+        assert loaded[0]["context_length"] == 4096 and loaded[0]["size_vram"] == 0
+        show = served.post("/api/show", {"model": "demo"}).json()
+        assert show["template"] == CHAT_TEMPLATE and show["capabilities"] == ["completion"]
+        assert (
+            show["model_info"]["general.architecture"] == "fake" and show["model_info"]["fake.context_length"] == 4096
+        )
+        assert httpx.get(served.url + "/api/version").json() == {"version": API_VERSION}
+        for path in ("/api/tags", "/api/ps", "/api/version"):
+            head = httpx.head(served.url + path)
+            assert (head.status_code, head.content) == (200, b"")
+        served.settle()
+    assert calling.post("/api/show", {"model": MODEL}).json()["capabilities"] == ["completion", "tools", "thinking"]

@@ -1,0 +1,261 @@
+"""``/v1/embeddings``: what OpenAI's client sends and gets, limits, errors, and nothing left when a client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.pooling_params import PoolingParams
+from metal_engine.server.generation.admission import Admission
+from metal_engine.server.generation.parameters import ParameterPolicy
+from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.pooling.pooling import embed
+from metal_engine.server.workers import Workers
+from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.config import PoolerConfig
+from tests.server.test_errors import check_error
+from tests.support.serving import MODEL, Served, serve, wait_until
+from tools.fixtures.fake_engine import HIDDEN_SIZE, FakeRunner, byte_ids, fake_config, fake_engine, generated, pooled
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve() as served:
+        yield served
+
+
+def vector(tokens: list[int], dimensions: int | None = None) -> np.ndarray:
+    return pooled(tokens, PoolingParams(normalize=True, dimensions=dimensions))
+
+
+def embeddings(served: Served, **body: Any) -> list[np.ndarray]:
+    response = served.post("/v1/embeddings", body)
+    assert response.status_code == 200, response.text
+    return [np.array(entry["embedding"], np.float32) for entry in response.json()["data"]]
+
+
+def test_the_official_client_is_content(served: Served) -> None:
+    texts = ["A fox", "", "Ünïcode ☃"][::2]
+    with served.client() as client:
+        answer = client.embeddings.create(model=MODEL, input=texts)  # asks for base64
+        floats = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    assert answer.object == "list" and answer.model == MODEL
+    num_tokens = sum(len(served.tokenizer.encode(text)) for text in texts)
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (num_tokens, num_tokens)
+    for found in (answer, floats):
+        assert [entry.index for entry in found.data] == [0, 1]
+        assert {entry.object for entry in found.data} == {"embedding"}
+        for entry, text in zip(found.data, texts, strict=True):
+            assert np.array_equal(np.array(entry.embedding, np.float32), vector(served.tokenizer.encode(text)))
+    served.settle()
+
+
+@pytest.mark.parametrize("given", ["A fox", ["A fox"], byte_ids("A fox"), [byte_ids("A fox")]])
+def test_all_forms_of_input(served: Served, given: Any) -> None:
+    (found,) = embeddings(served, input=given)
+    assert np.array_equal(found, vector(served.tokenizer.encode("A fox")))
+
+
+def test_base64_is_little_endian_float32(served: Served) -> None:
+    answer = served.post("/v1/embeddings", {"input": [1, 2, 3], "encoding_format": "base64"}).json()
+    (entry,) = answer["data"]
+    assert np.array_equal(np.frombuffer(base64.b64decode(entry["embedding"]), "<f4"), vector([1, 2, 3]))
+
+
+def test_dimensions_and_truncation(served: Served) -> None:
+    (cut,) = embeddings(served, input=[1, 2, 3], dimensions=3)
+    assert np.array_equal(cut, vector([1, 2, 3], 3)) and abs(np.linalg.norm(cut) - 1) < 1e-6
+    (last,) = embeddings(served, input=[1, 2, 3, 4], truncate_prompt_tokens=2)
+    assert np.array_equal(last, vector([3, 4]))
+    (longest,) = embeddings(served, input=[7] * 600, truncate_prompt_tokens=-1)
+    assert np.array_equal(longest, vector([7] * 512))
+
+
+def test_beside_chats(served: Served) -> None:
+    prompts = [byte_ids("one"), byte_ids("two")]
+    answers: list[Any] = [None] * 4
+
+    def run(i: int) -> None:
+        if i % 2:
+            answers[i] = embeddings(served, input=prompts)
+        else:
+            body = {"prompt": prompts[0], "max_tokens": 20, "temperature": 0}
+            answers[i] = served.post("/v1/completions", body).json()["choices"][0]["text"]
+
+    served.runner.running.clear()
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: served.engine.num_open_requests == 6, "six requests")
+    served.runner.running.set()
+    for thread in threads:
+        thread.join()
+    assert answers[0] == answers[2] == bytes(generated(prompts[0], 20)).decode()
+    for found in answers[1::2]:
+        assert all(np.array_equal(a, vector(b)) for a, b in zip(found, prompts, strict=True))
+    served.settle()
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": ["a", ""]}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": ["a", 1]}, "input"),
+        ({"input": [1 << 20]}, "input"),
+        ({"input": [-1]}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": HIDDEN_SIZE + 1}, "dimensions"),
+        ({"input": "a", "dimensions": "8"}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
+        ({"input": "a", "cache_salt": "x" * 1025}, "cache_salt"),
+        ({"input": "a", "priority": 0.5}, "priority"),
+    ],
+)
+def test_bad_bodies_name_the_field(served: Served, body: dict[str, Any], param: str) -> None:
+    error = check_error(served.post("/v1/embeddings", body), 400, param=param)
+    assert "max_tokens" not in error["message"]
+
+
+def test_other_errors(served: Served) -> None:
+    check_error(served.post("/v1/embeddings", {"input": "a", "model": "other"}), 404, "model", "model_not_found")
+    for given in ("x" * 600, [7] * 513, ["a", "x" * 600]):
+        check_error(served.post("/v1/embeddings", {"input": given}), 400, param="input", code="context_length_exceeded")
+    with served.client() as client, pytest.raises(openai.BadRequestError, match="context length"):
+        client.embeddings.create(model=MODEL, input="x" * 600)
+    served.settle()
+
+
+def test_a_whole_batch_and_a_whole_context(served: Served) -> None:
+    found = embeddings(served, input=[[i % 256, i // 256] for i in range(2048)])
+    assert len(found) == 2048
+    assert all(np.array_equal(found[i], vector([i % 256, i // 256])) for i in range(0, 2048, 97))
+    (long,) = embeddings(served, input=[9] * 512)
+    assert np.array_equal(long, vector([9] * 512))
+    served.settle()
+
+
+def test_unknown_parameters_are_as_elsewhere() -> None:
+    with serve(args=ServerArgs(shutdown_timeout=1, strict_params=True)) as served:
+        check_error(served.post("/v1/embeddings", {"input": "a", "made_up": 1}), 400, "made_up", "unknown_parameter")
+        assert served.post("/v1/embeddings", {"input": "a", "user": "me"}).status_code == 200
+
+
+def test_a_client_that_leaves_is_forgotten(served: Served) -> None:
+    served.runner.running.clear()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(served.url + "/v1/embeddings", json={"input": ["a", "b", "c"]}, timeout=0.3)
+    wait_until(lambda: served.engine.num_open_requests == 0, "the requests to be dropped")
+    served.runner.running.set()
+    served.settle()
+
+
+def test_a_request_that_takes_too_long_is_cut() -> None:
+    with serve(args=ServerArgs(shutdown_timeout=1, request_timeout=0.2)) as served:
+        served.runner.running.clear()
+        check_error(served.post("/v1/embeddings", {"input": ["a", "b"]}), 504, code="timeout")
+        served.runner.running.set()
+        served.settle()
+
+
+def test_a_step_that_fails_is_an_error(served: Served) -> None:
+    served.runner.raise_next = RuntimeError("as asked")
+    check_error(served.post("/v1/embeddings", {"input": ["a", "b"]}), 500, code="generation_failed")
+    served.settle()
+    assert len(embeddings(served, input="a")) == 1
+
+
+def test_requests_that_may_not_wait_are_told() -> None:
+    with serve(args=ServerArgs(shutdown_timeout=1, max_num_queued_tokens=4)) as served:
+        served.runner.running.clear()
+        thread = threading.Thread(target=served.post, args=("/v1/embeddings", {"input": "abc"}))
+        thread.start()
+        wait_until(lambda: served.engine.num_queued_tokens == 3, "the first to wait")
+        error = check_error(served.post("/v1/embeddings", {"input": "abc"}), 503, code="overloaded")
+        assert "queued-tokens" in error["message"]
+        served.runner.running.set()
+        thread.join()
+        served.settle()
+
+
+def test_an_answer_has_a_largest_size() -> None:
+    config = fake_config()
+    config = replace(config, model=replace(config.model, hidden_size=1 << 16))
+    with serve(config=config) as served:
+        fits, too_many = [[1]] * 32, [[1]] * 33
+        assert len(embeddings(served, input=fits)) == 32
+        check_error(served.post("/v1/embeddings", {"input": too_many}), 400, param="input")
+        body = {"input": too_many, "encoding_format": "base64"}
+        assert served.post("/v1/embeddings", body).status_code == 200
+        assert served.post("/v1/embeddings", {"input": too_many, "dimensions": 8}).status_code == 200
+
+
+def test_salts_and_priorities_reach_the_engine(served: Served) -> None:
+    hits = served.engine.metrics.num_cache_hits
+    tokens = [17] * 30
+    embeddings(served, input=tokens, cache_salt="one")
+    embeddings(served, input=tokens, cache_salt="two", priority=3)
+    assert served.engine.metrics.num_cache_hits == hits
+    embeddings(served, input=tokens, cache_salt="two")
+    assert served.engine.metrics.num_cache_hits == hits + 24
+
+
+def test_a_checkpoint_decides_how_to_pool_or_why_not() -> None:
+    config = fake_config(pooler=PoolerConfig(pooling_type="MEAN", normalize=False, is_embedder=True))
+    with serve(config=config) as served:
+        embeddings(served, input="a")
+        (seen,) = served.runner.seen_pooling
+        assert (seen.pooling_type, seen.normalize) == ("MEAN", False)
+    with serve(config=fake_config(pooler=PoolerConfig(is_embedder=True, problem="a module Dense follows"))) as served:
+        error = check_error(served.post("/v1/embeddings", {"input": "a"}), 400, param="model")
+        assert "Dense" in error["message"]
+
+
+def test_metrics_and_health(served: Served) -> None:
+    before = served.engine.metrics.num_finished["stop"]
+    embeddings(served, input=["a", "b"])
+    assert served.engine.metrics.num_finished["stop"] == before + 2
+    health = httpx.get(served.url + "/health").json()
+    assert (health["status"], health["running"], health["waiting"], health["kv_cache_usage"]) == ("ok", 0, 0, 0)
+    metrics = httpx.get(served.url + "/metrics").text
+    assert json.dumps(MODEL) in metrics
+
+
+def test_a_dead_engine_is_said() -> None:
+    with serve(death_grace=5) as served:
+        served.runner.raise_next = KeyboardInterrupt()
+        assert served.post("/v1/embeddings", {"input": "a"}).status_code in (500, 503)
+
+
+def test_the_function_others_call_takes_texts_and_tokens() -> None:
+    """Other endpoints call :func:`embed` with what they have."""
+    engine: AsyncEngine = fake_engine(FakeRunner(8))
+    workers = Workers()
+    served = ServedModel(engine, ("m",), ParameterPolicy(), AnswerFormat(), Admission(engine, 0, 0, 0.0), workers)
+    try:
+        found = asyncio.run(embed(served, ["A fox", [1, 2, 3]], num_bytes=20))
+    finally:
+        workers.close()
+        engine.shutdown()
+    assert np.array_equal(found.vectors[0], vector(engine.tokenizer.encode("A fox")))
+    assert np.array_equal(found.vectors[1], vector([1, 2, 3]))
+    assert found.num_prompt_tokens == len(engine.tokenizer.encode("A fox")) + 3

@@ -1,0 +1,125 @@
+"""`/` and `/docs`: pages that load nothing; HEAD, which probes send."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import httpx
+import pytest
+
+from metal_engine import __version__
+from metal_engine.server.status.pages import LINKS
+from metal_engine.settings.args import ServerArgs
+from tests.support.raw_http import crowd, get, rest
+from tests.support.serving import MODEL, Served, serve
+
+
+class Page(HTMLParser):
+    """What of a page matters here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+        self.ids: set[str] = set()
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            if name == "href":
+                self.links.append(value or "")
+            if name == "id":
+                assert value not in self.ids
+                self.ids.add(value or "")
+            assert name not in ("src", "style", "onclick")
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read_page(response: httpx.Response) -> Page:
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert response.headers["content-security-policy"].startswith("default-src 'none'")
+    page = Page(response.text)
+    assert not page.open
+    assert not page.tags & {"script", "link", "img", "iframe", "form", "object"}
+    assert "//" not in "".join(page.links) and "@import" not in response.text and "url(" not in response.text
+    return page
+
+
+def test_the_front_page(served: Served) -> None:
+    page = read_page(httpx.get(served.url + "/", headers={"accept": "text/html,application/xhtml+xml;q=0.9"}))
+    assert page.links == list(LINKS.values()) and MODEL in page.text and __version__ in page.text
+    for link in page.links:
+        assert httpx.get(served.url + link).status_code == 200
+
+
+def test_the_front_page_for_programs(served: Served) -> None:
+    for headers in ({}, {"accept": "application/json"}):
+        answer = httpx.get(served.url + "/", headers=headers).json()
+        assert answer == {"name": "metal-engine", "version": __version__, "models": [MODEL], "links": LINKS}
+
+
+def test_docs_have_every_path_field_and_type(served: Served) -> None:
+    page = read_page(httpx.get(served.url + "/docs"))
+    schema = httpx.get(served.url + "/openapi.json").json()
+    for path, operations in schema["paths"].items():
+        for method in operations:
+            assert f"{method.upper()} {path}" in page.text
+    components = schema["components"]["schemas"]
+    assert page.ids == set(components)
+    assert {link.removeprefix("#") for link in page.links if link.startswith("#")} <= page.ids
+    for one in components.values():
+        assert all(name in page.text for name in one.get("properties", {}))
+    assert re.search(
+        r"prompt\s*string or list of string or list of integer or list of list of integer\s*required", page.text
+    )
+    assert httpx.get(served.url + "/redoc").text == httpx.get(served.url + "/docs").text
+
+
+def test_names_are_text(served: Served) -> None:
+    with serve(names=("<b>&amp;",)) as other:
+        page = read_page(httpx.get(other.url + "/", headers={"accept": "text/html"}))
+        assert "<b>&amp;" in page.text and "b" not in page.tags
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/health", "/ready", "/v1/models", "/version", "/metrics"])
+def test_head_has_the_status_and_no_body(served: Served, path: str) -> None:
+    head = httpx.head(served.url + path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == httpx.get(served.url + path).headers["content-type"]
+    # What follows on the connection is the next answer, and nothing of this one.
+    requests = get(path.encode()).replace(b"GET", b"HEAD") + get(b"/version", b"Connection: close\r\n")
+    with crowd(served.url, 1, requests) as (connection,):
+        first, _, second = rest(connection).partition(b"\r\n\r\n")
+    assert first.startswith(b"HTTP/1.1 200") and second.startswith(b"HTTP/1.1 200")
+
+
+def test_head_while_draining() -> None:
+    with serve() as served:
+        served.server._lifecycle.draining = True
+        for path in ("/health", "/ready"):
+            assert httpx.head(served.url + path).status_code == 503
+
+
+def test_pages_are_behind_the_key_and_the_hosts() -> None:
+    with serve(args=ServerArgs(api_key=("k",))) as served:
+        for path in ("/", "/docs", "/redoc", "/tokenizer_info"):
+            for method in ("GET", "HEAD"):
+                assert httpx.request(method, served.url + path).status_code == 401
+                assert httpx.request(method, served.url + path, headers={"x-api-key": "k"}).status_code in (200, 405)
+        assert httpx.head(served.url + "/health").status_code == 200
+        assert httpx.head(served.url + "/v1/models").status_code == 401
+    with serve() as served:
+        for path in ("/", "/docs"):
+            assert httpx.get(served.url + path, headers={"host": "evil.example"}).status_code == 403
