@@ -33,7 +33,7 @@ def tools() -> None:
         max_tokens=60,
         extra_body=GREEDY,
     )
-    (call,) = [block for block in answer.content if block.type == "tool_use"]
+    call, *_ = [block for block in answer.content if block.type == "tool_use"]
     expect(call.name == "get_weather" and isinstance(call.input["city"], str), call)
     expect(answer.stop_reason == "tool_use", answer.stop_reason)
 

@@ -32,7 +32,7 @@ def stream() -> None:
 
 def tools() -> None:
     answer = model.bind_tools([get_weather], tool_choice="required").invoke("What is the weather in Rome?")
-    (call,) = answer.tool_calls
+    call, *_ = answer.tool_calls
     expect(call["name"] == "get_weather" and isinstance(call["args"]["city"], str), call)
 
 

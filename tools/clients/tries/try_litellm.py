@@ -33,7 +33,7 @@ def openai_tools() -> None:
         max_tokens=60,
         **OPENAI,
     )
-    (call,) = answer.choices[0].message.tool_calls
+    call, *_ = answer.choices[0].message.tool_calls
     expect(call.function.name == "get_weather", call)
 
 

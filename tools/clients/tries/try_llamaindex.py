@@ -39,7 +39,7 @@ def stream() -> None:
 def tools() -> None:
     weather = FunctionTool.from_defaults(get_weather)
     answer = llm.chat_with_tools([weather], user_msg="What is the weather in Rome?", tool_required=True)
-    (call,) = llm.get_tool_calls_from_response(answer)
+    call, *_ = llm.get_tool_calls_from_response(answer)
     expect(call.tool_name == "get_weather" and isinstance(call.tool_kwargs["city"], str), call)
 
 

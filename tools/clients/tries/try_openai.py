@@ -51,7 +51,7 @@ def tools_auto() -> None:
 
 
 def tools_required() -> None:
-    (call,) = ask_with_tool("required").tool_calls
+    call, *_ = ask_with_tool("required").tool_calls
     expect(call.function.name == "get_weather", call)
     expect(isinstance(json.loads(call.function.arguments)["city"], str), call)
 
