@@ -13,7 +13,8 @@ CONSTRAINTS ?= constraints.txt
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+# Says how far it is on a terminal, and nothing elsewhere.
+INSTALL := $(BIN)/python tools/install.py $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # Test processes side by side, at most four; a file's tests stay together.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
@@ -53,17 +54,21 @@ clean:
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "metal-engine needs Python 3.11 or newer: install one, or make PYTHON=/path/to/python3"; exit 1; }
-	$(PYTHON) -m venv .venv
+	@echo "Making .venv with $(PYTHON)"
+	@$(PYTHON) -m venv .venv
 
 .venv/.installed: .venv/bin/python pyproject.toml $(CONSTRAINTS)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(INSTALL) -e .
+	@echo "Installing metal-engine and what it needs into .venv: once, some minutes"
+	@$(BIN)/python tools/install.py --upgrade pip
+	@$(INSTALL) -e .
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(INSTALL) -e '.[dev]'
+	@echo "Installing what the tests need into .venv"
+	@$(INSTALL) -e '.[dev]'
 	@touch $@
 
 .venv/.installed-full: .venv/.installed-dev
-	$(INSTALL) -e '.[full]'
+	@echo "Installing what the long tests need into .venv"
+	@$(INSTALL) -e '.[full]'
 	@touch $@

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import queue
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -246,7 +246,7 @@ class LLM:
             self._answer_formats[tool_call_parser] = found
         return found
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
         """Outputs of one prompt as they come. Leaving the iteration early aborts the request."""
         params = sampling_params or self.default_sampling_params
         if params.n != 1:

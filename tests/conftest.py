@@ -67,6 +67,7 @@ LONG_FILES = (
     "attention/test_metal_kernel.py",
     "engine/test_failed_steps.py",
     "cli/test_docs.py",
+    "cli/test_readme.py",
     "server/hostile/test_hostile.py",
     "tools/metal_sim/test_faults.py",
     "tools/test_kernel_tools.py",

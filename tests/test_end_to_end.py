@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,14 @@ def test_chat(llm: LLM) -> None:
     assert len(two) == 2
 
 
+def test_the_demo_has_sampling_defaults_under_which_it_makes_sense(llm: LLM) -> None:
+    defaults = llm.default_sampling_params
+    assert (defaults.temperature, defaults.top_p) == (0.2, 0.5)
+    params = [replace(defaults, seed=seed, max_tokens=12) for seed in range(8)]
+    answers = llm.chat([QUESTION] * 8, params, use_tqdm=False)
+    assert {answer.text for answer in answers} == {"The capital of France is Paris."}
+
+
 def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(ValueError, match="maximum context length"):
         llm.generate(["fine", [5] * 9000], GREEDY)
@@ -281,6 +291,7 @@ def test_repro_block_exhaustion(tiny_checkpoint: Path) -> None:
     done = subprocess.run([*command, *small], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "100.0%" in done.stdout
+    assert re.search(r"^2 of 2: tight pool, \d+ blocks: \d+ s$", done.stdout, re.MULTILINE)
     # A pool that holds everything proves nothing, and the tool says so.
     ample = ["--model", str(tiny_checkpoint), "--num-prompts", "4", "--max-tokens", "2", "--pool-fraction", "5"]
     done = subprocess.run([*command, *ample], cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -291,5 +302,6 @@ def test_repro_block_exhaustion(tiny_checkpoint: Path) -> None:
 @pytest.mark.full
 def test_repro_block_exhaustion_at_full_size() -> None:
     command = [sys.executable, "tools/repro_block_exhaustion.py"]
+    command += ["--num-prompts", "160", "--max-tokens", "48", "--max-num-seqs", "64"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr

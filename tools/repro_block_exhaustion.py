@@ -1,26 +1,37 @@
 """Fill the KV pool on purpose, prove that it was full, and prove that no output changed.
 
-    python tools/repro_block_exhaustion.py
-    python tools/repro_block_exhaustion.py --num-prompts 40 --max-tokens 32 --pool-fraction 0.2
+    python tools/repro_block_exhaustion.py             # less than a minute on two CPU cores
+    python tools/repro_block_exhaustion.py --num-prompts 160 --max-tokens 48 --max-num-seqs 64
 
-The pool is sized from the workload: ``--pool-fraction`` of the blocks that all requests running at once would
-need in the end. The same prompts then run again with ample blocks, and every pair of outputs is compared: the
-same tokens, or, at the first difference, two tokens whose logits are closer than rounding can tell apart
-(tools/compare/equal_outputs.py).
+The prompts run with ample blocks first, then in a pool that is too small: ``--pool-fraction`` of the blocks that all
+requests running at once would need in the end. Every pair of outputs is compared: the same tokens, or, at the first
+difference, two tokens whose logits are closer than rounding can tell apart (tools/compare/equal_outputs.py).
 
 Exit status: 0 if preemption happened, the pool was full, and all outputs are equal; 1 otherwise.
 """
 
+# ruff: noqa: E402  (what is imported further down may be there in another Python only)
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if importlib.util.find_spec("mlx") is None:
+    # This Python lacks what the engine needs; the one that `make` has made has it.
+    own_python = ROOT / ".venv" / "bin" / "python"
+    if not own_python.is_file() or Path(sys.prefix) == ROOT / ".venv":
+        sys.exit(f"{sys.executable} lacks what metal-engine needs: run `make serve` once, then this again")
+    os.execv(own_python, [str(own_python), *sys.argv])
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -28,7 +39,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(ROOT))
 
 from metal_engine import LLM, SamplingParams
 from tools.compare.equal_outputs import Comparison, compare_outputs
@@ -84,9 +95,23 @@ def pool_size(prompts: Sequence[list[int]], max_tokens: int, max_num_seqs: int, 
 
 
 @contextmanager
-def live_view(llm: LLM, title: str, console: Console) -> Iterator[None]:
-    """Block usage and request counts, redrawn while the body runs."""
+def live_view(llm: LLM, title: str, console: Console, guess: float = 0.0) -> Iterator[None]:
+    """Block usage, request counts and the time left, redrawn while the body runs; one line where it is no terminal.
+
+    Args:
+        guess: seconds that it may take, until enough requests have ended to tell.
+    """
     stop = threading.Event()
+    start = time.monotonic()
+    most_open = 0
+
+    def time_left(num_open: int) -> str:
+        nonlocal most_open
+        most_open = max(most_open, num_open)
+        num_ended, elapsed = most_open - num_open, time.monotonic() - start
+        total = elapsed * most_open / num_ended if num_ended else guess
+        left = f"about {max(total - elapsed, 1):.0f} s left" if total else "no estimate yet"
+        return f"{num_ended} of {most_open} answers, {elapsed:.0f} s, {left}"
 
     def draw() -> Group:
         stats = llm.stats
@@ -96,9 +121,12 @@ def live_view(llm: LLM, title: str, console: Console) -> Iterator[None]:
             f"preemptions {stats.num_preemptions:5d}"
         )
         blocks = Text(f"  blocks {stats.num_used_blocks}/{stats.num_blocks} ({usage:.0%})")
+        ended = Text(f"  {time_left(stats.num_running + stats.num_waiting)}")
         bar = ProgressBar(total=stats.num_blocks, completed=stats.num_used_blocks, width=60)
-        return Group(Text(title, style="bold"), bar, blocks, counts)
+        return Group(Text(title, style="bold"), bar, blocks, counts, ended)
 
+    if not console.is_terminal:
+        console.print(title)
     with Live(draw(), console=console, auto_refresh=False, transient=True) as live:
 
         def redraw() -> None:
@@ -112,6 +140,7 @@ def live_view(llm: LLM, title: str, console: Console) -> Iterator[None]:
         finally:
             stop.set()
             thread.join()
+    console.print(f"{title}: {time.monotonic() - start:.0f} s")
 
 
 def compare_all(model_name: str, prompts: Any, ample: Any, tight: Any) -> list[Comparison]:
@@ -138,9 +167,9 @@ def compare_all(model_name: str, prompts: Any, ample: Any, tight: Any) -> list[C
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="demo", help="as for `metal-engine serve` (default: demo)")
-    parser.add_argument("--num-prompts", type=int, default=160)
-    parser.add_argument("--max-tokens", type=int, default=48, help="tokens each request generates")
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="requests running at once")
+    parser.add_argument("--num-prompts", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=32, help="tokens each request generates")
+    parser.add_argument("--max-num-seqs", type=int, default=16, help="requests running at once")
     parser.add_argument("--pool-fraction", type=float, default=0.35, help="of the blocks the workload wants")
     parser.add_argument("--max-num-batched-tokens", type=int, default=None, help="tokens a step")
     parser.add_argument("--seed", type=int, default=0)
@@ -160,16 +189,21 @@ def main() -> int:
             max_num_batched_tokens=args.max_num_batched_tokens,
         )
 
-    # First ample blocks, enough for every request at once: what each output should be.
+    # First ample blocks, as many as there is memory for: what each output should be.
+    console.print(f"Loading {args.model}: twice, some seconds each")
+    start = time.monotonic()
     with engine(None) as llm:
         prompts = make_prompts(llm, args.num_prompts, args.seed)
-    ample_blocks = sum(-(-(len(p) + args.max_tokens) // BLOCK_SIZE) for p in prompts)
+        with live_view(llm, f"1 of 2: ample pool, {llm.stats.num_blocks} blocks", console):
+            results = [llm.generate(prompts, params, use_tqdm=False)]
+        stats = [llm.stats]
     tight_blocks = pool_size(prompts, args.max_tokens, args.max_num_seqs, args.pool_fraction)
-    results, stats = [], []
-    for name, num_blocks in (("ample", ample_blocks), ("tight", tight_blocks)):
-        with engine(num_blocks) as llm, live_view(llm, f"{name} pool: {num_blocks} blocks", console):
+    # What is preempted is computed again, and fewer requests share a step.
+    guess = 1.5 * (time.monotonic() - start)
+    with engine(tight_blocks) as llm:
+        with live_view(llm, f"2 of 2: tight pool, {tight_blocks} blocks", console, guess):
             results.append(llm.generate(prompts, params, use_tqdm=False))
-            stats.append(llm.stats)
+        stats.append(llm.stats)
     comparisons = compare_all(args.model, prompts, *results)
 
     table = Table("", "ample pool", "tight pool", title=f"{args.num_prompts} prompts, {args.max_tokens} tokens each")

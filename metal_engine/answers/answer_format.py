@@ -29,7 +29,7 @@ class ToolParser(Protocol):
 
 @dataclass(frozen=True)
 class ReasoningMarks:
-    """What reasoning is written between."""
+    """The marks between which a model writes its reasoning."""
 
     start: str
     end: str

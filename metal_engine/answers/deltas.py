@@ -1,4 +1,4 @@
-"""What an answer's text comes to, as it comes (deltas), and all of it together (:class:`Answer`)."""
+"""The parts of an answer: one by one while its text comes (deltas), and all together (:class:`Answer`)."""
 
 from __future__ import annotations
 

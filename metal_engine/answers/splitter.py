@@ -1,4 +1,4 @@
-"""What takes an answer's text apart. Nothing is lost: text that looks like a tool call and is not one is content."""
+"""Splitters take an answer's text apart and lose nothing: what looks like a tool call and is not one is content."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Tool = dict[str, Any]
 
 @dataclass(frozen=True)
 class ToolPlan:
-    """What a request's tools come to. Tools are in OpenAI's form.
+    """How a request's tools are used. Tools are in OpenAI's form.
 
     Attributes:
         shown: the tools that the chat template is given.

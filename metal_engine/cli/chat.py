@@ -2,42 +2,260 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import sys
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
+from metal_engine.cli.chat_answerers import (
+    Answerer,
+    AnswerError,
+    LoadedModel,
+    Message,
+    RunningServer,
+    ServerError,
+    served_models,
+)
+from metal_engine.cli.chat_input import Input, history_path, open_input
+from metal_engine.cli.chat_output import AnswerView
+from metal_engine.cli.options import NO_MODEL
+from metal_engine.errors import ConfigError, ParameterError
+from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
+from metal_engine.settings.fields import flag
+
+_OWNER = "metal-engine"
+# What a chat samples with where neither the user nor the checkpoint says anything.
+_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
+
+_COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
+_HELP = """\
+/clear         forget the conversation (/reset does, too)
+/system TEXT   set the system prompt; without TEXT, show it
+/save FILE     write the conversation to FILE: JSON if its name ends with .json, else Markdown
+/exit          leave, as Ctrl-D and Ctrl-C at an empty prompt do
+Enter sends; Alt-Enter, or Enter after a backslash, begins a new line. Ctrl-C ends the answer under way.
+A message that begins with a slash needs a space before it."""
+
+
+def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
+    """Talk until the user leaves. Returns whether every message was answered.
+
+    Raises:
+        ConfigError: there is nobody to talk to, or the settings cannot work.
+        ModelLoadError: the model cannot be loaded.
+    """
+    server = _find_server(chat_args, args)
+    if server is not None:
+        _note(f"Talking to {server.name}; the server's own settings hold.")
+        return _talk(server, chat_args)
+    if not args.model:
+        raise ConfigError(None, f"{NO_MODEL}; no server answers at {_default_url()} (--url names another)")
+    _note(f"Loading {args.model} into this process ...")
     from metal_engine.llm import LLM
     from metal_engine.sampling_params import SamplingParams
 
+    given = _given_sampling(chat_args)
+    try:
+        SamplingParams(**given)  # before the model: what is wrong is noticed at once
+    except ParameterError as error:
+        raise ConfigError(flag(error.name), error.message) from error
+    with LLM(**vars(args)) as llm:
+        defaults = llm.config.model.default_sampling or _SAMPLING
+        params = SamplingParams(**{"max_tokens": None, **defaults, **given})
+        model = LoadedModel(llm, params)
+        _note(f"Talking to {model.name}.")
+        return _talk(model, chat_args)
 
-def chat_loop(llm: LLM, params: SamplingParams, system: str | None) -> None:
-    """Read lines from the user and print answers to them, one conversation, until the user leaves."""
-    beginning = [{"role": "system", "content": system}] if system else []
-    messages = list(beginning)
-    while (line := _read_line()) is not None and line.strip() not in ("", "/exit"):
-        if line.strip() == "/reset":
-            messages = list(beginning)
-            continue
-        messages.append({"role": "user", "content": line})
+
+def _talk(answerer: Answerer, chat_args: ChatArgs) -> bool:
+    source = open_input(history_path())
+    return Conversation(answerer, source, AnswerView(sys.stdout), chat_args.system).run()
+
+
+# --- whom to ask ---
+
+
+def _find_server(chat_args: ChatArgs, args: EngineArgs) -> RunningServer | None:
+    """The server that ``--url`` names; without it, ours at the default address if it serves the model.
+
+    A user who gives settings of the engine wants an engine with these, and so none that runs already.
+    """
+    url = chat_args.url or _default_url()
+    if chat_args.url is None and args != EngineArgs(model=args.model):
+        return None
+    try:
+        models = served_models(url, chat_args.api_key)
+    except ServerError as error:
+        if chat_args.url is not None:
+            raise ConfigError("--url", f"{error} (--url)") from error
+        if not error.is_absent:
+            _note(f"{error}.")
+        return None
+    if chat_args.url is None and _OWNER not in models.values():
+        return None
+    if not models or (args.model and args.model not in models):
+        served = ", ".join(models) or "nothing"
+        if chat_args.url is not None:
+            raise ConfigError("--url", f"{url} (--url) serves {served}, not {args.model}")
+        _note(f"The server at {url} serves {served}.")
+        return None
+    if chat_args.url is not None and args != EngineArgs(model=args.model):
+        _note("Settings of the engine have no effect on a server that runs already.")
+    body = {"model": args.model or next(iter(models)), **_given_sampling(chat_args)}
+    return RunningServer(url, body, chat_args.api_key)
+
+
+def _default_url() -> str:
+    server = ServerArgs()
+    return f"http://{server.host}:{server.port}"
+
+
+def _given_sampling(chat_args: ChatArgs) -> dict[str, Any]:
+    names = ("temperature", "top_p", "max_tokens")
+    return {name: value for name in names if (value := getattr(chat_args, name)) is not None}
+
+
+def _note(text: str) -> None:
+    """Tell the user something that is no part of an answer."""
+    # A server's words may hold a terminal's control characters.
+    text = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    is_styled = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    print(f"\x1b[2m{text}\x1b[22m" if is_styled else text, file=sys.stderr, flush=True)
+
+
+# --- the conversation ---
+
+
+class Conversation:
+    """Messages from the user and answers to them, and the commands that change it.
+
+    Args:
+        system: the system prompt, if there is one.
+    """
+
+    def __init__(self, answerer: Answerer, source: Input, view: AnswerView, system: str | None = None) -> None:
+        self._answerer = answerer
+        self._source = source
+        self._view = view
+        self._system = system
+        self._messages: list[Message] = []
+        self._saved: set[Path] = set()
+        self._commands: dict[str, Callable[[str], None]] = {
+            "help": lambda _: _note(_HELP),
+            "clear": self._clear,
+            "reset": self._clear,
+            "system": self._set_system,
+            "save": self._save,
+        }
+
+    def run(self) -> bool:
+        """Read and answer until the user leaves. Returns whether every message was answered."""
+        all_answered = True
+        while (text := self._source.read()) is not None:
+            command = _COMMAND.fullmatch(text.rstrip())
+            if command is None:
+                if text.strip():
+                    all_answered &= self._ask(text.strip())
+            elif command[1] == "exit":
+                break
+            elif command[1] in self._commands:
+                self._commands[command[1]](command[2] or "")
+            else:
+                _note(f"There is no command /{command[1]}; /help lists them. A space before it makes it a message.")
+        return all_answered
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far, the system prompt first."""
+        return ([{"role": "system", "content": self._system}] if self._system else []) + self._messages
+
+    def _ask(self, text: str) -> bool:
+        """Returns False if there was no answer, or only the beginning of one."""
+        self._messages.append({"role": "user", "content": text})
         answer = ""
+        speed = _Speed()
+        problem = None
         try:
-            for output in llm.stream(llm.tokenizer.apply_chat_template(messages), params):
-                answer += output.text
-                print(output.text, end="", flush=True)
+            with closing(self._answerer.answer(self.messages)) as pieces:
+                for piece in pieces:
+                    speed.count(piece.num_tokens)
+                    self._view.add(piece.text, is_reasoning=piece.is_reasoning)
+                    answer += "" if piece.is_reasoning else piece.text
         except KeyboardInterrupt:
             pass  # ends this answer, not the conversation
-        except ValueError as error:
-            print(f"[{error}; /reset starts over]", end="")
-            messages.pop()
-            print()
-            continue
-        print()
-        messages.append({"role": "assistant", "content": answer})
+        except AnswerError as error:
+            problem = str(error)
+        self._view.finish()
+        if problem is not None:
+            _note(f"[{problem}; /clear starts over]")
+        elif summary := speed.summary():
+            _note(summary)
+        if answer and problem is None:
+            self._messages.append({"role": "assistant", "content": answer})
+        else:
+            self._messages.pop()
+        return problem is None
+
+    def _clear(self, _: str) -> None:
+        self._messages.clear()
+        _note("The conversation begins anew.")
+
+    def _set_system(self, text: str) -> None:
+        if text:
+            self._system = text
+            _note("The system prompt is set.")
+        else:
+            _note(self._system or "There is no system prompt.")
+
+    def _save(self, name: str) -> None:
+        if not name.strip():
+            _note("/save needs the name of a file.")
+            return
+        path = Path(name.strip()).expanduser()
+        as_json = path.suffix == ".json"
+        text = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n" if as_json else self._markdown()
+        try:
+            with path.open("w" if path in self._saved else "x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            _note(f"{path} is there already: choose another name.")
+        except (OSError, RuntimeError, ValueError) as error:
+            _note(f"Cannot write {path}: {error}")
+        else:
+            self._saved.add(path)
+            _note(f"Saved {len(self.messages)} messages to {path}.")
+
+    def _markdown(self) -> str:
+        return "\n".join(f"## {message['role']}\n\n{message['content']}\n" for message in self.messages)
 
 
-def _read_line() -> str | None:
-    """Returns a line from the user; None when there are no more."""
-    try:
-        return input("> " if sys.stdin.isatty() else "")
-    except EOFError:
-        return None
+class _Speed:
+    """How fast an answer comes: how long the first tokens took, and how many a second came after them."""
+
+    def __init__(self) -> None:
+        self._start = self._last_time = time.monotonic()
+        self._first: tuple[int, float] | None = None
+        self._num_tokens = 0
+
+    def count(self, num_tokens: int) -> None:
+        """Takes the number of tokens so far."""
+        if num_tokens > self._num_tokens:
+            self._num_tokens, self._last_time = num_tokens, time.monotonic()
+            self._first = self._first or (num_tokens, self._last_time)
+
+    def summary(self) -> str:
+        """One line; empty for an answer of which no token came."""
+        if self._first is None:
+            return ""
+        (num_first, first_time), num_tokens = self._first, self._num_tokens
+        if num_tokens > num_first:
+            rate = (num_tokens - num_first) / max(self._last_time - first_time, 1e-6)
+        else:  # all came at once
+            rate = num_tokens / max(first_time - self._start, 1e-6)
+        tokens = "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
+        return f"[{tokens}, the first after {first_time - self._start:.2f} s, {rate:.1f} tokens/s]"

@@ -11,9 +11,7 @@ from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThrou
 from metal_engine.cli import models
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import MODEL_HELP, command
-from metal_engine.errors import ConfigError, ParameterError
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
-from metal_engine.settings.fields import flag
 
 app = typer.Typer(
     name="metal-engine",
@@ -30,8 +28,8 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
-@command(app, {"Server": ServerArgs, "Engine": EngineArgs})
-def serve(server_args: ServerArgs, args: EngineArgs) -> None:
+@command(app, {"Engine": EngineArgs, "Server": ServerArgs})
+def serve(args: EngineArgs, server_args: ServerArgs) -> None:
     """Serve a model over an OpenAI-compatible API."""
     set_up_logging(server_args.log_level, server_args.log_format)
     from metal_engine.build import build_engine
@@ -63,25 +61,14 @@ def serve(server_args: ServerArgs, args: EngineArgs) -> None:
         raise typer.Exit(status)
 
 
-@command(app, {"Chat": ChatArgs, "Engine": EngineArgs})
-def chat(chat_args: ChatArgs, args: EngineArgs) -> None:
-    """Talk to a model in the terminal. An empty line, Ctrl-D or /exit ends; /reset starts over."""
+@command(app, {"Chat": ChatArgs, "Engine": EngineArgs}, default_model="")
+def _chat(chat_args: ChatArgs, args: EngineArgs) -> None:
+    """Talk to a model in the terminal, by the server that runs already, if one does, else loaded here. /help helps."""
     set_up_logging(chat_args.log_level)
-    from metal_engine.cli.chat import chat_loop
-    from metal_engine.llm import LLM
-    from metal_engine.sampling_params import SamplingParams
+    from metal_engine.cli.chat import chat
 
-    try:
-        params = SamplingParams(
-            temperature=chat_args.temperature, top_p=chat_args.top_p, max_tokens=chat_args.max_tokens
-        )
-    except ParameterError as error:
-        raise ConfigError(flag(error.name), error.message) from error
-    llm = LLM(**vars(args))
-    try:
-        chat_loop(llm, params, chat_args.system)
-    finally:
-        llm.close()
+    if not chat(chat_args, args):
+        raise typer.Exit(1)
 
 
 @command(bench, {"Benchmark": BenchServeArgs}, takes_model=False)

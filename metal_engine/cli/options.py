@@ -14,11 +14,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from metal_engine.cli.help import GroupedHelp
 from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.settings.fields import Setting, make_args, settings_of
 from metal_engine.settings.sources import read_settings
 
 MODEL_HELP = "`demo`, a Hugging Face repository, a local model directory, or a .gguf file."
+NO_MODEL = "name a MODEL: `demo`, a repository, a directory, or a .gguf file"
 _MODEL = Setting("model", "str", help=MODEL_HELP)
 _CONFIG_HELP = "YAML file of settings, named as the flags are. The environment and the command line win over it."
 
@@ -28,12 +30,16 @@ _known: list[Setting] = []
 Command = Callable[..., None]
 
 
-def command(app: typer.Typer, groups: dict[str, type], *, takes_model: bool = True) -> Callable[[Command], Command]:
+def command(
+    app: typer.Typer, groups: dict[str, type], *, takes_model: bool = True, default_model: str | None = None
+) -> Callable[[Command], Command]:
     """Register a function as a command: it is called with one dataclass for each group, in their order.
 
     Args:
-        groups: heading in ``--help`` -> dataclass whose settings are the options below it.
+        groups: heading in ``--help`` -> dataclass whose settings are the options below it, but for those that name
+            a heading of their own.
         takes_model: whether the command needs a model to load, as its argument or from a file or the environment.
+        default_model: what the model is if none is given; with None it must be given.
     """
     settings = [*([_MODEL] if takes_model else []), *settings_of(*groups.values())]
     _known.extend(settings)
@@ -43,14 +49,16 @@ def command(app: typer.Typer, groups: dict[str, type], *, takes_model: bool = Tr
             with one_line_errors():
                 values = read_settings(settings, given, os.environ, config, known=_known)
                 if takes_model and values.get("model") is None:
-                    raise ConfigError(None, "name a MODEL: `demo`, a repository, a directory, or a .gguf file")
+                    if default_model is None:
+                        raise ConfigError(None, NO_MODEL)
+                    values["model"] = default_model
                 function(*(make_args(cls, values) for cls in groups.values()))
 
         parameters = []
         if takes_model:
             model = typer.Argument(help=MODEL_HELP, show_default=False)
             parameters.append(_parameter("model", str | None, model))
-        config_option = typer.Option("--config", help=_CONFIG_HELP, show_default=False)
+        config_option = typer.Option("--config", help=_CONFIG_HELP, metavar="FILE", show_default=False)
         parameters.append(_parameter("config", Path | None, config_option))
         for heading, cls in groups.items():
             parameters += [_option(one, heading) for one in settings_of(cls)]
@@ -58,7 +66,7 @@ def command(app: typer.Typer, groups: dict[str, type], *, takes_model: bool = Tr
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__doc__ = function.__doc__
-        app.command(function.__name__.lstrip("_"))(run)
+        app.command(function.__name__.lstrip("_"), cls=GroupedHelp)(run)
         return function
 
     return register
@@ -73,21 +81,41 @@ def _option(one: Setting, heading: str) -> inspect.Parameter:
     kind: Any = {"bool": bool, "list": list[str]}.get(one.kind, str)
     names = (f"{one.flag}/--no-{one.flag[2:]}",) if one.kind == "bool" else (one.flag,)
     info = typer.Option(
-        *names, help=help_text(one), metavar=one.metavar or None, show_default=False, rich_help_panel=heading
+        *names,
+        help=help_text(one),
+        metavar=one.metavar or None,
+        show_default=False,
+        rich_help_panel=one.group or heading,
     )
     return _parameter(one.name, kind | None, info)
 
 
 def help_text(one: Setting) -> str:
     """A setting's help with its default, where the text does not explain that itself."""
-    if one.default is None or one.default == () or one.kind == "bool":
-        return one.help
-    shown = _size(one.default) if one.kind == "size" else one.default
-    return f"{one.help} Default: {shown}."
+    shown = _shown(one)
+    return f"{one.help} Default: {shown}." if shown else one.help
+
+
+def _shown(one: Setting) -> str:
+    """The default as a user would write it; empty if there is none, or the help text explains it."""
+    if one.default is None:
+        return ""
+    match one.kind:
+        case "bool":
+            return "on" if one.default else "off"
+        case "size":
+            return _size(one.default)
+        case "list":
+            return ", ".join(one.default)
+        case _:
+            return f"{one.default:g}" if isinstance(one.default, float) else str(one.default)
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes >> 10}KiB" if num_bytes % (1 << 20) else f"{num_bytes >> 20}MiB"
+    for shift, unit in ((30, "GiB"), (20, "MiB")):
+        if num_bytes % (1 << shift) == 0:
+            return f"{num_bytes >> shift}{unit}"
+    return f"{num_bytes >> 10}KiB"
 
 
 @contextmanager

@@ -129,7 +129,7 @@ class EngineCore:
         return prepared
 
     def rules_for(self, params: SamplingParams) -> TokenRules:
-        """What parameters mean for this model. Thread-safe; compiles their grammar, if they have one.
+        """Returns parameters in the terms of this model. Thread-safe; compiles their grammar, if they have one.
 
         Raises:
             ParameterError: the model cannot follow the parameters.

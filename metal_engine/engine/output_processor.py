@@ -98,7 +98,7 @@ class StopStrings:
         return text[:end], None
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Returns the text that was held back. Called when no more text comes."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""What a chat template's rendering may cost: a budget of work, and what operations cost whose results outgrow them."""
+"""Bounds the work of rendering a chat template: a budget, and the costs of operations whose results outgrow them."""
 
 from __future__ import annotations
 

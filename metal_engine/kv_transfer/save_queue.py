@@ -59,7 +59,7 @@ class SaveQueue:
         self._thread.start()
 
     def grant(self, num_blocks: int) -> int:
-        """How many of so many blocks have room in the queue now; the others are counted as dropped."""
+        """Returns how many of these blocks the queue has room for now. The others count as dropped."""
         room = 0
         if self._rest.is_over and not self._closing:
             room = max(0, self._max_bytes - self._num_bytes) // self._layout.nbytes

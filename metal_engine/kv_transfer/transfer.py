@@ -158,7 +158,7 @@ class KVTransfer:
     # --- for the engine's thread: saves ---------------------------------------------------------------------
 
     def grant_saves(self, num_blocks: int) -> int:
-        """How many of so many blocks to be saved have room in the queue now; the others are counted as dropped."""
+        """Returns how many of these blocks the queue has room for now. The others count as dropped."""
         return self._save_queue.grant(num_blocks)
 
     def save(self, hashes: Sequence[bytes], data: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""What single requests ask for beyond temperature and cuts: biases, exclusions, penalties, structured output.
+"""Edits logits as requests ask, before temperature and cuts: biases, exclusions, penalties, structured output.
 
 On the host, :class:`RequestEdits` knows what one request asks for and keeps what depends on its tokens. For a step,
 :class:`StepEdits` packs the edits of all requests into padded arrays and applies them in a few operations. Requests

@@ -1,4 +1,4 @@
-"""What the largest step takes besides weights and KV cache: tried, before the KV cache is sized."""
+"""Measures the memory of the largest step, beside weights and KV cache: one is run before the KV cache is sized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step does with its logits: edits, samples, log probabilities; and all of it brought to the host."""
+"""Takes a step from logits to tokens: edits, samples, computes log probabilities, and brings all of it to the host."""
 
 from __future__ import annotations
 

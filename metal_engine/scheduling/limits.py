@@ -137,12 +137,12 @@ class PrefillShares:
         return [*self.shares, *self._left_out]
 
     def has_room(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
-        """Whether a request can have the smallest share. The first one gets whatever there is."""
+        """Returns whether a request can have the smallest share. The first request takes whatever there is."""
         smallest = min(num_remaining_tokens, self._block_size)
         return self.fits(request, num_computed_tokens, smallest) or self._is_first
 
     def has_some_room(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
-        """Whether a request can have anything, be it less than the smallest share."""
+        """Returns whether a request can have any tokens at all, even if they are fewer than the smallest share."""
         some = min(num_remaining_tokens, self._block_size, self.step.tokens)
         return (some > 0 and self.fits(request, num_computed_tokens, some)) or self._is_first
 

@@ -54,7 +54,7 @@ def _extend(
 
 
 def _common_length(a: list[bytes], b: list[bytes]) -> int:
-    """How many hashes two chains have in common: they agree up to a point and differ from there on."""
+    """Returns how many hashes two chains share: they agree up to a point and differ from there on."""
     return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[i] != b[i])
 
 

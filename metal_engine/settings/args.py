@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from urllib.parse import urlsplit
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.fields import Settings, setting
@@ -23,6 +24,10 @@ MAX_NUM_SEQS = 65_536
 
 GIB = 1 << 30
 
+# Headings in `--help` and in docs/cli.md, below which the settings stand.
+MODEL, MEMORY, SCHEDULING, KV_TRANSFER = "Model", "Memory", "Scheduling", "KV transfer"
+SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "Server", "Security", "Limits", "Answers", "Logging"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs(Settings):
@@ -32,77 +37,130 @@ class EngineArgs(Settings):
     """
 
     model: str
-    tokenizer: str | None = setting(None, "Tokenizer, if not the model's own.")
-    revision: str | None = setting(None, "Branch, tag or commit of the repository.")
-    download_dir: str | None = setting(None, "Where repositories are kept. Default: the hub's cache.")
-    trust_remote_code: bool = setting(False, "Run code that the model's repository brings.")
+    tokenizer: str | None = setting(
+        None, "Tokenizer to use instead of the model's own: a directory, or a repository.", group=MODEL
+    )
+    revision: str | None = setting(None, "Branch, tag or commit of the repository to load.", group=MODEL)
+    download_dir: str | None = setting(
+        None, "Folder for downloaded repositories. Default: the hub's cache.", group=MODEL
+    )
+    trust_remote_code: bool = setting(False, "Run code that the model's repository brings along.", group=MODEL)
     generation_config: str = setting(
-        "auto", "Sampling defaults: auto (the model's own), vllm (none of them), or a folder with such a file."
+        "auto",
+        "Where sampling defaults come from: auto (the model's own generation_config.json), vllm (no file), or a folder "
+        "with such a file.",
+        group=MODEL,
     )
     chat_template: str | None = setting(
-        None, "Chat template instead of the model's own: a file, or the Jinja text itself."
+        None, "Chat template to use instead of the model's own: a file, or the Jinja text itself.", group=MODEL
     )
     allow_special_tokens_in_content: bool = setting(
-        False, "Read the spelling of a control token in a conversation's texts as that token, instead of as text."
+        False,
+        "Read <|im_end|> and the like in a message as control tokens. Else they are text: nobody can forge a turn.",
+        group=MODEL,
     )
-    dtype: str = setting("auto", "auto (as stored; float32 on a CPU), float32, float16 or bfloat16.", choices=DTYPES)
-    seed: int = setting(0, "Seed for requests that bring none of their own.", ge=0, lt=2**64)
+    dtype: str = setting(
+        "auto",
+        "Type of the weights: auto (as stored; float32 on a CPU), float32, float16 or bfloat16.",
+        group=MODEL,
+        choices=DTYPES,
+    )
+    seed: int = setting(0, "Seed for requests that do not set one.", group=MODEL, ge=0, lt=2**64)
     max_model_len: int | None = setting(
         None,
-        "Longest request, prompt and output, in tokens. Default: what the model was trained for, "
+        "Longest request in tokens, prompt and output together. Default: what the model was trained for, "
         "or what the KV cache holds if that is less.",
+        group=MEMORY,
         kind="count",
         ge=1,
     )
     max_num_seqs: int | None = setting(
         None,
-        "Requests running at once. Default: 256 on Metal, 64 on a CPU; never more than tokens per step.",
+        "Most requests that run at once. Default: 256 on Metal, 64 on a CPU; never more than tokens per step.",
+        group=SCHEDULING,
         ge=1,
         le=MAX_NUM_SEQS,
     )
     max_num_batched_tokens: int | None = setting(
-        None, "Tokens per step. Default: 2,048 on Metal, about a second's work on a CPU.", kind="count", ge=1
+        None,
+        "Most tokens that one step computes. Default: 2,048 on Metal, about a second's work on a CPU.",
+        group=SCHEDULING,
+        kind="count",
+        ge=1,
     )
-    block_size: int = setting(16, "Tokens per KV cache block.", ge=1)
-    num_gpu_blocks_override: int | None = setting(None, "KV cache size in blocks, instead of in bytes.", ge=1)
+    block_size: int = setting(16, "Tokens in a block of the KV cache.", group=MEMORY, ge=1)
+    num_gpu_blocks_override: int | None = setting(
+        None, "Size of the KV cache in blocks, instead of in bytes.", group=MEMORY, ge=1
+    )
     kv_cache_memory_bytes: int | None = setting(
         None,
-        "KV cache size, as in 2GiB. Default: what --gpu-memory-utilization leaves on Metal; on a CPU 2 GiB, "
+        "Size of the KV cache, as in 2GiB. Default: what --gpu-memory-utilization leaves on Metal; on a CPU 2 GiB, "
         "at most a quarter of the free memory.",
+        group=MEMORY,
         kind="size",
         ge=1,
     )
     gpu_memory_utilization: float = setting(
-        0.9, "Share of the device's memory for weights, KV cache and activations (Metal).", gt=0, le=1
+        0.9,
+        "Share of the device's memory that weights, KV cache and activations may take together (Metal).",
+        group=MEMORY,
+        gt=0,
+        le=1,
     )
     attention_backend: str = setting(
-        "auto", "auto (the fastest that runs here), metal or mlx.", choices=ATTENTION_BACKENDS
+        "auto",
+        "What computes attention: auto (the fastest that runs here), metal or mlx.",
+        group=MODEL,
+        choices=ATTENTION_BACKENDS,
     )
-    enable_prefix_caching: bool = setting(True, "Compute prefixes that requests share once.")
+    enable_prefix_caching: bool = setting(
+        True, "Compute a beginning that several requests share only once.", group=MEMORY
+    )
     kv_cache_dir: str | None = setting(
-        None, "Directory that keeps KV beyond a restart, so that prompts seen before need not be computed."
+        None,
+        "Directory that keeps the KV cache across restarts, so that a prompt seen before is not computed again.",
+        group=KV_TRANSFER,
     )
     kv_cache_dir_size: int = setting(
-        20 * GIB, "Largest size of that directory; what was used longest ago goes first.", kind="size", ge=1
+        20 * GIB,
+        "Largest size of that directory. What was used longest ago is removed first.",
+        group=KV_TRANSFER,
+        kind="size",
+        ge=1,
     )
     kv_transfer_config: str | None = setting(
         None,
-        "JSON: where KV comes from and goes to (kv_connector, kv_role, kv_connector_extra_config, "
-        "kv_load_failure_policy; see docs/kv-transfer.md).",
+        "Where KV is loaded from and saved to, as JSON: kv_connector, kv_role, kv_connector_extra_config, "
+        "kv_load_failure_policy (see docs/kv-transfer.md).",
+        group=KV_TRANSFER,
     )
-    max_num_partial_prefills: int = setting(4, "Prompts that may be in progress at once.", ge=1)
-    max_long_partial_prefills: int = setting(1, "Long prompts that may be in progress at once.", ge=1)
+    max_num_partial_prefills: int = setting(4, "Most prompts that are computed side by side.", group=SCHEDULING, ge=1)
+    max_long_partial_prefills: int = setting(
+        1, "Most long prompts among those computed side by side.", group=SCHEDULING, ge=1
+    )
     long_prefill_token_threshold: int = setting(
-        0, "A prompt with more tokens than this left to compute is long. 0: the tokens of a step.", ge=0
+        0,
+        "A prompt is long if it has more tokens than this left to compute. 0 means as many as a step has.",
+        group=SCHEDULING,
+        ge=0,
     )
-    page_aligned_scheduling: bool = setting(False, "End chunks of prompts on block boundaries.")
+    page_aligned_scheduling: bool = setting(False, "Cut long prompts at the ends of blocks only.", group=SCHEDULING)
     scheduling_policy: str = setting(
-        "fcfs", "fcfs, or priority (of the request, lower first).", choices=SCHEDULING_POLICIES
+        "fcfs",
+        "Who goes first: fcfs (who came first), or priority (the request's own, lower first).",
+        group=SCHEDULING,
+        choices=SCHEDULING_POLICIES,
     )
     max_attention_work: int | None = setting(
-        None, "Pairs of a query row and a visible key in a step. Default: about a second's attention.", ge=1
+        None,
+        "Most attention work in a step, counted in pairs of a token and a token that it sees. "
+        "Default: about a second's work.",
+        group=SCHEDULING,
+        ge=1,
     )
-    async_scheduling: bool = setting(False, "Plan and build a step while the one before it runs.")
+    async_scheduling: bool = setting(
+        False, "Plan the next step while the device still computes the last one.", group=SCHEDULING
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,96 +175,130 @@ class EngineArgs(Settings):
 class ServerArgs(Settings):
     """Settings of ``metal-engine serve`` beside the engine's."""
 
-    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
-    port: int = setting(8000, "Port to listen on; 0 for any free one.", ge=0, le=65535)
-    uds: str | None = setting(None, "Unix domain socket to listen on, instead of --host and --port.")
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all.", group=SERVER)
+    port: int = setting(8000, "Port to listen on; 0 takes any free one.", group=SERVER, ge=0, le=65535)
+    uds: str | None = setting(None, "Unix domain socket to listen on instead of --host and --port.", group=SERVER)
     served_model_name: tuple[str, ...] = setting(
         (),
-        "Name of the model in the API, instead of MODEL. Several may be given by repeating the flag; "
-        "answers carry the first.",
+        "Name of the model in the API, instead of MODEL. Repeat the flag for several; answers carry the first.",
+        group=SERVER,
     )
     api_key: tuple[str, ...] = setting(
         (),
-        "Clients must send this as `Authorization: Bearer KEY`, or as `x-api-key`; /health and /ready stay open. "
-        "Several may be given by repeating the flag. Better given in the environment than on a command line that "
-        "others can read.",
+        "Key that clients must send, as `Authorization: Bearer KEY` or `x-api-key: KEY`; /health and /ready stay open. "
+        "Repeat the flag for several. Others can read a command line: METAL_ENGINE_API_KEY is safer.",
+        group=SECURITY,
         secret=True,
     )
     allowed_origins: tuple[str, ...] = setting(
         (),
-        "Origins whose web pages may call the server (CORS), as in https://chat.example; * for all. Several may be "
-        "given by repeating the flag.",
+        "Origins whose web pages may call the server (CORS), as in https://chat.example; * allows all. Repeat the flag "
+        "for several.",
+        group=SECURITY,
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "Names under which clients may call a server without a key, beside addresses, localhost, --host and the "
-        "machine's own name; * for any. Several may be given by repeating the flag.",
+        "Host names under which clients may call a server that has no key. Addresses, localhost, --host and the "
+        "machine's own name are always allowed; * allows any. Repeat the flag for several.",
+        group=SECURITY,
     )
     max_connections: int = setting(
         0,
-        "Connections at once. Beyond them one that waits for its client is closed, or the new one is refused "
-        "(/health and /ready have a few of their own). 0: 4,096, or what the limit of open files leaves.",
+        "Most connections at once. Then a new one takes the place of one that waits for its client, or is refused "
+        "(/health and /ready have a few of their own). 0 means 4,096, or what the limit of open files leaves.",
+        group=LIMITS,
         ge=0,
     )
     h11_max_incomplete_event_size: int = setting(
-        64 << 10, "Largest request line and headers, together, as in 64KiB.", kind="size", ge=1024
+        64 << 10,
+        "Largest size of a request's first line and headers together, as in 64KiB.",
+        group=LIMITS,
+        kind="size",
+        ge=1024,
     )
-    h11_max_header_count: int = setting(256, "Headers of a request at most.", ge=1)
+    h11_max_header_count: int = setting(256, "Most headers of a request.", group=LIMITS, ge=1)
     timeout_read: float = setting(
-        15.0, "Seconds that a client may take for the headers of a request, or pause within its body.", gt=0, lt=inf
+        15.0,
+        "Seconds that a client may take to send a request's headers, or to go on with its body.",
+        group=LIMITS,
+        gt=0,
+        lt=inf,
     )
     timeout_write: float = setting(
-        60.0, "Seconds for which an answer may wait for a client that does not read it.", gt=0, lt=inf
+        60.0, "Seconds that an answer waits for a client that does not read it.", group=LIMITS, gt=0, lt=inf
     )
     timeout_keep_alive: float = setting(
-        5.0, "Seconds for which a connection stays open between requests.", gt=0, lt=inf
+        5.0, "Seconds that a connection stays open between requests.", group=LIMITS, gt=0, lt=inf
     )
     max_num_queued_reqs: int = setting(
-        2048, "Requests that may wait; further ones are answered 503 with Retry-After. 0: no limit.", ge=0
+        2048,
+        "Most requests that may wait; further ones get 503 with Retry-After. 0 means no limit.",
+        group=LIMITS,
+        ge=0,
     )
     max_num_queued_tokens: int = setting(
-        0, "Prompt tokens of requests without any output yet; beyond it, 503 with Retry-After. 0: no limit.", ge=0
+        0,
+        "Most prompt tokens of requests that have no output yet; further requests get 503 with Retry-After. "
+        "0 means no limit.",
+        group=LIMITS,
+        ge=0,
     )
     request_timeout: float = setting(
-        0.0, "Seconds after which a request is ended with an error (504); 0: never.", ge=0, lt=inf
+        0.0, "Seconds after which a request ends with an error (504). 0 means never.", group=LIMITS, ge=0, lt=inf
     )
-    ssl_keyfile: str | None = setting(None, "Private key of the certificate (PEM).")
-    ssl_keyfile_password: str | None = setting(None, "Password of the private key.", secret=True)
-    ssl_certfile: str | None = setting(None, "Certificate (PEM): serve over TLS.")
+    ssl_keyfile: str | None = setting(None, "Private key of the certificate (PEM).", group=SECURITY)
+    ssl_keyfile_password: str | None = setting(None, "Password of the private key.", group=SECURITY, secret=True)
+    ssl_certfile: str | None = setting(None, "Certificate (PEM) to serve TLS with.", group=SECURITY)
     ssl_ca_certs: str | None = setting(
-        None, "Certificate authorities (PEM): clients must show a certificate of one of them."
+        None, "Certificate authorities (PEM). Clients must show a certificate from one of them.", group=SECURITY
     )
-    max_body_size: int = setting(16 << 20, "Largest request body, as in 16MiB.", kind="size", ge=1)
+    max_body_size: int = setting(16 << 20, "Largest request body, as in 16MiB.", group=LIMITS, kind="size", ge=1)
     shutdown_timeout: float = setting(
-        30.0, "Seconds that running requests may take to finish after SIGTERM or SIGINT.", ge=0, lt=inf
+        30.0, "Seconds that running requests get to finish after SIGTERM or SIGINT.", group=SERVER, ge=0, lt=inf
     )
-    strict_params: bool = setting(False, "Refuse request parameters that are unknown, instead of ignoring them.")
-    log_level: str = setting("info", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS)
+    strict_params: bool = setting(
+        False, "Refuse requests with unknown parameters instead of ignoring those parameters.", group=ANSWERS
+    )
+    log_level: str = setting(
+        "info", "Least severe messages to log: debug, info, warning or error.", group=LOGGING, choices=LOG_LEVELS
+    )
     enable_auto_tool_choice: bool = setting(
-        True, "Whether a request with tools may leave it to the model to call them."
+        True, "Let the model decide by itself whether to call a tool (tool_choice auto).", group=ANSWERS
     )
     tool_call_parser: str = setting(
         "auto",
-        "Format of the model's tool calls: auto (what its tokenizer says), none, or a name.",
+        "Format in which the model writes tool calls: auto (what its tokenizer says), none, or a name.",
+        group=ANSWERS,
         choices=TOOL_PARSER_CHOICES,
     )
     reasoning_parser: str = setting(
         "auto",
-        "Format of the model's reasoning: auto (what its tokenizer says), none, or a name.",
+        "Format in which the model writes its reasoning: auto (what its tokenizer says), none, or a name.",
+        group=ANSWERS,
         choices=REASONING_PARSER_CHOICES,
     )
     sse_keep_alive: float = setting(
         15.0,
-        "Seconds without an event after which a stream is sent a comment, so that it is not cut; 0: never.",
+        "Seconds of silence after which a stream gets a comment, so that nobody cuts it. 0 means never.",
+        group=ANSWERS,
         ge=0,
         lt=inf,
     )
     max_stored_responses: int = setting(
-        1000, "Responses of /v1/responses kept in memory for previous_response_id; 0: none.", ge=0
+        1000,
+        "Most responses of /v1/responses kept in memory for previous_response_id. 0 keeps none.",
+        group=ANSWERS,
+        ge=0,
     )
-    log_format: str = setting("text", "text, or json (one object a line).", choices=LOG_FORMATS)
+    log_format: str = setting(
+        "text", "Form of log lines: text, or json (one object a line).", group=LOGGING, choices=LOG_FORMATS
+    )
     log_stats_interval: float = setting(
-        10.0, "Seconds between log lines about throughput, running, waiting and KV cache; 0: none.", ge=0, lt=inf
+        10.0,
+        "Seconds between log lines about throughput, requests and KV cache. 0 writes none.",
+        group=LOGGING,
+        ge=0,
+        lt=inf,
     )
 
     def __post_init__(self) -> None:
@@ -229,10 +321,37 @@ class ServerArgs(Settings):
 class ChatArgs(Settings):
     """Settings of ``metal-engine chat`` beside the engine's."""
 
+    url: str | None = setting(
+        None,
+        "Address of the server to talk to. Default: http://127.0.0.1:8000 if a server there serves MODEL, else the "
+        "model is loaded into this process.",
+    )
+    api_key: str | None = setting(None, "Key to send to the server.", secret=True)
     system: str | None = setting(None, "System prompt.")
-    temperature: float = setting(0.7, "0 is greedy.")
-    top_p: float = setting(0.95, "Nucleus sampling.")
-    max_tokens: int | None = setting(None, "Longest answer, in tokens.")
+    temperature: float | None = setting(
+        None, "Sampling temperature; 0 is greedy. Default: what the model recommends, else 0.7; a server has its own."
+    )
+    top_p: float | None = setting(
+        None,
+        "Sample from the most likely tokens whose probability reaches this together. Default: what the model "
+        "recommends, else 0.95; a server has its own.",
+    )
+    max_tokens: int | None = setting(None, "Longest answer in tokens. Default: as many as fit.", kind="count")
     log_level: str = setting(
         "warning", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.url is not None and not _is_address(self.url):
+            raise ConfigError("--url", f"must be like http://127.0.0.1:8000 or https://example.org, got {self.url!r}")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("--api-key", "must be printable ASCII")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False

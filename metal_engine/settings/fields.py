@@ -31,6 +31,7 @@ def setting(
     kind: str | None = None,
     choices: tuple[str, ...] | None = None,
     secret: bool = False,
+    group: str = "",
     **bounds: float,
 ) -> Any:
     """A dataclass field that users can set.
@@ -42,9 +43,10 @@ def setting(
             given as ``4k``; else the annotation says it.
         choices: the only values accepted.
         secret: its value appears in no message.
+        group: heading in ``--help`` below which it stands; by default the command's.
         bounds: what a number must be: at least ``ge``, more than ``gt``, at most ``le``, less than ``lt``.
     """
-    metadata = {"help": help, "kind": kind, "choices": choices, "secret": secret, "bounds": bounds}
+    metadata = {"help": help, "kind": kind, "choices": choices, "secret": secret, "group": group, "bounds": bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -59,6 +61,7 @@ class Setting:
     help: str = ""
     choices: tuple[str, ...] | None = None
     secret: bool = False
+    group: str = ""
     bounds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ import httpx
 import pytest
 
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
+from metal_engine.cli.options import help_text
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
-from metal_engine.settings.fields import settings_of
+from metal_engine.settings.fields import Setting, settings_of
 from tools.docs.cli import PAGE, with_tables
 from tools.fixtures.ports import free_port
 
@@ -74,11 +76,15 @@ class Terminal:
         self.servers: dict[str, subprocess.Popen[str]] = {}
         self.ports: dict[str, int] = {}
         self.port = 0
-        command = folder / "bin" / "metal-engine"
-        command.parent.mkdir()
-        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m metal_engine "$@"\n')
-        command.chmod(0o755)
-        path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
+        # As `make` leaves it, with a script that puts it on the path.
+        bin = folder / ".venv" / "bin"
+        bin.mkdir(parents=True)
+        for name, program in (("metal-engine", " -m metal_engine"), ("python", "")):
+            command = bin / name
+            command.write_text(f'#!/bin/sh\nexec "{sys.executable}"{program} "$@"\n')
+            command.chmod(0o755)
+        (bin / "activate").write_text(f'PATH="{bin}:$PATH"\n')
+        path = f"{bin}{os.pathsep}{os.environ['PATH']}"
         # An engine tries its largest step when it starts, and clears its KV cache: seconds for the default sizes.
         small = {
             "METAL_ENGINE_MAX_NUM_BATCHED_TOKENS": "128",
@@ -91,7 +97,21 @@ class Terminal:
         """A text of the page with the port that the server really has."""
         return text.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
 
+    @staticmethod
+    def recipe(command: str) -> list[str]:
+        """What a `make` command would run, with everything installed."""
+        done = subprocess.run(
+            ["make", "--dry-run", "--old-file", ".venv/.installed", *shlex.split(command, comments=True)[1:]],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [line.strip().removeprefix(".venv/bin/") for line in done.stdout.splitlines()]
+
     def run(self, command: str, expected: str) -> None:
+        if command.startswith("make "):
+            (command,) = self.recipe(command)
         if " serve " in command and "URL:" in expected:
             printed = self.serve(command)
         else:
@@ -204,3 +224,41 @@ def test_help(name: str, classes: tuple[type, ...]) -> None:
     assert done.returncode == 0
     assert [one.flag for one in settings_of(*classes) if one.flag not in done.stdout] == []
     assert not re.search(r"\| +(mlx|transformers|fastapi)(\.|$)", done.stderr, re.MULTILINE)
+
+
+def test_help_is_in_groups_and_shows_every_default() -> None:
+    command = [sys.executable, "-m", "metal_engine", "serve", "--help"]
+    env = {**os.environ, "COLUMNS": "80"}
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=60, check=True).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    boxes = re.findall(r"^╭─ (.+?) ─+╮\n(.*?)^╰", text, re.MULTILINE | re.DOTALL)
+    groups = {heading: " ".join(re.sub("[│\n]", " ", body).split()) for heading, body in boxes}
+    order = ["Arguments", "Options", "Model", "Memory", "Scheduling", "KV transfer"]
+    assert list(groups) == [*order, "Server", "Security", "Limits", "Answers", "Logging"]
+    assert len([box for box, _ in boxes]) == len(groups)  # each is there once
+    for one in settings_of(EngineArgs, ServerArgs):
+        body = groups[one.group]
+        assert one.flag in body
+        if one.kind == "bool":
+            value = "on" if one.default else "off"
+            shown = rf"{one.flag} / --no-{one.flag[2:]} .*?Default: {value}\."
+            assert re.search(shown, body), one.flag
+        assert help_text(one) in body, one.flag
+
+
+def test_defaults_are_written_as_users_would() -> None:
+    def default(kind: str, value: object) -> str:
+        return help_text(Setting("name", kind, value, "Help."))
+
+    assert default("size", 20 << 30) == "Help. Default: 20GiB."
+    assert default("size", 64 << 10) == "Help. Default: 64KiB."
+    assert default("float", 15.0) == "Help. Default: 15."
+    assert default("list", ("99",)) == "Help. Default: 99."
+    assert default("bool", False) == "Help. Default: off."
+    assert default("list", ()) == default("str", None) == "Help."
+
+
+def test_no_command_passes_on_what_transformers_says_of_torch() -> None:
+    program = "from metal_engine.cli.logs import set_up_logging; set_up_logging('warning'); import transformers"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

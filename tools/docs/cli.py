@@ -7,19 +7,28 @@ from pathlib import Path
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
 from metal_engine.cli.options import help_text
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
-from metal_engine.settings.fields import settings_of
+from metal_engine.settings.fields import Setting, settings_of
 from metal_engine.settings.sources import OTHER_VARIABLES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 
 
 def table(cls: type) -> str:
-    """A dataclass's settings as Markdown."""
+    """A dataclass's settings as Markdown, below their headings if they have some."""
     rows = ["| flag | |", "| --- | --- |"]
+    groups: dict[str, list[Setting]] = {}
     for one in settings_of(cls):
-        value = f" {one.metavar}" if one.metavar else ""
-        rows.append(f"| `{one.flag}{value}` | {help_text(one).replace('|', chr(92) + '|')} |")
+        groups.setdefault(one.group, []).append(one)
+    for heading, settings in groups.items():
+        rows += [f"| **{heading}** | |"] if heading else []
+        rows += [f"| {_names(one)} | {help_text(one).replace('|', chr(92) + '|')} |" for one in settings]
     return "\n".join(rows)
+
+
+def _names(one: Setting) -> str:
+    if one.kind == "bool":
+        return f"`{one.flag}`, `--no-{one.flag[2:]}`"
+    return f"`{one.flag} {one.metavar}`"
 
 
 def tables() -> dict[str, str]:

@@ -45,7 +45,7 @@ quantized weights included), or a `.gguf` file:
   `default`), or `chat_template.json`.
 - **`generation_config.json`** gives all end-of-sequence ids, and `temperature`, `top_p`, `top_k` and `min_p` for
   requests that do not set them. `--generation-config vllm` leaves these four out; a folder's name takes them from
-  there.
+  there. The demo model has a temperature of 0.2 and a `top_p` of 0.5.
 - **Code of a checkpoint** runs only with `--trust-remote-code`. What else of its files is trusted and what is bounded:
   [security.md](security.md).
 

@@ -68,7 +68,7 @@ _Seen = tuple[mx.array, mx.array, mx.array]  # of one request: peak [1, Hq], tot
 
 
 def _add(seen: _Seen | None, scores: mx.array, values: mx.array, weights: Weights) -> _Seen:
-    """What :func:`update` does, with scores by key: [L, Hq]."""
+    """Does what :func:`update` does, with scores by key: [L, Hq]."""
     peak = mx.max(scores, axis=0, keepdims=True)
     if seen is not None:
         peak = mx.maximum(peak, seen[0])

@@ -1,4 +1,4 @@
-"""Who is connected, and who has to go when there are too many."""
+"""Keeps track of connections, and chooses which one is closed when there are too many."""
 
 from __future__ import annotations
 

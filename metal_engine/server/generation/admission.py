@@ -1,4 +1,4 @@
-"""How much may wait: beyond that, a client is told at once to come back later."""
+"""Bounds how many requests wait. A client beyond the bound is told at once to come back later."""
 
 from __future__ import annotations
 

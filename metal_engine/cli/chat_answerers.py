@@ -1,0 +1,224 @@
+"""Who answers in ``metal-engine chat``: a server that is running, or a model loaded into this process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import SplitResult, urlsplit
+
+from metal_engine.answers.chat_answers import ChatAnswers
+from metal_engine.answers.deltas import TextDelta
+from metal_engine.answers.tool_plan import NO_TOOLS
+from metal_engine.errors import one_line
+
+if TYPE_CHECKING:
+    from metal_engine.llm import LLM
+    from metal_engine.sampling_params import SamplingParams
+
+Message = dict[str, str]
+
+# Seconds: a server on this machine answers at once, or is none.
+_CONNECT_TIMEOUT = 2.0
+# A list of models, or an error, is far smaller.
+_MAX_BODY = 1 << 20
+# Characters of a server's message that a user is shown.
+_MAX_MESSAGE = 500
+# One event of a stream: the text of one step.
+_MAX_LINE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """More of an answer. ``num_tokens`` counts the answer's tokens so far, as far as they are known."""
+
+    text: str
+    num_tokens: int
+    is_reasoning: bool = False
+
+
+class AnswerError(Exception):
+    """There is no answer, or it ended early; the message is one line for the user."""
+
+
+class ServerError(Exception):
+    """A server cannot be asked; the message says why.
+
+    Attributes:
+        is_absent: whether nothing listens there.
+    """
+
+    def __init__(self, message: str, *, is_absent: bool = False) -> None:
+        super().__init__(message)
+        self.is_absent = is_absent
+
+
+class Answerer(Protocol):
+    """Answers conversations. ``name`` says to the user who it is."""
+
+    name: str
+
+    def answer(self, messages: list[Message]) -> Generator[Piece]:
+        """The answer to a conversation as it comes. Leaving the iteration early ends it.
+
+        Raises:
+            AnswerError: there is none.
+        """
+        ...
+
+
+class LoadedModel:
+    """A model in this process."""
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        # Loads MLX, so not before the engine has put its BLAS in place.
+        from metal_engine.checkpoints.answer_formats import find_answer_format
+
+        self.name = f"{llm.config.model.name}, loaded into this process"
+        self._llm = llm
+        self._params = params
+        self._format = find_answer_format(llm.tokenizer.hf_tokenizer, "none")
+
+    def answer(self, messages: list[Message]) -> Generator[Piece]:
+        llm, params = self._llm, self._params
+        try:
+            prompt = llm.tokenizer.apply_chat_template(messages)
+            answers = ChatAnswers.for_prompt(self._format, NO_TOOLS, prompt, llm.tokenizer.decode)
+            if answers.needs_special_tokens:
+                params = params.changed(skip_special_tokens=False)
+            reader = answers.reader(incremental=True)
+            with closing(llm.stream(prompt, params)) as outputs:
+                for output in outputs:
+                    for delta in reader.add(output.text, (), output.finish_reason):
+                        if isinstance(delta, TextDelta):
+                            yield Piece(delta.text, output.num_output_tokens, delta.kind == "reasoning")
+                    yield Piece("", output.num_output_tokens)  # its tokens may have shown nothing yet
+        except (ValueError, RuntimeError) as error:
+            raise AnswerError(one_line(error)) from error
+
+
+class RunningServer:
+    """A server that speaks OpenAI's API, ours or another.
+
+    Args:
+        url: as in ``http://127.0.0.1:8000``; a ``/v1`` at its end may be there or not.
+        body: fields of every request beside its messages: the model, and sampling parameters that were given.
+    """
+
+    def __init__(self, url: str, body: Mapping[str, Any], api_key: str | None = None) -> None:
+        self.name = f"{body['model']} on {url}"
+        self._url = url
+        self._api_key = api_key
+        self._body = {**body, "stream": True}
+        self._body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+
+    def answer(self, messages: list[Message]) -> Generator[Piece]:
+        try:
+            body = json.dumps({**self._body, "messages": messages})
+            connection, response = _request(self._url, self._api_key, "POST", "/chat/completions", body)
+            with closing(connection), closing(response):
+                if response.status != 200:
+                    raise AnswerError(_problem(response))
+                yield from _pieces(_events(response))
+        except (OSError, http.client.HTTPException) as error:
+            raise AnswerError(f"{self._url} does not answer: {one_line(error)}") from error
+
+
+def served_models(url: str, api_key: str | None = None) -> dict[str, str]:
+    """The models of a server: name -> who owns it, in the server's order.
+
+    Raises:
+        ServerError: it cannot be reached, or does not speak OpenAI's API.
+    """
+    try:
+        connection, response = _request(url, api_key, "GET", "/models", timeout=_CONNECT_TIMEOUT)
+        with closing(connection), closing(response):
+            if response.status in (401, 403):
+                raise ServerError(f"{url} refuses: {_problem(response)}")
+            cards = json.loads(response.read(_MAX_BODY))["data"]
+            return {str(card["id"]): str(card.get("owned_by")) for card in cards}
+    except ConnectionRefusedError as error:
+        raise ServerError(f"no server at {url}", is_absent=True) from error
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerError(f"{url} does not answer: {one_line(error)}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ServerError(f"{url} does not speak OpenAI's API: its /v1/models is no list of models") from error
+
+
+def _request(
+    url: str, api_key: str | None, method: str, path: str, body: str | None = None, timeout: float | None = None
+) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    parts = urlsplit(url)
+    connection = _connection(parts)
+    headers = {"Content-Type": "application/json", "Accept": "*/*"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    try:
+        connection.connect()
+        assert connection.sock is not None
+        connection.sock.settimeout(timeout)
+        # A stream's events are small, and each is to be seen when it comes.
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        base = parts.path.rstrip("/").removesuffix("/v1")
+        connection.request(method, f"{base}/v1{path}", body and body.encode(), headers)
+        return connection, connection.getresponse()
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _connection(parts: SplitResult) -> http.client.HTTPConnection:
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.hostname or "", parts.port, timeout=_CONNECT_TIMEOUT)
+
+
+def _problem(response: http.client.HTTPResponse) -> str:
+    """What a server says of a request that it refuses."""
+    text = response.read(_MAX_BODY).decode(errors="replace")
+    try:
+        return _one_line(json.loads(text)["error"]["message"])
+    except (ValueError, TypeError, KeyError):
+        return f"status {response.status}"
+
+
+def _one_line(message: object) -> str:
+    text = " ".join(str(message).split())
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The events of a stream, up to its end. Raises AnswerError where it ends with an error, or too early."""
+    while line := response.readline(_MAX_LINE):
+        name, _, data = line.decode(errors="replace").partition(":")
+        if name != "data":
+            continue  # comments, and lines between events
+        if data.strip() == "[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError as error:
+            raise AnswerError("the server sent an event that is no JSON") from error
+        if not isinstance(event, dict):
+            raise AnswerError("the server sent an event that is no JSON object")
+        if event.get("error"):
+            problem = event["error"]
+            raise AnswerError(_one_line(problem.get("message") if isinstance(problem, dict) else problem))
+        yield event
+    raise AnswerError("the server ended the answer early")
+
+
+def _pieces(events: Iterator[dict[str, Any]]) -> Iterator[Piece]:
+    num_tokens = 0
+    for event in events:
+        num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+        delta: dict[str, Any] = {}
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+        reasoning = delta.get("reasoning") or delta.get("reasoning_content")
+        if reasoning:
+            yield Piece(reasoning, num_tokens, True)
+        yield Piece(delta.get("content") or "", num_tokens)

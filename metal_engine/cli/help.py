@@ -1,0 +1,56 @@
+"""``--help`` of commands with many options: a box for each group, each option on a line of its own if it is long."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+from typer.core import TyperCommand
+
+# Lines longer than this are hard to read, however wide the terminal is.
+_MAX_WIDTH = 110
+# Where the descriptions begin. What is longer stands on a line above its description.
+_COLUMN = 34
+_OTHERS = "Options"
+
+
+class GroupedHelp(TyperCommand):
+    """A command whose help shows its options below the headings that they name (``rich_help_panel``)."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, as wide as the terminal is, and no wider than is readable."""
+        console = Console(highlight=False)
+        width = min(console.width, _MAX_WIDTH)
+        usage = " ".join(self.collect_usage_pieces(ctx))
+        console.print(Text(f"\n Usage: {ctx.command_path} {usage}\n", style="bold"))
+        console.print(Text(textwrap.indent(textwrap.fill(self.help or "", width - 2), " ") + "\n"))
+        for heading, options in self._groups(ctx).items():
+            body = Text("\n").join(_entry(names, help, width - 4) for names, help in options)
+            console.print(Panel(body, title=heading, title_align="left", border_style="dim", width=width))
+
+    def _groups(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+        """(names and value, description) of the options below each heading, in order of declaration."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for one in self.get_params(ctx):
+            if one.param_type_name == "argument":
+                heading, names = "Arguments", (one.name or "").upper()
+            else:
+                heading = getattr(one, "rich_help_panel", None) or _OTHERS
+                names = " / ".join([*one.opts, *one.secondary_opts])
+                if one.metavar:
+                    names += f" {one.metavar}"
+            groups.setdefault(heading, []).append((names, getattr(one, "help", None) or ""))
+        return groups
+
+
+def _entry(names: str, help: str, width: int) -> Text:
+    """An option and its description, which begins at a fixed column."""
+    indent = " " * _COLUMN
+    filled = textwrap.fill(help, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    rest = filled[len(names) :] if len(names) < _COLUMN - 1 else f"\n{filled}"
+    text = Text(names + rest)
+    text.stylize("bold cyan", 0, len(names))
+    return text

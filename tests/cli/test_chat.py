@@ -1,0 +1,370 @@
+"""`metal-engine chat`: its conversation and commands, who answers, and that words stay whole."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from metal_engine.cli import chat as chat_module
+from metal_engine.cli.chat import Conversation, chat
+from metal_engine.cli.chat_answerers import AnswerError, LoadedModel, Piece, RunningServer, ServerError, served_models
+from metal_engine.cli.chat_input import PipeInput, history_path, open_input
+from metal_engine.cli.chat_output import AnswerView, WordWrapper
+from metal_engine.errors import ConfigError
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.args import ChatArgs, EngineArgs
+from tests.support.serving import MODEL, Served
+from tests.support.tiny_engine import tiny_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# --- the conversation ---
+
+
+class Scripted:
+    """Answers with what it is given; remembers what it was asked."""
+
+    name = "a script"
+
+    def __init__(self, *answers: Callable[[], Iterator[Piece]]) -> None:
+        self.asked: list[list[dict[str, str]]] = []
+        self._answers = iter(answers)
+
+    def answer(self, messages: list[dict[str, str]]) -> Generator[Piece]:
+        self.asked.append([dict(message) for message in messages])
+        yield from next(self._answers)()
+
+
+def says(*pieces: str, then: BaseException | None = None) -> Callable[[], Iterator[Piece]]:
+    def answer() -> Iterator[Piece]:
+        for i, piece in enumerate(pieces):
+            yield Piece(piece, i + 1)
+        if then is not None:
+            raise then
+
+    return answer
+
+
+def talk(text: str, *answers: Callable[[], Iterator[Piece]], system: str | None = None) -> tuple[Any, str, bool]:
+    """(whom it talked to, what was shown, whether all was answered)."""
+    model, out = Scripted(*answers), io.StringIO()
+    answered = Conversation(model, PipeInput(io.StringIO(text)), AnswerView(out), system).run()
+    return model, out.getvalue(), answered
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_a_conversation_grows(capsys: pytest.CaptureFixture[str]) -> None:
+    model, shown, answered = talk("One?\n\nTwo?\n", says("1", "."), says("2."), system="Be brief.")
+    system = {"role": "system", "content": "Be brief."}
+    assert model.asked == [[system, user("One?")], [system, user("One?"), assistant("1."), user("Two?")]]
+    assert (shown, answered) == ("1.\n2.\n", True)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "2 tokens, the first after" in first and "tokens/s]" in first
+    assert second.startswith("[1 token, the first") and "tokens/s]" in second
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    as_json, as_text = tmp_path / "talk.json", tmp_path / "talk.md"
+    lines = ["/system", "/system Be\\", "brief.", "One?", f"/save {as_json}", f"/save {as_json}", f"/save {as_text}"]
+    lines += ["/clear", "Two?", "/nothing", "/help", " /slash first", "/usr/bin?", "/exit", "Never."]
+    model, shown, _ = talk("\n".join(lines), says("1."), says("2."), says("3."), says("4."))
+    system = {"role": "system", "content": "Be\nbrief."}
+    asked = [[system, user("One?")], [system, user("Two?")]]
+    assert model.asked[:2] == asked
+    assert [messages[-1]["content"] for messages in model.asked] == ["One?", "Two?", "/slash first", "/usr/bin?"]
+    assert shown == "1.\n2.\n3.\n4.\n"
+    assert json.loads(as_json.read_text()) == [system, user("One?"), assistant("1.")]
+    assert as_text.read_text() == "## system\n\nBe\nbrief.\n\n## user\n\nOne?\n\n## assistant\n\n1.\n"
+    notes = capsys.readouterr().err
+    assert "There is no system prompt." in notes
+    assert "There is no command /nothing" in notes
+    assert "/save FILE" in notes
+
+
+def test_save_overwrites_only_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.md"
+    other.write_text("mine")
+    talk(f"/save {other}\n/save\n/save {tmp_path / 'no' / 'such'}\n")
+    assert other.read_text() == "mine"
+    there, unnamed, nowhere = capsys.readouterr().err.splitlines()
+    assert "is there already" in there and "needs the name" in unnamed and "Cannot write" in nowhere
+
+
+def test_an_interrupted_answer_stays_as_far_as_it_came() -> None:
+    model, shown, answered = talk("One?\nTwo?\n", says("On", then=KeyboardInterrupt()), says("2."))
+    assert model.asked[1] == [user("One?"), assistant("On"), user("Two?")]
+    assert (shown, answered) == ("On\n2.\n", True)
+    model, _, _ = talk("One?\nTwo?\n", says(then=KeyboardInterrupt()), says("2."))
+    assert model.asked[1] == [user("Two?")]
+
+
+def test_an_error_ends_the_answer_and_not_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    model, shown, answered = talk("One?\nTwo?\n", says("On", then=AnswerError("too long")), says("2."))
+    assert model.asked[1] == [user("Two?")]
+    assert (shown, answered) == ("On\n2.\n", False)
+    assert "too long; /clear starts over" in capsys.readouterr().err
+
+
+def test_reasoning_is_no_part_of_the_conversation() -> None:
+    def thinks() -> Iterator[Piece]:
+        yield Piece("Hm.", 1, is_reasoning=True)
+        yield Piece("1.", 2)
+
+    model, shown, _ = talk("One?\nTwo?\n", thinks, says("2."))
+    assert model.asked[1] == [user("One?"), assistant("1."), user("Two?")]
+    assert shown == "1.\n2.\n"  # a pipe gets the answers alone
+
+
+# --- input and output ---
+
+
+def test_lines_of_a_pipe() -> None:
+    source = PipeInput(io.StringIO("one\r\ntwo\\\nand three\n\nlast\\"))
+    assert [source.read() for _ in range(5)] == ["one", "two\nand three", "", "last", None]
+
+
+def wrapped(pieces: list[str], width: int) -> str:
+    out = io.StringIO()
+    wrapper = WordWrapper(out.write, lambda: width)
+    for piece in pieces:
+        wrapper.add(piece)
+    wrapper.finish()
+    return out.getvalue()
+
+
+def test_words_stay_whole() -> None:
+    assert wrapped(["The capi", "tal of Fr", "ance is", " Paris", "."], 12) == "The capital\nof France is\nParis.\n"
+    assert wrapped(["def f():\n", "    return 1\n"], 20) == "def f():\n    return 1\n"
+    assert wrapped(["abcdefghij"], 4) == "abcd\nefgh\nij\n"
+    assert wrapped(["日本語の文"], 5) == "日本\n語の\n文\n"
+    assert wrapped(["a\tb"], 20) == "a       b\n"
+    assert wrapped([], 10) == ""
+
+
+def test_a_model_has_no_power_over_the_terminal() -> None:
+    assert "\x1b" not in wrapped(["\x1b]0;title\x07 \x9b2J\rx"], 40)
+
+
+@given(st.text("ab \n日\t", max_size=60), st.lists(st.integers(0, 60), max_size=5), st.integers(4, 20))
+def test_no_line_is_too_wide_and_no_word_is_broken(text: str, cuts: list[int], width: int) -> None:
+    ends = sorted(min(cut, len(text)) for cut in cuts)
+    pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+    shown = wrapped(pieces, width)
+    assert shown == wrapped([text], width)  # wherever it is cut
+    assert all(cell_len(line.rstrip()) <= width for line in shown.split("\n"))
+    assert "".join(shown.split()) == "".join(text.split())
+    words = text.replace("日", " 日 ").split()
+    if all(len(word) <= width for word in words):
+        assert shown.replace("日", " 日 ").split() == words
+
+
+def test_the_history_is_in_the_users_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert history_path() == tmp_path / "metal-engine" / "chat_history"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert history_path() == tmp_path / ".local" / "state" / "metal-engine" / "chat_history"
+
+
+# --- who answers ---
+
+
+def test_a_server_answers(echoing: Served) -> None:
+    assert served_models(echoing.url) == {MODEL: "metal-engine"}
+    server = RunningServer(f"{echoing.url}/v1/", {"model": MODEL, "temperature": 0})
+    pieces = list(server.answer([user("Hello there.")]))
+    answer = "".join(piece.text for piece in pieces)
+    assert "Hello there." in answer
+    whole = echoing.client().chat.completions.create(model=MODEL, messages=[user("Hello there.")])  # type: ignore[list-item]
+    assert whole.usage is not None
+    assert (answer, pieces[-1].num_tokens) == (whole.choices[0].message.content, whole.usage.completion_tokens)
+    with pytest.raises(AnswerError, match="maximum context length"):
+        list(server.answer([user("x" * 20_000)]))
+    with pytest.raises(AnswerError, match="other"):
+        list(RunningServer(echoing.url, {"model": "other"}).answer([user("Hi")]))
+
+
+def test_leaving_an_answer_ends_the_request(served: Served) -> None:
+    answer = RunningServer(served.url, {"model": MODEL}).answer([user("Hi")])
+    next(answer)
+    answer.close()
+    served.settle()
+
+
+class OddServer(BaseHTTPRequestHandler):
+    """Answers every request with one text."""
+
+    body = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def odd_server() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), OddServer)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[1]", b'{"data": 5}', b'{"data": [{}]}', b"\xff"])
+def test_what_is_no_server_of_models(body: bytes, odd_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OddServer, "body", body)
+    with pytest.raises(ServerError, match="does not speak OpenAI's API"):
+        served_models(odd_server)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "ended the answer early"),
+        (b'data: {"choices": []}\n\n', "ended the answer early"),
+        (b"data: {\n\n", "no JSON"),
+        (b"data: 5\n\n", "no JSON object"),
+        (b'data: {"error": {"message": "a step\\nfailed"}}\n\n', "a step failed"),
+    ],
+)
+def test_streams_that_go_wrong(body: bytes, message: str, odd_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OddServer, "body", body)
+    with pytest.raises(AnswerError, match=message):
+        list(RunningServer(odd_server, {"model": "m"}).answer([user("Hi")]))
+
+
+def test_a_loaded_model_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from metal_engine import llm as llm_module
+
+    monkeypatch.setattr(llm_module, "build_engine", lambda args: tiny_engine())
+    with llm_module.LLM("tiny") as llm:
+        monkeypatch.setattr(llm.tokenizer, "apply_chat_template", lambda messages: [5, 6, 7])
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        pieces = list(LoadedModel(llm, params).answer([user("Hi")]))
+        expected = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0]
+        assert "".join(piece.text for piece in pieces) == expected.text
+        assert pieces[-1].num_tokens == 6
+        monkeypatch.setattr(llm.tokenizer, "apply_chat_template", lambda messages: [5] * 100_000)
+        with pytest.raises(AnswerError, match="maximum context length"):
+            list(LoadedModel(llm, params).answer([user("Hi")]))
+        assert llm.stats.num_used_blocks == 0
+
+
+class Chosen(Exception):
+    """The chat would begin, with this model or server."""
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Says whom a chat would talk to: a server's body, or the name of a model to load."""
+    from metal_engine import llm as llm_module
+
+    def loads(model: str, **_: Any) -> Any:
+        raise Chosen(model)
+
+    def talks(answerer: Any, _: ChatArgs) -> bool:
+        raise Chosen(answerer._body)
+
+    monkeypatch.setattr(llm_module, "LLM", loads)
+    monkeypatch.setattr(chat_module, "_talk", talks)
+
+    def choose(model: str, engine: dict[str, Any] | None = None, **chat_args: Any) -> Any:
+        with pytest.raises(Chosen) as chosen:
+            chat(ChatArgs(**chat_args), EngineArgs(model=model, **(engine or {})))
+        return chosen.value.args[0]
+
+    return choose
+
+
+def test_whom_a_chat_talks_to(
+    choose: Callable[..., Any], served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chat_module, "_default_url", lambda: served.url)
+    assert choose("")["model"] == MODEL
+    asked = choose(MODEL, temperature=0.5, max_tokens=9)
+    assert (asked["model"], asked["temperature"], asked["max_tokens"]) == (MODEL, 0.5, 9)
+    assert "top_p" not in asked  # the server has its own
+    assert "on http://127.0.0.1" in capsys.readouterr().err
+    assert choose("other") == "other"  # another model than the server's is loaded here
+    assert f"serves {MODEL}" in capsys.readouterr().err
+    assert choose(MODEL, {"max_num_seqs": 3}) == MODEL  # as is one with settings of its own
+    assert choose("", {"max_num_seqs": 3}, url=served.url)["model"] == MODEL
+    assert "no effect" in capsys.readouterr().err
+
+
+def test_whom_a_chat_cannot_talk_to(
+    choose: Callable[..., Any], served: Served, odd_server: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(chat_module, "_default_url", lambda: odd_server)
+    assert choose("demo") == "demo"  # something else listens there
+    monkeypatch.setattr(OddServer, "body", b'{"data": [{"id": "demo", "owned_by": "somebody"}]}')
+    assert choose("demo") == "demo"
+    assert choose("", url=odd_server)["model"] == "demo"  # with --url any server will do
+    for model, url, message in (("other", served.url, "serves .*, not other"), ("", "http://127.0.0.1:9", "no server")):
+        with pytest.raises(ConfigError, match=message):
+            chat(ChatArgs(url=url), EngineArgs(model=model))
+    with pytest.raises(ConfigError, match="name a MODEL"):
+        chat(ChatArgs(), EngineArgs(model=""))
+    for url in ("localhost:8000", "http://", "http://host:port", "http://host:99999"):
+        with pytest.raises(ConfigError, match="--url must be like"):
+            ChatArgs(url=url)
+    with pytest.raises(ConfigError, match="--api-key must be printable"):
+        ChatArgs(api_key="a\nb")
+    with pytest.raises(ConfigError, match="--top-p"):
+        chat(ChatArgs(top_p=7.0), EngineArgs(model="demo"))
+
+
+def test_a_pipe_is_read_and_written(echoing: Served) -> None:
+    """Bytes that are no UTF-8 included; the notes are no part of the output."""
+    command = [sys.executable, "-m", "metal_engine", "chat", "--url", echoing.url]
+    text = b"One.\\\nTwo.\n/clear\n\xff Hi\n"
+    done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.decode().splitlines()
+    assert any("One." in line for line in lines) and any("Two." in line for line in lines)
+    assert "Hi" in lines[-1]
+    assert f"Talking to {MODEL} on {echoing.url}" in done.stderr.decode()
+    assert done.stderr.decode().count("tokens/s]") == 2
+    assert not any(module in done.stderr.decode() for module in ("Traceback", "Warning"))
+
+
+def test_an_input_that_is_no_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"Hi\n")
+    os.close(writing)
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, fileno=stdin.fileno))
+        source = open_input(tmp_path / "history")
+        assert (source.read(), source.read()) == ("Hi", None)
+    assert not (tmp_path / "history").exists()
