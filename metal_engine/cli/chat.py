@@ -55,7 +55,8 @@ def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
         return _talk(server, chat_args)
     if not args.model:
         raise ConfigError(None, f"{NO_MODEL}; no server answers at {_default_url()} (--url names another)")
-    _note(f"Loading {args.model} into this process ...")
+    if sys.stderr.isatty():  # elsewhere, an error is the only line
+        _note(f"Loading {args.model} into this process ...")
     from metal_engine.llm import LLM
     from metal_engine.sampling_params import SamplingParams
 
