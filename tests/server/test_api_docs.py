@@ -1,52 +1,54 @@
-"""docs/api.md is true: its commands print what it says, its endpoints are the server's."""
+"""docs/api.md is true: its commands print what it says with the demo model, its endpoints are the server's."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 
+from metal_engine.build import build_engine
+from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.server.pooling.protocol import EmbeddingBody, RerankBody, ScoreBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
+from metal_engine.settings.args import EngineArgs
 from tests.cli.test_docs import as_pattern, commands
 from tests.support.serving import Served, serve
-from tests.support.splitting import answer_format
-from tools.fixtures.fake_engine import EOS, TOOL_TEMPLATE, byte_ids, fake_config, tiny_tokenizer
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
-CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
 
 
-def answer(tokens: list[int], num_prompt_tokens: int) -> int:
-    """A call if the prompt has a tool, else the capital."""
-    has_tool = b'"parameters"' in bytes(token for token in tokens[:num_prompt_tokens] if token < 256)
-    text = byte_ids(CALL if has_tool else "Paris.")
-    at = len(tokens) - num_prompt_tokens
-    return text[at] if at < len(text) else EOS
+@pytest.fixture(scope="module")
+def demo_server(demo_path: Path) -> Iterator[Served]:
+    """A server on the demo model, with small steps and caches, which an engine clears and tries when it starts."""
+    args = EngineArgs(model="demo", max_num_batched_tokens=128, max_num_seqs=8, num_gpu_blocks_override=256)
+    engine = AsyncEngine(lambda: build_engine(args))
+    engine.start()
+    with serve(engine=engine, names=("demo",)) as served:
+        yield served
 
 
 def run(served: Served, command: str) -> str:
     command = command.replace("http://127.0.0.1:8000", served.url)
-    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600, check=True).stdout
 
 
-def test_the_commands_print_what_the_page_says() -> None:
-    config = fake_config(max_model_len=2048, num_blocks=1024)
-    tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
+def test_the_commands_print_what_the_page_says(demo_server: Served) -> None:
     num_commands = 0
-    with serve(
-        answer, config=config, tokenizer=tokenizer, names=("demo",), answer_format=answer_format("json_tools")
-    ) as served:
-        for block in re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL):
-            for command, expected in commands(block):
-                printed = run(served, command)
-                assert as_pattern(expected).search(printed), f"$ {command}\n{printed}\nexpected:\n{expected}"
-                num_commands += 1
-        paths = httpx.get(served.url + "/openapi.json").json()["paths"]
-        served.settle()
+    for block in re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL):
+        for command, expected in commands(block):
+            printed = run(demo_server, command)
+            assert as_pattern(expected).search(printed), f"$ {command}\n{printed}\nexpected:\n{expected}"
+            num_commands += 1
+    demo_server.settle()
     assert num_commands >= 9
+
+
+def test_every_endpoint_is_on_the_page(demo_server: Served) -> None:
+    paths = httpx.get(demo_server.url + "/openapi.json").json()["paths"]
     section = TEXT[TEXT.index("## Endpoints") : TEXT.index("### Streams")]
     documented = set(re.findall(r"(/[\w/{}]+)", section)) - {"/docs", "/openapi", "/json"}
     served_paths = {re.sub(r"{\w+(:path)?}", "{id}", path) for path in paths}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, MutableMapping
 from typing import Any
 
 from fastapi import Request
@@ -54,6 +54,17 @@ def _refuse_constant(name: str) -> Any:
     raise _bad(f"is not valid JSON: {name} is no JSON number")
 
 
+def _typed(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A request to Ollama's API with a JSON type, if it has none: Ollama asks for none, and LiteLLM sends none.
+
+    A browser can send a body without a type across origins, but not without its ``Origin``.
+    """
+    names = {name for name, _ in scope["headers"]}
+    if not scope["path"].startswith("/api/") or names & {b"content-type", b"origin"}:
+        return scope
+    return {**scope, "headers": [*scope["headers"], (b"content-type", b"application/json")]}
+
+
 class _StrictRequest(Request):
     """A request that reads its body with :func:`loads`.
 
@@ -62,7 +73,7 @@ class _StrictRequest(Request):
     """
 
     def __init__(self, request: Request, model: type[BaseModel] | None) -> None:
-        super().__init__(request.scope, request.receive)
+        super().__init__(_typed(request.scope), request.receive)
         self._model = model
 
     async def json(self) -> Any:

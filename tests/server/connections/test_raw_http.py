@@ -127,6 +127,7 @@ BODIES = {
     "/v1/messages/count_tokens": b'{"model": "org/fake-model", "messages": [{"role": "user", "content": "a"}]}',
     "/tokenize": b'{"prompt": "a"}',
     "/detokenize": b'{"tokens": [97]}',
+    "/api/generate": b'{"prompt": "a", "stream": false}',
 }
 
 

@@ -1,0 +1,83 @@
+"""tools.clients: what its scripts report is what its table says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.clients import run
+from tools.clients.groups import CLIENTS, TRIES
+
+SCRIPT = """\
+import os, sys
+sys.path.insert(0, {tries!r})
+from tried import MODEL, URL, expect, expect_paris, try_all
+
+def works():
+    expect(URL == "http://127.0.0.1:9" and MODEL == "demo", (URL, MODEL))
+    expect_paris("Paris.")
+
+def sees_no_keys():
+    expect("OPENAI_API_KEY" not in os.environ and "HTTP_PROXY" not in os.environ, sorted(os.environ))
+
+def fails():
+    expect_paris("Rome | Milan")
+
+def raises():
+    return {{}}["a"]
+
+print("what a client prints")
+try_all(works, sees_no_keys, fails, raises)
+{end}
+"""
+
+
+def attempts(folder: Path, end: str = "") -> dict[str, str | None]:
+    script = folder / "try_it.py"
+    script.write_text(SCRIPT.format(tries=str(TRIES), end=end))
+    return {one.what: one.error for one in run.attempts_of(Path(sys.executable), script, "http://127.0.0.1:9", "demo")}
+
+
+def test_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "a secret")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    assert attempts(tmp_path) == {
+        "works": None,
+        "sees no keys": None,
+        "fails": "AssertionError: got 'Rome | Milan'",
+        "raises": "KeyError: 'a'",
+    }
+
+
+def test_a_script_that_dies_has_failed(tmp_path: Path) -> None:
+    found = attempts(tmp_path, end="raise SystemExit('gone')")
+    assert found.pop("the script") == "exit status 1: gone"
+    assert len(found) == 4
+
+
+def test_table() -> None:
+    tried = (run.Attempt("chat", None), run.Attempt("tools", None), run.Attempt("embeddings", "Error: a\n| b"))
+    text = run.table([run.Result("one", "one-package", "1.2", tried)])
+    assert text.splitlines()[-1] == "| one | one-package 1.2 | chat, tools | embeddings: Error: a \\| b |"
+    page = f"before\n{run.BEGIN}old\n{run.END}after\n"
+    assert run.with_table(page, text) == f"before\n{run.BEGIN}{text}\n{run.END}after\n"
+
+
+def test_a_client_that_cannot_be_installed_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(client: object, venvs: Path) -> None:
+        raise run.subprocess.CalledProcessError(1, "pip", stderr="a warning\nERROR: no such package\n")
+
+    monkeypatch.setattr(run, "install", install)
+    result = run.try_client(CLIENTS["openai"], tmp_path, "http://127.0.0.1:9", "demo")
+    assert result.attempts == (run.Attempt("installing", "ERROR: no such package"),)
+
+
+def test_unknown_names_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run", "--venvs", str(tmp_path), "opneai"])
+    with pytest.raises(SystemExit):
+        run.main()
+    assert "unknown: opneai" in capsys.readouterr().err
