@@ -33,6 +33,7 @@ from metal_engine.checkpoints.look import (
     remote_facts,
 )
 from metal_engine.checkpoints.names import DEMO_MODEL, HubName, is_local, parse_hub_name
+from metal_engine.checkpoints.pooling import check_causal
 from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
@@ -158,6 +159,7 @@ def refuse_what_cannot_run(repo: HubRepo, args: EngineArgs, device: DeviceInfo, 
         ConfigError: a setting does not fit it.
     """
     config = read_remote_config(repo)
+    check_causal(config, args.model)
     check_architecture(config, args)
     estimate = estimated_facts(repo, config, args, device)
     if estimate.weight_bytes > 2 * device.memory_bytes:

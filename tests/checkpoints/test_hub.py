@@ -202,6 +202,7 @@ def test_what_cannot_run_is_refused_for_little(tmp_path: Path) -> None:
         "org/other": other,
         "org/gguf": gguf,
         "org/code": write_repo(tmp_path / "code", {**BIG_LLAMA, "model_file": "own.py"}, model=SMALL_TENSORS),
+        "org/both": write_repo(tmp_path / "both", {**BIG_LLAMA, "is_causal": False}, model=SMALL_TENSORS),
         "org/mamba": write_repo(tmp_path / "mamba", mamba, model=SMALL_TENSORS),
         "org/llama": write_repo(tmp_path / "llama", BIG_LLAMA, model=SMALL_TENSORS),
     }
@@ -221,6 +222,7 @@ def test_what_cannot_run_is_refused_for_little(tmp_path: Path) -> None:
         ({"model": "org/gguf:q2_k"}, ["one of 2 parts"]),
         ({"model": "org/llama:Q4_K_M"}, ["no GGUF files"]),
         ({"model": "org/code"}, ["code of its own (own.py)", "--trust-remote-code"]),
+        ({"model": "org/both"}, ["org/both is a bidirectional model"]),
         ({"model": "org/mamba"}, ["architecture mamba) cannot run here: it keeps recurrent state"]),
         (
             {"model": "org/llama", "kv_cache_memory_bytes": 1000, **mac},
