@@ -50,9 +50,7 @@ class BenchServeArgs(WorkloadArgs):
 
     base_url: str = setting("http://127.0.0.1:8000", "Address of the server; any that speaks OpenAI's API.")
     endpoint: str = setting(
-        "completions",
-        "Where to send requests: completions, chat or embeddings (each below /v1/).",
-        choices=ENDPOINTS,
+        "completions", "Where to send requests: completions, chat or embeddings (each below /v1/).", choices=ENDPOINTS
     )
     model: str | None = setting(None, "Model to ask for. Default: the first that the server lists.")
     tokenizer: str | None = setting(
