@@ -88,6 +88,8 @@ class StructuredOutputsParams:
         grammar: a context-free grammar, in Lark's or GBNF's syntax.
         disable_any_whitespace: JSON without white space between its tokens.
         whitespace_pattern: a regular expression for the white space between JSON's tokens.
+        strict: of a JSON schema: its objects have no other properties than those that they name, even where they name
+            none. Without it, that goes for objects with ``properties``. Either way, ``additionalProperties`` wins.
 
     Raises:
         ParameterError: none or several are given, or one is no grammar by its type or size.
@@ -100,6 +102,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    strict: bool = False
 
     def __post_init__(self) -> None:
         if self.choice is not None:
@@ -113,7 +116,7 @@ class StructuredOutputsParams:
             raise ParameterError("structured_outputs", message)
         for name in ("regex", "grammar", "whitespace_pattern"):
             _check_type(f"structured_outputs.{name}", getattr(self, name), str | None, "a string")
-        for name in ("json_object", "disable_any_whitespace"):
+        for name in ("json_object", "disable_any_whitespace", "strict"):
             _check_type(f"structured_outputs.{name}", getattr(self, name), bool | None, "true or false")
         schema_types = str | Mapping | bool | None
         _check_type("structured_outputs.json", self.json, schema_types, "a JSON schema (an object)")

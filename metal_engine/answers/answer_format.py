@@ -47,6 +47,7 @@ class AnswerFormat:
         reasoning: None if the model does not reason, or if reasoning is to be left in the text.
         special: whether marks are special tokens. Text without special tokens would lack them.
         harmony: whether the format is gpt-oss's (:mod:`metal_engine.answers.harmony`).
+        finds_calls: whether calls are looked for at all; False where the settings say that they stay text.
     """
 
     tool: ToolParser | None = None
@@ -54,6 +55,7 @@ class AnswerFormat:
     reasoning: ReasoningMarks | None = None
     special: bool = False
     harmony: bool = False
+    finds_calls: bool = True
 
 
 def begins_in_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bool) -> bool:

@@ -11,6 +11,7 @@ from metal_engine.answers.forced_calls import ForcedCallSplitter
 from metal_engine.answers.harmony import HarmonySplitter
 from metal_engine.answers.mark_splitter import MarkSplitter
 from metal_engine.answers.splitter import Splitter
+from metal_engine.answers.told_tools import told_format
 from metal_engine.answers.tool_plan import ToolPlan
 
 # Tokens at the end of a prompt that tell whether its template has begun the reasoning.
@@ -92,6 +93,8 @@ class ChatAnswers:
             decode: makes text of tokens, special ones included.
             continues: whether the prompt ends within the assistant's own message.
         """
+        if plan.told:
+            answer_format = told_format(answer_format)
         marks = answer_format.reasoning
         if marks is None:
             return cls(answer_format, plan)

@@ -11,6 +11,7 @@ from metal_engine.answers.deltas import AnswerDelta, ArgumentsDelta, CallStart, 
 from metal_engine.answers.json_reader import JSONObjectReader
 from metal_engine.answers.splitter import Splitter
 from metal_engine.errors import ParameterError
+from metal_engine.json_schemas.closed import closed
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,13 @@ def _parameters(i: int, tool: dict[str, Any]) -> Schema:
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise ParameterError(f"tools[{i}].function.parameters", "must be the schema of an object")
-    return {**schema, "type": "object"}
+    schema = {**schema, "type": "object"}
+    if tool["function"].get("strict") is not True:
+        return schema  # closed with the others, as far as all schemas are
+    try:
+        return closed(schema, strict=True)
+    except (ValueError, RecursionError) as error:
+        raise ParameterError(f"tools[{i}].function.parameters", str(error)) from error
 
 
 def _moved(schema: Any, root: str) -> Any:

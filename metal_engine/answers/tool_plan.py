@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.answer_format import AnswerFormat, ToolParser
 from metal_engine.answers.forced_calls import forced_schema
+from metal_engine.answers.told_tools import forced_instructions, instructions
 from metal_engine.errors import ParameterError, short
 
 Tool = dict[str, Any]
@@ -25,6 +25,7 @@ class ToolPlan:
         forced: whether the answer is tool calls and nothing else.
         name: the one tool that must be called.
         parallel: whether there may be several calls.
+        parser: of the model's own format of calls, if it has one.
     """
 
     shown: list[Tool] = field(default_factory=list)
@@ -33,6 +34,7 @@ class ToolPlan:
     forced: bool = False
     name: str | None = None
     parallel: bool = True
+    parser: ToolParser | None = None
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -44,10 +46,7 @@ class ToolPlan:
         """What the model is told of tools that its chat template does not take."""
         if not self.told:
             return None
-        functions = json.dumps([tool["function"] for tool in self.told], ensure_ascii=False)
-        if self.name is not None:
-            return f"Answer with the parameters of a call of the function {self.name}, as JSON. Functions: {functions}"
-        return f"Answer with a JSON list of function calls, each with name and parameters. Functions: {functions}"
+        return forced_instructions(self.told, self.name) if self.forced else instructions(self.told, self.parser)
 
 
 NO_TOOLS = ToolPlan()
@@ -89,11 +88,10 @@ def plan_tools(
             raise ParameterError("tool_choice", f"names {short(name)}, which is not among the tools")
         shown, told = (listed, []) if template_takes_tools else ([], listed)
         return ToolPlan(shown=shown, told=told, forced=True, name=name, parallel=parallel)
-    if not template_takes_tools:
-        problem = "are not taken by the model's chat template: it calls some only if tool_choice asks for it"
-        raise ParameterError("tools", problem)
     if not auto_tool_choice:
         raise ParameterError("tool_choice", '"auto" is off on this server (--enable-auto-tool-choice)')
+    if not template_takes_tools and answer_format.finds_calls:
+        return ToolPlan(told=listed, parsed=listed, parallel=parallel, parser=answer_format.tool)
     if answer_format.tool is None:
         problem = "need a model whose format of tool calls is known; start the server with --tool-call-parser"
         raise ParameterError("tools", problem)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from metal_engine.answers import harmony
 from metal_engine.answers.answer_format import AnswerFormat, ReasoningMarks
+from metal_engine.answers.told_tools import JSON_CALL_HEAD
 from metal_engine.errors import ConfigError, short
 from metal_engine.settings.format_names import (
     HARMONY_PARSERS,
@@ -24,12 +25,7 @@ from metal_engine.settings.format_names import (
 
 # For mlx-lm's parsers that take the arguments as a JSON object, which can be passed on as the model writes it: what
 # a call begins with, up to its arguments.
-_CALL_HEADS = {
-    "json_tools": re.compile(
-        r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
-    ),
-    "mistral": re.compile(r"\s*(?P<name>[\w-]{1,256})\s*\[ARGS\]\s*(?=\{)"),
-}
+_CALL_HEADS = {"json_tools": JSON_CALL_HEAD, "mistral": re.compile(r"\s*(?P<name>[\w-]{1,256})\s*\[ARGS\]\s*(?=\{)")}
 
 
 def find_answer_format(
@@ -62,6 +58,7 @@ def find_answer_format(
         call_head=None if name is None else _CALL_HEADS.get(name),
         reasoning=None if marks is None else ReasoningMarks(*marks),
         special=_any_special(tokenizer, texts),
+        finds_calls=tool_call_parser != "none",
     )
 
 

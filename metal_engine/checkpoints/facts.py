@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from metal_engine.checkpoints.checkpoint import StoredTensor, check_num_layers, weight_bytes
+from metal_engine.checkpoints.gguf.config import default_dtype
 from metal_engine.checkpoints.gguf.header import GgufHeader
-from metal_engine.checkpoints.gguf.weights import KEPT_BITS
+from metal_engine.checkpoints.gguf.weights import loaded_bytes
 from metal_engine.errors import ModelLoadError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
@@ -80,13 +81,9 @@ def facts_by_size(config: dict[str, Any], stored: int, args: EngineArgs, device:
 
 def gguf_facts(header: GgufHeader, config: dict[str, Any], args: EngineArgs, device: DeviceInfo) -> CheckpointFacts:
     """The facts of a GGUF file: on a CPU all of it is dequantized, elsewhere what MLX has no kernels for."""
-    dtype = _dtype(args, device, "float16")
-    full, num_bytes = _DTYPE_BYTES[dtype], 0
-    for tensor in header.tensors.values():
-        kept = device.kind != "cpu" and tensor.type in KEPT_BITS
-        # MLX keeps a scale and a bias for each 32 weights.
-        bits = KEPT_BITS[tensor.type] + full * 8 * 2 / 32 if kept else full * 8
-        num_bytes += int(math.prod(tensor.shape) * bits / 8)
+    dtype = _dtype(args, device, default_dtype(header))
+    dequantize = device.kind == "cpu"
+    num_bytes = sum(loaded_bytes(tensor, _DTYPE_BYTES[dtype], dequantize) for tensor in header.tensors.values())
     num_params = sum(math.prod(tensor.shape) for tensor in header.tensors.values())
     return CheckpointFacts(config, num_bytes, num_params, dtype)
 

@@ -22,8 +22,9 @@ from metal_engine.checkpoints.demo import DEFAULT_SAMPLING
 from metal_engine.checkpoints.facts import Check, CheckpointFacts, check_memory, gguf_facts, safetensors_facts
 from metal_engine.checkpoints.files import check_small_files
 from metal_engine.checkpoints.find import FoundModel, check_architecture, find_model
+from metal_engine.checkpoints.gguf.config import gguf_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
-from metal_engine.checkpoints.gguf.model import gguf_config, load_gguf_model
+from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.checkpoints.headless import EmbeddingWeights
 from metal_engine.checkpoints.hub import fetch_tokenizer
@@ -131,7 +132,7 @@ def _load_gguf(
     check_memory(facts, args, device)
     check(facts)
     _announce(found, facts)
-    model, config = load_gguf_model(found.path, dtype=dtype or mx.float16, dequantize=device.kind == "cpu")
+    model, config = load_gguf_model(found.path, dtype or _DTYPES[facts.dtype], dequantize=device.kind == "cpu")
     tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(found.path)
     own_generation_config: dict[str, Any] | None = DEFAULT_SAMPLING if args.model == DEMO_MODEL else None
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))

@@ -9,6 +9,7 @@ import typer
 from metal_engine import __version__
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
 from metal_engine.cli import models
+from metal_engine.cli.launch import launch
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import MODEL_HELP, command
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
@@ -114,6 +115,9 @@ def doctor(
     print("\nNothing is wrong." if healthy else "\nSomething is wrong: see the lines that say FAIL.")
     if not healthy:
         raise typer.Exit(1)
+
+
+app.command()(launch)
 
 
 def _print_version(wanted: bool) -> None:

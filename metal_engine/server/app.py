@@ -31,7 +31,7 @@ from metal_engine.server.status.metrics import ServerMetrics
 from metal_engine.server.status.routes import add_model_routes, add_pages, add_status_routes
 from metal_engine.server.tokenization import add_tokenization_routes
 from metal_engine.server.workers import Workers
-from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.args import ANY_NAME, ServerArgs
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
 
@@ -42,7 +42,8 @@ def create_app(
     """The application for an engine that has been started; whoever started it also shuts it down.
 
     Args:
-        names: what the model is called in the API; answers carry the first.
+        names: what the model is called in the API; answers carry the first. ``*`` stands for any other name; alone,
+            it leaves the model its own.
         args: of which the application takes those that are about requests.
         answer_format: how the model writes tool calls and reasoning; without it, answers are plain text.
     """
@@ -59,14 +60,16 @@ def create_app(
     app.router.route_class = StrictJSONRoute
     install_error_handlers(app)
     workers = app.state.workers = Workers()
+    own_names = tuple(name for name in names if name != ANY_NAME) or (engine.config.model.name,)
     served = ServedModel(
         engine,
-        tuple(names),
+        own_names,
         ParameterPolicy(strict=args.strict_params),
         answer_format or AnswerFormat(),
         Admission(engine, args.max_num_queued_reqs, args.max_num_queued_tokens, args.request_timeout),
         workers,
         auto_tool_choice=args.enable_auto_tool_choice,
+        any_name=ANY_NAME in names,
     )
     lifecycle = app.state.lifecycle = Lifecycle(engine, workers)
     metrics = ServerMetrics(engine, served.names[0])

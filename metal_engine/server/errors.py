@@ -90,9 +90,12 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
 _MAX_NAME = 200
 
 
-def model_not_found(model: str) -> APIError:
+def model_not_found(model: str, served: Sequence[str]) -> APIError:
+    """A 404 for a model that is none of those served, which it names."""
     shown = model[:_MAX_NAME] + "..." * (len(model) > _MAX_NAME)
-    return APIError(404, f"The model `{shown}` does not exist.", param="model", code="model_not_found")
+    there = ", ".join(f"`{name}`" for name in served)
+    message = f"The model `{shown}` does not exist. This server has {there}."
+    return APIError(404, message, param="model", code="model_not_found")
 
 
 SHUTTING_DOWN = "shutting_down"

@@ -24,6 +24,8 @@ MAX_NUM_SEQS = 65_536
 
 GIB = 1 << 30
 
+# Among the names that a model is served by: every other name.
+ANY_NAME = "*"
 # Headings in `--help` and in docs/cli.md, below which the settings stand.
 MODEL, MEMORY, SCHEDULING, KV_TRANSFER = "Model", "Memory", "Scheduling", "KV transfer"
 SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "Server", "Security", "Limits", "Answers", "Logging"
@@ -180,7 +182,8 @@ class ServerArgs(Settings):
     uds: str | None = setting(None, "Unix domain socket to listen on instead of --host and --port.", group=SERVER)
     served_model_name: tuple[str, ...] = setting(
         (),
-        "Name of the model in the API, instead of MODEL. Repeat the flag for several; answers carry the first.",
+        "Name of the model in the API, instead of MODEL; * takes any name. Repeat the flag for several; answers carry "
+        "the first.",
         group=SERVER,
     )
     api_key: tuple[str, ...] = setting(

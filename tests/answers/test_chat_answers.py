@@ -155,7 +155,6 @@ def test_choices_that_do_not_fit() -> None:
         ([], "required", {}, "tool_choice"),
         (twice, "auto", {}, "tools"),
         (TOOLS, "required", {"name": "other"}, "tool_choice"),
-        (TOOLS, None, {"template_takes_tools": False}, "tools"),
         (TOOLS, "auto", {"auto_tool_choice": False}, "tool_choice"),
     ]:
         given_settings = {"template_takes_tools": True, "auto_tool_choice": True, **more}
@@ -163,6 +162,9 @@ def test_choices_that_do_not_fit() -> None:
             plan_tools(tools, choice, known, **given_settings)  # type: ignore[arg-type]
         assert caught.value.name == name
     assert plan_tools(TOOLS, "none", known, template_takes_tools=True, auto_tool_choice=True) == NO_TOOLS
+    left_as_text = AnswerFormat(finds_calls=False)
+    with pytest.raises(ParameterError, match="--tool-call-parser"):
+        plan_tools(TOOLS, "auto", left_as_text, template_takes_tools=False, auto_tool_choice=True)
 
 
 def test_where_a_prompt_ends() -> None:

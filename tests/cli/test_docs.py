@@ -211,6 +211,7 @@ def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
         ("show", ()),
         ("rm", ()),
         ("doctor", ()),
+        ("launch", ()),
         ("bench serve", (BenchServeArgs,)),
         ("bench throughput", (BenchThroughputArgs, EngineArgs)),
         ("bench latency", (BenchLatencyArgs, EngineArgs)),

@@ -324,3 +324,18 @@ def test_harness_notices(corrupt: Callable[[SchedulerOutput], bool], depth: int)
     with pytest.raises(AssertionError) as caught:
         _run_workload(corrupt, depth)
     assert "nothing was corrupted" not in str(caught.value)
+
+
+def test_what_a_void_step_was_to_pool_is_pooled_later() -> None:
+    harness = SchedulerHarness(
+        SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_model_len=100),
+        CacheConfig(block_size=4, num_blocks=40),
+        depth=2,
+    )
+    harness.submit("chat", make_prompt(0, 6), 8)
+    harness.schedule()
+    harness.submit("pooled", make_prompt(1, 9), 1, pooling_type="MEAN")
+    assert harness.schedule().pooled_req_ids == ["pooled"]
+    harness.fail_oldest()
+    harness.drain()
+    assert harness.tracked["pooled"].finish_reason == "stop"

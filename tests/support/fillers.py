@@ -123,7 +123,10 @@ SHAPES: dict[str, tuple[Endpoint, Callable[[int], bytes]]] = {
         CHAT,
         lambda size: with_fields(CHAT, stream=True, stream_options=json.loads(names(size))),
     ),
-    "unknown options": (OLLAMA_CHAT, lambda size: with_fields(OLLAMA_CHAT, options=json.loads(names(size)))),
+    "unknown options": (
+        OLLAMA_CHAT,
+        lambda size: with_fields(OLLAMA_CHAT, options={**json.loads(names(size)), "num_predict": 2}),
+    ),
     "allowed tokens and n": (
         COMPLETIONS,
         lambda size: with_fields(COMPLETIONS, n=128, temperature=1, max_tokens=1, allowed_token_ids=[7] * (size // 3)),

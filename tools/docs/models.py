@@ -38,8 +38,8 @@ quantized weights included), or a `.gguf` file:
 - **Weights**: safetensors in one file or several, from Hugging Face or mlx-lm, with tied or untied heads, and mlx-lm's
   quantized ones (4, 6, 8 bits, mixed). A CPU gets them dequantized to float32; on Metal they stay as they are
   (`--dtype` converts).
-- **GGUF**: llama, qwen2 and qwen3 in F32, F16, BF16 and the quantized types that `gguf` can dequantize. Q4_0, Q4_1 and
-  Q8_0 stay quantized on Metal.
+- **GGUF**: the [architectures below](#gguf-files) in F32, F16, BF16 and the quantized types that `gguf` can dequantize.
+  On Metal Q4_0, Q4_1, Q4_K, Q8_0 and MXFP4 stay quantized; other types take the memory of 16-bit weights.
 - **Tokenizer**: the checkpoint's own, or the one in the directory or repository that `--tokenizer` names. It must be a
   fast one. The chat template is `chat_template.jinja`, the one in `tokenizer_config.json` (of several named ones
   `default`), or `chat_template.json`.
@@ -100,17 +100,64 @@ _UNSUPPORTED = """
 _TAIL = """
 Other architectures of mlx-lm may run too: the check at load decides. A paged cache holds keys and values of every
 token; a model that keeps anything else has nowhere to keep it.
+
+## GGUF files
+
+What a GGUF file says in `general.architecture` decides. These run, each in files as llama.cpp's converter writes them:
+
+| architecture | models | as mlx-lm's | notes |
+| --- | --- | --- | --- |
+{gguf}
+Tests compare the logits of tiny files of each with llama.cpp's own, and what the engine generates with mlx-lm on the
+Hugging Face checkpoint that they were converted from.
+
+- **Refused**, in one line and before any weight is read: other architectures (`mistral3`, `gemma4`, `llama4`), a file
+  that lacks a value or a tensor, tensors of other shapes than the metadata say, a variant that mlx-lm does not compute
+  (RoPE scaling of the kinds with experts, Olmo 3), one part of a split file.
+- **Windows**: of gemma3 and gpt-oss. gemma2, phi3 and the first Mistral attend to everything, as with mlx-lm.
+- **Weights** that do not stay quantized become float16, those of gemma2, gemma3 and gpt-oss bfloat16: their activations
+  can leave float16's range. `--dtype` says otherwise. Q5 and Q6 types take three times their size then.
+- **Tokenizer**: SentencePiece (`llama`), or byte-level BPE (`gpt2`) with one of the splits {splits}. Another split is
+  refused: it would give other tokens. `--tokenizer` takes one from elsewhere.
+- **Ends** of an answer are the tokens that the file names, and the usual ends of a turn among its control tokens.
 """
+# Names that users know; the rest of the table is the code's own.
+_GGUF_MODELS = {
+    "llama": ("Llama, Mistral, Mixtral, SmolLM2", "with experts as `mixtral`"),
+    "qwen2": ("Qwen2, Qwen2.5", ""),
+    "qwen3": ("Qwen3", ""),
+    "qwen2moe": ("Qwen1.5-MoE, Qwen2-57B-A14B", "with the shared expert"),
+    "qwen3moe": ("Qwen3-30B-A3B", ""),
+    "gemma2": ("Gemma 2", ""),
+    "gemma3": ("Gemma 3, the text model", "windows"),
+    "phi3": ("Phi-3, Phi-3.5, Phi-4", "LongRoPE with the long factors at every length, as mlx-lm"),
+    "gpt-oss": ("gpt-oss", "windows, sinks; MXFP4 stays as it is"),
+    "granite": ("Granite 3", ""),
+    "olmo2": ("OLMo 2", ""),
+    "smollm3": ("SmolLM3", ""),
+}
 
 
 def models_doc() -> str:
     """The text of docs/models.md."""
+    from metal_engine.checkpoints.gguf.tokenizer import PRE_TOKENIZERS
     from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED
 
     rows = [f"| `{name}` | {_attention(name)} | {_layers(name)} |" for name in sorted(SUPPORTED, key=str.lower)]
     refused = [f"| `{name}` | {_refusal(name)} |" for name in sorted(UNSUPPORTED)]
     supported = _SUPPORTED.format(count=len(SUPPORTED))
-    return _HEAD + supported + "\n".join(rows) + "\n" + _UNSUPPORTED + "\n".join(refused) + "\n" + _TAIL
+    tail = _TAIL.format(gguf=_gguf_table(), splits=", ".join(f"`{name}`" for name in PRE_TOKENIZERS))
+    return _HEAD + supported + "\n".join(rows) + "\n" + _UNSUPPORTED + "\n".join(refused) + "\n" + tail
+
+
+def _gguf_table() -> str:
+    from metal_engine.checkpoints.gguf.architectures import ARCHITECTURES
+
+    rows = []
+    for name, architecture in ARCHITECTURES.items():
+        models, notes = _GGUF_MODELS[name]
+        rows.append(f"| `{name}` | {models} | `{architecture.model_type}` | {notes} |\n")
+    return "".join(rows)
 
 
 def _attention(model_type: str) -> str:

@@ -89,6 +89,34 @@ class GgufHeader:
         except KeyError:
             raise ModelLoadError(f"{self.path.name} has no {key}: not a complete model") from None
 
+    def value(self, key: str, default: Any = None) -> Any:
+        """A metadata value of the architecture, e.g. ``context_length`` for ``llama.context_length``."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def require_value(self, key: str) -> Any:
+        """As :meth:`value`, of one that the file must have.
+
+        Raises:
+            ModelLoadError: it has not.
+        """
+        return self.require(f"{self.architecture}.{key}")
+
+    @property
+    def num_layers(self) -> int:
+        layers: int = self.require_value("block_count")
+        return layers
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries and keys; where the file does not say, heads share the hidden size."""
+        shared = self.require_value("embedding_length") // self.require_value("attention.head_count")
+        size: int = self.value("attention.key_length", shared)
+        return size
+
+    @property
+    def rope_theta(self) -> float:
+        return float(self.value("rope.freq_base", 10000.0))
+
     def rows(self, name: str) -> np.ndarray:
         """The bytes of a tensor, not copied: uint8 [rows, bytes_per_row] (one row for a vector)."""
         tensor = self.tensors[name]

@@ -1,46 +1,30 @@
 """GGUF checkpoints as mlx-lm models.
 
-Three architectures: llama (also Mistral, SmolLM2 and others that convert to it), qwen2 and qwen3. Their
-metadata becomes the configuration a Hugging Face checkpoint would have, their tensors mlx-lm's parameters.
+Their metadata becomes the configuration a Hugging Face checkpoint would have (``config.py``), their tensors mlx-lm's
+parameters (``architectures.py`` says which).
 """
 
 from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
+from metal_engine.checkpoints.gguf.architectures import Architecture, find_architecture
+from metal_engine.checkpoints.gguf.config import LONGROPE_FACTORS, ROPE_FREQS, gguf_config
 from metal_engine.checkpoints.gguf.header import GgufHeader, read_gguf_header
-from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids
-from metal_engine.checkpoints.gguf.weights import GROUP_SIZE, QuantizedTensor, load_tensor
+from metal_engine.checkpoints.gguf.weights import QuantizedTensor, load_tensor
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, short
 
-# mlx-lm's modules carry the same names. llama files interleave the rows of q and k (see gguf_config).
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_INTERLEAVED_ROPE = ("llama",)
-
-_MODULES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_ROPE_FACTORS = "rope_freqs.weight"
-_TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
+_TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
+# Tensors whose rows the converter interleaves, and where their number of heads is.
+_ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
 def load_gguf_model(path: str | Path, dtype: mx.Dtype, dequantize: bool) -> tuple[nn.Module, dict[str, Any]]:
@@ -49,7 +33,7 @@ def load_gguf_model(path: str | Path, dtype: mx.Dtype, dequantize: bool) -> tupl
     Args:
         path: a GGUF file.
         dtype: float32, float16 or bfloat16; of all weights, or of the scales of those that stay quantized.
-        dequantize: whether Q4_0, Q4_1 and Q8_0 matrices are dequantized; other quantized types always are.
+        dequantize: whether types that MLX has too (``weights.KEPT``) are dequantized; others always are.
 
     Returns:
         The mlx-lm model, its parameters evaluated, and the configuration it was built from.
@@ -59,151 +43,137 @@ def load_gguf_model(path: str | Path, dtype: mx.Dtype, dequantize: bool) -> tupl
         ModelLoadError: the file cannot be read, or its tensors are not those of the architecture.
     """
     header = read_gguf_header(path)
+    architecture = find_architecture(header)
     config = gguf_config(header)
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    if config["tie_word_embeddings"] and config["model_type"] == "gemma3_text":
+        model.sanitize({})  # this one takes its head away when it sees the weights
     weights: dict[str, mx.array] = {}
-    kept: dict[str, int] = {}  # module path -> bits
-    for name in header.tensors:
-        if name == _ROPE_FACTORS:
-            continue
-        parameter = _parameter_name(header, name)
-        tensor = load_tensor(header, name, dtype, dequantize)
-        if isinstance(tensor, QuantizedTensor):
-            module = parameter.removesuffix(".weight")
-            kept[module] = tensor.bits
-            weights[f"{module}.scales"], weights[f"{module}.biases"] = tensor.scales, tensor.biases
-            tensor = tensor.weight
-        weights[parameter] = tensor
-        # Now, so that the memory of what it was made from is free before the next one.
-        mx.eval(tensor)
+    kept: dict[str, dict[str, Any]] = {}  # module path -> how it is quantized
+    for name, parameter, shape in _parameters(header, architecture, model):
+        is_matrix = parameter.endswith(".weight") and len(shape) > 1
+        loaded = _load(header, architecture, config, name, dtype, dequantize or not is_matrix)
+        if isinstance(loaded, QuantizedTensor):
+            kept[parameter.removesuffix(".weight")] = loaded.settings
+            weights |= {parameter.removesuffix("weight") + part: array for part, array in loaded.arrays.items()}
+            mx.eval(loaded.arrays)
+        else:
+            weights[parameter] = loaded.reshape(shape)
+            # Now, so that the memory of what it was made from is free before the next one.
+            mx.eval(weights[parameter])
     if kept:
-        config["quantization"] = {module: {"group_size": GROUP_SIZE, "bits": b} for module, b in kept.items()}
-    return _build_model(header, config, weights), config
+        config["quantization"] = kept
+        nn.quantize(model, class_predicate=lambda path, _: kept.get(path, False))
+    model.eval()
+    model.load_weights(list(weights.items()))
+    if ROPE_FREQS in header.tensors:
+        _set_rope_factors(header, config, model)
+    mx.eval(model.parameters())
+    return model, config
 
 
-def gguf_config(header: GgufHeader) -> dict[str, Any]:
-    """The configuration of a Hugging Face checkpoint, from a GGUF file's metadata.
-
-    llama files hold the rows of q and k of each head interleaved, row 2i + j for Hugging Face's row
-    j * head_dim / 2 + i, because llama.cpp rotates neighbours (2i, 2i + 1) where Hugging Face rotates halves
-    (i, head_dim / 2 + i). ``rope_traditional`` makes mlx-lm rotate neighbours too, so the rows stay as they
-    are: q . k is a sum over a head's dimensions, whatever their order.
+def _parameters(
+    header: GgufHeader, architecture: Architecture, model: nn.Module
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Each tensor's name, the parameter that it is, and that parameter's shape; all are checked before the first.
 
     Raises:
-        UnsupportedModelError: the architecture, or a variant of it, cannot run here.
-        ModelLoadError: a value is missing.
+        UnsupportedModelError: the model has no place for a tensor.
+        ModelLoadError: a tensor is missing, or of another shape than the model's.
     """
-    _check_architecture(header)
-    arch = header.architecture
-
-    def get(key: str, default: Any = None) -> Any:
-        return header.metadata.get(f"{arch}.{key}", default)
-
-    hidden_size = header.require(f"{arch}.embedding_length")
-    num_heads = header.require(f"{arch}.attention.head_count")
-    num_kv_heads = get("attention.head_count_kv", num_heads)
-    ffn_size = header.require(f"{arch}.feed_forward_length")
-    if any(isinstance(value, list) for value in (num_heads, num_kv_heads, ffn_size)):
-        raise UnsupportedModelError(f"{header.path.name}: {arch} with layers of unequal sizes is not supported")
-    head_dim = get("attention.key_length", hidden_size // num_heads)
-    # mlx-lm's qwen2 has no head_dim of its own; none of the three has values of another size or partial RoPE.
-    others = {get("attention.value_length", head_dim), get("rope.dimension_count", head_dim)}
-    if arch == "qwen2":
-        others.add(hidden_size // num_heads)
-    if others != {head_dim}:
-        raise UnsupportedModelError(
-            f"{header.path.name}: {arch} with head size {head_dim} and value, RoPE or standard size "
-            f"{sorted(others - {head_dim})[0]} is not supported"
-        )
-    if "token_embd.weight" not in header.tensors:
-        raise ModelLoadError(f"{header.path.name} has no token_embd.weight: not a complete model")
-    num_layers = header.require(f"{arch}.block_count")
-    if num_layers > len(header.tensors):  # mlx-lm makes a module for each before it looks at the weights
-        raise ModelLoadError(
-            f"{header.path.name} says {short(num_layers)} layers and has {len(header.tensors)} tensors"
-        )
-    return {
-        "model_type": arch,
-        "hidden_size": hidden_size,
-        "num_hidden_layers": num_layers,
-        "intermediate_size": ffn_size,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rms_norm_eps": header.require(f"{arch}.attention.layer_norm_rms_epsilon"),
-        "vocab_size": header.tensors["token_embd.weight"].shape[0],
-        "max_position_embeddings": header.require(f"{arch}.context_length"),
-        "rope_theta": get("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(header),
-        "rope_traditional": arch in _INTERLEAVED_ROPE,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        "eos_token_id": gguf_eos_token_ids(header),
-    }
+    parameters = dict(tree_flatten(model.parameters()))
+    expected = {path: array.shape for path, array in parameters.items()}
+    found: dict[str, str] = {}
+    for name, tensor in header.tensors.items():
+        if name in _rope_tensors(architecture):
+            continue
+        parameter = _parameter_name(header, architecture, name)
+        if parameter not in expected:
+            raise UnsupportedModelError(
+                f"{header.path.name}: {header.architecture} has no place for tensor {short(name)}"
+            )
+        shape = expected[parameter]
+        # The converter once dropped dimensions of 1.
+        if [n for n in tensor.shape if n > 1] != [n for n in shape if n > 1]:
+            raise ModelLoadError(
+                f"{header.path.name}: tensor {short(name)} is {list(tensor.shape)}, "
+                f"and its metadata make it {list(shape)}"
+            )
+        found[parameter] = name
+    missing = [_tensor_name(architecture, parameter) for parameter in expected if parameter not in found]
+    if missing:
+        others = f" and {len(missing) - 1} other tensors" if len(missing) > 1 else ""
+        raise ModelLoadError(f"{header.path.name} is not a complete {header.architecture}: no {missing[0]}{others}")
+    return iter([(name, parameter, expected[parameter]) for parameter, name in found.items()])
 
 
-def _check_architecture(header: GgufHeader) -> None:
-    """Raises UnsupportedModelError unless the file holds the whole of a model that can run here."""
-    arch = header.architecture
-    if arch not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
-        raise UnsupportedModelError(
-            f"{header.path.name}: GGUF architecture {short(arch)} is not supported ({known} are)"
-        )
-    if header.metadata.get("split.count", 1) > 1:
-        raise UnsupportedModelError(f"{header.path.name} is one part of a split GGUF: merge the parts first")
-    if header.metadata.get(f"{arch}.expert_count", 0):
-        raise UnsupportedModelError(f"{header.path.name}: {arch} with experts is not supported as GGUF")
+def _rope_tensors(architecture: Architecture) -> tuple[str, ...]:
+    """Those that are no parameters, but change how the architecture's RoPE is computed."""
+    if "longrope" in architecture.rope_scaling:
+        return tuple(LONGROPE_FACTORS.values())
+    return (ROPE_FREQS,) if architecture.model_type == "llama" else ()
 
 
-def _rope_scaling(header: GgufHeader) -> dict[str, Any] | None:
-    """``rope_scaling`` as mlx-lm reads it. Factors per frequency (Llama 3) are a tensor, see _FactorRoPE."""
-    prefix = f"{header.architecture}.rope.scaling."
-    values = {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}
-    kind = values.get("type", "none")
-    if kind == "none":
-        return None
-    if kind == "linear":
-        return {"type": "linear", "factor": values["factor"]}
-    if kind == "yarn" and values.get("attn_factor", 1.0) == 1.0:
-        return {
-            "type": "yarn",
-            "factor": values["factor"],
-            "original_max_position_embeddings": values["original_context_length"],
-            "beta_fast": values.get("yarn_beta_fast", 32.0),
-            "beta_slow": values.get("yarn_beta_slow", 1.0),
-        }
-    raise UnsupportedModelError(f"{header.path.name}: RoPE scaling {short(kind)} is not supported as GGUF")
-
-
-def _parameter_name(header: GgufHeader, name: str) -> str:
-    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``."""
+def _parameter_name(header: GgufHeader, architecture: Architecture, name: str) -> str | None:
+    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; None if it has no place."""
     match = _TENSOR_NAME.fullmatch(name)
-    module = _MODULES.get(match["module"]) if match else None
-    if match is None or module is None:
-        raise UnsupportedModelError(f"{header.path.name}: {header.architecture} has no place for tensor {short(name)}")
+    if match is None:
+        return None
     layer = f"model.layers.{match['layer']}." if match["layer"] else ""
-    return f"{layer}{module}.{match['kind']}"
+    whole = architecture.modules.get(f"{match['module']}.{match['kind']}")
+    if whole is not None:
+        return layer + whole
+    module = architecture.modules.get(match["module"])
+    return None if module is None else f"{layer}{module}.{match['kind']}"
 
 
-def _build_model(header: GgufHeader, config: dict[str, Any], weights: dict[str, mx.array]) -> nn.Module:
-    architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model: nn.Module = architecture.Model(architecture.ModelArgs.from_dict(config))
-    if "quantization" in config:
-        nn.quantize(model, class_predicate=lambda path, _: config["quantization"].get(path, False))
-    model.eval()
-    try:
-        model.load_weights(list(weights.items()))
-    except ValueError as error:
-        problem = " ".join(str(error).split())[:200]
-        raise ModelLoadError(f"{header.path.name} is not a complete {header.architecture}: {problem}") from error
-    if _ROPE_FACTORS in header.tensors:
-        factors = load_tensor(header, _ROPE_FACTORS, mx.float32, dequantize=True)
-        assert isinstance(factors, mx.array)
-        for layer in model.layers:
-            layer.self_attn.rope = _FactorRoPE(config, factors)
-    mx.eval(model.parameters())
-    return model
+def _tensor_name(architecture: Architecture, parameter: str) -> str:
+    """The other way round."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", parameter)
+    prefix, rest = (f"blk.{match[1]}.", match[2]) if match else ("", parameter)
+    for tensor, module in architecture.modules.items():
+        if rest == module:
+            return prefix + tensor
+        if rest.removesuffix(".weight").removesuffix(".bias") == module:
+            return f"{prefix}{tensor}{rest.removeprefix(module)}"
+    return parameter
+
+
+def _load(
+    header: GgufHeader, architecture: Architecture, config: dict[str, Any], name: str, dtype: mx.Dtype, dequantize: bool
+) -> mx.array | QuantizedTensor:
+    """A tensor as mlx-lm's module wants it."""
+    module = name.split(".")[-2]
+    if architecture.norm_offset and module.endswith("norm"):
+        # Subtracted in float32: the difference is what was published, in full precision.
+        weight = load_tensor(header, name, mx.float32, dequantize=True)
+        assert isinstance(weight, mx.array)
+        return (weight - architecture.norm_offset).astype(dtype)
+    loaded = load_tensor(header, name, dtype, dequantize)
+    if architecture.interleaved and not architecture.rope_traditional and module in _ROTATED:
+        num_heads = config[_ROTATED[module]]
+        if isinstance(loaded, QuantizedTensor):
+            return loaded.with_rows(lambda rows: _halves(rows, num_heads))
+        return _halves(loaded, num_heads)
+    return loaded
+
+
+def _halves(rows: mx.array, num_heads: int) -> mx.array:
+    """Takes interleaved rows back into Hugging Face's order: first those of a head's first half.
+
+    Args:
+        rows: [num_heads * head_dim, ...].
+    """
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return mx.contiguous(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def _set_rope_factors(header: GgufHeader, config: dict[str, Any], model: nn.Module) -> None:
+    factors = load_tensor(header, ROPE_FREQS, mx.float32, dequantize=True)
+    assert isinstance(factors, mx.array)
+    for layer in model.layers:
+        layer.self_attn.rope = _FactorRoPE(config, factors)
 
 
 class _FactorRoPE(nn.Module):

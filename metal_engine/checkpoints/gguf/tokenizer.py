@@ -20,7 +20,10 @@ from metal_engine.checkpoints.gguf.header import GgufHeader, read_gguf_header
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, short
 
 # Ends of a turn that checkpoints have as control tokens without always naming them in the metadata.
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|return|>", "<|call|>")
+# Where a vocabulary has both (gpt-oss), "<|end|>" ends one message of several in a turn.
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
+_END_OF_MESSAGE = "<|end|>"
 _SPACE = "▁"
 # Each is a pattern that all text is searched for; models have up to 7,000.
 _MAX_UNSPLIT = 1 << 16
@@ -45,13 +48,24 @@ class _Bpe:
     add_bos: bool = False
 
 
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+
+
 def _pattern(digits: str) -> Callable[[], list[Any]]:
     """The split of GPT-4 and its descendants, which differ in how many digits go together."""
-    regex = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        + digits
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
+    words = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
+    return _split(rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def _cased_pattern(digits: str, endings: str) -> Callable[[], list[Any]]:
+    """The split of GPT-4o: a capital letter within a word begins another one, and marks belong to their letters."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    start = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{start}{upper}*{lower}+{endings}|{start}{upper}+{lower}*{endings}"
+    return _split(rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def _split(regex: str) -> Callable[[], list[Any]]:
     return lambda: [
         pre_tokenizers.Split(Regex(regex), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -67,8 +81,9 @@ def _gpt2_single_digits() -> list[Any]:
 
 
 _LLAMA3 = _Bpe(_pattern(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
+_GPT4 = _Bpe(_pattern(r"\p{N}{1,3}"))
 # Each is the pre-tokenizer of the original tokenizer.json files, which llama.cpp implements under that name.
-_PRE_TOKENIZERS = {
+PRE_TOKENIZERS = {
     "gpt-2": _Bpe(_gpt2),
     "smollm": _Bpe(_gpt2_single_digits),
     "starcoder": _Bpe(_gpt2_single_digits),
@@ -77,6 +92,12 @@ _PRE_TOKENIZERS = {
     "llama-v3": _LLAMA3,
     "qwen2": _Bpe(_pattern(r"\p{N}"), nfc=True),
     "deepseek-r1-qwen": _Bpe(_pattern(r"\p{N}"), add_bos=True),
+    # Phi-4 and OLMo 2, SmolLM3, Granite 3, gpt-oss and Phi-4 mini, Mistral Nemo.
+    "dbrx": _GPT4,
+    "smaug-bpe": _GPT4,
+    "refact": _Bpe(_gpt2_single_digits),
+    "gpt-4o": _Bpe(_cased_pattern(r"\p{N}{1,3}", f"{_ENDINGS}?")),
+    "tekken": _Bpe(_cased_pattern(r"\p{N}", ""), ignore_merges=True, add_bos=True),
 }
 
 
@@ -125,18 +146,23 @@ def gguf_eos_token_ids(header: GgufHeader) -> list[int]:
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     ids = {token_id for token_id in named if token_id is not None}
     types = metadata.get("tokenizer.ggml.token_type", [])
-    for token_id, (token, kind) in enumerate(zip(metadata.get("tokenizer.ggml.tokens", []), types, strict=False)):
-        if kind == TokenType.CONTROL and token in _END_OF_TURN:
-            ids.add(token_id)
+    ends = {
+        token: token_id
+        for token_id, (token, kind) in enumerate(zip(metadata.get("tokenizer.ggml.tokens", []), types, strict=False))
+        if kind == TokenType.CONTROL and token in _END_OF_TURN
+    }
+    ids.update(ends.values())
+    if all(token in ends for token in _HARMONY_ENDS):
+        ids.discard(ends.get(_END_OF_MESSAGE))
     return sorted(ids)
 
 
 def _byte_level_bpe(header: GgufHeader) -> tuple[Tokenizer, bool]:
     pre = header.metadata.get("tokenizer.ggml.pre")
-    if pre not in _PRE_TOKENIZERS:
+    if pre not in PRE_TOKENIZERS:
         problem = f"pre-tokenizer {short(pre)} is not known" if pre else "the file names no pre-tokenizer"
         raise UnsupportedModelError(f"{header.path.name}: {problem}; name another tokenizer with --tokenizer")
-    rules = _PRE_TOKENIZERS[pre]
+    rules = PRE_TOKENIZERS[pre]
     tokens = header.require("tokenizer.ggml.tokens")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     # A space inside a part is written "Ġ", so the one space separates the two parts.

@@ -204,6 +204,7 @@ def _wanted(params: StructuredOutputsParams) -> dict[str, Any]:
     else:
         return {"regex": params.regex, "choice": params.choice, "grammar": params.grammar}
     return fields | {
+        "strict": params.strict and not params.json_object,
         "whitespace_pattern": params.whitespace_pattern,
         "disable_any_whitespace": params.disable_any_whitespace,
     }

@@ -1,4 +1,4 @@
-"""What a request asks for, as a grammar in llguidance's own form. Loads nothing but llguidance."""
+"""What a request asks for, as a grammar in llguidance's own form. Loads no other package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import llguidance
+
+from metal_engine.json_schemas.closed import closed
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -39,6 +41,7 @@ def grammar_source(wanted: Mapping[str, Any]) -> str:
             schema = {}
         if not isinstance(schema, Mapping):
             raise ValueError("a JSON schema is an object (or true)")
+        schema = closed(dict(schema), strict=bool(wanted.get("strict")))
     options: JsonCompileOptions = {"whitespace_pattern": wanted.get("whitespace_pattern") or _WHITESPACE}
     if wanted.get("disable_any_whitespace"):
         options = {"whitespace_flexible": False}

@@ -6,7 +6,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from pydantic import BaseModel
@@ -22,6 +22,7 @@ from metal_engine.server.errors import APIError, engine_dead, invalid, model_not
 from metal_engine.server.generation.admission import Admission, overloaded
 from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, Arrived, Generation
 from metal_engine.server.generation.logprobs import num_entries
+from metal_engine.server.generation.notices import Notices
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
 from metal_engine.server.generation.streaming import EVENT_STREAM, sse
@@ -43,7 +44,12 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The engine as the API presents it: under these names, with this policy about parameters."""
+    """The engine as the API presents it: under these names, with this policy about parameters.
+
+    Attributes:
+        names: what it is called; answers carry the first.
+        any_name: whether it answers to every other name, too.
+    """
 
     engine: AsyncEngine
     names: tuple[str, ...]
@@ -52,6 +58,8 @@ class ServedModel:
     admission: Admission
     workers: Workers
     auto_tool_choice: bool = True
+    any_name: bool = False
+    notices: Notices = field(default_factory=Notices)
 
     @property
     def tokenizer_beyond_context(self) -> Tokenizer:
@@ -61,8 +69,8 @@ class ServedModel:
 
     def check_model(self, model: str | None) -> None:
         """Raises APIError, a 404, for a model that is not this one."""
-        if model is not None and model not in self.names:
-            raise model_not_found(model)
+        if not (model is None or self.any_name or model in self.names):
+            raise model_not_found(model, self.names)
 
 
 class Endpoint(ABC, Generic[BodyT]):

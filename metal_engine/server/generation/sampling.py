@@ -78,10 +78,11 @@ def _of_response_format(response_format: Mapping[str, Any] | None) -> Structured
             return StructuredOutputsParams(json_object=True)
         case "json_schema":
             wrapper = response_format.get("json_schema")
-            schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else None
+            asked = wrapper if isinstance(wrapper, Mapping) else {}
+            schema = asked.get("schema")
             if not isinstance(schema, Mapping | bool):
                 raise invalid(" must be a JSON schema", where="response_format.json_schema.schema")
-            return StructuredOutputsParams(json=schema)
+            return StructuredOutputsParams(json=schema, strict=asked.get("strict") is True)
         case other:
             problem = f" must be text, json_object or json_schema, got {short(other)}"
             raise invalid(problem, where="response_format.type")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from metal_engine.answers.tool_plan import plan_tools
+from metal_engine.errors import ParameterError
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.ollama.protocol import ListedModel, ModelDetails, RunningModel, Shown
 from metal_engine.server.ollama.requests import can_think
@@ -88,15 +90,29 @@ def shown(served: ServedModel, started_at: str) -> Shown:
 
 def _capabilities(served: ServedModel) -> list[str]:
     tokenizer = served.engine.tokenizer
-    has_tools = served.answer_format.tool is not None or served.answer_format.harmony
     able = {
         "completion": True,
-        "tools": has_tools and tokenizer.template_takes_tools and served.auto_tool_choice,
+        "tools": bool(tokenizer.info["chat_template"]) and _takes_tools(served),
         "thinking": can_think(served),
         "insert": tokenizer.infilling is not None,
         "embedding": served.engine.config.model.pooler.is_embedder,
     }
     return [name for name, is_able in able.items() if is_able]
+
+
+def _takes_tools(served: ServedModel) -> bool:
+    """Whether a chat with tools would be served."""
+    try:
+        plan_tools(
+            [{"type": "function", "function": {"name": "any"}}],
+            "auto",
+            served.answer_format,
+            template_takes_tools=served.engine.tokenizer.template_takes_tools,
+            auto_tool_choice=served.auto_tool_choice,
+        )
+    except ParameterError:
+        return False
+    return True
 
 
 def _size(num_params: int) -> str:

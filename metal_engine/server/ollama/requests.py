@@ -63,8 +63,8 @@ class RequestReader:
         self._noted: set[str] = set()
 
     def chat(self, body: OllamaChatBody) -> ChatCompletionBody:
-        """Raises APIError, a 400 that names the field at fault."""
-        messages = [_message(i, message) for i, message in enumerate(body.messages or ())]
+        """Takes the body's messages out of it. Raises APIError, a 400 that names the field at fault."""
+        messages = [_message(i, message) for i, message in enumerate(_taken(body.messages or []))]
         fields = {"messages": messages, **self._common(body), **self._thinking(body)}
         last = messages[-1]
         if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
@@ -141,6 +141,13 @@ def can_think(served: ServedModel) -> bool:
     """Whether the model's reasoning can be told apart, or asked for."""
     known = served.answer_format.reasoning is not None or served.answer_format.harmony
     return known or served.engine.tokenizer.template_mentions("enable_thinking")
+
+
+def _taken(messages: list[OllamaMessage]) -> Iterator[OllamaMessage]:
+    """The messages in order; each leaves the list, so that what is made of it need not fit beside it."""
+    messages.reverse()
+    while messages:
+        yield messages.pop()
 
 
 def _message(i: int, message: OllamaMessage) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from metal_engine.answers.chat_answers import AnswerReader, ChatAnswers
 from metal_engine.answers.deltas import AnswerDelta, assemble
 from metal_engine.answers.tool_plan import ToolPlan, plan_tools
@@ -21,6 +23,9 @@ from metal_engine.server.protocol import (
 )
 from metal_engine.sizes import num_characters
 
+logger = logging.getLogger(__name__)
+
+_TOLD = "the model's chat template takes no tools: the system's message describes them, and calls are found in the text"
 # Templates and schemas make JSON of all tools in one call: 10 ms.
 MAX_TOOL_CHARACTERS = 1 << 22
 
@@ -34,6 +39,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
     def __init__(self, served: ServedModel) -> None:
         self._format = served.answer_format
         self._auto_tool_choice = served.auto_tool_choice
+        self._notices = served.notices
         self._streams = False
         self._answers: ChatAnswers
 
@@ -44,7 +50,8 @@ class Conversation(Endpoint[ChatCompletionBody]):
         if plan.shown:
             flags["tools"] = plan.shown
         try:
-            messages = template_messages(body.messages, plan.instructions)
+            parser = self._format.tool
+            messages = template_messages(body.messages, plan.instructions, tokenizer=tokenizer, parser=parser)
             prompt = tokenizer.apply_chat_template(messages, **flags)
         except ValueError as error:
             raise invalid_prompt(error, "messages") from error
@@ -71,6 +78,8 @@ class Conversation(Endpoint[ChatCompletionBody]):
             )
         except ParameterError as error:
             raise invalid(str(error), param=error.name) from error
+        if plan.told and not plan.forced:
+            self._notices.once(logger, _TOLD)
         if plan.forced and body.structured_outputs:
             problem = ' and tool_choice "required", or naming a function, exclude each other'
             raise invalid(problem, where="structured_outputs")

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from metal_engine.answers.answer_format import ToolParser
+from metal_engine.answers.told_tools import written_calls, written_result
 from metal_engine.engine.chat_template import RESERVED_NAMES
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid
-from metal_engine.server.large_bodies import TextsDecoder, TooComplexError
+from metal_engine.server.large_bodies import TextsDecoder, TooComplexError, dumps
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
 
 # Chat templates were written before OpenAI renamed the system role for newer models.
 _TEMPLATE_ROLES = {"developer": "system"}
+# As long as a tool's name may be.
+_MAX_NAME = 256
 
 
-def template_messages(messages: list[ChatMessage], instructions: str | None = None) -> list[dict[str, Any]]:
+def template_messages(
+    messages: list[ChatMessage],
+    instructions: str | None = None,
+    *,
+    tokenizer: Tokenizer,
+    parser: ToolParser | None = None,
+) -> list[dict[str, Any]]:
     """Messages for :meth:`metal_engine.engine.tokenizer.Tokenizer.apply_chat_template`.
 
     Args:
         instructions: what the system message says beside its own text.
+        tokenizer: whose chat template reads them. One that knows no calls has them, and their results, as text.
+        parser: of the model's own format of calls, if it has one.
 
     Raises:
-        APIError: 400, for content that is not text.
+        APIError: 400, for content that is not text, or a call without a name that has to become text.
     """
-    arguments = TextsDecoder()
+    as_text = any(message.role == "tool" or message.tool_calls for message in messages) and not (
+        tokenizer.template_takes_tools or tokenizer.template_mentions("tool_calls")
+    )
+    arguments = None if as_text else TextsDecoder()
     result = [_template_message(i, message, arguments) for i, message in enumerate(messages)]
+    if as_text:
+        result = _with_calls_as_text(result, parser)
     if instructions is not None:
         own = result.pop(0)["content"] if result[0]["role"] == "system" else ""
         result.insert(0, {"role": "system", "content": f"{own}\n\n{instructions}".lstrip()})
@@ -76,7 +94,47 @@ def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
     return {"add_generation_prompt": False, "continue_final_message": True}
 
 
-def _template_message(index: int, message: ChatMessage, arguments: TextsDecoder) -> dict[str, Any]:
+def _with_calls_as_text(messages: list[dict[str, Any]], parser: ToolParser | None) -> list[dict[str, Any]]:
+    """Messages for a template that knows neither calls nor results. Results are the user's; what he says after them
+    joins their message, since some templates want turns to alternate."""
+    told: list[dict[str, Any]] = []
+    results: list[str] = []
+    for i, message in enumerate(messages):
+        if message["role"] == "tool":
+            results.append(written_result(message["content"]))
+            continue
+        if results and message["role"] == "user":
+            message["content"] = "\n".join([*results, message["content"]])
+        elif results:
+            told.append({"role": "user", "content": "\n".join(results)})
+        results = []
+        if calls := message.pop("tool_calls", None):
+            message["content"] = written_calls(message["content"], _written(i, calls), parser)
+        told.append(message)
+    return [*told, {"role": "user", "content": "\n".join(results)}] if results else told
+
+
+def _written(index: int, calls: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Name and arguments of each call of a message, the arguments as JSON."""
+    for i, call in enumerate(calls):
+        function = call.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
+            problem = f" must be a text of 1 to {_MAX_NAME} characters"
+            raise invalid(problem, where=f"messages[{index}].tool_calls[{i}].function.name")
+        arguments = function.get("arguments", "{}")
+        try:
+            yield name, arguments if isinstance(arguments, str) else dumps(arguments)
+        except TooComplexError as error:
+            raise invalid(f": a call's arguments {error}", where="messages") from error
+
+
+def _template_message(index: int, message: ChatMessage, arguments: TextsDecoder | None) -> dict[str, Any]:
+    """One message; calls have their arguments as objects, unless no decoder is given for them.
+
+    Raises:
+        APIError: 400, for content that is not text.
+    """
     if message.content is None and message.role != "assistant":
         raise invalid(f" is required for the role {message.role}", where=f"messages[{index}].content")
     # Templates concatenate content, so an absent one (an assistant that only called tools) is an empty text.
@@ -92,7 +150,8 @@ def _template_message(index: int, message: ChatMessage, arguments: TextsDecoder)
         if not result["content"]:  # gpt-oss's takes it for the same as the content of a message with calls
             result["thinking"] = reasoning
     if message.tool_calls:
-        result["tool_calls"] = [_tool_call(call, arguments) for call in message.tool_calls]
+        calls = message.tool_calls
+        result["tool_calls"] = calls if arguments is None else [_tool_call(call, arguments) for call in calls]
     return result
 
 

@@ -11,7 +11,6 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.responses import Response
 
 from metal_engine import __version__
-from metal_engine.server.errors import model_not_found
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.status.metrics import ServerMetrics
@@ -50,9 +49,8 @@ def add_model_routes(app: FastAPI, served: ServedModel) -> None:
 
     @app.get("/v1/models/{model_id:path}", tags=["models"])  # names of models have slashes
     async def get_model(model_id: str) -> ModelCard:
-        if model_id not in cards:
-            raise model_not_found(model_id)
-        return cards[model_id]
+        served.check_model(model_id)
+        return cards.get(model_id, cards[served.names[0]])
 
 
 def add_pages(app: FastAPI, served: ServedModel) -> None:

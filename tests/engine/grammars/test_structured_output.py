@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from pydantic import BaseModel
 
 from metal_engine.engine.grammars.compiler import GrammarCompiler
 from metal_engine.engine.tokenizer import Tokenizer
@@ -93,6 +94,32 @@ def demo_outputs(
     plain = tokenizer.apply_chat_template([{"role": "user", "content": "Tell me about Paris."}])
     requests.append((plain, SamplingParams(temperature=0, max_tokens=20)))
     return complete_outputs(make_engine(num_blocks=2048), requests)[:-1]
+
+
+class Street(BaseModel):
+    name: str
+    number: int
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+    lives_in: Street | None = None
+
+
+@pytest.mark.parametrize("kind", [Street, pytest.param(Person, marks=pytest.mark.full)])
+def test_the_demo_model_ends_what_pydantic_asks_for(
+    make_engine: MakeEngine, demo_tokenizer: Tokenizer, kind: type[BaseModel]
+) -> None:
+    """As Instructor asks in its mode JSON_SCHEMA. Where objects are open, the model invents names without end."""
+    question = f"Extract a {kind.__name__}: Jason Miller is 25 years old and lives in 12 Main Street."
+    prompt = demo_tokenizer.apply_chat_template([{"role": "user", "content": question}])
+    structured = StructuredOutputsParams(json=kind.model_json_schema())
+    params = SamplingParams(temperature=0, max_tokens=120, structured_outputs=structured)
+    (text,) = complete_outputs(make_engine(), [(prompt, params)])
+    assert text is not None
+    kind.model_validate_json(text)
+    assert json.loads(text).keys() <= kind.model_fields.keys()
 
 
 def check_all(schemas: list[dict[str, Any]], texts: list[str | None]) -> int:

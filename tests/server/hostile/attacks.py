@@ -192,7 +192,7 @@ def many() -> list[Case]:
         attack("30,000 messages", OLLAMA_CHAT, messages=messages(n // 2)),
         attack("10,000 tools", OLLAMA_CHAT, tools=lambda: [tool(i) for i in range(10_000)]),
         attack("30,000 images", OLLAMA_CHAT, 400, messages=messages(1, images=["a"] * (n // 2))),
-        attack("30,000 unknown options", OLLAMA_CHAT, options=lambda: unknown_names(n // 2)),
+        attack("30,000 unknown options", OLLAMA_CHAT, options=lambda: {**unknown_names(n // 2), "num_predict": 2}),
         attack("100,000 stops", OLLAMA_CHAT, 400, options=lambda: {"stop": ["ab"] * 100_000}),
         attack("a context of 5,000,000 tokens", OLLAMA_GENERATE, context=lambda: [7] * 5_000_000),
         attack("a suffix for 20,000 prompts", COMPLETIONS, 400, suffix="a" * 1_000, prompt=lambda: ["a"] * 20_000),

@@ -197,6 +197,7 @@ def test_a_conversation_with_tools(calling: Served) -> None:
 def test_what_a_template_is_given() -> None:
     """The prompt is given back: the fake model says it again."""
     template = "{% for m in messages %}{{ m | tojson }}|{% endfor %}{{ enable_thinking }}|{{ add_generation_prompt }}"
+    template += "{% if tools %}{{ tools }}{% endif %}"  # one that takes no tools has calls as text
     call = {"function": {"name": "f", "arguments": {"a": [1, {"b": "é"}]}}}
     messages: list[dict[str, Any]] = [
         *USER,

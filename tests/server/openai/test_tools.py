@@ -19,6 +19,7 @@ from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ConfigError
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.server.generation.notices import Notices
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.protocol import ChatCompletionBody
 from metal_engine.settings.args import ServerArgs
@@ -192,7 +193,8 @@ def test_what_a_forced_choice_asks_for() -> None:
 
     def schema(choice: Any, **more: Any) -> dict[str, Any]:
         body = ChatCompletionBody(messages=USER, tools=TOOLS, tool_choice=choice, **more)  # type: ignore[arg-type]
-        conversation = ChatEndpoint(SimpleNamespace(answer_format=AnswerFormat(), auto_tool_choice=True))
+        served = SimpleNamespace(answer_format=AnswerFormat(), auto_tool_choice=True, notices=Notices())
+        conversation = ChatEndpoint(served)
         conversation.tokenize(body, tokenizer)
         wanted = conversation.adjust(SamplingParams()).structured_outputs
         assert wanted is not None and isinstance(wanted.json, dict)
@@ -305,7 +307,7 @@ def test_parsers_are_chosen_from_the_tokenizer() -> None:
     named = find_answer_format(tokenizer_with(), "hermes", "qwen3")
     assert named.tool.__name__.endswith("json_tools") and named.reasoning == THINK  # type: ignore[union-attr]
     off = find_answer_format(tokenizer_with("<think>", "</think>", template=hermes), "none", "none")
-    assert off == AnswerFormat()
+    assert off == AnswerFormat(finds_calls=False)
     for wrong in (("qwen3", "auto"), ("auto", "hermes")):
         with pytest.raises(ConfigError, match="there is no such format"):
             find_answer_format(tokenizer_with(), *wrong)

@@ -28,6 +28,31 @@ def test_models(served: Served) -> None:
     assert info.value.code == "model_not_found"
 
 
+def test_any_name() -> None:
+    """Every endpoint takes it; answers and the list of models have the real names."""
+    with serve(names=("*", "demo", "other")) as served:
+        client = served.client()
+        assert [model.id for model in client.models.list()] == ["demo", "other"]
+        assert client.models.retrieve("claude-opus-4").id == "demo"
+        assert client.models.retrieve("other").id == "other"
+        body = {"model": "claude-opus-4", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            assert served.post(path, body).json()["model"] == "demo"
+        response = served.post("/v1/responses", {"model": "o3", "input": "hi", "max_output_tokens": 1})
+        assert response.json()["model"] == "demo"
+        assert served.post("/v1/messages/count_tokens", body).status_code == 200
+        assert served.post("/tokenize", {"model": "x", "prompt": "hi"}).status_code == 200
+        served.settle()
+
+
+def test_any_name_leaves_the_model_its_own() -> None:
+    with serve(names=("*",)) as served:
+        (model,) = served.client().models.list()
+        assert model.id == served.engine.config.model.name
+        assert served.client().completions.create(model="x", prompt="a", max_tokens=1).model == model.id
+        served.settle()
+
+
 def test_health(served: Served) -> None:
     response = httpx.get(served.url + "/health")
     assert response.status_code == 200

@@ -1,0 +1,84 @@
+"""Tools that a message tells of: what is said of them, and how calls come and go as text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.chat_answers import ChatAnswers
+from metal_engine.answers.deltas import assemble
+from metal_engine.answers.told_tools import JSON_CALLS, told_format, written_calls
+from metal_engine.answers.tool_plan import ToolPlan, plan_tools
+from tests.support.splitting import THINK, answer_format
+from tests.support.tool_formats import TOOLS, TRAINS, WEATHER
+
+BOTH = f"Well.\n<tool_call>\n{json.dumps({'name': WEATHER[0], 'arguments': WEATHER[1]})}\n</tool_call>"
+BOTH += f"\n<tool_call>\n{json.dumps({'name': TRAINS[0], 'arguments': TRAINS[1]})}\n</tool_call>"
+
+
+def told(known: AnswerFormat = AnswerFormat(), **more: Any) -> ToolPlan:  # noqa: B008
+    return plan_tools(TOOLS, "auto", known, template_takes_tools=False, auto_tool_choice=True, **more)
+
+
+def read(text: str, plan: ToolPlan, known: AnswerFormat = AnswerFormat()) -> tuple[str | None, list[tuple[str, Any]]]:  # noqa: B008
+    answers = ChatAnswers.for_prompt(known, plan, [], lambda ids: "")
+    results = []
+    for pieces in ([text], list(text)):
+        reader = answers.reader(incremental=len(pieces) > 1)
+        deltas = [delta for piece in pieces for delta in reader.add(piece, ())]
+        answer = assemble(deltas + reader.add("", (), "stop"))
+        results.append((answer.content, [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]))
+    assert results[0] == results[1]
+    return results[0]
+
+
+def test_calls_are_found() -> None:
+    assert read(BOTH, told()) == ("Well.", [WEATHER, TRAINS])
+    assert read("Just text.", told()) == ("Just text.", [])
+    assert read(BOTH, told(parallel=False)) == ("Well.", [WEATHER])
+    assert read(f"<think>hm</think>{BOTH}", told(), AnswerFormat(reasoning=THINK)) == ("Well.", [WEATHER, TRAINS])
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        [{"name": "find_trains", "arguments": {"city": "Rome"}}],
+        {"name": "find_trains", "parameters": {"city": "Rome"}},
+        {"arguments": '{"city": "Rome"}', "name": "find_trains"},
+    ],
+    ids=["a list", "parameters", "quoted"],
+)
+def test_what_small_models_write_instead(written: Any) -> None:
+    assert read(f"<tool_call>{json.dumps(written)}</tool_call>", told()) == (None, [TRAINS])
+
+
+@pytest.mark.parametrize(
+    "body", ["", "{}", "[1]", '{"name": "other", "arguments": {}}', '{"name": "find_trains", "arguments": 1}']
+)
+def test_what_is_no_call_is_text(body: str) -> None:
+    text = f"<tool_call>{body}</tool_call>"
+    assert read(text, told()) == (text, [])
+
+
+def test_what_the_model_is_told() -> None:
+    text = told().instructions
+    assert text is not None and "<tool_call>" in text and "</tool_call>" in text
+    lines = text.split("<tools>\n")[1].split("\n</tools>")[0].split("\n")
+    assert [json.loads(one) for one in lines] == [tool["function"] for tool in TOOLS]
+
+
+def test_a_format_of_its_own_goes_first() -> None:
+    known = answer_format("mistral")
+    text = told(known).instructions
+    assert text is not None and "[TOOL_CALLS]" in text and "<tool_call>" not in text
+    assert told_format(known) is known
+    assert read('[TOOL_CALLS]find_trains[ARGS]{"city": "Rome"}', told(known), known) == (None, [TRAINS])
+
+
+def test_calls_go_back_as_they_came() -> None:
+    calls = [(name, json.dumps(arguments)) for name, arguments in (WEATHER, TRAINS)]
+    assert written_calls("Well.", calls, None) == BOTH
+    assert read(written_calls("", calls, JSON_CALLS), told()) == (None, [WEATHER, TRAINS])

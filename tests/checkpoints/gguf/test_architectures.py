@@ -1,0 +1,381 @@
+"""Every architecture that GGUF files may name: against llama.cpp's converter and logits, and mlx-lm's own models.
+
+The fixture is made by ``tools/fixtures/llama_cpp_architectures.py``: what llama.cpp's converter writes for a tiny
+checkpoint, and what llama.cpp computes with it. The files are written anew here, and must be the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as T
+from gguf import GGUFWriter, RopeScalingType, TokenType, quants
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import dequantize_model, load_model
+
+from metal_engine.checkpoints.gguf.architectures import ARCHITECTURES
+from metal_engine.checkpoints.gguf.config import default_dtype, gguf_config
+from metal_engine.checkpoints.gguf.header import read_gguf_header
+from metal_engine.checkpoints.gguf.model import load_gguf_model
+from metal_engine.checkpoints.gguf.weights import loaded_bytes
+from metal_engine.checkpoints.loader import load
+from metal_engine.errors import ModelLoadError, UnsupportedModelError
+from metal_engine.llm import LLM
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import DeviceInfo
+from tools.fixtures.gguf_checkpoints import architecture, write_gguf
+from tools.fixtures.hf_checkpoints import CONFIGS, Config, hf_weights, write_hf
+from tools.fixtures.llama_cpp_architectures import describe, prompts
+
+FIXTURE: dict[str, Any] = json.loads((Path(__file__).parents[2] / "fixtures/llama_cpp_architectures.json").read_text())
+# float32 on both sides, the same sums in another order: logits are of order 1, and 8e-6 was measured.
+CLOSE = 5e-5
+# ggml looks GELU up in a table of float16, whose last digit is 5e-4 at 1: 8e-4 was measured.
+GELU = {"gemma2": 3e-3, "gemma3": 3e-3}
+NAMES = pytest.mark.parametrize("name", CONFIGS)
+
+
+def last_logits(model: nn.Module, token_ids: list[int]) -> np.ndarray:
+    return np.array(model(mx.array([token_ids]))[0, -1].astype(mx.float32))
+
+
+def mlx_lm_model(folder: Path) -> nn.Module:
+    """mlx-lm's own way from a Hugging Face folder to a model, in float32."""
+    model, config = load_model(folder)
+    if config.get("quantization"):
+        model = dequantize_model(model)
+    model.set_dtype(mx.float32)
+    return model
+
+
+def test_all_architectures_are_here() -> None:
+    assert {architecture(config) for config in CONFIGS.values()} == set(ARCHITECTURES)
+    assert set(FIXTURE["cases"]) == set(CONFIGS)
+
+
+@NAMES
+def test_files_are_the_converters(tmp_path: Path, name: str) -> None:
+    """So what the other tests read is what llama.cpp's converter writes."""
+    expected = FIXTURE["cases"][name]
+    config = CONFIGS[name]
+    assert architecture(config) == expected["architecture"]
+    written = describe(write_gguf(tmp_path / "m.gguf", config))
+    assert written["metadata"] == expected["metadata"]
+    assert written["tensors"] == expected["tensors"]
+
+
+@pytest.mark.parametrize(("name", "dequantize"), [*((name, True) for name in CONFIGS), ("gpt-oss", False)])
+def test_logits_are_llama_cpps(tmp_path: Path, name: str, dequantize: bool) -> None:
+    """Of all, gpt-oss alone has matrices that may stay quantized here."""
+    expected = FIXTURE["cases"][name]["prompts"]
+    assert [case["token_ids"] for case in expected] == prompts(CONFIGS[name])
+    model, _ = load_gguf_model(write_gguf(tmp_path / "m.gguf", CONFIGS[name]), mx.float32, dequantize)
+    for case in expected:
+        assert np.std(case["logits"]) > 0.2
+        difference = np.abs(last_logits(model, case["token_ids"]) - case["logits"])
+        assert difference.max() < GELU.get(name, CLOSE)
+
+
+# Matrices in types that MLX keeps and in one that it has not, side by side.
+MIXED = {"ffn_down": T.Q5_0, "attn_q": T.Q8_0, "attn_v": T.F16, "token_embd": T.Q8_0, "ffn_down_exps": T.Q5_1}
+
+
+def mixed_type(name: str) -> T:
+    return MIXED.get(name.split(".")[-2], T.Q4_0)
+
+
+# Those that change rows, stack experts, fuse matrices or have MXFP4 in plain runs too.
+QUANTIZED = ["qwen3moe", "gemma3", "phi3", "gpt-oss", "granite"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUANTIZED else pytest.param(name, marks=pytest.mark.full) for name in CONFIGS]
+)
+def test_quantized_weights_equal_mlx_lm(tmp_path: Path, name: str) -> None:
+    """mlx-lm gets the same numbers, dequantized by ``gguf``, as a Hugging Face checkpoint."""
+    config = CONFIGS[name]
+    path = write_gguf(tmp_path / "m.gguf", config, mixed_type)
+    assert len({tensor.type for tensor in read_gguf_header(path).tensors.values()}) > 3
+
+    weights = hf_weights(config)
+    for key, array in weights.items():
+        if array.ndim > 1 and key.endswith("weight"):
+            kind = mixed_type(gguf_name(key))
+            weights[key] = quants.dequantize(quants.quantize(array, kind), kind)
+    expected = mlx_lm_model(write_hf(tmp_path / "hf", config, weights))
+    for dequantize in (True, False):
+        model, loaded = load_gguf_model(path, mx.float32, dequantize)
+        assert ("quantization" in loaded) != dequantize
+        for ids in prompts(config):
+            assert np.abs(last_logits(model, ids) - last_logits(expected, ids)).max() < CLOSE
+
+
+def gguf_name(name: str) -> str:
+    """Which of ``MIXED`` a Hugging Face tensor falls under."""
+    parts = name.split(".")
+    expert = "experts" in parts
+    if parts[-2] in ("down_proj", "w2") and "shared_expert" not in parts:
+        return "blk.0.ffn_down_exps.weight" if expert else "blk.0.ffn_down.weight"
+    known = {"q_proj": "attn_q", "v_proj": "attn_v", "embed_tokens": "token_embd"}
+    return f"blk.0.{known.get(parts[-2], 'other')}.weight"
+
+
+# --- the engine on such a file ---
+
+
+def add_tokenizer(writer: GGUFWriter) -> None:
+    """SentencePiece tokens: all the vocabulary's places, most of them never used."""
+    tokens = ["<unk>", "<s>", "</s>", "▁", *(chr(97 + i) for i in range(26))]
+    tokens += [f"unused{i}" for i in range(96 - len(tokens))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL] + [TokenType.NORMAL] * 93)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+# Whose forward differs most; the others in full runs.
+ENGINES = ["mistral", "qwen3moe", "gemma3", "phi3-longrope", "gpt-oss"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ENGINES else pytest.param(name, marks=pytest.mark.full) for name in CONFIGS]
+)
+def test_the_engine_generates_what_mlx_lm_does(tmp_path: Path, name: str) -> None:
+    """Several requests at once, past the windows; mlx-lm reads the checkpoint as Hugging Face has it."""
+    config = CONFIGS[name]
+    path = write_gguf(tmp_path / "m.gguf", config, prepare=add_tokenizer)
+    reference = mlx_lm_model(write_hf(tmp_path / "hf", config))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(str(path), max_model_len=128, kv_cache_memory_bytes=1 << 20) as llm:
+        answers = llm.generate(prompts(config), params, use_tqdm=False)
+    for prompt, answer in zip(prompts(config), answers, strict=True):
+        expected = [int(token) for token, _ in generate_step(mx.array(prompt), reference, max_tokens=12)]
+        assert answer.token_ids == expected
+
+
+# --- memory and types ---
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "gpt-oss"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_memory_is_counted_before_loading(tmp_path: Path, name: str, dtype: mx.Dtype, dequantize: bool) -> None:
+    path = write_gguf(tmp_path / "m.gguf", CONFIGS[name], mixed_type)
+    counted = sum(loaded_bytes(t, dtype.size, dequantize) for t in read_gguf_header(path).tensors.values())
+    model, _ = load_gguf_model(path, dtype, dequantize)
+    assert counted == sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", "float16"), ("qwen3moe", "float16"), ("gemma3", "bfloat16"), ("gpt-oss", "bfloat16")]
+)
+def test_default_dtype(tmp_path: Path, name: str, dtype: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", CONFIGS[name], mixed_type)
+    assert default_dtype(read_gguf_header(path)) == dtype
+    model, _ = load_gguf_model(path, getattr(mx, dtype), dequantize=False)
+    assert model(mx.array([[1, 2, 3]])).dtype == getattr(mx, dtype)
+
+
+def test_mxfp4_stays_as_it_is(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", CONFIGS["gpt-oss"])
+    model, config = load_gguf_model(path, mx.float32, dequantize=False)
+    assert config["quantization"]["model.layers.0.mlp.experts.up_proj"] == {
+        "group_size": 32, "bits": 4, "mode": "mxfp4",
+    }  # fmt: skip
+    theirs, _ = load_model(write_hf(tmp_path / "hf", CONFIGS["gpt-oss"]))
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        ours, published = model.layers[3].mlp.experts[part], theirs.layers[3].mlp.experts[part]
+        assert mx.array_equal(ours.weight, published.weight) and mx.array_equal(ours.scales, published.scales)
+
+
+# --- what the metadata may also say ---
+
+
+def config_of(tmp_path: Path, name: str, prepare: Callable[[GGUFWriter], None], **changes: Any) -> dict[str, Any]:
+    return gguf_config(read_gguf_header(write_gguf(tmp_path / "m.gguf", changed(name, **changes), prepare=prepare)))
+
+
+def changed(name: str, **changes: Any) -> Config:
+    """A configuration with other values; None leaves one out."""
+    return {key: value for key, value in {**CONFIGS[name], **changes}.items() if value is not None}
+
+
+def nothing(writer: GGUFWriter) -> None:
+    """Adds nothing."""
+
+
+def test_gemma3_windows(tmp_path: Path) -> None:
+    assert config_of(tmp_path, "gemma3", nothing)["sliding_window_pattern"] == 6
+    listed = [True, True, False, True, True, False, True]
+    config = config_of(tmp_path, "gemma3", lambda writer: writer.add_sliding_window_pattern(listed))
+    assert config["sliding_window_pattern"] == 3
+    config = config_of(tmp_path, "gemma3", nothing, sliding_window=None)
+    assert config["sliding_window_pattern"] == 1
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma3", 62), ("gemma2", 46)])
+def test_the_largest_gemma_scales_queries_otherwise(tmp_path: Path, name: str, layers: int) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    assert config_of(tmp_path, name, nothing, num_hidden_layers=layers, **sizes)["query_pre_attn_scalar"] == 16
+    assert config_of(tmp_path, name, nothing, num_hidden_layers=layers - 1, **sizes)["query_pre_attn_scalar"] == 32
+
+
+def test_dimensions_of_one_may_be_missing(tmp_path: Path) -> None:
+    """As older converters wrote the gate of the shared expert."""
+    name = "blk.0.ffn_gate_inp_shexp.weight"
+    gate = hf_weights(CONFIGS["qwen2moe"])["model.layers.0.mlp.shared_expert_gate.weight"]
+
+    def flatten(writer: GGUFWriter) -> None:
+        del writer.tensors[0][name]
+        writer.add_tensor(name, gate[0])
+
+    path = write_gguf(tmp_path / "m.gguf", CONFIGS["qwen2moe"], prepare=flatten)
+    assert read_gguf_header(path).tensors[name].shape == (64,)
+    model, _ = load_gguf_model(path, mx.float32, dequantize=True)
+    assert np.array_equal(np.array(model.layers[0].mlp.shared_expert_gate.weight), gate)
+
+
+def without(tensor: str) -> Callable[[GGUFWriter], None]:
+    def remove(writer: GGUFWriter) -> None:
+        del writer.tensors[0][tensor]
+
+    return remove
+
+
+def also(method: str, value: Any) -> Callable[[GGUFWriter], None]:
+    return lambda writer: getattr(writer, method)(value)
+
+
+def without_key(key: str) -> Callable[[GGUFWriter], None]:
+    def remove(writer: GGUFWriter) -> None:
+        del writer.kv_data[0][key]
+
+    return remove
+
+
+REFUSED: list[tuple[str, Callable[[GGUFWriter], None], type[ModelLoadError], str]] = [
+    ("gpt-oss", without("blk.1.attn_sinks.weight"), ModelLoadError, "no blk.1.attn_sinks.weight"),
+    ("gpt-oss", without("output.weight"), ModelLoadError, "no output.weight"),
+    ("gpt-oss", without("blk.0.ffn_up_exps.bias"), ModelLoadError, "no blk.0.ffn_up_exps.bias"),
+    ("gpt-oss", without_key("gpt-oss.attention.sliding_window"), ModelLoadError, "no gpt-oss.attention.sliding_window"),
+    ("gpt-oss", also("add_rope_freq_base_swa", 3.0), UnsupportedModelError, "two RoPE bases"),
+    ("gpt-oss", also("add_sliding_window_pattern", [True] * 4), UnsupportedModelError, "windows"),
+    ("gpt-oss", also("add_rope_scaling_yarn_attn_factor", 2.0), UnsupportedModelError, "'yarn'"),
+    ("qwen3moe", without("blk.1.ffn_gate_inp.weight"), ModelLoadError, "no blk.1.ffn_gate_inp.weight"),
+    ("qwen3moe", without_key("qwen3moe.expert_used_count"), ModelLoadError, "no qwen3moe.expert_used_count"),
+    ("qwen3moe", also("add_rope_scaling_type", RopeScalingType.YARN), UnsupportedModelError, "'yarn'"),
+    ("qwen3moe", also("add_expert_weights_scale", 2.5), UnsupportedModelError, "scaled weights"),
+    ("qwen2", also("add_expert_count", 8), UnsupportedModelError, "experts"),
+    ("mixtral", without("blk.0.ffn_down_exps.weight"), ModelLoadError, "no blk.0.ffn_down_exps.weight"),
+    ("gemma3", also("add_final_logit_softcapping", 30.0), UnsupportedModelError, "soft cap"),
+    (
+        "gemma3",
+        also("add_sliding_window_pattern", [True, False, False] * 2 + [True]),
+        UnsupportedModelError,
+        "irregular",
+    ),
+    ("gemma3", without("blk.2.post_ffw_norm.weight"), ModelLoadError, "no blk.2.post_ffw_norm.weight"),
+    ("gemma2", also("add_rope_scaling_type", RopeScalingType.LINEAR), UnsupportedModelError, "'linear'"),
+    ("phi3-longrope", without("rope_factors_short.weight"), ModelLoadError, "no rope_factors_short.weight"),
+    ("phi3-longrope", also("add_rope_scaling_attn_factors", 3.0), UnsupportedModelError, "attention factor"),
+    (
+        "phi3-longrope",
+        without_key("phi3.rope.scaling.original_context_length"),
+        ModelLoadError,
+        "no phi3.rope.scaling.original_context_length",
+    ),
+    ("phi3", also("add_rope_dimension_count", 32), UnsupportedModelError, "RoPE or standard size 32"),
+    ("olmo2", also("add_sliding_window", 64), UnsupportedModelError, "sliding window"),
+    ("granite", without_key("granite.logit_scale"), ModelLoadError, "no granite.logit_scale"),
+    ("granite", also("add_key_length", 32), UnsupportedModelError, "head size 32"),
+]
+
+
+@pytest.mark.parametrize(("name", "prepare", "error", "words"), REFUSED)
+def test_refused_with_what_is_missing(
+    tmp_path: Path, name: str, prepare: Callable[[GGUFWriter], None], error: type[ModelLoadError], words: str
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", CONFIGS[name], prepare=prepare)
+    with pytest.raises(error) as caught:
+        load_gguf_model(path, mx.float32, dequantize=True)
+    message = str(caught.value)
+    assert words in message and "m.gguf" in message
+    assert "\n" not in message and len(message) < 400
+
+
+@pytest.mark.parametrize("name", ["mistral3", "gemma4", "llama4", "deepseek2"])
+def test_other_architectures_are_refused(tmp_path: Path, name: str) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", name)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=f"{name}.*is not supported.*gpt-oss"):
+        load_gguf_model(tmp_path / "m.gguf", mx.float32, dequantize=True)
+
+
+@pytest.mark.parametrize("tensor", ["blk.0.attn_k.weight", "blk.1.ffn_gate_exps.weight", "output_norm.weight"])
+def test_other_shapes_than_the_metadata_are_refused(tmp_path: Path, tensor: str) -> None:
+    """Before any weight is read."""
+
+    def other_shape(writer: GGUFWriter) -> None:
+        shape = writer.tensors[0][tensor].shape
+        del writer.tensors[0][tensor]
+        writer.add_tensor(tensor, np.zeros([*shape[:-1], shape[-1] + 32], np.float32))
+
+    path = write_gguf(tmp_path / "m.gguf", CONFIGS["qwen3moe"], prepare=other_shape)
+    with pytest.raises(ModelLoadError, match=rf"tensor '{tensor}' is \[.*\], and its metadata make it \["):
+        load_gguf_model(path, mx.float32, dequantize=True)
+
+
+HUGE = [
+    ("qwen3moe", "add_expert_count", 1 << 30, "its metadata make it"),
+    ("qwen3moe", "add_expert_feed_forward_length", 1 << 31, "OverflowError"),
+    ("qwen3moe", "add_embedding_length", 1 << 30, "its metadata make it"),
+    ("gpt-oss", "add_head_count", 1 << 24, "its metadata make it"),
+    ("gpt-oss", "add_expert_used_count", 1 << 31, "2147483648 of 4 experts"),
+    ("gemma3", "add_sliding_window_pattern", 1 << 31, "windows 2147483648"),
+    ("gemma3", "add_sliding_window_pattern", 0, "ZeroDivisionError"),
+    ("phi3", "add_feed_forward_length", 1 << 29, "its metadata make it"),
+    ("phi3-longrope", "add_rope_dimension_count", 1 << 31, "RoPE or standard size"),
+]
+
+
+@pytest.mark.parametrize(("name", "method", "value", "words"), HUGE)
+def test_huge_sizes_are_refused(tmp_path: Path, name: str, method: str, value: int, words: str) -> None:
+    """As the loader does it: in one line, with nothing made that is as large as they say."""
+
+    def prepare(writer: GGUFWriter) -> None:
+        add_tokenizer(writer)
+        getattr(writer, method)(value)
+
+    path = write_gguf(tmp_path / "m.gguf", CONFIGS[name], prepare=prepare)
+    before = mx.get_peak_memory()
+    with pytest.raises(ModelLoadError) as caught:
+        load(EngineArgs(model=str(path)), DeviceInfo(kind="cpu", name="t", compute="t", memory_bytes=1 << 34))
+    message = str(caught.value)
+    assert words in message and "\n" not in message and len(message) < 400
+    assert mx.get_peak_memory() - before < 1 << 22
+
+
+@pytest.mark.full
+@NAMES
+def test_the_fixture_is_what_llama_cpp_says(tmp_path: Path, name: str) -> None:
+    """Fails, not skips, without ``llama-cpp-python``."""
+    from tools.fixtures.llama_cpp import LlamaCpp
+
+    llama = LlamaCpp(write_gguf(tmp_path / "m.gguf", CONFIGS[name], prepare=add_tokenizer))
+    for case in FIXTURE["cases"][name]["prompts"]:
+        difference = np.abs(llama.logits(case["token_ids"]) - case["logits"])
+        assert difference.max() < GELU.get(name, CLOSE)

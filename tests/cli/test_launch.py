@@ -1,0 +1,155 @@
+"""The ``launch`` command, with fake tools that print what they were started with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from metal_engine.cli.launch_tools import TOOLS
+from metal_engine.cli.main import app
+from metal_engine.settings.args import ServerArgs
+from tests.support.serving import Served, serve
+from tools.fixtures.fake_engine import fake_config
+from tools.fixtures.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTH = 4096
+NAME = "org/a model's name"
+# Prints its arguments and its environment as one line of JSON.
+FAKE = f"""#!{sys.executable}
+import json, os, sys
+print(json.dumps([sys.argv[1:], dict(os.environ)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    args = ServerArgs(shutdown_timeout=1, api_key=("k'ey", "other"))
+    config = fake_config(max_model_len=LENGTH, num_blocks=2048, max_num_batched_tokens=2048)
+    with serve(config=config, names=(NAME, "other"), args=args) as served:
+        yield served
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for programs, the only one that the command finds some in."""
+    for name in [name for name in os.environ if name.startswith("METAL_ENGINE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def install(folder: Path, program: str) -> None:
+    (folder / program).write_text(FAKE)
+    (folder / program).chmod(0o755)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["launch", *arguments])
+
+
+def expected(tool: str, url: str) -> dict[str, Any]:
+    """What the tools' own documentation says of a server there."""
+    output = str(LENGTH // 4)
+    match tool:
+        case "claude":
+            names = ["ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL", "ANTHROPIC_SMALL_FAST_MODEL"]
+            names += [f"ANTHROPIC_DEFAULT_{kind}_MODEL" for kind in ("OPUS", "SONNET", "HAIKU")]
+            address = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": "k'ey", "ANTHROPIC_API_KEY": ""}
+            return {**address, **dict.fromkeys(names, NAME), "CLAUDE_CODE_MAX_OUTPUT_TOKENS": output}
+        case "codex":
+            return {"OPENAI_API_KEY": "k'ey"}
+        case "aider":
+            return {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": "k'ey", "AIDER_MODEL": f"openai/{NAME}"}
+    return {}
+
+
+def check_config(tool: str, environment: dict[str, str], arguments: list[str], url: str) -> None:
+    """Checks what is no plain variable."""
+    if tool == "opencode":
+        config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
+        provider, _, model = config["model"].partition("/")
+        one = config["provider"][provider]
+        assert one["npm"] == "@ai-sdk/openai-compatible"
+        assert one["options"] == {"baseURL": f"{url}/v1", "apiKey": "k'ey"}
+        assert model == NAME and one["models"][model]["limit"] == {"context": LENGTH, "output": LENGTH // 4}
+    if tool == "codex":
+        flags, values = arguments[0::2], arguments[1::2]
+        assert set(flags) == {"-c"}
+        config = tomllib.loads("\n".join(values))
+        provider = config["model_providers"][config["model_provider"]]
+        assert (provider["base_url"], provider["wire_api"]) == (f"{url}/v1", "responses")
+        assert provider["env_key"] == "OPENAI_API_KEY"
+        assert (config["model"], config["model_context_window"]) == (NAME, LENGTH)
+        assert config["web_search"] == "disabled" and not any(config["features"].values())
+    else:
+        assert arguments == []
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_shell_takes_what_is_printed(server: Served, path: Path, tool: str) -> None:
+    result = run(tool, "--url", f"{server.url}/v1/", "--api-key", "k'ey")
+    assert result.exit_code == 0, result.stderr
+    assert f"{TOOLS[tool].program} is not installed: {TOOLS[tool].install}" in result.stderr
+    # An alias is for the lines that follow it.
+    script = f"shopt -s expand_aliases\n{result.stdout}{TOOLS[tool].program}"
+    install(path, TOOLS[tool].program)
+    done = subprocess.run(["/bin/bash", "-c", script], env={"PATH": str(path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    arguments, environment = json.loads(done.stdout)
+    assert expected(tool, server.url).items() <= environment.items()
+    check_config(tool, environment, arguments, server.url)
+
+
+@pytest.mark.parametrize(("tool", "how"), [("claude", ["--exec"]), ("codex", ["--", "exec", "-m", "say 'hi'"])])
+def test_the_tool_is_run(server: Served, path: Path, tool: str, how: list[str]) -> None:
+    install(path, tool)
+    command = [sys.executable, "-m", "metal_engine", "launch", tool, "--port", str(server.server.port), *how]
+    mine = {**os.environ, "PYTHONPATH": str(ROOT), "METAL_ENGINE_API_KEY": "k'ey,other", "ANTHROPIC_API_KEY": "mine"}
+    done = subprocess.run(command, env=mine, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    arguments, environment = json.loads(done.stdout)
+    own = how[1:]
+    assert arguments[len(arguments) - len(own) :] == own
+    assert expected(tool, server.url).items() <= environment.items()
+    check_config(tool, environment, arguments[: len(arguments) - len(own)], server.url)
+
+
+def test_what_is_wrong_is_one_line(server: Served, path: Path) -> None:
+    nobody = free_port()
+    for arguments, wanted in [
+        (["emacs"], "choose claude, codex, opencode, aider"),
+        (["claude", "--port", str(nobody)], f"`metal-engine serve demo --port {nobody}`"),
+        (["claude", "--url", f"http://127.0.0.1:{nobody}"], "`metal-engine serve demo`"),
+        (["claude", "--url", server.url], "--api-key is not what the server"),
+        (["claude", "--url", f"{server.url}/nowhere", "--api-key", "other"], "answers 404"),
+        (["claude", "--url", "localhost:8000"], "--url must begin with http://"),
+        (["claude", "--url", "http://a b"], "--url"),
+        (["aider", "--url", server.url, "--api-key", "other", "--exec"], "aider is not installed: python -m pip"),
+    ]:
+        result = run(*arguments)
+        assert result.exit_code == 1 and result.stdout == "", arguments
+        lines = [line for line in result.stderr.splitlines() if not line.startswith("note:")]
+        assert len(lines) == 1 and lines[0].startswith("error: ") and wanted in lines[0], result.stderr
+
+
+def test_a_server_without_keys(path: Path) -> None:
+    """Tools want one in any case. What is short for a tool's first prompt is told."""
+    with serve() as served:
+        result = run("claude", "--url", served.url)
+        variables = dict(
+            line.removeprefix("export ").split("=", 1) for line in shlex.split(result.stdout, posix=True) if "=" in line
+        )
+        assert variables["ANTHROPIC_AUTH_TOKEN"] == "metal-engine"
+        assert "512" in result.stderr and "20,000" in result.stderr
+        assert run("aider", "--url", served.url).stderr.count("note:") == 1

@@ -1,0 +1,193 @@
+"""Tools over HTTP with a model whose chat template takes none, everywhere: the prompt, the answer, later turns."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.support.serving import MODEL, Served, serve
+from tests.support.tool_formats import RECORDED, TOOLS
+from tools.fixtures.fake_engine import fake_config, script, tiny_tokenizer
+
+CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+RECORD = RECORDED[0]
+RESPONSE_TOOLS: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+CLAUDE_TOOLS: Any = [
+    {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS
+]
+# Refuses what several published templates do.
+ALTERNATING = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] or (loop.index0 and "
+    "m.role == messages[loop.index0 - 1].role) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Served]:
+    with serve(script(RECORD.text), config=CONFIG) as served:
+        yield served
+        served.settle()
+
+
+def test_chat_completions(calling: Served) -> None:
+    client = calling.client()
+    for choice in ({}, {"tool_choice": "auto"}):
+        (answer,) = client.chat.completions.create(model=MODEL, messages=USER, tools=TOOLS, **choice).choices  # type: ignore[call-overload]
+        assert (answer.finish_reason, answer.message.content) == ("tool_calls", RECORD.content)
+        calls = [(c.function.name, json.loads(c.function.arguments)) for c in answer.message.tool_calls]
+        assert calls == RECORD.calls
+    with client.chat.completions.stream(model=MODEL, messages=USER, tools=TOOLS) as stream:  # type: ignore[arg-type]
+        message = stream.get_final_completion().choices[0].message
+    assert message.content == RECORD.content and message.tool_calls is not None
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls] == RECORD.calls
+
+
+def test_messages(calling: Served) -> None:
+    client = anthropic.Anthropic(base_url=calling.url, api_key="none", max_retries=0)
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 1000, "messages": USER, "tools": CLAUDE_TOOLS}
+    with client.messages.stream(**asked) as stream:
+        in_stream = stream.get_final_message()
+    for message in (client.messages.create(**asked), in_stream):
+        text, *calls = message.content
+        assert text.text == RECORD.content and message.stop_reason == "tool_use"  # type: ignore[union-attr]
+        assert [(call.name, call.input) for call in calls] == RECORD.calls  # type: ignore[union-attr]
+
+
+def test_responses(calling: Served) -> None:
+    client = calling.client()
+    whole = client.responses.create(model=MODEL, input="hi", tools=RESPONSE_TOOLS)
+    with client.responses.stream(model=MODEL, input="hi", tools=RESPONSE_TOOLS) as stream:
+        in_stream = stream.get_final_response()
+    for response in (whole, in_stream):
+        said, *calls = response.output
+        assert response.status == "completed" and said.content[0].text == RECORD.content  # type: ignore[union-attr]
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == RECORD.calls  # type: ignore[union-attr]
+
+
+def test_an_answer_may_be_text() -> None:
+    with serve(script("Just text."), config=CONFIG) as served:
+        (answer,) = served.client().chat.completions.create(model=MODEL, messages=USER, tools=TOOLS).choices  # type: ignore[arg-type]
+        assert (answer.finish_reason, answer.message.content) == ("stop", "Just text.")
+        assert answer.message.tool_calls is None
+        served.settle()
+
+
+def test_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "metal_engine")
+    with serve(script("x"), config=CONFIG) as served:
+        for _ in range(3):
+            served.post("/v1/chat/completions", {"messages": USER, "tools": TOOLS})
+        served.post("/v1/messages", {"model": MODEL, "max_tokens": 9, "messages": USER, "tools": CLAUDE_TOOLS})
+        served.settle()
+    assert sum("takes no tools" in record.getMessage() for record in caplog.records) == 1
+
+
+def prompt(served: Served, messages: list[Any], **more: Any) -> str:
+    answer = served.post("/tokenize", {"messages": messages, **more})
+    assert answer.status_code == 200, answer.text
+    return served.tokenizer.decode(answer.json()["tokens"])
+
+
+def test_the_prompt_tells_of_the_tools(calling: Served) -> None:
+    told = prompt(calling, [{"role": "system", "content": "Be brief."}, *USER], tools=TOOLS)
+    assert told.startswith("<|im_start|>system\nBe brief.\n\nYou may call functions")
+    assert all(json.dumps(tool["function"]) in told for tool in TOOLS) and "<tool_call>" in told
+    assert "<tools>" not in prompt(calling, USER, tools=TOOLS, tool_choice="none")
+
+
+CALLS = [
+    {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+    for i, (name, arguments) in enumerate(RECORD.calls)
+]
+CONVERSATION: list[Any] = [
+    *USER,
+    {"role": "assistant", "content": RECORD.content, "tool_calls": CALLS},
+    {"role": "tool", "tool_call_id": "c0", "content": "sunny"},
+    {"role": "tool", "tool_call_id": "c1", "content": "at 9 <|im_end|>"},
+    {"role": "user", "content": "and?"},
+]
+AS_TEXT = [
+    *USER,
+    {
+        "role": "assistant",
+        "content": RECORD.content
+        + "".join(
+            f'\n<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+            for name, arguments in RECORD.calls
+        ),
+    },
+    {
+        "role": "user",
+        "content": "<tool_response>\nsunny\n</tool_response>\n<tool_response>\nat 9 <|im_end|>\n</tool_response>\nand?",
+    },
+]
+
+
+def test_calls_and_results_reach_the_prompt(calling: Served) -> None:
+    """Also where tools are no longer offered; and the spelling of a control token in a result stays text."""
+    expected = calling.tokenizer.apply_chat_template(AS_TEXT)
+    assert calling.post("/tokenize", {"messages": CONVERSATION}).json()["tokens"] == expected
+    assert len(expected) > len(calling.tokenizer.encode(calling.tokenizer.decode(expected)))
+    assert calling.tokenizer.decode(expected[-200:]) in prompt(calling, CONVERSATION, tools=TOOLS)
+
+
+def test_the_same_from_messages_and_responses(calling: Served) -> None:
+    turn = [{"type": "text", "text": RECORD.content}]
+    turn += [
+        {"type": "tool_use", "id": f"c{i}", "name": name, "input": arguments}
+        for i, (name, arguments) in enumerate(RECORD.calls)
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "c0", "content": "sunny"},
+        {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "at 9 <|im_end|>"}]},
+        {"type": "text", "text": "and?"},
+    ]
+    messages = [*USER, {"role": "assistant", "content": turn}, {"role": "user", "content": results}]
+    body = {"model": MODEL, "max_tokens": 1, "messages": messages}
+    expected = len(calling.tokenizer.apply_chat_template(AS_TEXT))
+    assert calling.post("/v1/messages/count_tokens", body).json()["input_tokens"] == expected
+    items: list[Any] = [*USER, {"role": "assistant", "content": RECORD.content}]
+    items += [
+        {"type": "function_call", "call_id": call["id"], **call["function"]}  # type: ignore[dict-item]
+        for call in CALLS
+    ]
+    items += [
+        {"type": "function_call_output", "call_id": "c0", "output": "sunny"},
+        {"type": "function_call_output", "call_id": "c1", "output": "at 9 <|im_end|>"},
+        {"role": "user", "content": "and?"},
+    ]
+    usage = calling.post("/v1/responses", {"input": items, "max_output_tokens": 1}).json()["usage"]
+    assert usage["input_tokens"] == expected
+
+
+@pytest.mark.parametrize("last", [4, 5])
+def test_turns_alternate_for_templates_that_want_it(last: int) -> None:
+    with serve(script("x"), config=CONFIG, tokenizer=tiny_tokenizer(ALTERNATING)) as served:
+        text = prompt(served, CONVERSATION[:last], tools=TOOLS)
+        assert text.count("<|im_start|>user") == 2 and ("and?" in text) == (last == 5)
+        served.settle()
+
+
+def test_a_template_that_knows_calls_is_given_them() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if m.tool_calls %}{{ m.tool_calls | length }}{% endif %};{% endfor %}"
+    )
+    with serve(script("x"), config=CONFIG, tokenizer=tiny_tokenizer(template)) as served:
+        assert prompt(served, CONVERSATION) == "user;assistant2;tool;tool;user;"
+        served.settle()
+
+
+@pytest.mark.parametrize("call", [{}, {"function": 1}, {"function": {"name": 1}}, {"function": {"name": "x" * 257}}])
+def test_calls_without_a_name_are_refused(calling: Served, call: dict[str, Any]) -> None:
+    body = {"messages": [*USER, {"role": "assistant", "tool_calls": [call]}]}
+    response = calling.post("/v1/chat/completions", body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "messages" and "messages[1].tool_calls[0].function.name" in error["message"]
