@@ -69,7 +69,8 @@ def named_flags(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_exist(page: Path) -> None:
-    flags = named_flags(page.read_text(encoding="utf-8"))
+    # What differs from others is at the end of docs/api.md, with their flags.
+    flags = named_flags(page.read_text(encoding="utf-8").partition("\n## What differs")[0])
     assert flags - known_flags() == set()
 
 
