@@ -131,7 +131,7 @@ def test_a_suffix() -> None:
         assert whole(served, GENERATE, body)["response"] == expected("def f(", "return", 9)
         assert "".join(one["response"] for one in lines(served, GENERATE, body)) == expected("def f(", "return", 9)
         show = served.post("/api/show", {"model": MODEL}).json()
-        assert show["capabilities"] == ["completion", "insert"]
+        assert show["capabilities"] == ["completion", "tools", "insert"]
         served.settle()
 
 
@@ -377,7 +377,8 @@ def test_no_comments_between_lines() -> None:
 
 
 def test_what_is_told_of_the_model(calling: Served) -> None:
-    with serve(names=("demo", "org/m:q4"), config=CONFIG) as served:
+    args = ServerArgs(enable_auto_tool_choice=False)
+    with serve(names=("demo", "org/m:q4"), config=CONFIG, args=args) as served:
         tags = httpx.get(served.url + "/api/tags").json()["models"]
         assert [one["name"] for one in tags] == [one["model"] for one in tags] == ["demo:latest", "org/m:q4"]
         (first, second) = tags
