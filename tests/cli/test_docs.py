@@ -100,9 +100,11 @@ class Terminal:
     @staticmethod
     def recipe(command: str) -> list[str]:
         """What a `make` command would run, with everything installed."""
+        of_make = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MODEL", "HOST", "PORT", "ARGS")  # one may be running the tests
         done = subprocess.run(
             ["make", "--dry-run", "--old-file", ".venv/.installed", *shlex.split(command, comments=True)[1:]],
             cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if name not in of_make},
             capture_output=True,
             text=True,
             check=True,

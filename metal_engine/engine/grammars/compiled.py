@@ -27,7 +27,7 @@ from metal_engine.engine.grammars.messages import (
 from metal_engine.engine.grammars.tokenizer_process import GrammarProcessError
 
 # A mask is computed in a bounded CPU time; a process that does not answer for so long has come to harm.
-_ANSWER_SECONDS = 20.0
+_ANSWER_SECONDS = 120.0
 # A grammar that is compiled in so much CPU time can be compiled again while a step waits for it.
 _REST_SECONDS = 0.02
 # In the place of an output, in the order of answers.
