@@ -34,8 +34,9 @@ CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, str]]]] = [
         [
             {"role": "system", "content": "日本語"},
             {"role": "user", "content": "what time is it?"},
-            {"role": "assistant", "content": ""},
-            {"role": "tool", "content": "noon"},
+            # The template knows neither calls nor results, so they are written as text.
+            {"role": "assistant", "content": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'},
+            {"role": "user", "content": "<tool_response>\nnoon\n</tool_response>"},
         ],
     ),
 ]

@@ -12,6 +12,7 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.build import read_chat_template
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ConfigError
+from metal_engine.server.generation.notices import Notices
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.protocol import ChatCompletionBody
 
@@ -38,8 +39,10 @@ CASES: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
             {"role": "tool", "content": "noon", "tool_call_id": "1"},
         ],
         {},
-        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\ntime?<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
-        f"<|im_start|>tool\nnoon<|im_end|>\n{ASSISTANT}",
+        # The template knows neither calls nor results, so they are written as text.
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\ntime?<|im_end|>\n<|im_start|>assistant\n<tool_call>\n"
+        '{"name": "now", "arguments": {}}\n</tool_call><|im_end|>\n'
+        f"<|im_start|>user\n<tool_response>\nnoon\n</tool_response><|im_end|>\n{ASSISTANT}",
     ),
     (
         [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}],
@@ -57,9 +60,8 @@ CASES: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
 @pytest.mark.parametrize(("messages", "fields", "text"), CASES)
 def test_the_demo_models_template(demo_tokenizer: Tokenizer, messages: Any, fields: dict[str, Any], text: str) -> None:
     body = ChatCompletionBody(messages=messages, **fields)
-    (ids,) = ChatEndpoint(SimpleNamespace(answer_format=AnswerFormat(), auto_tool_choice=True)).tokenize(
-        body, demo_tokenizer
-    )
+    served = SimpleNamespace(answer_format=AnswerFormat(), auto_tool_choice=True, notices=Notices())
+    (ids,) = ChatEndpoint(served).tokenize(body, demo_tokenizer)
     assert demo_tokenizer.decode(ids) == text
     assert ids == demo_tokenizer.encode(text, add_special_tokens=False)
 
