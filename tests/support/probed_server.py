@@ -1,7 +1,8 @@
 """``metal-engine serve`` in a process of its own, with probes within (:mod:`tests.support.probes`).
 
 Run as ``python -m tests.support.probed_server serve MODEL ...``: the command itself, unchanged. The process says its
-port in its first line; then each line that it reads is ``reset`` or ``read``, and it answers with a line of JSON.
+port in its first line; then each line that it reads is ``reset``, ``trim`` or ``read``, and it answers with a line of
+JSON.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class ProbedServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def reset(self) -> None:
-        self._ask("reset")
+    def reset(self, *, trim: bool = True) -> None:
+        self._ask("trim" if trim else "reset")
 
     def read(self) -> dict[str, float]:
         return self._ask("read")
@@ -114,8 +115,8 @@ def main() -> None:
 
     def obey() -> None:
         for line in sys.stdin:
-            if line.strip() == "reset":
-                probes.reset()
+            if (command := line.strip()) != "read":
+                probes.reset(trim=command == "trim")
             print(json.dumps(probes.read()), file=answers)
         os._exit(1)  # the test has ended without ending the server
 

@@ -89,13 +89,15 @@ class Probes:
                 self._note("lock", worked - self._clocks.get(native_id, worked))
             self._clocks = clocks
 
-    def reset(self) -> None:
-        """Forget what was measured, and give back memory that is free."""
+    def reset(self, *, trim: bool = True) -> None:
+        """Forget what was measured, and give back memory that is free, which makes the next memory slow to get."""
         gc.collect()
         if _IS_LINUX:
-            ctypes.CDLL(None).malloc_trim(0)
+            if trim:
+                ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
         self._resident = peak_resident()
+        self._clocks = {}  # what was collected here held the lock, too
         self._values = {}
 
     def read(self) -> dict[str, float]:

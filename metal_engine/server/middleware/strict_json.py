@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, MutableMapping
-from typing import Any
+from contextlib import aclosing
+from typing import Any, cast
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -75,6 +76,16 @@ class _StrictRequest(Request):
     def __init__(self, request: Request, model: type[BaseModel] | None) -> None:
         super().__init__(_typed(request.scope), request.receive)
         self._model = model
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            # Grows as pieces come: joined in the end, they would be there twice, and the join would hold the loop.
+            body = bytearray()
+            async with aclosing(self.stream()) as stream:
+                async for piece in stream:
+                    body += piece
+            self._body = cast(bytes, body)
+        return self._body
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):

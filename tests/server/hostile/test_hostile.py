@@ -2,13 +2,14 @@
 
 The server is ``metal-engine serve`` in a process of its own, on a random model with the demo model's tokenizer. What is
 measured there, and why it is processor time and not time on the clock, is in :mod:`tests.support.probes`. Each bound is
-compared with what ordinary requests take in the same run. A measurement over its bound is taken again, three times in
-all, and the least counts: the work of a request is there every time, what the machine adds is not.
+compared with what ordinary requests take in the same run. A measurement over its bound is taken again, a few times,
+later each time, and the least counts: the work of a request is there every time, what the machine adds is not.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from tests.support.fillers import CHAT, ENDPOINTS, Endpoint, with_fields
 from tests.support.probed_server import ProbedServer, probed_server
 from tools.fixtures.fake_engine import TOOL_TEMPLATE
 
-# What a request may take beyond what ordinary requests take in the same run.
+# What a request may take beyond what ordinary requests take in the same run: in the long sweeps; and in the plain run,
+# which must not fail where a machine is slow for a while. What it looks for held the loop for seconds.
 MAX_HOLD = 0.02
+PLAIN_MAX_HOLD = 0.06
 # Beyond its body.
 MAX_MEMORY = 64 << 20
-ATTEMPTS = 3
+ATTEMPTS = 6
 # Where log probabilities of prompts are asked for, a step computes the logits of all its rows: memory of a step,
 # whatever is in it, and no more for a longer prompt.
 STEP_LOGITS = 256 * VOCAB_SIZE * 4
@@ -75,8 +78,9 @@ def server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def ordinary(server: ProbedServer) -> dict[str, float]:
-    """What ordinary requests take at most, once everything that is made once has been made."""
+def holds(server: ProbedServer, request: pytest.FixtureRequest) -> dict[str, float]:
+    """Seconds that each may be held: what ordinary requests take, once everything that is made once has been made,
+    and what a request may take beyond that."""
     bodies = [(endpoint, with_fields(endpoint)) for endpoint in ENDPOINTS]
     bodies.append((CHAT, with_fields(CHAT, response_format={"type": "json_object"}, n=4, temperature=1)))
     bodies.append((CHAT, with_fields(CHAT, stream=True, n=32, temperature=1, messages=long_messages())))
@@ -86,21 +90,22 @@ def ordinary(server: ProbedServer) -> dict[str, float]:
             answer = exchange(server.port, Case(endpoint.path, "POST", endpoint.path), body)
             assert answer.status == 200, answer
         measured = server.read()
-    return measured
+    max_hold = MAX_HOLD if "full" in request.config.getoption("markexpr").split(" or ") else PLAIN_MAX_HOLD
+    return {name: value + max_hold for name, value in measured.items() if name != "memory"}
 
 
 def long_messages() -> list[dict[str, str]]:
     return [{"role": "user", "content": "word " * 1_000}]
 
 
-def check(server: ProbedServer, ordinary: dict[str, float], case: Case) -> None:
+def check(server: ProbedServer, holds: dict[str, float], case: Case) -> None:
     """Send a case, until it is within its bounds or was sent often enough."""
     body = case.body()
-    bounds = {name: ordinary[name] + MAX_HOLD for name in ("loop", "steps", "lock")}
-    bounds["memory"] = len(body) + MAX_MEMORY + (STEP_LOGITS if b"logprobs" in body else 0)
+    bounds = holds | {"memory": len(body) + MAX_MEMORY + (STEP_LOGITS if b"logprobs" in body else 0)}
     least: dict[str, float] = {}
-    for _ in range(ATTEMPTS):
-        server.reset()
+    for attempt in range(ATTEMPTS):
+        time.sleep(attempt / 2)
+        server.reset(trim=attempt == 0)
         answer = exchange(server.port, case, body)
         server.settle()
         measured = server.read()
@@ -113,14 +118,14 @@ def check(server: ProbedServer, ordinary: dict[str, float], case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_it_is_answered_and_holds_nobody_up(server: ProbedServer, ordinary: dict[str, float], case: Case) -> None:
-    check(server, ordinary, case)
+def test_it_is_answered_and_holds_nobody_up(server: ProbedServer, holds: dict[str, float], case: Case) -> None:
+    check(server, holds, case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("endpoint", "name"), FIELDS, ids=[f"{e.path} {name}" for e, name in FIELDS])
 def test_a_field_filled_with_anything(
-    server: ProbedServer, ordinary: dict[str, float], endpoint: Endpoint, name: str
+    server: ProbedServer, holds: dict[str, float], endpoint: Endpoint, name: str
 ) -> None:
     for case in field_cases(endpoint, name):
-        check(server, ordinary, case)
+        check(server, holds, case)
