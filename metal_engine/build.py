@@ -103,6 +103,10 @@ def _build(
         loaded.tokenizer.chat_template = chat_template
     scheduler_side, runner_side = None, None
     if transfer is not None:
+        if info.state_bytes_per_request:
+            raise ConfigError(
+                "--kv-transfer-config", f"{info.name} keeps recurrent state, which is not saved to a store yet"
+            )
         scheduler_side, runner_side, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged)
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
         config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))

@@ -101,6 +101,8 @@ class Request:
             request to pool, its result.
         arrival: position in order of arrival; lower is earlier.
         needs_prompt_rows: the prompt's log probabilities are asked for, so each of its tokens has logits.
+        num_lasting_tokens: prompt tokens that a later prompt of the conversation begins with, most likely: those
+            before the generation prompt. All of them if not given.
         pooling_params: how to pool the prompt, with nothing left to the checkpoint; None to generate.
         rules: what ``sampling_params`` mean in the model's tokens.
         seed: of this output's draws.
@@ -123,6 +125,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     options: RequestOptions = RequestOptions()
     needs_prompt_rows: bool = False
+    num_lasting_tokens: int = 0
     pooling_params: PoolingParams | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(init=False)
@@ -142,6 +145,7 @@ class Request:
     def __post_init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_lasting_tokens = self.num_lasting_tokens or self.num_prompt_tokens
         if self.sampling_params.ignore_eos:
             self.eos_token_ids = frozenset()
         self.stop_token_id_set = _union(self.eos_token_ids, self.sampling_params.stop_token_ids)

@@ -22,6 +22,7 @@ class NewRequestData:
         rules: what ``sampling_params`` mean in the model's tokens.
         seed: of its draws.
         pooling_params: how to pool its prompt; None to generate.
+        state_slots: of the recurrent state that it goes on from (0: none), and of the one that it leaves.
     """
 
     request_id: str
@@ -33,9 +34,10 @@ class NewRequestData:
     rules: TokenRules = NO_RULES
     seed: int = 0
     pooling_params: PoolingParams | None = None
+    state_slots: tuple[int, int] = (0, 0)
 
     @staticmethod
-    def of(request: Request, block_ids: list[int]) -> NewRequestData:
+    def of(request: Request, block_ids: list[int], state_slots: tuple[int, int] = (0, 0)) -> NewRequestData:
         return NewRequestData(
             request_id=request.request_id,
             token_ids=list(request.token_ids),
@@ -46,6 +48,7 @@ class NewRequestData:
             rules=request.rules,
             seed=request.seed,
             pooling_params=request.pooling_params,
+            state_slots=state_slots,
         )
 
 
@@ -71,6 +74,8 @@ class SchedulerOutput:
         num_scheduled_tokens: request id -> query length, in packing order. A decode is a length of 1.
         new_requests: requests in this step that the runner does not hold.
         new_block_ids: request id -> blocks appended to the table of a request the runner holds.
+        new_state_slots: request id -> slot in which a request that the runner holds leaves its recurrent states from
+            this step on; it still goes on from the one before.
         sampled_req_ids: requests whose last known token is in this step, so that it samples their next one,
             in packing order. An intermediate chunk is not among them, nor is a request to pool.
         pooled_req_ids: requests to pool whose prompts this step completes, in packing order.
@@ -82,6 +87,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     new_requests: list[NewRequestData] = field(default_factory=list)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    new_state_slots: dict[str, int] = field(default_factory=dict)
     sampled_req_ids: list[str] = field(default_factory=list)
     pooled_req_ids: list[str] = field(default_factory=list)
     dropped_req_ids: list[str] = field(default_factory=list)

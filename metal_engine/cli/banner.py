@@ -14,21 +14,29 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
     """Returns what to show, by label."""
     model, cache, scheduler = config.model, config.cache, config.scheduler
     named = ", ".join(names)
+    states = f", recurrent states {format_size(config.state_bytes)}" if config.state_bytes else ""
     concurrency = cache.num_tokens / scheduler.max_model_len
-    return {
+    facts = {
         "model": model.name if names == (model.name,) else f"{model.name}, served as {named}",
         "architecture": f"{model.model_type}, {model.num_layers} layers, {_count(model.num_params)} parameters",
         "dtype": model.dtype,
         "device": f"{config.device.name}: {config.device.compute}",
         "attention": config.attention_backend,
-        "memory": f"weights {format_size(model.weight_bytes)}, KV cache {format_size(config.kv_bytes)}, largest step "
-        f"{format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
+        "memory": f"weights {format_size(model.weight_bytes)}, KV cache {format_size(config.kv_bytes)}{states}, "
+        f"largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
         "KV cache": f"{cache.num_tokens:,} tokens in {cache.num_blocks:,} blocks of {cache.block_size}; "
         f"{concurrency:.1f} requests of the maximum length at once",
+        "states": f"{format_size(model.state_bytes_per_request)} a request; {cache.num_state_slots:,} slots, for "
+        f"{scheduler.max_num_seqs} requests and for checkpoints",
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "
         f"{scheduler.max_num_batched_tokens:,} tokens a step",
         "URL": url,
     }
+    if not config.state_bytes:
+        del facts["states"]
+    if not config.kv_bytes:
+        facts["KV cache"] = "none: its layers keep states only"
+    return facts
 
 
 def print_banner(facts: dict[str, str], console: Console | None = None) -> None:

@@ -10,14 +10,28 @@ from typing import NoReturn
 import mlx.core as mx
 
 from metal_engine.device.streams import synchronize
-from metal_engine.kv_cache.spec import StateSpec
-from metal_engine.kv_cache.state import LayerState, make_state
+from metal_engine.kv_cache.recurrent import RecurrentState
+from metal_engine.kv_cache.spec import KVSpec, LatentSpec, RecurrentSpec, StateSpec
+from metal_engine.kv_cache.state import KVState, LatentState, LayerState, StateSnapshot
 from metal_engine.step import KVCacheLostError
 
 logger = logging.getLogger(__name__)
 
-PoolSnapshot = list[dict[str, mx.array]]
-"""The arrays of each layer's state at some time, by name."""
+PoolSnapshot = list[StateSnapshot]
+"""What each layer keeps at some time."""
+
+
+def make_state(spec: StateSpec) -> LayerState:
+    """The kind of state that a spec describes, with nothing allocated."""
+    match spec:
+        case KVSpec():
+            return KVState(spec)
+        case LatentSpec():
+            return LatentState(spec)
+        case RecurrentSpec():
+            return RecurrentState(spec)
+        case _:
+            raise TypeError(f"there is no state for {type(spec).__name__}")
 
 
 class StatePool:
@@ -25,11 +39,15 @@ class StatePool:
 
     Args:
         states: one for each cache of the model, in its order.
+
+    Attributes:
+        is_recurrent: whether some layer carries a state from token to token.
     """
 
     def __init__(self, states: Iterable[LayerState]) -> None:
         self.states = list(states)
-        self._size = (0, 1)  # blocks, tokens of a block
+        self._size = (0, 1, 0)  # blocks, tokens of a block, slots of requests
+        self.is_recurrent = self.bytes_per_request > 0
 
     @classmethod
     def of(cls, specs: Iterable[StateSpec]) -> StatePool:
@@ -50,11 +68,15 @@ class StatePool:
     def is_allocated(self) -> bool:
         return any(state.arrays for state in self.states)
 
-    def allocate(self, num_blocks: int, block_size: int) -> None:
-        """Make all arrays, dropping earlier ones."""
-        self._size = (num_blocks, block_size)
+    def allocate(self, num_blocks: int, block_size: int, num_state_slots: int = 0) -> None:
+        """Make all arrays, dropping earlier ones.
+
+        Args:
+            num_state_slots: requests, and checkpoints, whose recurrent states are held at once.
+        """
+        self._size = (num_blocks, block_size, num_state_slots)
         for state in self.states:
-            state.allocate(num_blocks, block_size)
+            state.allocate(num_blocks, block_size, num_state_slots)
         self.evaluate()
 
     def release(self) -> None:
@@ -76,7 +98,7 @@ class StatePool:
 
     def _arrays(self) -> Iterator[mx.array]:
         for state in self.states:
-            yield from state.arrays.values()
+            yield from state.written()
 
     def snapshot(self) -> PoolSnapshot:
         """All arrays as they are now. While it is held, a step that is evaluated copies them."""

@@ -21,6 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
+from metal_engine.kv_cache.segments import NO_STATE, Segments
 from metal_engine.kv_cache.writes import MakeWrites, SlotWrites, Writes
 
 
@@ -44,6 +45,8 @@ class StepRows:
     slot_mapping: np.ndarray  # [N] slot that each row's state is written to
     logits_indices: np.ndarray  # [R] rows that sample, in packing order
     sample_requests: np.ndarray  # [R] index of the request that samples there; one may be there several times
+    state_reads: np.ndarray  # [B] slot of the recurrent state that a request goes on from; 0: it begins
+    state_writes: np.ndarray  # [B] slot of the one that it leaves; 0 where no layer keeps any
     make_writes: MakeWrites
 
     @property
@@ -63,6 +66,11 @@ class StepRows:
         return self.seq_lens - self.query_lens
 
     @cached_property
+    def segments(self) -> Segments:
+        """The rows as recurrent layers see them."""
+        return Segments(self.cu_seqlens_q, self.state_reads, self.state_writes)
+
+    @cached_property
     def writes(self) -> Writes:
         """How rows go to their slots, on the device."""
         return self.make_writes(self.slot_mapping, self.block_size)
@@ -71,7 +79,7 @@ class StepRows:
         """Slots of positions of this step's requests; both are indices that broadcast."""
         return slots_of(self.block_table, requests, positions, self.block_size)
 
-    def validate(self, num_blocks: int) -> None:
+    def validate(self, num_blocks: int, num_state_slots: int = 0) -> None:
         """Raise ValueError where the arrays contradict each other, or leave a pool of ``num_blocks``.
 
         A bad step must not reach a kernel. Costs a few NumPy passes over N and over the block table.
@@ -85,6 +93,7 @@ class StepRows:
         self._validate_segments()
         self._validate_slots(num_blocks)
         self._validate_samples()
+        self._validate_states(num_state_slots)
 
     def _validate_segments(self) -> None:
         num_tokens, num_requests = self.num_tokens, self.num_requests
@@ -129,6 +138,19 @@ class StepRows:
         if len(self.logits_indices) != len(requests) or (self.logits_indices != last_rows).any():
             raise ValueError("bad step: logits_indices are not the last rows of the requests that sample")
 
+    def _validate_states(self, num_state_slots: int) -> None:
+        reads, writes = self.state_reads, self.state_writes
+        if len(reads) != self.num_requests or len(writes) != self.num_requests:
+            raise ValueError("bad step: state_reads and state_writes are not one for each request")
+        if num_state_slots == 0:
+            return
+        if writes.min() <= NO_STATE or writes.max() > num_state_slots or reads.max() > num_state_slots:
+            raise ValueError("bad step: a state's slot leaves the pool")
+        if len(np.unique(writes)) != len(writes):
+            raise ValueError("bad step: two requests leave their states in one slot")
+        if ((reads == NO_STATE) != (self.context_lens == 0)).any():
+            raise ValueError("bad step: a request goes on without a state, or begins with one")
+
 
 _ARRAYS = [field.name for field in fields(StepRows) if field.type == "np.ndarray"]
 
@@ -140,6 +162,7 @@ def step_rows(
     block_size: int,
     *,
     num_samples: Sequence[int] | np.ndarray | None = None,
+    state_slots: tuple[np.ndarray, np.ndarray] | None = None,
     make_writes: MakeWrites = SlotWrites,
 ) -> StepRows:
     """Lay out a step: rows of requests in packing order.
@@ -156,6 +179,8 @@ def step_rows(
         context_lens: [B] int32, tokens that have state already.
         query_lens: [B] tokens of this step.
         num_samples: [B] how many of its last rows a request samples at; None: one each.
+        state_slots: [B] and [B] int32, slots of the recurrent states that requests go on from, and of those that they
+            leave; None where no layer keeps any.
         make_writes: how rows are written to their slots.
 
     Raises:
@@ -173,6 +198,7 @@ def step_rows(
     request_of_row = np.repeat(np.arange(num_requests, dtype=np.int32), query_lens)
     starts = cu_seqlens_q[:-1]
     positions = np.arange(cu_seqlens_q[-1], dtype=np.int32) + (context_lens - starts)[request_of_row]
+    reads, writes = state_slots or (np.zeros(num_requests, np.int32), np.zeros(num_requests, np.int32))
     counts = np.ones(num_requests, np.int32) if num_samples is None else np.asarray(num_samples, np.int32)
     return StepRows(
         cu_seqlens_q=cu_seqlens_q,
@@ -184,6 +210,8 @@ def step_rows(
         slot_mapping=slots_of(block_table, request_of_row, positions, block_size),
         logits_indices=_last_rows(cu_seqlens_q, counts),
         sample_requests=np.repeat(np.arange(num_requests, dtype=np.int32), counts),
+        state_reads=reads,
+        state_writes=writes,
         make_writes=make_writes,
     )
 

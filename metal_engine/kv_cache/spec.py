@@ -80,3 +80,22 @@ class LatentSpec(StateSpec):
     @property
     def token_arrays(self) -> Mapping[str, ArraySpec]:
         return {"keys": ArraySpec((1, self.latent_dim + self.rope_dim), self.dtype)}
+
+
+@dataclass(frozen=True)
+class RecurrentSpec(StateSpec):
+    """A layer that carries a state from token to token: some arrays, of fixed size, for each request.
+
+    Attributes:
+        entries: what mlx-lm's cache of the layer keeps, in its order, without the batch axis.
+    """
+
+    entries: tuple[ArraySpec, ...]
+
+    @property
+    def dtype(self) -> mx.Dtype:  # type: ignore[override]
+        return self.entries[0].dtype
+
+    @property
+    def request_arrays(self) -> Mapping[str, ArraySpec]:
+        return {str(index): entry for index, entry in enumerate(self.entries)}

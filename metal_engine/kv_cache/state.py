@@ -7,7 +7,8 @@ package only attention backends, which read a state, know what it is made of.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -15,12 +16,26 @@ from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec, StateSpec
 
 
+@dataclass(frozen=True)
+class StateSnapshot:
+    """What a layer keeps at some time; :meth:`LayerState.restore` goes back to it.
+
+    Attributes:
+        arrays: by name.
+        pending: what its kind of state has beside that.
+    """
+
+    arrays: dict[str, mx.array]
+    pending: dict[str, Any] = field(default_factory=dict)
+
+
 class LayerState(Protocol):
     """What one layer keeps of all requests.
 
     Attributes:
         spec: its arrays by name, with the bytes of a token and of a request.
-        arrays: the arrays themselves, [num_slots, ...] for those of tokens; empty while nothing is allocated.
+        arrays: the arrays themselves, [num_slots, ...] for those of tokens, [1 + num_state_slots, ...] for those of
+            requests; empty while nothing is allocated.
     """
 
     @property
@@ -29,7 +44,7 @@ class LayerState(Protocol):
     @property
     def arrays(self) -> dict[str, mx.array]: ...
 
-    def allocate(self, num_blocks: int, block_size: int) -> None:
+    def allocate(self, num_blocks: int, block_size: int, num_state_slots: int) -> None:
         """Make the arrays, all zeros, in place of those there are."""
         ...
 
@@ -37,11 +52,11 @@ class LayerState(Protocol):
         """Drop the arrays."""
         ...
 
-    def snapshot(self) -> dict[str, mx.array]:
+    def snapshot(self) -> StateSnapshot:
         """The arrays as they are now. While it is held, a step that is evaluated copies them."""
         ...
 
-    def restore(self, snapshot: dict[str, mx.array]) -> None:
+    def restore(self, snapshot: StateSnapshot) -> None:
         """Go back to a snapshot, which nothing has been written to since."""
         ...
 
@@ -49,8 +64,8 @@ class LayerState(Protocol):
         """The arrays of tokens by block, each [num_blocks, block_size, ...], not copied."""
         ...
 
-    def write(self, step: StepRows, rows: Mapping[str, mx.array]) -> None:
-        """Write what a step has computed, [N, ...] for each array by name, to where the step says."""
+    def written(self) -> list[mx.array]:
+        """Arrays that are there when all that steps have written is."""
         ...
 
 
@@ -62,7 +77,7 @@ class TokenState:
         self.arrays: dict[str, mx.array] = {}
         self._block_size = 1
 
-    def allocate(self, num_blocks: int, block_size: int) -> None:
+    def allocate(self, num_blocks: int, block_size: int, num_state_slots: int = 0) -> None:
         self._block_size = block_size
         self.arrays = {
             name: mx.zeros((num_blocks * block_size, *array.shape), array.dtype)
@@ -72,12 +87,15 @@ class TokenState:
     def release(self) -> None:
         self.arrays = {}
 
-    def snapshot(self) -> dict[str, mx.array]:
+    def snapshot(self) -> StateSnapshot:
         # Objects of our own, over the same memory: assignment to elements changes what the state's objects stand for.
-        return {name: array.reshape(array.shape) for name, array in self.arrays.items()}
+        return StateSnapshot({name: array.reshape(array.shape) for name, array in self.arrays.items()})
 
-    def restore(self, snapshot: dict[str, mx.array]) -> None:
-        self.arrays = dict(snapshot)
+    def restore(self, snapshot: StateSnapshot) -> None:
+        self.arrays = dict(snapshot.arrays)
+
+    def written(self) -> list[mx.array]:
+        return list(self.arrays.values())
 
     def block_arrays(self) -> dict[str, mx.array]:
         return {name: self._blocks(array) for name, array in self.arrays.items()}
@@ -86,6 +104,7 @@ class TokenState:
         return array.reshape(-1, self._block_size, *array.shape[1:])
 
     def write(self, step: StepRows, rows: Mapping[str, mx.array]) -> None:
+        """Write what a step has computed, [N, ...] for each array by name, to where the step says."""
         # A write is in place when nothing else holds the old array, which MLX sees when the step runs. So the array
         # is taken out first: it has one owner at a time.
         for name, values in rows.items():
@@ -170,14 +189,3 @@ def _gather_heads(array: mx.array, head_rows: mx.array) -> mx.array:
 
 def _token_rows(array: mx.array, slots: mx.array | slice) -> mx.array:
     return array.reshape(array.shape[0], -1)[slots].astype(mx.float32)
-
-
-def make_state(spec: StateSpec) -> LayerState:
-    """The kind of state that a spec describes, with nothing allocated."""
-    match spec:
-        case KVSpec():
-            return KVState(spec)
-        case LatentSpec():
-            return LatentState(spec)
-        case _:
-            raise TypeError(f"there is no state for {type(spec).__name__}")

@@ -12,11 +12,14 @@ from metal_engine.attention.backend import AttentionBackend
 from metal_engine.attention.metal.backend import UnsupportedAttentionError
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import step_rows
+from metal_engine.kv_cache.segments import NO_STATE
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.models.paged_model import PagedModel
 
 _NUM_TOKENS = 16
 _BLOCK_SIZE = 8
+# Of which the two requests use the last and the first: states must come from where they were left.
+_NUM_STATE_SLOTS = 3
 # A longer request, to cross a sliding window, is run if all of the check stays within so much work: a
 # second or two. Its logits are computed for every token by the model's own forward, which bounds the window
 # too.
@@ -65,7 +68,7 @@ def _check(paged: PagedModel, backend: AttentionBackend, vocab_size: int, rng: n
     cut = lengths[0] - 11
     steps = (((0, cut), (0, 11)), ((cut, lengths[0]), (11, _NUM_TOKENS)))
     before = [(cache.num_writes, cache.num_reads) for cache in paged.layer_caches]
-    paged.pool.allocate(2 * max_blocks, _BLOCK_SIZE)
+    paged.pool.allocate(2 * max_blocks, _BLOCK_SIZE, _NUM_STATE_SLOTS)
     try:
         got = [_run_step(paged, backend, tokens, block_table, shares) for shares in steps]
         for layer, (cache, (num_writes, num_reads)) in enumerate(zip(paged.layer_caches, before, strict=True)):
@@ -115,7 +118,10 @@ def _run_step(
     first, end = np.array(shares, np.int32).T
     # Whole blocks are written as an engine would write them under page-aligned scheduling; others by slot or run.
     make_writes = choose_writes(page_aligned=True)
-    rows = step_rows(block_table, first, end - first, _BLOCK_SIZE, make_writes=make_writes)
+    slots = np.array([_NUM_STATE_SLOTS, 1], np.int32)
+    state_slots = np.where(first > 0, slots, NO_STATE), slots
+    lens = end - first
+    rows = step_rows(block_table, first, lens, _BLOCK_SIZE, state_slots=state_slots, make_writes=make_writes)
     input_ids = np.concatenate([sequence[a:b] for sequence, (a, b) in zip(tokens, shares, strict=True)])
     logits = paged(mx.array(input_ids), rows, backend.for_step(rows))
     if logits.shape[0] != len(shares):

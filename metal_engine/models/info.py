@@ -48,7 +48,7 @@ def expected_model_info(name: str, facts: CheckpointFacts) -> ModelInfo | None:
         None where that cannot be told before the weights are there.
 
     Raises:
-        UnsupportedModelError: it keeps state other than plain K and V, or has no seam to use.
+        UnsupportedModelError: it keeps state of a kind that is not known here, or has no seam to use.
     """
     config = facts.config
     if config.get("model_file") is not None:  # code that is not here yet, or not to be run
@@ -61,7 +61,7 @@ def expected_model_info(name: str, facts: CheckpointFacts) -> ModelInfo | None:
         logger.debug("no sketch of %s", name, exc_info=error)
         return None
     try:
-        paged = PagedModel(model)
+        paged = PagedModel(model, is_sketch=True)
     except UnsupportedModelError as error:
         if error.__cause__ is None:
             raise
@@ -79,6 +79,7 @@ def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> 
         vocab_size=paged.vocab_size,
         num_layers=len(paged.pool.states),
         kv_bytes_per_token=paged.pool.bytes_per_token,
+        state_bytes_per_request=paged.pool.bytes_per_request,
         max_position_embeddings=_context_length(text_config, paged.model),
         num_heads=num_heads,
         head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,

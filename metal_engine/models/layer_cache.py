@@ -15,11 +15,12 @@ import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ConcatenateKVCache
 
-from metal_engine.attention.backend import StepAttention
 from metal_engine.errors import UnsupportedModelError
-from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.recurrent import RecurrentState
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec, StateSpec
 from metal_engine.kv_cache.state import KVState, LatentState, LayerState
+from metal_engine.models.current_step import CurrentStep
+from metal_engine.models.recurrent.state_cache import StateCache
 
 Attention = Callable[..., mx.array]
 
@@ -50,18 +51,6 @@ class AttentionCall:
     mask: Any
     sinks: mx.array | None = None
     softcap: float | None = None
-
-
-class CurrentStep:
-    """The step being run: set by ``PagedModel.__call__``, read by the layer caches, which share one."""
-
-    def __init__(self) -> None:
-        self.rows: StepRows | None = None
-        self.attention: StepAttention | None = None
-        self.positions: mx.array | None = None  # [N]
-        self.logits_indices: mx.array | None = None  # [R]
-        self.hidden_indices: mx.array | None = None  # [P]
-        self.hidden: mx.array | None = None  # [P, 1, hidden_size], of those rows, once the trunk has run
 
 
 class AttendingCache:
@@ -191,9 +180,11 @@ class LatentLayerCache(LayerCache):
         return out[..., : self._state.spec.latent_dim]
 
 
-def layer_cache(step: CurrentStep, state: LayerState) -> LayerCache:
+def layer_cache(step: CurrentStep, state: LayerState) -> LayerCache | StateCache:
     """The cache through which mlx-lm's layer uses a state."""
     match state:
+        case RecurrentState():
+            return StateCache(step, state)
         case LatentState():
             return LatentLayerCache(step, state)
         case KVState():

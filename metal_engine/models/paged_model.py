@@ -8,6 +8,8 @@ activation is [N, 1, ...] and a layer that mixes no tokens needs no change. Thre
 - attention itself: mlx-lm's ``scaled_dot_product_attention`` is replaced (``seam``) by a function that asks
   one of our caches (``layer_cache``) for the step's attention, and calls the original for any other cache.
 
+Layers that carry a state from token to token mix tokens, too: ``recurrent`` gives them their rows by segments.
+
 The layer caches share one :class:`CurrentStep`, set for the length of a forward; there is no global.
 """
 
@@ -20,8 +22,13 @@ from metal_engine.attention.backend import StepAttention
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows
+from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.cpu_ops import StepPositions
-from metal_engine.models.layer_cache import CurrentStep, layer_cache
+from metal_engine.models.current_step import CurrentStep
+from metal_engine.models.layer_cache import layer_cache
+from metal_engine.models.recurrent.install import install_states
+from metal_engine.models.recurrent.recording import RecordingState
+from metal_engine.models.recurrent.state_cache import StateCache
 from metal_engine.models.seam import open_model
 
 
@@ -32,24 +39,32 @@ class PagedModel:
 
     Args:
         model: a loaded mlx-lm model; it is changed in place (its trunk returns selected rows).
+        is_sketch: its weights are not to be computed: it is looked at, and cannot run steps.
+        whole_modules: run recurrent layers module by module (:func:`install_states`).
 
     Raises:
-        UnsupportedModelError: the model keeps state other than plain K and V, or has no seam to use.
+        UnsupportedModelError: the model keeps state of a kind that is not known here, or has no seam to use.
 
     Attributes:
         pool: what its layers keep; nothing is allocated at first.
-        layer_caches: what mlx-lm's layers see of it.
+        layer_caches: what mlx-lm's layers see of it, one for each of the pool's states.
         dtype: type of the first layer's K and V.
         windows: sizes of the sliding windows that layers use.
         vocab_size: number of logits of a row.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, is_sketch: bool = False, whole_modules: bool = False) -> None:
         self.model = model
         self._step = CurrentStep()
         opened = open_model(model, self._step)
         self.pool = StatePool.of(opened.specs)
         self.layer_caches = [layer_cache(self._step, state) for state in self.pool.states]
+        by_recorder = dict(zip(map(id, opened.recorders), self.layer_caches, strict=True))
+        self._caches = map_caches(lambda recorder: by_recorder[id(recorder)], opened.caches)
+        if not is_sketch:
+            pairs = zip(opened.recorders, self.layer_caches, strict=True)
+            states = [(r, c) for r, c in pairs if isinstance(r, RecordingState) and isinstance(c, StateCache)]
+            install_states(states, opened.trace, whole_modules=whole_modules)
         self.dtype = opened.specs[0].dtype
         self.windows, self.vocab_size = opened.windows, opened.vocab_size
         self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
@@ -86,7 +101,7 @@ class PagedModel:
         step.logits_indices = mx.array(rows.logits_indices) if logits_indices is None else logits_indices
         step.hidden_indices = hidden_indices
         try:
-            logits = self.model(input_ids[:, None], cache=self.layer_caches)  # [R, 1, vocab_size]
+            logits = self.model(input_ids[:, None], cache=self._caches)  # [R, 1, vocab_size]
             hidden = step.hidden
         finally:
             step.rows = step.attention = step.positions = step.logits_indices = None

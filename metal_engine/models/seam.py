@@ -15,30 +15,25 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations
 from mlx_lm.models import base as mlx_lm_base
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.spec import StateSpec
 from metal_engine.models import cpu_ops
-from metal_engine.models.layer_cache import (
-    AttendingCache,
-    Attention,
-    AttentionCall,
-    CurrentStep,
-    OwnedKeys,
-    RecordingCache,
-)
+from metal_engine.models.cache_tree import CacheTree, leaves, map_caches
+from metal_engine.models.current_step import CurrentStep
+from metal_engine.models.layer_cache import AttendingCache, Attention, AttentionCall, OwnedKeys, RecordingCache
+from metal_engine.models.recurrent.recording import CallTrace, RecordingState
+from metal_engine.models.recurrent.recurrences import REPLACEMENTS as RECURRENCES
 from metal_engine.models.softcap import open_softcapped_layers
 
 logger = logging.getLogger(__name__)
 
-# mlx-lm's caches that are not keys and values of every token, in words. Others are refused too.
-_OTHER_STATE = {
-    "ArraysCache": "it keeps recurrent state, which is not a KV cache",
-    "CacheList": "its layers keep several caches each",
-    "ChunkedKVCache": "it attends in chunks of the context",
-}
+# mlx-lm's caches that are neither keys and values of every token nor arrays of each request, in words. Others are
+# refused too.
+_OTHER_STATE = {"ChunkedKVCache": "it attends in chunks of the context"}
+Recorder = RecordingCache | RecordingState
 
 
 @dataclass(frozen=True)
@@ -46,14 +41,31 @@ class OpenedModel:
     """What was seen of a model.
 
     Attributes:
-        specs: what each layer keeps, one for each cache of the model.
+        caches: what recorded each cache of the model.
+        trace: of the modules that kept recurrent state.
         windows: sizes of the sliding windows in use, in tokens.
         vocab_size: number of logits of a row.
     """
 
-    specs: list[StateSpec]
+    caches: CacheTree
+    trace: CallTrace
     windows: frozenset[int]
     vocab_size: int
+
+    @property
+    def recorders(self) -> list[Recorder]:
+        """Of each cache, in order."""
+        return list(leaves(self.caches))
+
+    @property
+    def specs(self) -> list[StateSpec]:
+        """What each cache keeps, in order."""
+        return [_spec(recorder) for recorder in self.recorders]
+
+
+def _spec(recorder: Recorder) -> StateSpec:
+    assert recorder.spec is not None
+    return recorder.spec
 
 
 def open_model(model: nn.Module, step: CurrentStep) -> OpenedModel:
@@ -64,32 +76,46 @@ def open_model(model: nn.Module, step: CurrentStep) -> OpenedModel:
         step: where the trunk finds the rows that are wanted.
 
     Raises:
-        UnsupportedModelError: the model keeps state other than plain K and V, or computes attention in a way of
-            its own.
+        UnsupportedModelError: the model keeps state of a kind that is not known here, or computes attention in a way
+            of its own.
     """
-    caches = make_prompt_cache(model)
-    for cache in caches:
-        if type(cache) not in (KVCache, RotatingKVCache):
-            kind = type(cache).__name__
-            what = _OTHER_STATE.get(kind, "its state is not a plain KV cache")
-            raise UnsupportedModelError(f"{what} ({kind})")
+    _recorders(model, CallTrace())
     _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _seam)])
     if computes_on_cpu():
         _replace_functions(model, cpu_ops.REPLACEMENTS)
         cpu_ops.use_faster_layers(model)
-    recorders, vocab_size = _record(model, len(caches))
-    if not all(r.num_reads for r in recorders) and open_softcapped_layers(model):
-        recorders, _ = _record(model, len(caches))
-    for layer, recorder in enumerate(recorders):
+    _replace_functions(model, RECURRENCES)
+    opened = _record(model)
+    if not all(map(_is_used, opened.recorders)) and open_softcapped_layers(model):
+        opened = _record(model)
+    for layer, recorder in enumerate(opened.recorders):
         if recorder.spec is None:
             raise UnsupportedModelError(f"layer {layer} never uses its KV cache")
-        if recorder.num_reads == 0:
+        if not _is_used(recorder):
             raise UnsupportedModelError(
                 f"layer {layer} computes attention in a way of its own, not with mlx-lm's shared function"
             )
-    _select_rows_before_head(model, len(caches), step)
-    windows = frozenset().union(*(recorder.windows for recorder in recorders))
-    return OpenedModel([r.spec for r in recorders if r.spec is not None], windows, vocab_size)
+    _select_rows_before_head(model, step)
+    return opened
+
+
+def _is_used(recorder: Recorder) -> bool:
+    """Whether the layer attended over its cache; always so for recurrent state."""
+    return isinstance(recorder, RecordingState) or recorder.num_reads > 0
+
+
+def _recorders(model: nn.Module, trace: CallTrace) -> CacheTree:
+    """New caches for a model, which record."""
+
+    def recorder(cache: Any) -> Recorder:
+        if type(cache) is ArraysCache:
+            return RecordingState(len(cache.cache), trace)
+        if type(cache) in (KVCache, RotatingKVCache):
+            return RecordingCache()
+        kind = type(cache).__name__
+        raise UnsupportedModelError(f"{_OTHER_STATE.get(kind, 'its state is not a plain KV cache')} ({kind})")
+
+    return map_caches(recorder, make_prompt_cache(model))
 
 
 # --- attention ---
@@ -135,21 +161,27 @@ def _replace_functions(model: nn.Module, replacements: list[tuple[Callable[..., 
                         names[name] = ours
 
 
-def _record(model: nn.Module, num_caches: int) -> tuple[list[RecordingCache], int]:
-    """Run two sequences of one token over recording caches; these, and the number of logits of a row."""
-    recorders = [RecordingCache() for _ in range(num_caches)]
+def _record(model: nn.Module) -> OpenedModel:
+    """Run two sequences of one token over caches that record; where states are carried on, of a second one, too."""
+    trace = CallTrace()
+    caches = _recorders(model, trace)
     try:
-        logits = model(mx.zeros((2, 1), mx.int32), cache=recorders)
+        logits = model(mx.array([[0], [1]]), cache=caches)
+        if any(isinstance(recorder, RecordingState) for recorder in leaves(caches)):
+            with trace.watch(model):
+                # Other tokens, so that nothing is equal by accident.
+                logits = model(mx.array([[2], [3]]), cache=caches)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UnsupportedModelError(f"its forward does not run over a KV cache ({problem})") from error
-    return recorders, logits.shape[-1]
+    windows = (recorder.windows for recorder in leaves(caches) if isinstance(recorder, RecordingCache))
+    return OpenedModel(caches, trace, frozenset().union(*windows), logits.shape[-1])
 
 
 # --- the rows that go through the LM head ---
 
 
-def _select_rows_before_head(model: nn.Module, num_caches: int, step: CurrentStep) -> None:
+def _select_rows_before_head(model: nn.Module, step: CurrentStep) -> None:
     """Make the trunk return only the rows whose logits are needed, so that only they go through the head.
 
     The trunk is the innermost module around the layers that is called as a whole: found by trying.
@@ -159,8 +191,7 @@ def _select_rows_before_head(model: nn.Module, num_caches: int, step: CurrentSte
         module.__class__ = _selecting(original_class, step)
         step.logits_indices = mx.array([1])
         try:
-            recorders = [RecordingCache() for _ in range(num_caches)]
-            if model(mx.zeros((2, 1), mx.int32), cache=recorders).shape[0] == 1:
+            if model(mx.zeros((2, 1), mx.int32), cache=_recorders(model, CallTrace())).shape[0] == 1:
                 return
         except (TypeError, ValueError, AttributeError, IndexError) as error:
             # Its output is no array, or whatever follows needs all rows.

@@ -28,7 +28,7 @@ class PackedBatch:
     pending_rows: np.ndarray  # [P] packed rows whose tokens the step before samples; 0 in `input_ids`
     pending_samples: np.ndarray  # [P] where they are among that step's samples
 
-    def validate(self, num_blocks: int) -> None:
+    def validate(self, num_blocks: int, num_state_slots: int = 0) -> None:
         """Raise ValueError where the arrays contradict each other; a bad batch must not reach a kernel.
 
         Costs a few NumPy passes over N and over the block table.
@@ -36,7 +36,7 @@ class PackedBatch:
         for name, array in vars(self).items():
             if name != "rows" and (array.dtype != np.int32 or array.ndim != 1):
                 raise ValueError(f"bad batch: {name} is {array.dtype} of shape {array.shape}, not int32 [n]")
-        self.rows.validate(num_blocks)
+        self.rows.validate(num_blocks, num_state_slots)
         if len(self.input_ids) != self.rows.num_tokens:
             raise ValueError("bad batch: input_ids differ in length from the rows")
         samples_of = self.rows.sample_requests
@@ -90,6 +90,8 @@ class RequestTable:
         self._num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self._num_computed = np.zeros(max_num_seqs, np.int32)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
+        self._state_reads = np.zeros(max_num_seqs, np.int32)  # slots that the next step goes on from, and leaves
+        self._state_writes = np.zeros(max_num_seqs, np.int32)
         self.sampling = SamplingTable(max_num_seqs)
         self.edits: dict[int, RequestEdits] = {}  # by index, of the requests that have any
         self.pooling: dict[str, PooledPrompt] = {}  # by request id, of the requests to pool
@@ -111,6 +113,7 @@ class RequestTable:
         self._num_computed[index] = new.num_computed_tokens
         self._num_blocks[index] = 0
         self._append_blocks(index, new.block_ids)
+        self._state_reads[index], self._state_writes[index] = new.state_slots
         params = new.sampling_params
         self.sampling.set(index, params, new.seed)
         if params.edits_logits:
@@ -177,6 +180,8 @@ class RequestTable:
             self.add(new)
         for request_id, block_ids in plan.new_block_ids.items():
             self._append_blocks(self._index_of[request_id], block_ids)
+        for request_id, slot in plan.new_state_slots.items():
+            self._state_writes[self._index_of[request_id]] = slot
 
         packed = list(plan.num_scheduled_tokens)
         num_requests = len(packed)
@@ -198,10 +203,12 @@ class RequestTable:
             query_lens,
             self.block_size,
             num_samples=samples,
+            state_slots=(self._state_reads[indices], self._state_writes[indices]),
             make_writes=self._make_writes,
         )
         pending_rows, pending_samples = self._pending(indices, rows)
         self._num_computed[indices] = seq_lens
+        self._state_reads[indices] = rows.state_writes
         input_ids = self._token_ids[indices[rows.request_of_row], rows.positions]
         input_ids[pending_rows] = 0  # not what a request before it left at the index
         sample_indices = indices[rows.sample_requests]

@@ -54,7 +54,8 @@ class ModelRunner:
             choose_writes(page_aligned=scheduler_config.page_aligned_scheduling),
         )
         self._steps: deque[PendingStep] = deque()  # in order; the first one is dispatched, the others built
-        self._pool.allocate(cache_config.num_blocks, cache_config.block_size)
+        self._num_state_slots = cache_config.num_state_slots
+        self._pool.allocate(cache_config.num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
     def execute(self, plan: SchedulerOutput) -> PendingStep:
         """Start a step: builds the graph of one forward over every packed row and one sampling pass."""
@@ -86,7 +87,7 @@ class ModelRunner:
         Returns its sampling, its pooling, and the logits that it samples from, [R + T, vocab_size].
         """
         batch = self._table.pack(plan)
-        batch.validate(self._num_blocks)
+        batch.validate(self._num_blocks, self._num_state_slots)
         sampling = StepSampling(self._table, plan, batch)
         if self._kv_connector is not None:
             self._kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
@@ -140,8 +141,9 @@ class ModelRunner:
                 mx.async_eval(logits)  # the forward runs while the host computes masks
                 step.sampling.build(logits, is_dispatched=True)
             results = step.sampling.arrays + (step.pooling.arrays if step.pooling is not None else [])
-            # Without any, only intermediate chunks: what matters is the KV they leave behind.
-            step.root = results or [self._pool.written()]
+            # Without any, only intermediate chunks: what matters is the KV they leave behind. Recurrent states matter
+            # always: results depend on what a step reads of them, not on what it leaves.
+            step.root = [*results, *([self._pool.written()] if self._pool.is_recurrent or not results else [])]
             step.root += step.saves.arrays.values() if step.saves is not None else ()
             if self._runs_ahead:
                 step.is_async = True
@@ -153,8 +155,8 @@ class ModelRunner:
         """Write what a step loads into the KV cache as the step before has left it."""
         if self._kv_connector is not None and step.loads:
             assert step.before is not None
-            for index, arrays in enumerate(step.before):
-                self._kv_connector.write_loaded_blocks(index, arrays, step.loads)
+            for index, layer in enumerate(step.before):
+                self._kv_connector.write_loaded_blocks(index, layer.arrays, step.loads)
             step.loads = {}
 
     def finish(self, step: PendingStep) -> ModelOutput:

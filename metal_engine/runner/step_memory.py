@@ -47,18 +47,22 @@ def measure_step_bytes(
     column = np.minimum(np.arange(num_blocks.max()), num_blocks[:, None] - 1)
     block_table = ((ends - num_blocks)[:, None] + column).astype(np.int32)
     make_writes = choose_writes(page_aligned=False)
-    rows = step_rows(block_table, np.zeros_like(seq_lens), seq_lens, block_size, make_writes=make_writes)
+    slots = np.arange(1, num_seqs + 1, dtype=np.int32)
+    contexts = np.zeros_like(seq_lens)
+    state_slots = np.zeros_like(slots), slots
+    rows = step_rows(block_table, contexts, seq_lens, block_size, state_slots=state_slots, make_writes=make_writes)
 
     sampling = SamplingTable(num_seqs)
     for index in range(num_seqs):
         sampling.set(index, SamplingParams(temperature=1.0, top_p=0.9), seed=index)
-    model.pool.allocate(int(ends[-1]), block_size)
+    model.pool.allocate(int(ends[-1]), block_size, num_seqs)
     try:
         synchronize()
         held = mx.get_active_memory()
         mx.reset_peak_memory()
         logits = model(mx.zeros((rows.num_tokens,), mx.int32), rows, backend.for_step(rows))
-        mx.eval(sample(logits, sampling, np.arange(num_seqs), np.zeros(num_seqs, np.int32)))
+        tokens = sample(logits, sampling, np.arange(num_seqs), np.zeros(num_seqs, np.int32))
+        mx.eval(tokens, model.pool.written())
         synchronize()
         return max(0, mx.get_peak_memory() - held)
     except (MemoryError, RuntimeError) as error:  # MLX's allocator raises the latter

@@ -19,11 +19,15 @@ _MAX_PASSED_OVER = 32
 
 @dataclass(slots=True)
 class Candidate:
-    """A waiting request, and the blocks it can begin with; None stands for one that arrived from a store."""
+    """A waiting request, and the blocks it can begin with; None stands for one that arrived from a store.
+
+    ``num_shared_tokens`` counts what is cached of it, without a recurrent state to begin with as well.
+    """
 
     request: Request
     cached: list[Block | None]
     block_size: int
+    num_shared_tokens: int = 0
 
     @property
     def num_cached_tokens(self) -> int:
@@ -115,6 +119,7 @@ class Admissions:
             elif owner := self._prefix_cache.find_owner(request, candidate.num_cached_tokens, prefills.in_progress):
                 self.waiting.park(request, *owner)
             else:
+                candidate.num_shared_tokens = self._prefix_cache.num_shared(request)
                 return candidate
         return None
 

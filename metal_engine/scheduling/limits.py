@@ -10,6 +10,7 @@ request may start, beside how many others and how many long ones, is decided in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isqrt
 
@@ -86,17 +87,27 @@ class PrefillShares:
     Args:
         step: what decodes left; reduced by what is given here.
         prefills: running requests with more than one token left to compute, for :meth:`take_turns`.
+        room: how many tokens of a request may follow so many computed ones in one chunk; a prompt that is computed
+            at once, for lack of a slot, is no matter of it.
 
     Attributes:
         shares: tokens for each request taken in, in the order of their turns.
         num_long: of the requests in progress, those whose prompts were long when they came into this step.
     """
 
-    def __init__(self, step: StepBudget, prefills: list[Request], config: SchedulerConfig, block_size: int) -> None:
+    def __init__(
+        self,
+        step: StepBudget,
+        prefills: list[Request],
+        config: SchedulerConfig,
+        block_size: int,
+        room: Callable[[Request, int], int] = lambda request, num_computed: num_computed + request.num_tokens,
+    ) -> None:
         self.step = step
         self.shares: dict[Request, int] = {}
         self._config = config
         self._block_size = block_size
+        self._room = room
         self._unit = chunk_unit(config, block_size)
         self._unfinished: list[Request] = []  # taken in, with shares that do not complete their prompts
         # Running requests without a share in this step; those that have waited longest for one first.
@@ -170,7 +181,8 @@ class PrefillShares:
     def _take(self, request: Request, whole: bool = False) -> None:
         remaining = num_remaining(request, self._config)
         self.shares[request] = 0
-        self._give(request, remaining if whole else min(remaining, self._block_size, self.step.tokens))
+        smallest = min(remaining, self._block_size, self.step.tokens, self._room(request, request.num_computed_tokens))
+        self._give(request, remaining if whole else smallest)
         if self.shares[request] < remaining:
             self._unfinished.append(request)
 
@@ -200,15 +212,17 @@ class PrefillShares:
             num_asking: those of them that share the prompt rows.
         """
         missing = self._missing(request)
+        room = self._room(request, request.num_computed_tokens) - self.shares[request]
         context_len = request.num_computed_tokens + self.shares[request]
         extra = min(
             missing,
+            room,
             self._aligned(self.step.tokens // num_parts),
             rows_for_work(context_len, self.step.attention_work // num_parts),
         )
         if request.needs_prompt_rows:
             extra = min(extra, self.step.prompt_rows // num_asking)
-        return extra if extra == missing else self._aligned(extra)
+        return extra if extra in (missing, room) else self._aligned(extra)
 
     def _give(self, request: Request, num_tokens: int) -> None:
         context_len = request.num_computed_tokens + self.shares[request]

@@ -15,6 +15,7 @@ from hashlib import sha256
 
 from metal_engine.request import Request
 from metal_engine.scheduling.block_manager import Block, BlockManager
+from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.settings.config import CacheConfig
 
 
@@ -68,14 +69,20 @@ class PrefixCache:
     Args:
         blocks: the pool.
         config: whether prefixes are shared, and the model's fingerprint.
+        slots: checkpoints of recurrent states, for models that have such: a prefix without one is of no use.
         on_publish: called with a request and the range of its blocks that have just been published.
     """
 
     def __init__(
-        self, blocks: BlockManager, config: CacheConfig, on_publish: Callable[[Request, int, int], None] | None = None
+        self,
+        blocks: BlockManager,
+        config: CacheConfig,
+        slots: StateSlots,
+        on_publish: Callable[[Request, int, int], None] | None = None,
     ) -> None:
         self.is_enabled = config.enable_prefix_caching
         self._blocks = blocks
+        self._slots = slots
         self._block_size = config.block_size
         self._model_fingerprint = config.model_fingerprint
         self._on_publish = on_publish
@@ -85,9 +92,19 @@ class PrefixCache:
 
         ``also`` has the hashes of blocks that are at hand elsewhere; None stands for those.
         """
-        return self._blocks.find_cached(
-            self._usable_hashes(request), (request.num_tokens - 1) // self._block_size, also
-        )
+        found = self._find_blocks(request, also)
+        return found[: self._slots.longest(request.block_hashes, len(found))] if self._slots.num_slots else found
+
+    def num_shared(self, request: Request) -> int:
+        """Returns how many tokens of a waiting request are cached, with a recurrent state for the last or without.
+
+        Asked only where there are such states: 0 for other models.
+        """
+        return len(self._find_blocks(request)) * self._block_size if self._slots.num_slots else 0
+
+    def _find_blocks(self, request: Request, also: Container[bytes] = ()) -> list[Block | None]:
+        hashes = self._usable_hashes(request)
+        return self._blocks.find_cached(hashes, (request.num_tokens - 1) // self._block_size, also)
 
     def missing(self, request: Request) -> list[bytes]:
         """Returns the hashes of blocks that a waiting request could begin with and that are not cached, in order."""
@@ -135,3 +152,4 @@ class PrefixCache:
     def forget(self) -> None:
         """Forget everything: after a step that failed, blocks may not hold what they should."""
         self._blocks.forget_cached()
+        self._slots.forget()

@@ -13,8 +13,11 @@ from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestOutput, RequestStatus
 from metal_engine.scheduling.admission import Admissions, Candidate
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillShares, StepBudget, is_long, num_remaining
+from metal_engine.scheduling.checkpoints import RequestStates
+from metal_engine.scheduling.integrity import check_integrity
+from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillShares, StepBudget, num_remaining
 from metal_engine.scheduling.prefix_cache import PrefixCache
+from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
@@ -41,8 +44,10 @@ class Scheduler:
         self.config = config
         self.blocks = BlockManager(cache_config.num_blocks, cache_config.block_size)
         self.connector = connector
+        slots = StateSlots(cache_config.num_state_slots)
+        self.states = RequestStates(slots, cache_config)
         on_publish = None if connector is None else self._save_to_store
-        self.prefix_cache = PrefixCache(self.blocks, cache_config, on_publish)
+        self.prefix_cache = PrefixCache(self.blocks, cache_config, slots, on_publish)
         self.requests: dict[str, Request] = {}
         self.admissions = Admissions(config, self.prefix_cache, cache_config.block_size, connector)
         self.running: dict[str, Request] = {}  # in order
@@ -52,7 +57,7 @@ class Scheduler:
         self._last_admission = -1  # id of the step that last admitted somebody
         self._watermark_blocks = int(WATERMARK * cache_config.num_blocks)
         # What the runner holds, and what it must forget before the next step.
-        self._held_by_runner: set[str] = set()
+        self.held_by_runner: set[str] = set()
         self._dropped: list[str] = []
         # Running requests with full blocks that the prefix cache does not know yet.
         self._filled: list[Request] = []
@@ -135,7 +140,7 @@ class Scheduler:
         budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work, prompt_rows)
         num_preemptions = self.num_preemptions
         partial = self._schedule_decodes(plan, budget)
-        prefills = PrefillShares(budget, partial, self.config, self.blocks.block_size)
+        prefills = PrefillShares(budget, partial, self.config, self.blocks.block_size, self.states.room)
         pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
         if not pool_is_full and prefills.is_turn_of_a_new_one(self._last_admission):
             self._fill_slots(plan, prefills, at_most=1)
@@ -214,6 +219,10 @@ class Scheduler:
         )
         if block_ids is None:
             return False
+        state_slots = self.states.admit(request, candidate.num_cached_tokens, candidate.num_shared_tokens)
+        if state_slots is None:
+            self.blocks.free(request.request_id)
+            return False
         self.admissions.remove(request.request_id)
         self._append_running(request)
         request.status = RequestStatus.RUNNING
@@ -230,9 +239,9 @@ class Scheduler:
                 request.num_external_tokens = len(from_store) * self.blocks.block_size
                 self.connector.count_prompt(request)
             self.connector.update_state_after_alloc(request, block_ids, from_store, len(candidate.cached))
-        self._held_by_runner.add(request.request_id)
+        self.held_by_runner.add(request.request_id)
         self._last_admission = plan.step_id
-        plan.new_requests.append(NewRequestData.of(request, block_ids))
+        plan.new_requests.append(NewRequestData.of(request, block_ids, state_slots))
         return True
 
     def _append_running(self, request: Request) -> None:
@@ -244,6 +253,7 @@ class Scheduler:
 
     def _add_to_plan(self, plan: SchedulerOutput, request: Request, share: int) -> None:
         """Plan ``share`` tokens of a request, and a placeholder for what it comes to if these are its last."""
+        self.states.plan(plan, request)
         plan.num_scheduled_tokens[request.request_id] = share
         request.num_computed_tokens += share
         request.last_step = plan.step_id
@@ -300,12 +310,13 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Free a request's blocks, and let go all that depended on them."""
         self.blocks.free(request.request_id)
+        self.states.release(request)
         request.num_registered_blocks = 0
         self.admissions.owner_left(request.request_id)
         if self.connector is not None:
             self.connector.forget_request(request)
-        if request.request_id in self._held_by_runner:
-            self._held_by_runner.remove(request.request_id)
+        if request.request_id in self.held_by_runner:
+            self.held_by_runner.remove(request.request_id)
             self._dropped.append(request.request_id)
 
     def _save_to_store(self, request: Request, start: int, stop: int) -> None:
@@ -316,9 +327,13 @@ class Scheduler:
     def _publish_prefixes(self) -> None:
         """Let later steps share the blocks that this one fills, and the requests go on that waited for them."""
         for request in self._filled:
-            self.prefix_cache.publish(request)
+            self._publish(request)
         self._filled.clear()
         self.admissions.prefixes_computed(self.running)
+
+    def _publish(self, request: Request) -> None:
+        self.prefix_cache.publish(request)
+        self.states.publish(request)
 
     # --- results --------------------------------------------------------------------------------------------
 
@@ -340,13 +355,12 @@ class Scheduler:
                 continue
             request.num_output_placeholders -= 1
             if request_id in model_output.late_req_ids:
-                if request.status is RequestStatus.RUNNING:
-                    request.num_computed_tokens -= 1
+                self._take_back_token(request)
                 continue
             request.token_ids.append(token_id)
             status = request.status_after(token_id)
             if request.num_computed_tokens == request.num_tokens and request.status is RequestStatus.RUNNING:
-                self.prefix_cache.publish(request)  # its last block was computed before this token was known
+                self._publish(request)  # its last block was computed before this token was known
             num_cached, num_external = request.num_cached_tokens, request.num_external_tokens
             output = RequestOutput(request_id, [token_id], num_cached, num_external)
             if (logprobs := model_output.logprobs.get(request_id)) is not None:
@@ -358,6 +372,15 @@ class Scheduler:
                 self.finish_request(request_id, status)
             outputs.append(output)
         return outputs
+
+    def _take_back_token(self, request: Request) -> None:
+        """Have the last token of a running request computed again."""
+        if request.status is not RequestStatus.RUNNING:
+            return
+        if self.states.is_used:
+            self._preempt(request)  # its state has gone on, and goes back to a checkpoint at most
+        else:
+            request.num_computed_tokens -= 1
 
     def _finish_pooled(self, model_output: ModelOutput) -> list[RequestOutput]:
         """End the requests that were to be pooled; they end with their prompts."""
@@ -372,28 +395,6 @@ class Scheduler:
                 self.finish_request(request_id, RequestStatus.FINISHED_STOPPED)
         return outputs
 
-    # --- tests and debugging --------------------------------------------------------------------------------
-
     def check_integrity(self) -> None:
         """Assert every invariant between steps; for tests and debugging."""
-        self.blocks.check_integrity()
-        self.admissions.check_integrity(self.running)
-        not_running = {r.request_id for r in (*self.admissions.waiting, *self.admissions.loading.values())}
-        assert not_running | self.running.keys() == self.requests.keys()
-        assert len(self.running) <= self.config.max_num_seqs
-        order = [request.sort_key for request in self.running.values()]
-        assert order == sorted(order), f"running out of order: {order}"
-        held = {request_id for request_id in self.requests if self.blocks.block_ids(request_id)}
-        used = {block_id for request_id in held for block_id in self.blocks.block_ids(request_id)}
-        assert self.blocks.num_used_blocks == len(used)
-        assert held == self.running.keys() == self._held_by_runner
-        for request in self.running.values():
-            num_blocks = len(self.blocks.block_ids(request.request_id))
-            assert num_blocks >= self.blocks.blocks_for(request.num_computed_tokens)
-            num_known = request.num_tokens + request.num_output_placeholders
-            assert 0 <= request.num_computed_tokens <= num_known
-            assert request.num_registered_blocks * self.blocks.block_size <= request.num_computed_tokens
-        partial = [r for r in self.running.values() if num_remaining(r, self.config) > 1]
-        assert len(partial) <= self.config.max_num_partial_prefills
-        num_long = sum(is_long(num_remaining(r, self.config), self.config) for r in partial)
-        assert num_long <= self.config.max_long_partial_prefills
+        check_integrity(self)

@@ -8,6 +8,9 @@ from metal_engine.settings.args import GIB
 
 # Left free on a GPU beside what was measured: for the allocator's rounding up, and attention over longer contexts.
 MARGIN_BYTES = GIB // 4
+# Recurrent states of a request that a step has at hand beside its slots: what it goes on from, what it leaves, and a
+# copy on the way to another order of the requests.
+IN_FLIGHT_STATES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,8 @@ class RerankerConfig:
 class ModelInfo:
     """Facts about a loaded model that the control plane needs.
 
-    ``kv_bytes_per_token`` counts K and V over all layers, in bytes. ``max_position_embeddings`` is the context
+    ``kv_bytes_per_token`` counts K and V over all layers, in bytes; ``state_bytes_per_request`` recurrent states, which
+    are of one size however long a request is. ``max_position_embeddings`` is the context
     length the checkpoint was trained for, in tokens, if it says. ``vocab_size`` is the number of rows of the LM head.
     ``num_heads`` counts the query heads of a layer.
     ``default_sampling`` has the sampling parameters that the checkpoint recommends, for requests that give none.
@@ -65,6 +69,7 @@ class ModelInfo:
     num_params: int
     weight_bytes: int
     kv_bytes_per_token: int
+    state_bytes_per_request: int = 0
     max_position_embeddings: int | None
     num_heads: int = 1
     head_dim: int = 1
@@ -113,12 +118,14 @@ class CacheConfig:
     """The paged KV cache: ``num_blocks`` blocks of ``block_size`` tokens, shared by all layers' tables.
 
     ``model_fingerprint`` names what K and V depend on besides tokens: cached prefixes are found under it.
+    ``num_state_slots`` counts recurrent states, of requests and of checkpoints; 0 for models without.
     """
 
     block_size: int
     num_blocks: int
     enable_prefix_caching: bool = False
     model_fingerprint: str = ""
+    num_state_slots: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -142,6 +149,14 @@ class EngineConfig:
         return self.cache.num_tokens * self.model.kv_bytes_per_token
 
     @property
+    def state_bytes(self) -> int:
+        """Recurrent states: in their slots, and at hand in a step."""
+        if not self.cache.num_state_slots:
+            return 0
+        num_states = 1 + self.cache.num_state_slots + IN_FLIGHT_STATES * self.scheduler.max_num_seqs
+        return num_states * self.model.state_bytes_per_request
+
+    @property
     def peak_bytes(self) -> int:
-        """What MLX holds at most: weights, KV cache and the largest step."""
-        return self.model.weight_bytes + self.kv_bytes + self.step_bytes
+        """What MLX holds at most: weights, KV cache, recurrent states and the largest step."""
+        return self.model.weight_bytes + self.kv_bytes + self.state_bytes + self.step_bytes

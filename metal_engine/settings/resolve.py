@@ -9,22 +9,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.args import GIB, EngineArgs
-from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
-from metal_engine.settings.fields import format_size
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
+from metal_engine.settings.pool_size import affordable_states, pool_flag, pool_size, wanted_context
 
 # A step on a CPU should take about a second at most; two laptop-class cores reach about this rate.
 _CPU_FLOPS = 1.5e11
 _CPU_STEP_SECONDS = 1.0
-# On a CPU the pool is made of ordinary memory that other programs want too.
-_CPU_POOL_BYTES = 2 * GIB
 # The most time that attention takes in a step, and the rates that turn it into pairs of a query row and a key:
 # seconds for one pair in one head of one layer on such a CPU, and FLOP/s that even a small GPU reaches.
 _ATTENTION_SECONDS = 1.0
 _CPU_SECONDS_PER_SCORE = 10e-9
 _GPU_ATTENTION_FLOPS = 2e12
-# Tokens of context for a model that does not say what it was trained for, if the user does not either.
-_UNKNOWN_CONTEXT = 4096
 
 
 def resolve_config(
@@ -43,7 +39,8 @@ def resolve_config(
         ConfigError: the settings cannot work together; the message names the flag to change.
     """
     budget = args.max_num_batched_tokens or max(args.max_num_seqs or 0, _step_budget(model, device))
-    max_num_seqs = args.max_num_seqs or min(budget, 64 if device.kind == "cpu" else 256)
+    most = min(budget, 64 if device.kind == "cpu" else 256)
+    max_num_seqs = args.max_num_seqs or min(most, affordable_states(args, model, device))
     if budget < max_num_seqs:
         raise ConfigError(
             "--max-num-batched-tokens",
@@ -58,13 +55,13 @@ def resolve_config(
             "and prompts would starve",
         )
     step_bytes = measure_step(budget, max_num_seqs)
-    num_blocks = _num_blocks(args, model, device, step_bytes)
-    _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token, device)
+    pool = pool_size(args, model, device, max_num_seqs, step_bytes)
     cache = CacheConfig(
         block_size=args.block_size,
-        num_blocks=num_blocks,
+        num_blocks=pool.num_blocks,
         enable_prefix_caching=args.enable_prefix_caching,
         model_fingerprint=_fingerprint(args, model),
+        num_state_slots=pool.num_state_slots,
     )
     max_model_len = _max_model_len(args, model, cache)
     return EngineConfig(
@@ -104,9 +101,8 @@ def check_kv_cache(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> in
     """
     if device.kind == "cpu":  # the memory that will be left
         device = replace(device, memory_bytes=max(0, device.memory_bytes - model.weight_bytes))
-    num_blocks = _num_blocks(args, model, device, 0)
-    _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token, device)
-    cache = CacheConfig(block_size=args.block_size, num_blocks=num_blocks)
+    pool = pool_size(args, model, device, args.max_num_seqs or 1, 0)
+    cache = CacheConfig(block_size=args.block_size, num_blocks=pool.num_blocks)
     _max_model_len(args, model, cache)
     return cache.num_tokens
 
@@ -138,56 +134,10 @@ def _fingerprint(args: EngineArgs, model: ModelInfo) -> str:
     return repr((args.model, args.revision, model.model_type, model.dtype, model.num_params, args.block_size))
 
 
-def _num_blocks(args: EngineArgs, model: ModelInfo, device: DeviceInfo, step_bytes: int) -> int:
-    if args.num_gpu_blocks_override is not None:
-        return args.num_gpu_blocks_override
-    block_bytes = args.block_size * model.kv_bytes_per_token
-    if args.kv_cache_memory_bytes is not None:
-        pool_bytes, named = args.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
-    elif device.kind == "cpu":
-        # The weights are loaded already, so what is left of the memory is what is available.
-        pool_bytes, named = min(_CPU_POOL_BYTES, device.memory_bytes // 4), "--kv-cache-memory-bytes"
-    else:
-        budget = int(device.memory_bytes * args.gpu_memory_utilization)
-        pool_bytes = budget - model.weight_bytes - step_bytes - MARGIN_BYTES
-        named = "--gpu-memory-utilization, or lower --max-num-batched-tokens"
-    if pool_bytes < block_bytes:
-        raise ConfigError(
-            None,
-            f"no memory for the KV cache: one block of {args.block_size} tokens takes {format_size(block_bytes)}, and "
-            f"{_room(args, pool_bytes, model, step_bytes)}; raise {named}",
-        )
-    return pool_bytes // block_bytes
-
-
-def _room(args: EngineArgs, pool_bytes: int, model: ModelInfo, step_bytes: int) -> str:
-    """Says how much memory there is for the KV cache, and why."""
-    room = format_size(max(pool_bytes, 0))
-    if args.kv_cache_memory_bytes is not None:
-        return f"{room} are given"
-    step = f" and a step ({format_size(step_bytes)})" if step_bytes else ""
-    return f"{room} are left beside the weights ({format_size(model.weight_bytes)}){step}"
-
-
-def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> None:
-    if pool_bytes > device.memory_bytes:
-        named = _pool_flag(args)
-        raise ConfigError(
-            named,
-            f"a KV cache of {format_size(pool_bytes)} is more than the {format_size(device.memory_bytes)} of memory "
-            f"there are; lower {named}",
-        )
-
-
-def _pool_flag(args: EngineArgs) -> str:
-    """The flag that sets the size of the KV cache."""
-    return "--kv-cache-memory-bytes" if args.num_gpu_blocks_override is None else "--num-gpu-blocks-override"
-
-
 def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:
     """Returns the length asked for, or the checkpoint's context length; never more tokens than the pool holds."""
     limit = model.max_position_embeddings
-    wanted = args.max_model_len if args.max_model_len is not None else limit or _UNKNOWN_CONTEXT
+    wanted = wanted_context(args, model)
     if limit is not None and wanted > limit:
         raise ConfigError("--max-model-len", f"{wanted} exceeds the {limit} tokens that {model.name} was trained for")
     if wanted <= cache.num_tokens:
@@ -196,6 +146,6 @@ def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> in
         raise ConfigError(
             "--max-model-len",
             f"{wanted} does not fit into the KV cache of {cache.num_tokens} tokens; lower it or "
-            f"raise {_pool_flag(args)}",
+            f"raise {pool_flag(args)}",
         )
     return cache.num_tokens

@@ -16,7 +16,7 @@ from metal_engine.errors import ModelLoadError, UnsupportedModelError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from tests.support.checkpoint_files import CONFIG, write_checkpoint, write_tokenizer
-from tools.fixtures.architectures import MAMBA
+from tools.fixtures.architecture_parts import MAMBA
 
 Damage = Callable[[Path], object]
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.checkpoint_files import CONFIG, VOCAB_SIZE, write_checkpoint, write_sparse_weights
 from tests.support.fake_hub import TOKEN, FakeHub, Repo
-from tools.fixtures.architectures import MAMBA
+from tools.fixtures.architecture_parts import MAMBA
 
 _SCRIPT = """
 import json, sys

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import step_rows
+from metal_engine.kv_cache.segments import NO_STATE
 from metal_engine.kv_cache.spec import LatentSpec
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionMask, LayerCache
@@ -42,19 +43,24 @@ class PackedRun:
     tokens: list[np.ndarray]
     block_table: np.ndarray = field(init=False)  # [B, max_blocks]
     computed: list[int] = field(init=False)
+    slots: np.ndarray = field(init=False)  # [B] of recurrent states, shuffled
 
     def __post_init__(self) -> None:
         max_blocks = -(-max(map(len, self.tokens)) // BLOCK_SIZE)
         blocks = np.random.default_rng(1).permutation(len(self.tokens) * max_blocks)
         self.block_table = blocks.reshape(len(self.tokens), max_blocks).astype(np.int32)
         self.computed = [0] * len(self.tokens)
-        self.paged.pool.allocate(blocks.size, BLOCK_SIZE)
+        self.slots = 1 + np.random.default_rng(2).permutation(len(self.tokens) + 3)[: len(self.tokens)].astype(np.int32)
+        self.paged.pool.allocate(blocks.size, BLOCK_SIZE, len(self.tokens) + 3)
 
     def step(self, shares: list[tuple[int, int]], num_samples: list[int] | None = None) -> np.ndarray:
         """Run one step; logits of each share's last row, or of so many of its last rows, [R, vocab_size]."""
         order, lengths = [r for r, _ in shares], [n for _, n in shares]
         context_lens = np.array([self.computed[r] for r in order], np.int32)
-        rows = step_rows(self.block_table[order], context_lens, lengths, BLOCK_SIZE, num_samples=num_samples)
+        slots = self.slots[order]
+        state_slots = np.where(context_lens > 0, slots, NO_STATE), slots
+        table = self.block_table[order]
+        rows = step_rows(table, context_lens, lengths, BLOCK_SIZE, num_samples=num_samples, state_slots=state_slots)
         ids = [self.tokens[r][self.computed[r] : self.computed[r] + n] for r, n in shares]
         for r, n in shares:
             self.computed[r] += n

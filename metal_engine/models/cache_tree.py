@@ -1,0 +1,45 @@
+"""The caches of a model as mlx-lm gives them to its layers: one each, or a group where a layer keeps several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from mlx_lm.models.cache import CacheList
+
+
+class CacheGroup:
+    """Several caches of one layer; stands for mlx-lm's ``CacheList``."""
+
+    def __init__(self, caches: Iterable[Any]) -> None:
+        self.caches = tuple(caches)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.caches[index]
+
+    def __len__(self) -> int:
+        return len(self.caches)
+
+
+CacheTree = list[Any]
+"""A cache, or a :class:`CacheGroup`, for each layer that has any."""
+
+
+def map_caches(function: Callable[[Any], Any], tree: Iterable[Any]) -> CacheTree:
+    """The same tree with what ``function`` makes of each cache, in order; mlx-lm's groups become ours."""
+    made = []
+    for cache in tree:
+        if isinstance(cache, CacheGroup | CacheList):
+            made.append(CacheGroup(map_caches(function, cache.caches)))
+        else:
+            made.append(function(cache))
+    return made
+
+
+def leaves(tree: Iterable[Any]) -> Iterator[Any]:
+    """The caches of a tree, in order."""
+    for cache in tree:
+        if isinstance(cache, CacheGroup):
+            yield from leaves(cache.caches)
+        else:
+            yield cache

@@ -1,0 +1,20 @@
+"""The step being run, which layer caches and the replaced functions of mlx-lm's models look at."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from metal_engine.attention.backend import StepAttention
+from metal_engine.kv_cache.rows import StepRows
+
+
+class CurrentStep:
+    """The step being run: set by ``PagedModel.forward``, read by the layer caches, which share one."""
+
+    def __init__(self) -> None:
+        self.rows: StepRows | None = None
+        self.attention: StepAttention | None = None
+        self.positions: mx.array | None = None  # [N]
+        self.logits_indices: mx.array | None = None  # [R]
+        self.hidden_indices: mx.array | None = None  # [P]
+        self.hidden: mx.array | None = None  # [P, 1, hidden_size], of those rows, once the trunk has run

@@ -1,0 +1,60 @@
+"""Whole modules, run once for each group of segments: the way for modules whose parts cannot be told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from metal_engine.kv_cache.segments import SegmentGroup
+from metal_engine.models.recurrent.state_cache import GroupStates, StateCache
+
+
+def run_in_groups(module: nn.Module, entries: dict[int, set[int]]) -> None:
+    """Make a module that uses a :class:`StateCache` run once for each group of a step's segments.
+
+    Its weights are read once for each group, and decodes are one group.
+
+    Args:
+        entries: by id of a cache, the indices that the module puts into: of several modules that share a cache, each
+            has its own.
+    """
+    cls = type(module)
+    original: Callable[..., Any] = cls.__call__
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, StateCache)), None)
+        if cache is None:
+            return original(self, *args, **kwargs)
+        segments = cache.segments
+        mine = entries[id(cache)]
+        states = {index: cache.take(str(index)) for index in mine}
+        results = []
+        for number, group in enumerate(segments.groups):
+            view = GroupStates([states[i][number] if i in mine else None for i in range(len(cache))])
+            given = [_of_group(a, group, segments.num_rows, cache, view) for a in args]
+            named = {name: _of_group(a, group, segments.num_rows, cache, view) for name, a in kwargs.items()}
+            results.append(original(self, *given, **named))
+            if view.written.keys() != mine:
+                raise RuntimeError(f"{cls.__name__} left {sorted(view.written)} of its states {sorted(mine)}")
+            for index, value in view.written.items():
+                cache.put(str(index), group, value)
+        if isinstance(results[0], tuple):
+            return tuple(segments.join(parts) for parts in zip(*results, strict=True))
+        return segments.join(results)
+
+    module.__class__ = type(cls.__name__, (cls,), {"__call__": run})
+
+
+def _of_group(argument: Any, group: SegmentGroup, num_rows: int, cache: StateCache, view: GroupStates) -> Any:
+    """An argument of the module as the group sees it: packed rows [N, 1, ...] become [b, s, ...]."""
+    if argument is cache:
+        return view
+    if isinstance(argument, mx.array) and argument.ndim >= 2 and argument.shape[:2] == (num_rows, 1):
+        return group.take(argument)
+    if isinstance(argument, mx.array) and argument.ndim == 1 and argument.size == num_rows:  # offsets
+        rows = mx.array(argument)[group.rows]
+        return rows if group.length == 1 else rows[:1]
+    return argument

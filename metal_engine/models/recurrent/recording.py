@@ -1,0 +1,133 @@
+"""What a model's modules do with recurrent state, seen while it runs over caches that record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
+
+from metal_engine.errors import UnsupportedModelError
+from metal_engine.kv_cache.spec import ArraySpec, RecurrentSpec
+
+
+@dataclass(frozen=True)
+class WatchedConvolution:
+    """A convolution that ran: what it got, [b, s, C], and the ids of the modules that it ran within."""
+
+    module: nn.Conv1d
+    inputs: mx.array
+    within: frozenset[int]
+
+
+class CallTrace:
+    """Which modules are running, and what their convolutions get."""
+
+    def __init__(self) -> None:
+        self.running: list[nn.Module] = []
+        self.convolutions: list[WatchedConvolution] = []
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """While it lasts, every call of a module of ``model`` is noted."""
+        modules = list({id(module): module for module in model.modules()}.values())
+        classes = {cls: self._watched(cls) for cls in {type(module) for module in modules}}
+        for module in modules:
+            module.__class__ = classes[type(module)]
+        try:
+            yield
+        finally:
+            originals = {watched: cls for cls, watched in classes.items()}
+            for module in modules:
+                module.__class__ = originals[type(module)]
+
+    def _watched(self, cls: type[nn.Module]) -> type[nn.Module]:
+        call: Callable[..., Any] = cls.__call__
+
+        def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.running.append(module)
+            if isinstance(module, nn.Conv1d):
+                self.convolutions.append(WatchedConvolution(module, args[0], frozenset(map(id, self.running))))
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self.running.pop()
+
+        return type(cls.__name__, (cls,), {"__call__": noted})
+
+
+class WatchedState(mx.array):
+    """An array of a recorded cache: a recurrence that gets it as its state says so."""
+
+    def __init__(self, array: mx.array, owner: RecordingState, index: int) -> None:
+        super().__init__(array)
+        self._owner = owner
+        self._index = index
+
+    def note_recurrence(self) -> None:
+        self._owner.recurrent.add(self._index)
+
+
+class RecordingState(ArraysCache):
+    """mlx-lm's own cache of recurrent state, which notes what touches it.
+
+    Attributes:
+        users: by id, the innermost modules that take from it or put into it.
+        puts: by a module's id, the indices that it puts into.
+        recurrent: indices of the arrays that recurrences known by name got as they were, as their states.
+    """
+
+    def __init__(self, size: int, trace: CallTrace) -> None:
+        super().__init__(size)
+        self._trace = trace
+        self.users: dict[int, nn.Module] = {}
+        self.puts: dict[int, set[int]] = {}
+        self.recurrent: set[int] = set()
+
+    def __getitem__(self, index: int) -> mx.array | None:
+        self._note()
+        array: mx.array | None = super().__getitem__(index)
+        return None if array is None else WatchedState(array, self, index)
+
+    def __setitem__(self, index: int, value: mx.array) -> None:
+        if (user := self._note()) is not None:
+            self.puts.setdefault(id(user), set()).add(index)
+        super().__setitem__(index, value)
+
+    def _note(self) -> nn.Module | None:
+        if not self._trace.running:
+            return None
+        user = self._trace.running[-1]
+        self.users[id(user)] = user
+        return user
+
+    @property
+    def spec(self) -> RecurrentSpec:
+        """What the layer keeps of a request.
+
+        Raises:
+            UnsupportedModelError: some of it was never put there, or has no size.
+        """
+        if any(entry is None or entry.size == 0 for entry in self.cache):
+            raise UnsupportedModelError("a layer leaves some of its recurrent state empty")
+        return RecurrentSpec(tuple(ArraySpec(tuple(entry.shape[1:]), entry.dtype) for entry in self.cache))
+
+    def kept_by_convolutions(self, trace: CallTrace) -> dict[int, nn.Conv1d]:
+        """Indices of the arrays that are the end of what a convolution got, but for its first row, [b, K-1, C].
+
+        Computes them. An array that could be that of several is left out.
+        """
+        kept: dict[int, nn.Conv1d] = {}
+        for conv in trace.convolutions:
+            if conv.within.isdisjoint(self.users):
+                continue
+            end = conv.inputs[:, 1:]
+            found = [i for i, entry in enumerate(self.cache) if entry.shape == end.shape]
+            found = [i for i in found if mx.array_equal(self.cache[i], end).item()]
+            if len(found) == 1:
+                kept[found[0]] = conv.module
+        return kept

@@ -1,0 +1,69 @@
+"""mlx-lm's recurrences, called over packed rows: a function of mlx-lm is put where its own was, which hands them to the
+segments that they belong to."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import bailing_hybrid, bailing_moe_linear, gated_delta, ssm
+
+from metal_engine.models.recurrent.recording import WatchedState
+from metal_engine.models.recurrent.state_cache import OwnedState
+
+Recurrence = Callable[..., tuple[mx.array, mx.array]]
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """How a recurrence takes its rows.
+
+    Attributes:
+        time_axes: by name, the time axis of each argument that has one.
+        state: name of the argument that has the state.
+        output_axis: time axis of the output.
+    """
+
+    time_axes: Mapping[str, int]
+    state: str
+    output_axis: int
+
+
+_GLA = _Signature({"q": 2, "k": 2, "v": 2}, "h", 2)
+_SIGNATURES: dict[Recurrence, _Signature] = {
+    gated_delta.gated_delta_update: _Signature(dict.fromkeys(("q", "k", "v", "a", "b"), 1), "state", 1),
+    ssm.ssm_update: _Signature(dict.fromkeys(("hidden_states", "B", "C", "dt"), 1), "state", 1),
+    bailing_hybrid.recurrent_gla: _GLA,
+    bailing_moe_linear.recurrent_gla: _GLA,
+}
+
+
+def _by_segments(original: Recurrence, signature: _Signature) -> Recurrence:
+    parameters = inspect.signature(original)
+
+    def recurrence(*args: Any, **kwargs: Any) -> tuple[mx.array, mx.array]:
+        bound = parameters.bind(*args, **kwargs)
+        placeholder = bound.arguments.get(signature.state)
+        if isinstance(placeholder, WatchedState):
+            placeholder.note_recurrence()
+        if not isinstance(placeholder, OwnedState):
+            return original(*args, **kwargs)
+        cache, name = placeholder.owner, placeholder.name
+        segments = cache.segments
+        outputs = []
+        for group, before in zip(segments.groups, cache.take(name), strict=True):
+            rows = {arg: group.take(bound.arguments[arg], axis) for arg, axis in signature.time_axes.items()}
+            call = inspect.BoundArguments(parameters, dict(bound.arguments))  # type: ignore[arg-type]
+            call.arguments.update({**rows, signature.state: before})
+            output, after = original(*call.args, **call.kwargs)
+            cache.put(name, group, after)
+            outputs.append(output)
+        return segments.join(outputs, signature.output_axis), placeholder
+
+    return recurrence
+
+
+REPLACEMENTS: list[tuple[Recurrence, Recurrence]] = [(f, _by_segments(f, s)) for f, s in _SIGNATURES.items()]

@@ -1,0 +1,152 @@
+"""Which state each running request goes on from and leaves, and which of them are kept as checkpoints.
+
+Checkpoints are taken at the ends of whole blocks, where prefixes are cached:
+
+- before the last tokens of a prompt, for the next turn of a conversation and for a request that comes again;
+- where the prompt leaves a prefix that is cached already, without a checkpoint: others will leave it there, too;
+- every ``CHECKPOINT_INTERVAL`` tokens of a long prompt;
+- while an answer is decoded, after its last whole block: the one before is given up for it, as the end is not known.
+
+Chunks are cut at these places (:meth:`RequestStates.room`), since only the end of a chunk leaves a state behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from metal_engine.request import Request
+from metal_engine.scheduling.state_slots import StateSlots
+from metal_engine.settings.config import CacheConfig
+from metal_engine.step import SchedulerOutput
+
+# Tokens. A request that shares less than this with one before computes at most so many of them again.
+CHECKPOINT_INTERVAL = 1024
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a running request holds.
+
+    Attributes:
+        slot: of its state, from the next step on.
+        stops: prompt positions at which a checkpoint is wanted, beside those of the interval.
+        left: (blocks, slot) of states that it has left behind and whose blocks' hashes are not known yet.
+        rolling: hash of the checkpoint in its answer.
+        is_written: whether a step has been planned that leaves a state there.
+    """
+
+    slot: int
+    is_written: bool = False
+    stops: tuple[int, ...] = ()
+    left: list[tuple[int, int]] = field(default_factory=list)
+    rolling: bytes | None = None
+
+
+class RequestStates:
+    """Recurrent states of running requests; does nothing for models without.
+
+    Args:
+        slots: the pool's.
+        config: tokens per block, and whether prefixes are cached.
+    """
+
+    def __init__(self, slots: StateSlots, config: CacheConfig) -> None:
+        self.slots = slots
+        self.is_used = slots.num_slots > 0
+        self._block_size = config.block_size
+        self._keeps_checkpoints = config.enable_prefix_caching and self.is_used
+        self._held: dict[str, _Held] = {}
+
+    def admit(self, request: Request, num_cached: int, num_shared: int) -> tuple[int, int] | None:
+        """Give a request that is admitted a slot.
+
+        Args:
+            num_cached: tokens that it need not compute: up to a checkpoint.
+            num_shared: tokens of it that are cached, with a checkpoint or without.
+
+        Returns:
+            The slots that its first step reads from (0: it begins with nothing) and writes to; None if none is free.
+        """
+        if not self.is_used:
+            return 0, 0
+        # First, so that taking a slot does not evict it; a step may still write where another of its requests reads.
+        read = self.slots.hit(request.block_hashes[num_cached // self._block_size - 1]) if num_cached else 0
+        slot = self.slots.take()
+        if slot is None:
+            return None
+        self._held[request.request_id] = _Held(slot, self._stops(request, num_shared))
+        return read, slot
+
+    def _stops(self, request: Request, num_shared: int) -> tuple[int, ...]:
+        if not self._keeps_checkpoints:
+            return ()
+        # One token at least is left to compute, and to a request that comes again.
+        ends = (min(request.num_lasting_tokens, request.num_tokens - 1), num_shared)
+        return tuple({end - end % self._block_size for end in ends})
+
+    def room(self, request: Request, num_computed: int) -> int:
+        """Tokens that may follow ``num_computed`` in one chunk: up to the next place of a checkpoint."""
+        if not self._keeps_checkpoints:
+            return request.num_tokens
+        held = self._held.get(request.request_id)
+        stops = held.stops if held is not None else ()
+        interval_end = num_computed - num_computed % CHECKPOINT_INTERVAL + CHECKPOINT_INTERVAL
+        return min([interval_end, *(stop for stop in stops if stop > num_computed)]) - num_computed
+
+    def plan(self, plan: SchedulerOutput, request: Request) -> None:
+        """Called when a step is to go on with a request, before its tokens are counted as computed."""
+        held = self._held.get(request.request_id)
+        if held is None or not self._is_kept(held, request):
+            if held is not None:
+                held.is_written = True
+            return
+        num_blocks = request.num_computed_tokens // self._block_size
+        new_slot = self.slots.take()
+        if new_slot is None:  # it goes on where it is
+            self.slots.drop_checkpoint_in(held.slot)
+            return
+        held.left.append((num_blocks, held.slot))
+        held.slot = plan.new_state_slots[request.request_id] = new_slot
+
+    def _is_kept(self, held: _Held, request: Request) -> bool:
+        """Whether a request's state, as the last step has left it, is to be a checkpoint."""
+        computed = request.num_computed_tokens
+        if not (self._keeps_checkpoints and held.is_written) or computed % self._block_size:
+            return False
+        is_stop = computed in held.stops or computed % CHECKPOINT_INTERVAL == 0
+        return is_stop or computed > request.num_prompt_tokens
+
+    def publish(self, request: Request) -> None:
+        """Make checkpoints of what a request has left behind at ends of blocks whose hashes are known by now."""
+        held = self._held.get(request.request_id)
+        if held is None:
+            return
+        known = request.num_registered_blocks
+        while held.left and held.left[0][0] <= known:
+            num_blocks, slot = held.left.pop(0)
+            self._add(held, request, num_blocks, slot)
+            self.slots.release(slot)
+        num_blocks = request.num_computed_tokens // self._block_size
+        if num_blocks <= known and self._is_kept(held, request):
+            self._add(held, request, num_blocks, held.slot)
+
+    def _add(self, held: _Held, request: Request, num_blocks: int, slot: int) -> None:
+        block_hash = request.block_hashes[num_blocks - 1]
+        if self.slots.add_checkpoint(block_hash, slot) and num_blocks * self._block_size > request.num_prompt_tokens:
+            if held.rolling not in (None, block_hash):
+                assert held.rolling is not None
+                self.slots.drop_checkpoint(held.rolling, unless_hit=True)
+            held.rolling = block_hash
+
+    def release(self, request: Request) -> None:
+        """Let go of a request's states; its checkpoints stay."""
+        held = self._held.pop(request.request_id, None)
+        if held is not None:
+            for slot in (held.slot, *(slot for _, slot in held.left)):
+                self.slots.release(slot)
+
+    def check_integrity(self, running: set[str]) -> None:
+        """Assert every invariant between steps; for tests and debugging."""
+        assert not self.is_used or self._held.keys() == running
+        held = self._held.values()
+        self.slots.check_integrity([slot for h in held for slot in (h.slot, *(slot for _, slot in h.left))])
