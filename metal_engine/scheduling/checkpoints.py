@@ -74,7 +74,7 @@ class RequestStates:
         slot = self.slots.take()
         if slot is None:
             return None
-        self._held[request.request_id] = _Held(slot, self._stops(request, num_shared))
+        self._held[request.request_id] = _Held(slot, stops=self._stops(request, num_shared))
         return read, slot
 
     def _stops(self, request: Request, num_shared: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import pytest
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS, Limits
-from metal_engine.kv_cache import state
+from metal_engine.kv_cache import pool
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import KVState
 from metal_engine.kv_cache.writes import BlockWrites, RunWrites, SlotWrites
@@ -124,7 +124,7 @@ class KeepsTheOldArray(KVState):
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
 def test_the_measurement_sees_an_array_that_is_kept(num_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "KVState", KeepsTheOldArray)
+    monkeypatch.setattr(pool, "KVState", KeepsTheOldArray)
     with pytest.raises(AssertionError):
         measure_in_place(PagedModel(tiny_model(num_hidden_layers=1)), num_ahead)
 

@@ -11,7 +11,7 @@ import pytest
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows, step_rows
 from metal_engine.kv_cache.spec import ArraySpec, KVSpec, LatentSpec, StateSpec
-from metal_engine.kv_cache.state import KVState, LatentState
+from metal_engine.kv_cache.state import KVState, LatentState, StateSnapshot
 from metal_engine.kv_cache.writes import BlockWrites, RunWrites, SlotWrites
 from metal_engine.kv_transfer.runner_side import block_parts
 from metal_engine.step import KVCacheLostError
@@ -35,17 +35,20 @@ class SumState:
         self.spec = SumSpec()
         self.arrays: dict[str, mx.array] = {}
 
-    def allocate(self, num_blocks: int, block_size: int) -> None:
+    def allocate(self, num_blocks: int, block_size: int, num_state_slots: int) -> None:
         self.arrays = {"sum": mx.zeros((3, 7))}
 
     def release(self) -> None:
         self.arrays = {}
 
-    def snapshot(self) -> dict[str, mx.array]:
-        return {"sum": self.arrays["sum"].reshape(3, 7)}
+    def snapshot(self) -> StateSnapshot:
+        return StateSnapshot({"sum": self.arrays["sum"].reshape(3, 7)})
 
-    def restore(self, snapshot: dict[str, mx.array]) -> None:
-        self.arrays = dict(snapshot)
+    def restore(self, snapshot: StateSnapshot) -> None:
+        self.arrays = dict(snapshot.arrays)
+
+    def written(self) -> list[mx.array]:
+        return list(self.arrays.values())
 
     def block_arrays(self) -> dict[str, mx.array]:
         return {}

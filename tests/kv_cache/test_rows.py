@@ -24,6 +24,8 @@ ARRAYS = {
     "slot_mapping": [14, 15, 20, 21, 1, 8, 9, 10],
     "logits_indices": [3, 4],
     "sample_requests": [0, 1],
+    "state_reads": [2, 4, 0],
+    "state_writes": [2, 3, 1],
 }
 
 
@@ -38,7 +40,11 @@ def changed(name: str, values: object, dtype: type = np.int32) -> StepRows:
 
 def made(num_samples: list[int]) -> StepRows:
     rows = good()
-    return step_rows(rows.block_table, rows.context_lens, [4, 1, 3], BLOCK_SIZE, num_samples=num_samples)
+    slots = rows.state_reads, rows.state_writes
+    lengths = [4, 1, 3]
+    return step_rows(
+        rows.block_table, rows.context_lens, lengths, BLOCK_SIZE, num_samples=num_samples, state_slots=slots
+    )
 
 
 def test_step_rows() -> None:
@@ -116,7 +122,7 @@ def test_validate_rejects_a_missing_element(name: str) -> None:
         changed(name, ARRAYS[name][:-1]).validate(NUM_BLOCKS)
 
 
-@pytest.mark.parametrize("name", sorted(ARRAYS.keys() - {"block_table"}))
+@pytest.mark.parametrize("name", sorted(ARRAYS.keys() - {"block_table", "state_reads", "state_writes"}))
 @pytest.mark.parametrize("by", [-1, 1])
 def test_validate_rejects_any_element_off_by_one(name: str, by: int) -> None:
     """Each of these arrays is determined by the others, so any other element is a contradiction."""
@@ -125,6 +131,24 @@ def test_validate_rejects_any_element_off_by_one(name: str, by: int) -> None:
         bad[index] += by
         with pytest.raises(ValueError, match="bad step"):
             changed(name, bad).validate(NUM_BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    [
+        ("state_writes", [2, 2, 1]),  # two requests in one slot
+        ("state_writes", [2, 3, 0]),  # the slot of nobody
+        ("state_writes", [2, 3, 5]),  # beyond the pool
+        ("state_reads", [2, 5, 0]),
+        ("state_reads", [2, 0, 0]),  # goes on from nothing
+        ("state_reads", [2, 4, 1]),  # begins with another's state
+    ],
+)
+def test_validate_rejects_slots_of_states(name: str, slots: list[int]) -> None:
+    good().validate(NUM_BLOCKS, num_state_slots=4)
+    changed(name, slots).validate(NUM_BLOCKS)  # which nobody looks at without recurrent layers
+    with pytest.raises(ValueError, match="bad step"):
+        changed(name, slots).validate(NUM_BLOCKS, num_state_slots=4)
 
 
 def with_table(block_table: list[list[int]]) -> StepRows:

@@ -14,7 +14,7 @@ from metal_engine.models.paged_model import PagedModel
 from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED, configuration
 from tools.fixtures.tiny_models import random_model
 
-_EVERYDAY = ("llama", "deepseek_v3", "gemma3n", "gpt_oss")
+_EVERYDAY = ("llama", "deepseek_v3", "gemma3n", "gpt_oss", "qwen3_5", "mamba", "falcon_h1")
 
 
 def facts(model_type: str) -> CheckpointFacts:
@@ -29,11 +29,12 @@ def test_kv_of_a_token(model_type: str) -> None:
     paged = PagedModel(random_model(configuration(model_type)))
     assert info is not None
     assert info.kv_bytes_per_token == paged.pool.bytes_per_token
+    assert info.state_bytes_per_request == paged.pool.bytes_per_request
     assert info.vocab_size == paged.vocab_size and info.num_layers == len(paged.pool.states)
 
 
 def test_the_refused_are_refused() -> None:
-    for model_type in ("mamba", "qwen3_5", "llama4"):
+    for model_type in ("llama4",):
         reason = UNSUPPORTED[model_type][1]
         with pytest.raises(UnsupportedModelError, match=re.escape(reason)):
             expected_model_info("x", facts(model_type))

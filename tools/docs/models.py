@@ -161,7 +161,7 @@ def _gguf_table() -> str:
 
 
 def _attention(model_type: str) -> str:
-    from metal_engine.kv_cache.spec import KVSpec, LatentSpec
+    from metal_engine.kv_cache.spec import KVSpec, LatentSpec, RecurrentSpec
     from metal_engine.models.paged_model import PagedModel
     from tools.fixtures.architectures import configuration
     from tools.fixtures.tiny_models import random_model
@@ -170,12 +170,17 @@ def _attention(model_type: str) -> str:
     paged = PagedModel(model)
     names = {name.rsplit(".", 1)[-1] for name, _ in _parameters(model)}
     found = []
+    recurrent = [state.spec for state in paged.pool.states if isinstance(state.spec, RecurrentSpec)]
+    if len(recurrent) == len(paged.pool.states):
+        return "none: recurrent state"
+    if recurrent:
+        found.append("recurrent state beside attention")
     specs = [state.spec for state in paged.pool.states]
     if any(isinstance(spec, LatentSpec) for spec in specs):
         found.append("latent (MLA, one vector per token cached)")
     elif any(isinstance(spec, KVSpec) and spec.head_dim != spec.v_head_dim for spec in specs):
         found.append("K and V of different sizes")
-    if len(specs) < len(model.layers):
+    if len(specs) < len(model.layers) and not recurrent:
         found.append("layers that share KV")
     if any(hasattr(m, "attn_logit_softcapping") and m.attn_logit_softcapping for m in model.modules()):
         found.append("softcap")

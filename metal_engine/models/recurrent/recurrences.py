@@ -56,7 +56,7 @@ def _by_segments(original: Recurrence, signature: _Signature) -> Recurrence:
         outputs = []
         for group, before in zip(segments.groups, cache.take(name), strict=True):
             rows = {arg: group.take(bound.arguments[arg], axis) for arg, axis in signature.time_axes.items()}
-            call = inspect.BoundArguments(parameters, dict(bound.arguments))  # type: ignore[arg-type]
+            call = inspect.BoundArguments(parameters, dict(bound.arguments))
             call.arguments.update({**rows, signature.state: before})
             output, after = original(*call.args, **call.kwargs)
             cache.put(name, group, after)

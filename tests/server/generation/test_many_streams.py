@@ -90,6 +90,10 @@ async def _all_finish(served: Served) -> None:
         assert client.text == expected(i, NUM_TOKENS)
 
 
+def _num_tokens(clients: list[Client]) -> int:
+    return sum(len(client.text) for client in clients)
+
+
 async def _all_leave(served: Served) -> None:
     """Endless streams, more clients than the queue takes, then the end of all of them."""
     gc.collect()
@@ -115,11 +119,11 @@ async def _all_leave(served: Served) -> None:
     served.runner.running.set()
     before = tracemalloc.get_traced_memory()[0]
     lengths = [len(client.text) for client in clients]
-    await asyncio.sleep(1)
+    # Enough of them for what each leaves behind to be most of what has grown.
+    await asyncio.to_thread(wait_until, lambda: _num_tokens(clients) > sum(lengths) + 20_000, "20,000 more tokens")
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    new_tokens = sum(len(client.text) for client in clients) - sum(lengths)
-    assert new_tokens > 0
+    new_tokens = _num_tokens(clients) - sum(lengths)
     # What a token leaves behind: itself, in the request and in the client's text. Not an event, nor an output.
     assert grown < 1_000_000 + 500 * new_tokens, (grown, new_tokens)
     for task in tasks:
