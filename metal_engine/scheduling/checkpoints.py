@@ -48,6 +48,9 @@ class RequestStates:
     Args:
         slots: the pool's.
         config: tokens per block, and whether prefixes are cached.
+
+    Attributes:
+        interval: ``CHECKPOINT_INTERVAL`` in whole blocks, in tokens.
     """
 
     def __init__(self, slots: StateSlots, config: CacheConfig) -> None:
@@ -55,6 +58,7 @@ class RequestStates:
         self.is_used = slots.num_slots > 0
         self._block_size = config.block_size
         self._keeps_checkpoints = config.enable_prefix_caching and self.is_used
+        self.interval = max(1, CHECKPOINT_INTERVAL // config.block_size) * config.block_size
         self._held: dict[str, _Held] = {}
 
     def admit(self, request: Request, num_cached: int, num_shared: int) -> tuple[int, int] | None:
@@ -90,7 +94,7 @@ class RequestStates:
             return request.num_tokens
         held = self._held.get(request.request_id)
         stops = held.stops if held is not None else ()
-        interval_end = num_computed - num_computed % CHECKPOINT_INTERVAL + CHECKPOINT_INTERVAL
+        interval_end = num_computed - num_computed % self.interval + self.interval
         return min([interval_end, *(stop for stop in stops if stop > num_computed)]) - num_computed
 
     def plan(self, plan: SchedulerOutput, request: Request) -> None:
@@ -113,7 +117,7 @@ class RequestStates:
         computed = request.num_computed_tokens
         if not (self._keeps_checkpoints and held.is_written) or computed % self._block_size:
             return False
-        is_stop = computed in held.stops or computed % CHECKPOINT_INTERVAL == 0
+        is_stop = computed in held.stops or computed % self.interval == 0
         return is_stop or computed > request.num_prompt_tokens
 
     def publish(self, request: Request) -> None:

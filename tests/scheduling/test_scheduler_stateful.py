@@ -22,6 +22,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """One step under way at a time. Arrivals and aborts come between steps and in the middle of one."""
 
     depths = st.just(1)
+    is_recurrent = False
 
     @initialize(
         data=st.data(),
@@ -40,13 +41,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         max_model_len: int,
     ) -> None:
+        num_state_slots = 0
+        if self.is_recurrent:
+            num_state_slots = data.draw(st.integers(max_num_seqs, 4 * max_num_seqs), label="num_state_slots")
         self.harness = SchedulerHarness(
             SchedulerConfig(
                 max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, max_model_len=max_model_len
             ),
-            CacheConfig(block_size=block_size, num_blocks=num_blocks),
+            CacheConfig(
+                block_size=block_size,
+                num_blocks=num_blocks,
+                enable_prefix_caching=self.is_recurrent,
+                num_state_slots=num_state_slots,
+            ),
             depth=data.draw(self.depths, label="depth"),
         )
+        if self.is_recurrent:
+            self.harness.scheduler.states.interval = block_size * data.draw(st.integers(1, 8), label="interval")
         # The KV of the last token generated is never written.
         self.capacity = min(max_model_len, block_size * num_blocks + 1)
         self.num_requests = 0
@@ -157,6 +168,13 @@ class PipelinedSchedulerMachine(SchedulerMachine):
     depths = st.integers(2, 3)
 
 
+class RecurrentSchedulerMachine(SchedulerMachine):
+    """With slots for recurrent states, some of which become checkpoints of cached prefixes."""
+
+    depths = st.integers(1, 3)
+    is_recurrent = True
+
+
 # The health checks measure generation against execution; here execution is the point.
 _QUICK = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 _FULL = settings(_QUICK, max_examples=250, stateful_step_count=80)
@@ -168,6 +186,16 @@ class TestScheduler(SchedulerMachine.TestCase):
 
 class TestPipelinedScheduler(PipelinedSchedulerMachine.TestCase):
     settings = _QUICK
+
+
+class TestRecurrentScheduler(RecurrentSchedulerMachine.TestCase):
+    settings = _QUICK
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+class TestRecurrentSchedulerFull(RecurrentSchedulerMachine.TestCase):
+    settings = _FULL
 
 
 @pytest.mark.full
@@ -185,14 +213,16 @@ class TestPipelinedSchedulerFull(PipelinedSchedulerMachine.TestCase):
 # --- the machine itself must notice -------------------------------------------------------------------------
 
 
-def _run_workload(corrupt: Callable[[SchedulerOutput], bool] | None, depth: int) -> SchedulerHarness:
+def _run_workload(
+    corrupt: Callable[[SchedulerOutput], bool] | None, depth: int, num_slots: int = 0
+) -> SchedulerHarness:
     """Chunked prefills, decodes and preemptions in a pool too small for them; ``corrupt`` spoils plans.
 
     ``corrupt`` says whether it changed the plan; it is called until it has.
     """
     harness = SchedulerHarness(
         SchedulerConfig(max_num_batched_tokens=12, max_num_seqs=3, max_model_len=100),
-        CacheConfig(block_size=4, num_blocks=14),
+        CacheConfig(block_size=4, num_blocks=14, enable_prefix_caching=num_slots > 0, num_state_slots=num_slots),
         depth=depth,
     )
 
@@ -207,6 +237,7 @@ def _run_workload(corrupt: Callable[[SchedulerOutput], bool] | None, depth: int)
     harness.runner = Corrupting(harness.cache_config, harness.config.max_num_seqs)
     for i, (length, max_tokens) in enumerate([(13, 20), (9, 24), (17, 12), (5, 30), (26, 8)]):
         harness.submit(f"r{i}", make_prompt(i, length), max_tokens)
+    harness.submit("again", make_prompt(2, 17), 8)
     harness.drain()
     assert harness.scheduler.num_preemptions > 0
     assert corrupt is None or harness.runner.done, "nothing was corrupted"
@@ -295,6 +326,38 @@ def _sample_a_chunk(plan: SchedulerOutput) -> bool:
             plan.sampled_req_ids.append(request_id)
             return True
     return False
+
+
+def _wrong_state(plan: SchedulerOutput) -> bool:
+    for new in plan.new_requests:
+        read, write = new.state_slots
+        if read:
+            new.state_slots = (read % 12 + 1, write)
+            return True
+    return False
+
+
+def _share_a_state(plan: SchedulerOutput) -> bool:
+    if len(plan.new_requests) < 2:
+        return False
+    plan.new_requests[1].state_slots = plan.new_requests[0].state_slots
+    return True
+
+
+def _lose_a_checkpoint(plan: SchedulerOutput) -> bool:
+    """Written over by the request that has left it; noticed where another goes on from it."""
+    found = bool(plan.new_state_slots)
+    plan.new_state_slots.clear()
+    return found and any(new.state_slots[0] for new in plan.new_requests)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_harness_notices_wrong_states(depth: int) -> None:
+    _run_workload(None, depth, num_slots=12)
+    for corrupt in (_wrong_state, _share_a_state, _lose_a_checkpoint):
+        with pytest.raises(AssertionError) as caught:
+            _run_workload(corrupt, depth, num_slots=12)
+        assert "nothing was corrupted" not in str(caught.value), corrupt
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

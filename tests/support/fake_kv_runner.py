@@ -84,6 +84,7 @@ class _Held:
     num_computed_tokens: int
     has_grammar: bool
     pooling_params: PoolingParams | None
+    state_slots: tuple[int, int] = (0, 0)  # that the next step reads, and writes
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [blocks * block_size]
 
 
@@ -115,6 +116,8 @@ class FakeKVRunner:
         self.num_blocks = cache_config.num_blocks
         self.max_num_seqs = max_num_seqs
         self.kv = np.full(cache_config.num_tokens, _POISON, np.uint64)  # [slots]
+        # Recurrent states: digests of all that came before; a request that begins reads slot 0.
+        self.states = [0] + [_POISON] * cache_config.num_state_slots
         self.held: dict[str, _Held] = {}
         self.num_holders: Counter[int] = Counter()  # block id -> requests held that have it in their table
         self.num_steps = 0
@@ -156,9 +159,17 @@ class FakeKVRunner:
         all_written = np.concatenate(written) if written else np.zeros(0, np.int64)
         assert len(np.unique(all_written)) == len(all_written), "two tokens of a step share a slot"
         self.kv[all_written] = _POISON
-        values = [self._forward(self.held[r], start, stop) for r, (start, stop) in ranges.items()]
+        self._check_state_slots(ranges)
+        digests = {r: self._digest(self.held[r], start) for r, (start, _) in ranges.items()}
+        values = [self._forward(self.held[r], *ranges[r], digest) for r, digest in digests.items()]
         for slots, value in zip(written, values, strict=True):
             self.kv[slots] = value
+        if len(self.states) > 1:
+            after = {r: self._kv_digest(self.held[r], stop) for r, (_, stop) in ranges.items()}
+            for request_id, digest in after.items():
+                slot = self.held[request_id].state_slots[1]
+                self.states[slot] = digest
+                self.held[request_id].state_slots = (slot, slot)
 
         for block_hash, block_id in meta.saves:
             assert self.save is not None
@@ -183,6 +194,15 @@ class FakeKVRunner:
         self.num_steps += 1
         return FakeStep(output)
 
+    def _check_state_slots(self, ranges: dict[str, tuple[int, int]]) -> None:
+        if len(self.states) == 1:
+            return
+        written = [self.held[r].state_slots[1] for r in ranges]
+        assert len(set(written)) == len(written) and min(written, default=1) > 0, f"states are written to {written}"
+        for request_id, (start, _) in ranges.items():
+            read = self.held[request_id].state_slots[0]
+            assert (read == 0) == (start == 0), f"{request_id} goes on at {start} from slot {read}"
+
     def _slots_of(self, block_id: int) -> slice:
         return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
 
@@ -201,11 +221,15 @@ class FakeKVRunner:
             if pooling is not None and pooling.needs_every_token:
                 assert not new.num_computed_tokens, "a prompt of which every token counts begins with a cached prefix"
             has_grammar = new.rules.grammar is not None
-            self.held[new.request_id] = _Held(list(new.token_ids), [], new.num_computed_tokens, has_grammar, pooling)
+            token_ids, num_computed = list(new.token_ids), new.num_computed_tokens
+            self.held[new.request_id] = _Held(token_ids, [], num_computed, has_grammar, pooling, new.state_slots)
             self._append_blocks(new.request_id, new.block_ids)
         for request_id, block_ids in plan.new_block_ids.items():
             assert block_ids and request_id in plan.num_scheduled_tokens
             self._append_blocks(request_id, block_ids)
+        for request_id, slot in plan.new_state_slots.items():
+            assert request_id in plan.num_scheduled_tokens
+            self.held[request_id].state_slots = (self.held[request_id].state_slots[0], slot)
         assert len(self.held) <= self.max_num_seqs, f"{len(self.held)} requests held"
 
     def _append_blocks(self, request_id: str, block_ids: list[int]) -> None:
@@ -217,10 +241,13 @@ class FakeKVRunner:
         held.slots = (blocks[:, None] * self.block_size + np.arange(self.block_size)).ravel()
 
     def _digest(self, held: _Held, num_tokens: int) -> int:
+        """Of all before a token: with recurrent layers as the request's state has it, else as the blocks have it."""
+        return self.states[held.state_slots[0]] if len(self.states) > 1 else self._kv_digest(held, num_tokens)
+
+    def _kv_digest(self, held: _Held, num_tokens: int) -> int:
         return int((self.kv[held.slots[:num_tokens]] * _WEIGHTS_ARRAY[:num_tokens]).sum(dtype=np.uint64))
 
-    def _forward(self, held: _Held, start: int, stop: int) -> list[int]:
-        digest = self._digest(held, start)
+    def _forward(self, held: _Held, start: int, stop: int, digest: int) -> list[int]:
         values = []
         for position in range(start, stop):
             value = _kv(held.token_ids[position], position, digest)
@@ -397,7 +424,7 @@ class SchedulerHarness:
         passed_over = not num_preemptions and was_passed_over(self.scheduler, plan, before, context_lens)
         self._steps_passed_over = self._steps_passed_over + 1 if passed_over else 0
         assert self._steps_passed_over <= self.config.max_num_partial_prefills, "a free slot stays free"
-        if is_plain(self.config, self.cache_config):
+        if is_plain(self.config, self.cache_config) and not self.cache_config.num_state_slots:
             check_fcfs(self.scheduler, plan, before, context_lens, num_preemptions, self.depth)
         is_idle = not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions
         if is_idle and not self.scheduler.admissions.loading:
@@ -431,8 +458,12 @@ class SchedulerHarness:
         The first request in order advances in every step that is not spent waiting for a step under way, or for
         a turn in the rotation. So all are done after as many steps as they would take one after the other.
         """
+        # Chunks are cut where checkpoints are taken: twice in a prompt, and at intervals.
+        num_cuts = 3 if self.cache_config.num_state_slots else 0
+        interval = self.scheduler.states.interval
         alone = sum(
             max_steps(t.request.num_tokens, self.config, self.cache_config.block_size)
+            + (num_cuts and num_cuts + t.request.num_tokens // interval)
             + len(t.expected)
             - len(t.token_ids)
             for t in self.live

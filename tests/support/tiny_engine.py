@@ -18,26 +18,52 @@ from metal_engine.request import RequestOutput
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig
+from tools.fixtures.architecture_parts import Config
+from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import VOCAB_SIZE, fake_config, tiny_tokenizer
-from tools.fixtures.tiny_models import tiny_model
+from tools.fixtures.tiny_models import random_model, tiny_model
 
 
-def tiny_reference(seed: int = 0, vocab_size: int = VOCAB_SIZE) -> nn.Module:
+def tiny_reference(seed: int = 0, vocab_size: int = VOCAB_SIZE, architecture: str | None = None) -> nn.Module:
     """A copy of the model for answers from outside the engine."""
-    return tiny_model(seed, vocab_size=vocab_size)
+    if architecture is None:
+        return tiny_model(seed, vocab_size=vocab_size)
+    return random_model(with_vocabulary(configuration(architecture), vocab_size), seed)
 
 
-def tiny_engine(*, ahead: bool = False, seed: int = 0, tokenizer: Tokenizer | None = None, **config: Any) -> EngineCore:
-    """``config`` goes to :func:`tools.fixtures.fake_engine.fake_config`."""
+def with_vocabulary(config: Config, vocab_size: int) -> Config:
+    """A configuration of an architecture for so many tokens."""
+    inner = {"text_config": {**config["text_config"], "vocab_size": vocab_size}} if "text_config" in config else {}
+    return {**config, "vocab_size": vocab_size, **inner}
+
+
+def tiny_engine(
+    *,
+    ahead: bool = False,
+    seed: int = 0,
+    tokenizer: Tokenizer | None = None,
+    architecture: str | None = None,
+    num_state_slots: int = 0,
+    **config: Any,
+) -> EngineCore:
+    """An engine; ``config`` goes to :func:`tools.fixtures.fake_engine.fake_config`.
+
+    Args:
+        architecture: of tools/fixtures/architectures.py; None: a tiny Llama.
+        num_state_slots: of recurrent states.
+    """
     settings = fake_config(**config)
     settings = replace(
         settings,
         scheduler=replace(settings.scheduler, async_scheduling=ahead),
         cache=CacheConfig(
-            block_size=settings.cache.block_size, num_blocks=settings.cache.num_blocks, enable_prefix_caching=True
+            block_size=settings.cache.block_size,
+            num_blocks=settings.cache.num_blocks,
+            enable_prefix_caching=True,
+            num_state_slots=num_state_slots,
         ),
     )
-    model = PagedModel(tiny_reference(seed, settings.model.vocab_size))
+    model = PagedModel(tiny_reference(seed, settings.model.vocab_size, architecture))
     runner = ModelRunner(model, PortableBackend(), settings.scheduler, settings.cache)
     return EngineCore(settings, runner, tokenizer or tiny_tokenizer())
 

@@ -1,0 +1,201 @@
+"""The engine on models that carry a state from token to token: equal answers in any company, and prefixes that hit."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.kv_cache.recurrent import RecurrentState
+from metal_engine.models.recurrent.state_cache import StateCache
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.checkpoints import RequestStates
+from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
+from tools.fixtures.fake_engine import VOCAB_SIZE
+
+# By function, with and without attention; by module; several caches in a layer.
+ARCHITECTURES = ["qwen3_5", "lfm2", "granitemoehybrid", "mamba", "rwkv7", "falcon_h1"]
+NUM_OUTPUTS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS, ignore_eos=True)
+
+
+def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB_SIZE, n).tolist() for n in lengths]
+
+
+PROMPTS = prompts(0, [5, 23, 1, 40, 17, 64])
+
+
+def own_answer(architecture: str, prompt: list[int], num_tokens: int = NUM_OUTPUTS) -> list[int]:
+    """What mlx-lm's own forward over its own caches answers, greedily."""
+    model = tiny_reference(architecture=architecture)
+    caches = make_prompt_cache(model)
+    answer: list[int] = []
+    tokens = prompt
+    for _ in range(num_tokens):
+        logits = model(mx.array([tokens]), cache=caches)[0, -1]
+        tokens = [int(mx.argmax(logits).item())]
+        answer += tokens
+    return answer
+
+
+@pytest.fixture(scope="module")
+def own() -> dict[str, list[list[int]]]:
+    return {name: [own_answer(name, prompt) for prompt in PROMPTS] for name in ARCHITECTURES}
+
+
+WAYS = {
+    "one by one": {},
+    "chunks of any size": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
+    "preempted": {"num_blocks": 24, "max_num_seqs": 4},
+    "one ahead": {"ahead": True},
+    "one ahead, preempted": {"ahead": True, "num_blocks": 24, "max_num_batched_tokens": 16},
+    "few slots": {"num_state_slots": 6, "max_num_seqs": 6},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_answers_are_mlx_lms(architecture: str, way: str, own: dict[str, list[list[int]]]) -> None:
+    engine = hybrid_engine(architecture, **WAYS[way])
+    for _ in range(2):  # the second time, prompts begin with what the first has left
+        answers = [token_ids(outputs) for outputs in run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])]
+        assert answers == own[architecture]
+    if "preempted" in way:
+        assert engine.scheduler.num_preemptions
+    assert engine.scheduler.states.slots.num_hits or way == "few slots"
+    assert engine.scheduler.blocks.num_used_blocks == 0
+
+
+def hybrid_engine(architecture: str, **config: object) -> EngineCore:
+    defaults = {"num_state_slots": 32, "max_num_seqs": 8, "block_size": 4, "num_blocks": 256, "max_model_len": 512}
+    return tiny_engine(architecture=architecture, **{**defaults, **config})
+
+
+# --- mistakes that these comparisons must see ---
+
+
+def with_shared_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = RecurrentState.take
+
+    def shared(self: RecurrentState, name: str, reads: list, writes: list) -> list:
+        return take(self, name, [None if r is None else tuple(min(s, 1) for s in r) for r in reads], writes)
+
+    monkeypatch.setattr(RecurrentState, "take", shared)
+
+
+def with_stale_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = RecurrentState.put
+
+    def stale(self: RecurrentState, name: str, slots: tuple[int, ...], values: mx.array) -> None:
+        put(self, name, slots, self.arrays[name][mx.array(slots)] if len(slots) > 1 else values)
+
+    monkeypatch.setattr(RecurrentState, "put", stale)
+
+
+def with_checkpoints_written_by_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    admit = RequestStates.admit
+
+    def written(self: RequestStates, request: object, num_cached: int, num_shared: int) -> tuple[int, int] | None:
+        slots = admit(self, request, num_cached, num_shared)  # type: ignore[arg-type]
+        return slots if slots is None or not slots[0] else (slots[0], slots[0])
+
+    monkeypatch.setattr(RequestStates, "admit", written)
+
+
+def with_zeros_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = StateCache.take
+
+    def zeros(self: StateCache, name: str) -> list:
+        states = take(self, name)
+        spec = self._state.spec.request_arrays[name]
+        groups = self.segments.groups
+        return [
+            mx.zeros((len(g.writes), *spec.shape), spec.dtype) if s is None else s
+            for s, g in zip(states, groups, strict=True)
+        ]
+
+    monkeypatch.setattr(StateCache, "take", zeros)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "architecture"),
+    [
+        (with_shared_slots, "qwen3_5"),
+        (with_shared_slots, "mamba"),
+        (with_stale_states, "qwen3_5"),
+        (with_stale_states, "lfm2"),
+        (with_checkpoints_written_by_readers, "qwen3_5"),
+        (with_zeros_for_nothing, "recurrent_gemma"),
+    ],
+)
+def test_a_mistake_changes_answers(mistake: object, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [own_answer(architecture, prompt) for prompt in PROMPTS]
+    mistake(monkeypatch)  # type: ignore[operator]
+    engine = hybrid_engine(architecture)
+    found = []
+    for _ in range(3):
+        found += [token_ids(outputs) for outputs in run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])]
+    assert found != expected * 3
+
+
+# --- cached prefixes ---
+
+
+def computed_tokens(engine: EngineCore, prompt: list[int], num_outputs: int = NUM_OUTPUTS) -> tuple[list[int], int]:
+    """The answer to a prompt, and how many of its tokens had to be computed."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)
+    (outputs,) = run_all(engine, [(prompt, params)])
+    return token_ids(outputs), len(prompt) - outputs[-1].num_cached_tokens
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
+def test_a_chat_of_ten_turns_computes_what_is_new(ahead: bool) -> None:
+    """Each turn: the history, the answer and a question; less than a block is computed again."""
+    engine = hybrid_engine("qwen3_5", ahead=ahead, max_model_len=2048, num_blocks=512)
+    block_size = engine.config.cache.block_size
+    history: list[int] = []
+    for turn, question in enumerate(prompts(1, [30, 9, 14, 8, 11, 25, 7, 16, 10, 12])):
+        num_new = len(question) + (turn > 0)  # the last token of an answer is not computed with it
+        history += question
+        answer, num_computed = computed_tokens(engine, history)
+        assert num_computed < num_new + 2 * block_size, turn
+        assert turn or num_computed == len(question)
+        history += answer
+
+
+def test_a_prompt_that_comes_again_hits() -> None:
+    engine = hybrid_engine("qwen3_5")
+    (prompt,) = prompts(2, [37])
+    assert computed_tokens(engine, prompt)[1] == 37
+    first, again = computed_tokens(engine, prompt), computed_tokens(engine, prompt)
+    assert first == again and again[1] == 1
+
+
+def test_the_third_of_those_that_share_a_beginning_hits() -> None:
+    """Where two prompts part is known when the second comes."""
+    engine = hybrid_engine("lfm2")
+    system, *tails = prompts(3, [40, 9, 13, 11])
+    assert [computed_tokens(engine, system + tail)[1] for tail in tails] == [49, 53, 11]
+
+
+def test_a_long_prompt_leaves_checkpoints_on_the_way() -> None:
+    engine = hybrid_engine("qwen3_5")
+    engine.scheduler.states.interval = 32
+    base, *tails = prompts(4, [100, 5])
+    computed_tokens(engine, base)
+    answer, num_computed = computed_tokens(engine, base[:70] + tails[0])
+    assert num_computed == 75 - 64
+    assert answer == own_answer("qwen3_5", base[:70] + tails[0])
+
+
+def test_checkpoints_give_way_to_requests() -> None:
+    engine = hybrid_engine("qwen3_5", num_state_slots=9)
+    for lengths in ([20] * 8, [21] * 8, [22] * 8):
+        batch = prompts(sum(lengths), lengths)
+        answers = [token_ids(outputs) for outputs in run_all(engine, [(prompt, GREEDY) for prompt in batch])]
+        assert answers[:2] == [own_answer("qwen3_5", prompt) for prompt in batch[:2]]
+    assert engine.scheduler.states.slots.num_evictions
