@@ -46,22 +46,24 @@ class RequestStates:
     """Recurrent states of running requests; does nothing for models without.
 
     Args:
-        slots: the pool's.
+        slots: the pool's, one for each of ``max_num_seqs`` at least: a request is never refused for lack of one.
         config: tokens per block, and whether prefixes are cached.
+        max_num_seqs: requests that may run at once.
 
     Attributes:
         interval: ``CHECKPOINT_INTERVAL`` in whole blocks, in tokens.
     """
 
-    def __init__(self, slots: StateSlots, config: CacheConfig) -> None:
+    def __init__(self, slots: StateSlots, config: CacheConfig, max_num_seqs: int) -> None:
         self.slots = slots
+        self._max_num_seqs = max_num_seqs
         self.is_used = slots.num_slots > 0
         self._block_size = config.block_size
         self._keeps_checkpoints = config.enable_prefix_caching and self.is_used
         self.interval = max(1, CHECKPOINT_INTERVAL // config.block_size) * config.block_size
         self._held: dict[str, _Held] = {}
 
-    def admit(self, request: Request, num_cached: int, num_shared: int) -> tuple[int, int] | None:
+    def admit(self, request: Request, num_cached: int, num_shared: int) -> tuple[int, int]:
         """Give a request that is admitted a slot.
 
         Args:
@@ -69,15 +71,13 @@ class RequestStates:
             num_shared: tokens of it that are cached, with a checkpoint or without.
 
         Returns:
-            The slots that its first step reads from (0: it begins with nothing) and writes to; None if none is free.
+            The slots that its first step reads from (0: it begins with nothing) and writes to.
         """
         if not self.is_used:
             return 0, 0
-        # First, so that taking a slot does not evict it; a step may still write where another of its requests reads.
+        # First, so that taking a slot does not evict it, if there is another. It may be the same: a step reads first.
         read = self.slots.hit(request.block_hashes[num_cached // self._block_size - 1]) if num_cached else 0
         slot = self.slots.take()
-        if slot is None:
-            return None
         self._held[request.request_id] = _Held(slot, stops=self._stops(request, num_shared))
         return read, slot
 
@@ -105,10 +105,10 @@ class RequestStates:
                 held.is_written = True
             return
         num_blocks = request.num_computed_tokens // self._block_size
-        new_slot = self.slots.take()
-        if new_slot is None:  # it goes on where it is
+        if self.slots.num_available <= self._max_num_seqs - len(self._held):  # left for requests: it goes on in place
             self.slots.drop_checkpoint_in(held.slot)
             return
+        new_slot = self.slots.take()
         held.left.append((num_blocks, held.slot))
         held.slot = plan.new_state_slots[request.request_id] = new_slot
 
@@ -129,7 +129,7 @@ class RequestStates:
         while held.left and held.left[0][0] <= known:
             num_blocks, slot = held.left.pop(0)
             self._add(held, request, num_blocks, slot)
-            self.slots.release(slot)
+            self.slots.give_back(slot)
         num_blocks = request.num_computed_tokens // self._block_size
         if num_blocks <= known and self._is_kept(held, request):
             self._add(held, request, num_blocks, held.slot)
@@ -147,7 +147,7 @@ class RequestStates:
         held = self._held.pop(request.request_id, None)
         if held is not None:
             for slot in (held.slot, *(slot for _, slot in held.left)):
-                self.slots.release(slot)
+                self.slots.give_back(slot)
 
     def check_integrity(self, running: set[str]) -> None:
         """Assert every invariant between steps; for tests and debugging."""

@@ -45,7 +45,7 @@ class Scheduler:
         self.blocks = BlockManager(cache_config.num_blocks, cache_config.block_size)
         self.connector = connector
         slots = StateSlots(cache_config.num_state_slots)
-        self.states = RequestStates(slots, cache_config)
+        self.states = RequestStates(slots, cache_config, config.max_num_seqs)
         on_publish = None if connector is None else self._save_to_store
         self.prefix_cache = PrefixCache(self.blocks, cache_config, slots, on_publish)
         self.requests: dict[str, Request] = {}
@@ -220,9 +220,6 @@ class Scheduler:
         if block_ids is None:
             return False
         state_slots = self.states.admit(request, candidate.num_cached_tokens, candidate.num_shared_tokens)
-        if state_slots is None:
-            self.blocks.free(request.request_id)
-            return False
         self.admissions.remove(request.request_id)
         self._append_running(request)
         request.status = RequestStatus.RUNNING

@@ -28,6 +28,7 @@ class StateSlots:
         self.num_slots = num_slots
         self._free = list(range(num_slots, 0, -1))
         self._num_holders = [0] * (num_slots + 1)
+        self._num_taken = 0
         self._checkpoints: OrderedDict[bytes, int] = OrderedDict()  # the one unused for longest first
         self._was_hit: set[bytes] = set()
         self.num_hits = 0
@@ -37,22 +38,29 @@ class StateSlots:
     def num_checkpoints(self) -> int:
         return len(self._checkpoints)
 
-    def take(self) -> int | None:
-        """Returns a slot, held once from now on; None if all are held by requests."""
+    @property
+    def num_available(self) -> int:
+        """Slots that :meth:`take` has to give: free ones, and those of checkpoints that no request holds."""
+        return self.num_slots - self._num_taken
+
+    def take(self) -> int:
+        """Returns a slot for a request; there must be one available."""
         if not self._free:
             # One that a request holds, too, would free nothing.
-            items = self._checkpoints.items()
-            unused = next((block_hash for block_hash, slot in items if self._num_holders[slot] == 1), None)
-            if unused is None:
-                return None
+            unused = next(h for h, slot in self._checkpoints.items() if self._num_holders[slot] == 1)
             self.num_evictions += 1
             self.drop_checkpoint(unused)
         slot = self._free.pop()
         self._num_holders[slot] = 1
+        self._num_taken += 1
         return slot
 
-    def release(self, slot: int) -> None:
-        """Let go of a slot; it is free when nobody holds it any more."""
+    def give_back(self, slot: int) -> None:
+        """Called when a request holds a slot no longer."""
+        self._num_taken -= 1
+        self._let_go(slot)
+
+    def _let_go(self, slot: int) -> None:
         self._num_holders[slot] -= 1
         assert self._num_holders[slot] >= 0, f"slot {slot} is free already"
         if not self._num_holders[slot]:
@@ -83,7 +91,7 @@ class StateSlots:
     def drop_checkpoint(self, block_hash: bytes, *, unless_hit: bool = False) -> None:
         """Forget a checkpoint; one that is not there is ignored."""
         if block_hash in self._checkpoints and not (unless_hit and block_hash in self._was_hit):
-            self.release(self._checkpoints.pop(block_hash))
+            self._let_go(self._checkpoints.pop(block_hash))
 
     def drop_checkpoint_in(self, slot: int) -> None:
         """Forget the checkpoint in a slot, if there is one: what the slot holds is about to change."""
@@ -101,6 +109,6 @@ class StateSlots:
         for slot in (*held, *self._checkpoints.values()):
             assert 1 <= slot <= self.num_slots
             holders[slot] += 1
-        assert len(set(held)) == len(held), f"two requests hold one slot: {held}"
+        assert len(set(held)) == len(held) == self._num_taken, f"two requests hold one slot: {held}"
         assert holders == self._num_holders
         assert sorted(self._free) == [slot for slot in range(1, self.num_slots + 1) if not holders[slot]]

@@ -99,9 +99,9 @@ def with_stale_states(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_checkpoints_written_by_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     admit = RequestStates.admit
 
-    def written(self: RequestStates, request: object, num_cached: int, num_shared: int) -> tuple[int, int] | None:
-        slots = admit(self, request, num_cached, num_shared)  # type: ignore[arg-type]
-        return slots if slots is None or not slots[0] else (slots[0], slots[0])
+    def written(self: RequestStates, request: object, num_cached: int, num_shared: int) -> tuple[int, int]:
+        read, slot = admit(self, request, num_cached, num_shared)  # type: ignore[arg-type]
+        return (read, read) if read else (read, slot)
 
     monkeypatch.setattr(RequestStates, "admit", written)
 
