@@ -23,7 +23,7 @@ import numpy as np
 
 from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, DTYPES, kernel_text
 
-MAX_KEY_DIM = 256
+MAX_STATE_COLUMNS = 256  # of a recurrent state
 MAX_STATE_PER_LANE = 32  # numbers of a recurrent state that a lane keeps in registers
 SIMD_GROUPS = 4  # of a threadgroup
 KERNEL_SIZES = range(2, 9)  # inputs of an output of a convolution
@@ -31,9 +31,20 @@ ROWS_OF_TILE = 8  # that a thread convolves, one after another: at least a kerne
 MAX_THREADS = 256  # of a threadgroup
 
 
-def lanes_of_state_row(key_dim: int) -> int:
-    """Lanes of a SIMD group that share a row [Dk] of a state. Fewer lanes have fewer sums to exchange."""
-    return 4 if key_dim <= 4 * MAX_STATE_PER_LANE else 8
+def lanes_of_state_row(columns: int) -> int:
+    """Lanes of a SIMD group that share a row of a state. Fewer lanes have fewer sums to exchange."""
+    return 4 if columns <= 4 * MAX_STATE_PER_LANE else 8
+
+
+def _grid(num_segments: int, shape_of_state: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Threads for states of (heads, rows, columns): a SIMD group takes as many rows as its lanes are enough for."""
+    num_heads, rows, columns = shape_of_state
+    return 32, -(-rows * lanes_of_state_row(columns) // 32), num_segments * num_heads
+
+
+def _are_columns(columns: int) -> bool:
+    """Whether lanes can share a row of a state with so many columns."""
+    return columns % 32 == 0 and columns <= MAX_STATE_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,12 @@ class MetalRecurrence:
             output_names=["y", "new_states"],
             source=kernel_text("gated_delta.metal"),
         )
+        self._ssm_update = kernel_factory(
+            name="ssm_update",
+            input_names=["x", "A_log", "B", "C", "D", "dt", "states", "cu_seqlens", "reads"],
+            output_names=["y", "new_states"],
+            source=kernel_text("ssm_update.metal"),
+        )
         self._convolution = kernel_factory(
             name="short_convolution",
             input_names=["x", "weight", "bias", "states", "cu_seqlens", "reads"],
@@ -112,7 +129,7 @@ class MetalRecurrence:
         num_tokens, num_k_heads, key_dim = q.shape
         num_v_heads = v.shape[1]
         gates = ((num_tokens, num_v_heads), (num_tokens, num_v_heads, key_dim))
-        return g.shape in gates and num_v_heads % num_k_heads == 0 and key_dim % 32 == 0 and key_dim <= MAX_KEY_DIM
+        return g.shape in gates and num_v_heads % num_k_heads == 0 and _are_columns(key_dim)
 
     def gated_delta(
         self,
@@ -139,8 +156,8 @@ class MetalRecurrence:
         _, num_k_heads, key_dim = q.shape
         _, num_v_heads, value_dim = v.shape
         segments = self._segments_of(cu_seqlens, reads)
-        segments.check(q, states, (num_v_heads, value_dim, key_dim), mx.float32)
-        lanes = lanes_of_state_row(key_dim)
+        shape_of_state = (num_v_heads, value_dim, key_dim)
+        segments.check(q, states, shape_of_state, mx.float32)
         y, new_states = self._gated_delta(
             inputs=[q, k, v, g, beta, states, segments.cu_seqlens, segments.reads],
             template=[
@@ -149,13 +166,68 @@ class MetalRecurrence:
                 ("Hv", num_v_heads),
                 ("Dk", key_dim),
                 ("Dv", value_dim),
-                ("LANES", lanes),
+                ("LANES", lanes_of_state_row(key_dim)),
                 ("VECTOR_GATE", g.ndim == 3),
             ],
-            grid=(32, -(-value_dim * lanes // 32), segments.count * num_v_heads),
+            grid=_grid(segments.count, shape_of_state),
             threadgroup=(32, SIMD_GROUPS, 1),
-            output_shapes=[v.shape, (segments.count, num_v_heads, value_dim, key_dim)],
+            output_shapes=[v.shape, (segments.count, *shape_of_state)],
             output_dtypes=[q.dtype, mx.float32],
+        )
+        return y, new_states
+
+    def does_ssm_update(self, x: mx.array, B: mx.array, C: mx.array, states_dtype: mx.Dtype) -> bool:
+        """Whether :meth:`ssm_update` computes these. Where it does not, mlx-lm's own functions do."""
+        if x.ndim != 3 or B.ndim != 3 or B.shape != C.shape or B.shape[0] != x.shape[0]:
+            return False
+        if any(array.dtype not in DTYPES for array in (x, B, C)) or states_dtype != mx.float32:
+            return False
+        _, num_groups, columns = B.shape
+        return x.shape[1] % num_groups == 0 and _are_columns(columns)
+
+    def ssm_update(
+        self,
+        x: mx.array,  # [N, H, Dh] float32, float16 or bfloat16, as are A_log, B, C and D
+        A_log: mx.array,  # [H]
+        B: mx.array,  # [N, G, Ds]; head h has group h // (H / G)
+        C: mx.array,  # [N, G, Ds]
+        D: mx.array,  # [H]
+        dt: mx.array,  # [N, H] float32, with bias, softplus and limits applied
+        states: mx.array,  # [M, H, Dh, Ds] float32, M >= 1
+        cu_seqlens: mx.array,  # [B+1] int32
+        reads: mx.array,  # [B] int32
+    ) -> tuple[mx.array, mx.array]:
+        """Compute Mamba2's recurrence: mlx-lm's ``ssm_update`` for each segment, all in one launch.
+
+        Returns:
+            y [N, H, Dh] in x's dtype, and the segments' new states, [B, H, Dh, Ds] float32.
+
+        Raises:
+            ValueError: the arrays do not fit each other, or :meth:`does_ssm_update` is false for them.
+        """
+        of_heads = A_log.shape == D.shape == x.shape[1:2] and dt.shape == x.shape[:2] and dt.dtype == mx.float32
+        if not (of_heads and self.does_ssm_update(x, B, C, states.dtype)):
+            shapes = ", ".join(f"{array.shape} {array.dtype}" for array in (x, A_log, B, C, D, dt, states))
+            raise ValueError(f"the Mamba2 kernel does not do x, A_log, B, C, D, dt and states of {shapes}")
+        _, num_heads, head_dim = x.shape
+        _, num_groups, columns = B.shape
+        segments = self._segments_of(cu_seqlens, reads)
+        shape_of_state = (num_heads, head_dim, columns)
+        segments.check(x, states, shape_of_state, mx.float32)
+        y, new_states = self._ssm_update(
+            inputs=[x, A_log, B, C, D, dt, states, segments.cu_seqlens, segments.reads],
+            template=[
+                ("T", x.dtype),
+                ("H", num_heads),
+                ("G", num_groups),
+                ("Dh", head_dim),
+                ("Ds", columns),
+                ("LANES", lanes_of_state_row(columns)),
+            ],
+            grid=_grid(segments.count, shape_of_state),
+            threadgroup=(32, SIMD_GROUPS, 1),
+            output_shapes=[x.shape, (segments.count, *shape_of_state)],
+            output_dtypes=[x.dtype, mx.float32],
         )
         return y, new_states
 

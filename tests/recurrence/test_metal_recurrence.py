@@ -10,16 +10,14 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.gated_delta import gated_delta_ops
 
 from metal_engine.recurrence.metal import KERNEL_SIZES, MAX_STATE_PER_LANE, MetalRecurrence, lanes_of_state_row
-from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, Segments, relative_errors
+from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, Segments, SSMStep, relative_errors
 from tools.metal_sim import metal_kernel
 from tools.metal_sim.build import build, language_flags
-from tools.metal_sim.recurrence_mutants import LENGTHS, MUTANTS, READS, TOLERANCE, caught, run_case
+from tools.metal_sim.recurrence_mutants import LENGTHS, MUTANTS, READS, TOLERANCE, Step, caught, run_case
 from tools.metal_sim.toolchain import run_clang
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -38,45 +36,9 @@ def recurrence() -> MetalRecurrence:
     return MetalRecurrence(metal_kernel)
 
 
-def wrong(step: GatedDeltaStep | ConvolutionStep) -> str | None:
+def wrong(step: Step) -> str | None:
     """What is wrong in the kernel's answer, or in what it reads and writes of states."""
     return run_case(recurrence(), step)
-
-
-# --- the references ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("vector_gate", [False, True])
-def test_reference_of_the_gated_delta_rule(vector_gate):
-    """It agrees with mlx-lm's, segment by segment."""
-    step = GatedDeltaStep.make(LENGTHS, READS, vector_gate=vector_gate)
-    y, new_states = step.reference()
-    for i, (rows, read) in enumerate(step.segments.each()):
-        if rows.start == rows.stop:
-            continue
-        arrays = (array[rows][None] for array in (step.q, step.k, step.v, step.g, step.beta))
-        theirs, state = gated_delta_ops(*arrays, None if read < 0 else step.states[read][None])
-        assert relative_errors(theirs[0], y[rows]).max() <= 1e-5
-        assert relative_errors(state, new_states[i : i + 1]).max() <= 1e-5
-
-
-@pytest.mark.parametrize("bias, silu", [(False, False), (True, True)])
-def test_reference_of_the_convolution(bias, silu):
-    """It agrees with ``nn.Conv1d`` behind the state, as mlx-lm's layers have it."""
-    step = ConvolutionStep.make(LENGTHS, READS, bias=bias, silu=silu)
-    channels, kernel_size = step.weight.shape
-    conv = nn.Conv1d(channels, channels, kernel_size, groups=channels, bias=bias)
-    conv.weight = step.weight[..., None]
-    if bias:
-        conv.bias = step.bias
-    out, new_states = step.reference()
-    for i, (rows, read) in enumerate(step.segments.each()):
-        before = mx.zeros((kernel_size - 1, channels)) if read < 0 else step.states[read]
-        inputs = mx.concatenate([before, step.x[rows]])
-        np.testing.assert_array_equal(np.array(inputs[1 - kernel_size :]), new_states[i])
-        if rows.start < rows.stop:
-            theirs = conv(inputs[None])[0]
-            assert relative_errors(nn.silu(theirs) if silu else theirs, out[rows]).max() <= 1e-5
 
 
 # --- answers, and bytes of states --------------------------------------------------------------------------------
@@ -115,6 +77,23 @@ def test_gated_delta_of_models_sizes(vector_gate, dims):
     assert wrong(step) is None
 
 
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    "dtype, heads, dims", [("float32", (2, 4), (64, 10)), ("bfloat16", (1, 3), (160, 5)), ("float16", (1, 1), (32, 64))]
+)
+def test_ssm_update(dtype, heads, dims, mix):
+    assert wrong(SSMStep.make(*MIXES[mix], heads=heads, dims=dims, dtype=DTYPES[dtype])) is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(1, 1), (2, 2), (2, 6)])
+@pytest.mark.parametrize("columns", range(32, 257, 32))
+def test_ssm_update_of_every_shape(dtype, heads, columns):
+    for mix in (MIXES["all of them"], MIXES["decodes"]):
+        assert wrong(SSMStep.make(*mix, heads=heads, dims=(columns, 9), dtype=DTYPES[dtype])) is None
+
+
 # (dtype, K, bias, SiLU)
 CONVOLUTIONS = [("float32", 4, True, True), ("float16", 2, False, True), ("bfloat16", 8, False, False)]
 
@@ -145,16 +124,18 @@ def test_random_segments(seed):
     segments = lengths.tolist(), rng.integers(-1, 5, len(lengths)).tolist()
     assert wrong(ConvolutionStep.make(*segments, channels=9, num_states=5, seed=seed)) is None
     assert wrong(GatedDeltaStep.make(*segments, dims=(32, 3), num_states=5, seed=seed)) is None
+    assert wrong(SSMStep.make(*segments, dims=(32, 3), num_states=5, seed=seed)) is None
 
 
-both_kernels = pytest.mark.parametrize("make", [GatedDeltaStep.make, ConvolutionStep.make], ids=["rule", "convolution"])
+KINDS = [GatedDeltaStep, SSMStep, ConvolutionStep]
+every_kernel = pytest.mark.parametrize("make", [kind.make for kind in KINDS], ids=[kind.__name__ for kind in KINDS])
 
 
 def bits(array: mx.array) -> np.ndarray:
     return np.array(array.view(mx.uint32))
 
 
-@both_kernels
+@every_kernel
 def test_alone_equals_in_company(make):
     """A segment gets the same bits in any company."""
     step = make(LENGTHS, READS)
@@ -166,7 +147,7 @@ def test_alone_equals_in_company(make):
             np.testing.assert_array_equal(bits(state[0]), bits(new_states[i]))
 
 
-@both_kernels
+@every_kernel
 @pytest.mark.parametrize("cut", [1, 2, 8, 20])
 def test_chunks_equal_the_whole(make, cut):
     """A prompt in two chunks gets the same bits as in one: the first leaves what the second starts from."""
@@ -205,6 +186,9 @@ SAMPLE = [
         ("gated_delta", "read > 0 ?"),
         ("gated_delta", "true ?"),
         ("gated_delta", "t < end - 1"),
+        ("ssm_update", "state[i]"),
+        ("ssm_update", "head % G"),
+        ("ssm_update", "true ?"),
         ("short_convolution", "float(states[(ulong(max(read, 0))"),
         ("short_convolution", "(K - 2 + row)"),
         ("short_convolution", "inputs[rows + j - 1]"),
@@ -246,7 +230,7 @@ def recording_factory(calls: list[dict[str, Any]]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("num_segments", [1, 3, 7, 8, 40])
-@both_kernels
+@every_kernel
 def test_small_steps_run_the_same_kernel_as_large_ones(make, num_segments):
     """MLX puts inputs below 8 elements in constant memory: another signature, so one more compilation in serving."""
     calls: list[dict[str, Any]] = []
@@ -260,8 +244,8 @@ def test_layers_share_what_was_made_of_segments():
     calls: list[dict[str, Any]] = []
     own = MetalRecurrence(recording_factory(calls))
     segments = Segments.of((2, 1), (-1, 0))
-    layers = [replace(make((2, 1), (-1, 0)), segments=segments) for make in (GatedDeltaStep.make, ConvolutionStep.make)]
-    assert [run_case(own, layer) for layer in layers * 2] == [None] * 4
+    layers = [replace(kind.make((2, 1), (-1, 0)), segments=segments) for kind in KINDS]
+    assert [run_case(own, layer) for layer in layers * 2] == [None] * 6
     for table in (-1, -2):
         assert all(call["inputs"][table] is calls[0]["inputs"][table] for call in calls)
 
@@ -295,6 +279,16 @@ def test_what_kernels_do():
         assert not does(*rule(**changed), mx.float32), changed
     assert not does(*rule(), mx.bfloat16)
 
+    scans = recurrence().does_ssm_update
+    x, mixing = mx.zeros((3, 4, 5), mx.bfloat16), mx.zeros((3, 2, 128), mx.bfloat16)
+    assert scans(x, mixing, mixing, mx.float32)
+    assert not scans(x, mixing, mixing, mx.bfloat16)
+    assert not scans(x, mixing, mixing[:, :1], mx.float32)
+    assert not scans(x[:2], mixing, mixing, mx.float32)
+    assert not scans(x[:, :3], mixing, mixing, mx.float32)
+    assert not scans(x[None], mixing[None], mixing[None], mx.float32)
+    assert not scans(x, mixing[..., :16], mixing[..., :16], mx.float32)
+
     convolves = recurrence().does_convolution
     x = mx.zeros((3, 40), mx.float16)
     assert all(convolves(x, mx.zeros((40, k), mx.float16)) for k in KERNEL_SIZES)
@@ -322,14 +316,14 @@ def test_lanes_share_a_row_of_the_state(key_dim):
         (Segments(mx.array([0, 2, 3]), mx.array([0.0, 1.0])), "float32"),
     ],
 )
-@both_kernels
+@every_kernel
 def test_a_step_that_contradicts_itself_does_not_run(make, segments, message):
     step = replace(make((2, 1), (0, 1)), segments=segments)
     with pytest.raises(ValueError, match=message):
         step.run(recurrence())
 
 
-@both_kernels
+@every_kernel
 def test_states_must_fit(make):
     step = make((2, 1), (0, 1))
     for states in (step.states[:, :1], step.states.astype(mx.float16), step.states[:0]):
@@ -341,6 +335,7 @@ def test_states_must_fit(make):
     "step",
     [
         pytest.param(GatedDeltaStep.make((2, 1), (0, 1), dims=(256, 3), vector_gate=True), id="gated delta"),
+        pytest.param(SSMStep.make((2, 1), (0, 1), dims=(256, 3)), id="Mamba2"),
         pytest.param(ConvolutionStep.make((2, 1), (0, 1), kernel_size=8), id="convolution"),
     ],
 )
@@ -367,6 +362,16 @@ def test_gated_delta_on_a_mac(dtype, vector_gate, dims):
     step = GatedDeltaStep.make(
         lengths, reads, heads=(4, 8), dims=dims, vector_gate=vector_gate, dtype=DTYPES[dtype], num_states=12
     )
+    for got, expected in zip(step.run(MetalRecurrence()), step.reference(), strict=True):
+        assert relative_errors(got, expected).max() <= TOLERANCE[got.dtype]
+
+
+@pytest.mark.metal
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 64), (256, 9)])
+def test_ssm_update_on_a_mac(dtype, dims):
+    lengths, reads = (1, 300, 1, 64, 5, *[1] * 12), (0, -1, 7, 3, 3, *range(12))
+    step = SSMStep.make(lengths, reads, heads=(2, 8), dims=dims, dtype=DTYPES[dtype], num_states=12)
     for got, expected in zip(step.run(MetalRecurrence()), step.reference(), strict=True):
         assert relative_errors(got, expected).max() <= TOLERANCE[got.dtype]
 

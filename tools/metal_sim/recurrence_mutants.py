@@ -12,12 +12,13 @@ import sys
 import mlx.core as mx
 
 from metal_engine.recurrence.metal import MetalRecurrence
-from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, relative_errors
+from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, SSMStep, relative_errors
 from tools.metal_sim import MetalSimError, record_launches
 from tools.metal_sim.errors import CheckError
 from tools.metal_sim.kernel_mutants import Mutant, factory_of, run_mutants
 
-DELTA, CONVOLUTION = "gated_delta", "short_convolution"
+DELTA, SSM, CONVOLUTION = "gated_delta", "ssm_update", "short_convolution"
+KERNEL_OF = {GatedDeltaStep: DELTA, SSMStep: SSM, ConvolutionStep: CONVOLUTION}
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 
 MUTANTS = (
@@ -61,6 +62,31 @@ MUTANTS = (
     Mutant(DELTA, "int t = cu_seqlens[segment]", "int t = cu_seqlens[segment] + 1"),
     Mutant(DELTA, "int t = cu_seqlens[segment]", "int t = 0"),
     Mutant(DELTA, "(ulong(segment) * Hv + v_head)", "(ulong(max(read, 0)) * Hv + v_head)"),
+    # Mamba2's rule, and its heads
+    Mutant(SSM, "state[i] * decay", "state[i]"),
+    Mutant(SSM, "rate * step", "rate"),
+    Mutant(SSM, "-precise::exp(float(A_log", "precise::exp(float(A_log"),
+    Mutant(SSM, "-precise::exp(float(A_log[head]))", "-float(A_log[head])"),
+    Mutant(SSM, "A_log[head]", "A_log[0]"),
+    Mutant(SSM, "input * step", "input"),
+    Mutant(SSM, " + input * skip", ""),
+    Mutant(SSM, "D[head]", "D[group]"),
+    Mutant(SSM, "dt[head_at]", "dt[ulong(t) * H]"),
+    Mutant(SSM, "head / (H / G)", "head % G"),
+    Mutant(SSM, "float(B[group_at", "float(C[group_at"),
+    Mutant(SSM, "float(C[group_at", "float(B[group_at"),
+    Mutant(SSM, "x[head_at * Dh + row]", "x[head_at * Dh]"),
+    Mutant(SSM, "mask < LANES", "mask * 2 < LANES"),
+    Mutant(SSM, "row < Dh", "true"),
+    Mutant(SSM, "if (row_exists && lane", "if (lane"),
+    Mutant(SSM, "state[i] = row_exists && read", "state[i] = read"),
+    # and its segments and states
+    Mutant(SSM, "reads[segment]", "reads[max(segment, 1) - 1]"),
+    Mutant(SSM, "read >= 0 ?", "read > 0 ?"),
+    Mutant(SSM, "read >= 0 ?", "true ?"),
+    Mutant(SSM, "t < end", "t < end - 1"),
+    Mutant(SSM, "int t = cu_seqlens[segment]", "int t = cu_seqlens[segment] + 1"),
+    Mutant(SSM, "(ulong(segment) * H + head)", "(ulong(max(read, 0)) * H + head)"),
     # the convolution
     Mutant(CONVOLUTION, "taps[j] * inputs[i + j]", "taps[K - 1 - j] * inputs[i + j]"),
     Mutant(CONVOLUTION, "taps[j] * inputs[i + j]", "taps[j] * inputs[j]"),
@@ -102,15 +128,18 @@ MUTANTS = (
 
 # Fresh prompts, chunks and decodes, one of them without rows; states read twice, and one that nobody reads.
 LENGTHS, READS = (1, 9, 17, 1, 0, 8, 2, 3), (2, -1, 0, 0, 3, -1, -1, 2)
-CASES: tuple[GatedDeltaStep | ConvolutionStep, ...] = (
+Step = GatedDeltaStep | SSMStep | ConvolutionStep
+CASES: tuple[Step, ...] = (
     GatedDeltaStep.make(LENGTHS, READS),
     GatedDeltaStep.make(LENGTHS, READS, heads=(1, 3), dims=(160, 5), vector_gate=True, dtype=mx.float16),
+    SSMStep.make(LENGTHS, READS),
+    SSMStep.make(LENGTHS, READS, heads=(1, 3), dims=(160, 5), dtype=mx.bfloat16),
     ConvolutionStep.make(LENGTHS, READS),
     ConvolutionStep.make(LENGTHS, READS, kernel_size=8, bias=False, silu=False, dtype=mx.bfloat16),
 )
 
 
-def run_case(recurrence: MetalRecurrence, case: GatedDeltaStep | ConvolutionStep) -> str | None:
+def run_case(recurrence: MetalRecurrence, case: Step) -> str | None:
     """None, or what is wrong."""
     try:
         with record_launches() as launches:
@@ -138,8 +167,7 @@ def caught(mutant: Mutant | None) -> str | None:
     """What noticed the mutant, or None."""
     recurrence = MetalRecurrence(factory_of(mutant))
     for case in CASES:
-        of_case = CONVOLUTION if isinstance(case, ConvolutionStep) else DELTA
-        if (mutant is None or mutant.kernel == of_case) and (found := run_case(recurrence, case)):
+        if (mutant is None or mutant.kernel == KERNEL_OF[type(case)]) and (found := run_case(recurrence, case)):
             return found
     return None
 
