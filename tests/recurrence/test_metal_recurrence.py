@@ -173,7 +173,7 @@ def test_inputs_that_are_slices():
 
 # --- mutants -----------------------------------------------------------------------------------------------------
 
-# Decay not applied (to either rule), wrong heads, a neighbour's state, zeros for the state and the reverse, a row left out; for
+# No decay (in either rule), wrong heads, a neighbour's state, zeros for the state and the reverse, a row left out; for
 # the convolution a state for zeros, and one that is shifted when it is read or written.
 SAMPLE = [
     next(i for i, m in enumerate(MUTANTS) if (m.kernel, m.new) == mutant)
