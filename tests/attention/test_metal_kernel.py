@@ -365,9 +365,11 @@ def test_kernels_are_in_the_wheel(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         assert not [n for n in archive.namelist() if n.startswith(("kernels/", "tools/", "tests/"))]
         archive.extractall(tmp_path / "site")
+    names = sorted(path.name for path in (ROOT / "kernels").glob("*.metal"))
+    assert "paged_attention.metal" in names and "gated_delta.metal" in names
     use = (
-        "from metal_engine.attention.metal import backend; print(backend.__file__); "
-        "backend.kernel_text('merge_splits.metal')"
+        "from metal_engine.device import metal_kernels; print(metal_kernels.__file__); "
+        f"[metal_kernels.kernel_text(name) for name in {names}]"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run([sys.executable, "-c", use], cwd=tmp_path, env=environment, capture_output=True, text=True)

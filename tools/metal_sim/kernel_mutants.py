@@ -15,7 +15,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.metal.backend import MetalBackend, kernel_text, stage_keys
+from metal_engine.attention.metal.backend import MetalBackend, stage_keys
+from metal_engine.device.metal_kernels import kernel_text
 from tools.fixtures.packed_step import make_step
 from tools.metal_sim import MetalSimError, metal_kernel, record_launches
 from tools.metal_sim.errors import CheckError
@@ -232,19 +233,20 @@ def caught(mutant: Mutant | None) -> str | None:
     return None
 
 
-def main() -> int:
+def run_mutants(mutants: tuple[Mutant, ...], caught: Callable[[Mutant | None], str | None]) -> int:
+    """Print what notices each mutant, or those whose numbers the command names. 1 where one is missed."""
     assert caught(None) is None, "the kernel itself fails"
-    chosen = [int(a) for a in sys.argv[1:]] or range(len(MUTANTS))
+    chosen = [int(a) for a in sys.argv[1:]] or range(len(mutants))
     missed = []
     for i in chosen:
-        found = caught(MUTANTS[i])
-        if found is None and not MUTANTS[i].equivalent:
+        found = caught(mutants[i])
+        if found is None and not mutants[i].equivalent:
             missed.append(i)
-        verdict = f"equivalent: {MUTANTS[i].equivalent}" if found is None and MUTANTS[i].equivalent else found
-        print(f"{i:3} {MUTANTS[i].name}\n      {verdict or 'NOT CAUGHT'}", flush=True)
+        verdict = f"equivalent: {mutants[i].equivalent}" if found is None and mutants[i].equivalent else found
+        print(f"{i:3} {mutants[i].name}\n      {verdict or 'NOT CAUGHT'}", flush=True)
     print(f"{len(list(chosen))} mutants, {len(missed)} not caught {missed or ''}")
     return bool(missed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_mutants(MUTANTS, caught))

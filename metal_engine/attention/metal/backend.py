@@ -8,41 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.metal.planning import ITEM_FIELDS, WorkItems, plan_work_items
+from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, DTYPES, kernel_text
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import KVState
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 BLOCK_SIZES = (8, 16, 32)
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 MAX_GROUP = 16
 THREADS = 256  # of a threadgroup: 8 SIMD groups, GROUPS in the kernel
 STAGE_BYTES = 26 << 10  # most threadgroup memory for staged keys, of Metal's 32 KiB
 # Threadgroups for each core of a GPU, to keep it busy: their memory lets two run at a time, the others follow.
 THREADGROUPS_PER_CORE = 8
 UNKNOWN_GPU_CORES = 12
-# MLX puts inputs with fewer elements into constant memory, and compiles another variant of the kernel for them when it
-# first meets one: in the middle of serving. So the tables of small steps are padded to this.
-DEVICE_ELEMENTS = 8
 
 
 class UnsupportedAttentionError(ValueError):
     """An attention shape that the kernel cannot compute; the message names it."""
-
-
-def kernel_text(name: str) -> str:
-    """Source of a kernel: inside the installed package, else beside it in a checkout."""
-    package = Path(__file__).resolve().parents[2]
-    for folder in (package / "kernels", package.parent / "kernels"):
-        if (folder / name).exists():
-            return (folder / name).read_text()
-    raise FileNotFoundError(f"kernel {name} is not installed with metal_engine")
 
 
 def stage_keys(dtype: mx.Dtype, head_dim: int) -> int:
