@@ -67,12 +67,13 @@ def _build(
     import mlx.core as mx
 
     from metal_engine.attention.choice import choose_backend
-    from metal_engine.attention.metal.backend import UnsupportedAttentionError
+    from metal_engine.attention.metal.backend import MetalBackend, UnsupportedAttentionError
     from metal_engine.checkpoints import loader
     from metal_engine.device.info import device_info
     from metal_engine.models.check import check_paged_model
     from metal_engine.models.info import model_info
     from metal_engine.models.paged_model import PagedModel
+    from metal_engine.recurrence.metal import MetalRecurrence
     from metal_engine.runner.model_runner import ModelRunner
     from metal_engine.runner.step_memory import measure_step_bytes
 
@@ -86,9 +87,16 @@ def _build(
     loaded = loader.load(args, device, check)
     logger.info("checking that %s runs right over a paged KV cache", loaded.name)
     try:
-        paged = PagedModel(loaded.model)
+        paged = PagedModel(loaded.model, MetalRecurrence() if isinstance(backend, MetalBackend) else None)
         info = model_info(loaded, paged)
-        check_paged_model(paged, backend, info.vocab_size)
+        try:
+            check_paged_model(paged, backend, info.vocab_size)
+        except UnsupportedModelError as error:
+            if not paged.has_recurrence_kernels:
+                raise
+            logger.warning("without the kernels for recurrent layers, with which it does not run: %s", error)
+            paged.drop_recurrence_kernels()
+            check_paged_model(paged, backend, info.vocab_size)
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise _cannot_run(args, loaded.config, error) from error
     config = resolve_config(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -108,6 +109,12 @@ class Segments:
     def is_decode(self) -> bool:
         """Whether every segment is one row that goes on from a state."""
         return len(self.groups) == 1 and self.groups[0].length == 1 and not self.groups[0].is_fresh
+
+    @cached_property
+    def tables(self) -> tuple[mx.array, mx.array]:
+        """For kernels: ``cu_seqlens`` [B+1], and [B] which row of the states taken each segment goes on from, or -1."""
+        reads = [-1 if slot == NO_STATE else index for index, slot in enumerate(self.reads)]
+        return mx.array(self.cu_seqlens), mx.array(reads)
 
     def join(self, parts: Sequence[mx.array], axis: int = 1) -> mx.array:
         """The groups' [b, ..., s at ``axis``, ...] as packed rows [N, ..., 1 at ``axis``, ...]."""

@@ -6,12 +6,14 @@ import mlx.core as mx
 
 from metal_engine.attention.backend import StepAttention
 from metal_engine.kv_cache.rows import StepRows
+from metal_engine.recurrence.metal import MetalRecurrence
 
 
 class CurrentStep:
     """The step being run: set by ``PagedModel.forward``, read by the layer caches, which share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, recurrence: MetalRecurrence | None = None) -> None:
+        self.recurrence = recurrence  # of all steps
         self.rows: StepRows | None = None
         self.attention: StepAttention | None = None
         self.positions: mx.array | None = None  # [N]

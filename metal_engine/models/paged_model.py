@@ -30,6 +30,7 @@ from metal_engine.models.recurrent.install import install_states
 from metal_engine.models.recurrent.recording import RecordingState
 from metal_engine.models.recurrent.state_cache import StateCache
 from metal_engine.models.seam import open_model
+from metal_engine.recurrence.metal import MetalRecurrence
 
 
 class PagedModel:
@@ -39,6 +40,7 @@ class PagedModel:
 
     Args:
         model: a loaded mlx-lm model; it is changed in place (its trunk returns selected rows).
+        recurrence: kernels for layers that carry a state; None: MLX's own operations, segment by segment.
         is_sketch: its weights are not to be computed: it is looked at, and cannot run steps.
         whole_modules: run recurrent layers module by module (:func:`install_states`).
 
@@ -53,9 +55,16 @@ class PagedModel:
         vocab_size: number of logits of a row.
     """
 
-    def __init__(self, model: nn.Module, *, is_sketch: bool = False, whole_modules: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        recurrence: MetalRecurrence | None = None,
+        *,
+        is_sketch: bool = False,
+        whole_modules: bool = False,
+    ) -> None:
         self.model = model
-        self._step = CurrentStep()
+        self._step = CurrentStep(recurrence)
         opened = open_model(model, self._step)
         self.pool = StatePool.of(opened.specs)
         self.layer_caches = [layer_cache(self._step, state) for state in self.pool.states]
@@ -68,6 +77,14 @@ class PagedModel:
         self.dtype = opened.specs[0].dtype
         self.windows, self.vocab_size = opened.windows, opened.vocab_size
         self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
+
+    @property
+    def has_recurrence_kernels(self) -> bool:
+        return self._step.recurrence is not None and self.pool.is_recurrent
+
+    def drop_recurrence_kernels(self) -> None:
+        """Use MLX's own operations from now on."""
+        self._step.recurrence = None
 
     def __call__(
         self, input_ids: mx.array, rows: StepRows, attention: StepAttention, logits_indices: mx.array | None = None

@@ -11,6 +11,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import bailing_hybrid, bailing_moe_linear, gated_delta, ssm
 
+from metal_engine.models.recurrent import launches
+from metal_engine.models.recurrent.launches import Launch
 from metal_engine.models.recurrent.recording import WatchedState
 from metal_engine.models.recurrent.state_cache import OwnedState
 
@@ -25,17 +27,21 @@ class _Signature:
         time_axes: by name, the time axis of each argument that has one.
         state: name of the argument that has the state.
         output_axis: time axis of the output.
+        launch: the same as a launch of a Metal kernel.
     """
 
     time_axes: Mapping[str, int]
     state: str
     output_axis: int
+    launch: Launch | None = None
 
 
 _GLA = _Signature({"q": 2, "k": 2, "v": 2}, "h", 2)
+_DELTA_ROWS = dict.fromkeys(("q", "k", "v", "a", "b"), 1)
+_SSM_ROWS = dict.fromkeys(("hidden_states", "B", "C", "dt"), 1)
 _SIGNATURES: dict[Recurrence, _Signature] = {
-    gated_delta.gated_delta_update: _Signature(dict.fromkeys(("q", "k", "v", "a", "b"), 1), "state", 1),
-    ssm.ssm_update: _Signature(dict.fromkeys(("hidden_states", "B", "C", "dt"), 1), "state", 1),
+    gated_delta.gated_delta_update: _Signature(_DELTA_ROWS, "state", 1, launches.gated_delta),
+    ssm.ssm_update: _Signature(_SSM_ROWS, "state", 1, launches.ssm_update),
     bailing_hybrid.recurrent_gla: _GLA,
     bailing_moe_linear.recurrent_gla: _GLA,
 }
@@ -52,6 +58,11 @@ def _by_segments(original: Recurrence, signature: _Signature) -> Recurrence:
         if not isinstance(placeholder, OwnedState):
             return original(*args, **kwargs)
         cache, name = placeholder.owner, placeholder.name
+        if signature.launch is not None:
+            bound.apply_defaults()
+            launched = signature.launch(cache, name, bound.arguments)
+            if launched is not None:
+                return launched, placeholder
         segments = cache.segments
         outputs = []
         for group, before in zip(segments.groups, cache.take(name), strict=True):

@@ -18,6 +18,7 @@ from metal_engine.kv_cache.recurrent import RecurrentState, reads_of
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.segments import SegmentGroup, Segments
 from metal_engine.models.current_step import CurrentStep
+from metal_engine.recurrence.metal import MetalRecurrence
 
 
 class OwnedState(mx.array):
@@ -47,6 +48,11 @@ class StateCache:
         self._put_in: dict[str, StepRows | None] = dict.fromkeys(self._names)
         self._num_puts = dict.fromkeys(self._names, 0)
         self.convolved: set[str] = set()
+
+    @property
+    def metal(self) -> MetalRecurrence | None:
+        """Launches kernels for all segments at once; None where MLX's own operations do."""
+        return self._step.recurrence
 
     @property
     def is_running(self) -> bool:
@@ -111,28 +117,46 @@ class StateCache:
             self._put_in[name] = self._step.rows
             self._num_puts[name] += 1
 
-    def convolve(self, name: str, call: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    def take_all(self, name: str) -> mx.array:
+        """What each segment of the step goes on from, [B, ...]; zeros for one that begins."""
+        (states,) = self._state.take(name, [self.segments.reads], [self.segments.writes])
+        assert states is not None
+        return states
+
+    def put_all(self, name: str, values: mx.array) -> None:
+        """Keep what each segment of the step leaves, [B, ...]."""
+        self._put(name, self.segments.writes, values)
+
+    def dtype(self, name: str) -> mx.Dtype:
+        return self._state.spec.request_arrays[name].dtype
+
+    def convolve(self, name: str, conv: nn.Conv1d, call: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
         """A causal depthwise convolution over packed rows.
 
         Args:
             name: of the array with what a segment keeps of its inputs, [K-1, C].
-            call: the convolution without padding, [b, s + K-1, C] -> [b, s, C].
+            conv: the convolution.
+            call: mlx-lm's call of it, without padding: [b, s + K-1, C] -> [b, s, C].
             x: [N, 1, C].
 
         Returns:
             [N, 1, C].
         """
-        segments = self.segments
+        rows, weight = x.squeeze(1), conv.weight.squeeze(-1)
+        if self.metal is not None and self.metal.does_convolution(rows, weight) and self.dtype(name) == x.dtype:
+            tables = self.segments.tables
+            out, kept = self.metal.convolve(rows, weight, conv.get("bias"), self.take_all(name), *tables, silu=False)
+            self.put_all(name, kept)
+            return mx.expand_dims(out, 1)
         keep = self._state.spec.request_arrays[name].shape[0]
-        (before,) = self._state.take(name, [segments.reads], [segments.writes])
-        assert before is not None  # zeros for a segment that begins
-        if segments.is_decode:
+        before = self.take_all(name)
+        if self.segments.is_decode:
             inputs = mx.concatenate([before, x], axis=1)
-            self._put(name, segments.writes, inputs[:, -keep:])
+            self.put_all(name, inputs[:, -keep:])
             return call(inputs)
-        plan = segments.convolution_plan(keep)
-        inputs = mx.concatenate([before.reshape(-1, before.shape[-1]), x.squeeze(1)])[plan.source]
-        self._put(name, segments.writes, inputs[plan.last])
+        plan = self.segments.convolution_plan(keep)
+        inputs = mx.concatenate([before.reshape(-1, before.shape[-1]), rows])[plan.source]
+        self.put_all(name, inputs[plan.last])
         return mx.expand_dims(call(inputs[None])[0][plan.outputs], 1)
 
 
@@ -161,7 +185,7 @@ def packed_convolution(conv: nn.Conv1d, cache: StateCache, name: str) -> None:
     def convolve(self: nn.Conv1d, x: mx.array) -> mx.array:
         if not cache.is_running:
             return original(self, x)
-        return cache.convolve(name, lambda inputs: original(self, inputs), x)
+        return cache.convolve(name, self, lambda inputs: original(self, inputs), x)
 
     conv.__class__ = type(cls.__name__, (cls,), {"__call__": convolve})
     cache.convolved.add(name)
