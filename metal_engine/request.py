@@ -42,6 +42,7 @@ class PreparedRequest:
         cache_salt: requests share cached prefixes only with requests of the same salt.
         block_hashes: of the prompt's full blocks, with this salt.
         pooling_params: how to pool the prompt, with nothing left to the checkpoint; None to generate.
+        num_lasting_tokens: :attr:`Request.num_lasting_tokens`.
     """
 
     prompt_token_ids: list[int]
@@ -51,6 +52,7 @@ class PreparedRequest:
     cache_salt: str = ""
     block_hashes: list[bytes] = field(default_factory=list)
     pooling_params: PoolingParams | None = None
+    num_lasting_tokens: int = 0
 
 
 class RequestStatus(enum.Enum):

@@ -9,6 +9,7 @@ import time
 from collections import deque
 
 from metal_engine.cancellation import check_cancelled
+from metal_engine.engine.generation_prompt import GenerationPrompts
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.pooling import resolve_pooling
@@ -67,6 +68,7 @@ class EngineCore:
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size)
+        self._endings = GenerationPrompts(tokenizer) if config.cache.num_state_slots else None
         self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats)
         self._seeds = random.Random(config.seed)
         self._serials = itertools.count()
@@ -104,7 +106,8 @@ class EngineCore:
             max_tokens = self._max_tokens(len(kept), params)
             self._check_token_ids(kept)
             hashes = prompt_block_hashes(kept, self.config.cache, cache_salt)
-            prepared.append(PreparedRequest(kept, params, max_tokens, rules, cache_salt, hashes))
+            num_lasting = len(kept) - (self._endings.length(kept) if self._endings is not None else 0)
+            prepared.append(PreparedRequest(kept, params, max_tokens, rules, cache_salt, hashes, None, num_lasting))
         return prepared
 
     def prepare_pooling(
@@ -217,6 +220,7 @@ class EngineCore:
             # Hashes of another salt would let it share what it must not.
             block_hashes=list(prepared.block_hashes) if prepared.cache_salt == options.cache_salt else [],
             needs_prompt_rows=params.prompt_logprobs is not None,
+            num_lasting_tokens=prepared.num_lasting_tokens,
             pooling_params=prepared.pooling_params,
         )
         self.scheduler.add_request(request)

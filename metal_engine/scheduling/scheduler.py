@@ -124,6 +124,7 @@ class Scheduler:
             num_used_blocks=self.blocks.num_used_blocks,
             peak_used_blocks=self.blocks.peak_used_blocks,
             num_loading=num_loading,
+            **self.states.slots.stats,
         )
 
     # --- a step ---------------------------------------------------------------------------------------------

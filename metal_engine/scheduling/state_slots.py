@@ -35,8 +35,14 @@ class StateSlots:
         self.num_evictions = 0
 
     @property
-    def num_checkpoints(self) -> int:
-        return len(self._checkpoints)
+    def stats(self) -> dict[str, int]:
+        """What :class:`metal_engine.scheduling.stats.SchedulerStats` says of them."""
+        return {
+            "num_state_slots": self.num_slots,
+            "num_checkpoints": len(self._checkpoints),
+            "checkpoint_hits": self.num_hits,
+            "checkpoint_evictions": self.num_evictions,
+        }
 
     @property
     def num_available(self) -> int:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 class SchedulerStats:
     """A snapshot of the scheduler, for the log, ``/health`` and live views.
 
-    ``num_loading`` counts those of the waiting requests whose KV is on its way from a store.
+    ``num_loading`` counts those of the waiting requests whose KV is on its way from a store. ``num_state_slots`` counts
+    slots of recurrent states, 0 for models without; ``num_checkpoints`` those that hold one, ``checkpoint_hits`` how
+    often a request went on from one, ``checkpoint_evictions`` how often one gave way.
     """
 
     num_running: int
@@ -19,3 +21,7 @@ class SchedulerStats:
     num_used_blocks: int
     peak_used_blocks: int
     num_loading: int = 0
+    num_state_slots: int = 0
+    num_checkpoints: int = 0
+    checkpoint_hits: int = 0
+    checkpoint_evictions: int = 0

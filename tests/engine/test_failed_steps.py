@@ -18,8 +18,10 @@ from metal_engine.runner.model_runner import PendingStep
 from metal_engine.sampling_params import SamplingParams
 from tests.support.demo import engine_for
 from tests.support.running import run
+from tests.support.tiny_engine import with_vocabulary
+from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import tiny_tokenizer
-from tools.fixtures.tiny_models import tiny_model
+from tools.fixtures.tiny_models import random_model, tiny_model
 
 VOCAB_SIZE = 300
 # The fourth does not fit into the steps of the first three: it waits while they fail.
@@ -60,13 +62,15 @@ def ahead(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.fixture(params=[None, 0], ids=["one stream", "two streams"])
+@pytest.fixture(params=[(None, False), (0, False), (None, True)], ids=["one stream", "two streams", "hybrid"])
 def engine(
     request: pytest.FixtureRequest, ahead: bool, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[EngineCore]:
-    limits = replace(mlx_ops.CPU_LIMITS, lane_elements=request.param)
-    monkeypatch.setattr(mlx_ops, "CPU_LIMITS", limits)
+    lane_elements, is_hybrid = request.param
+    monkeypatch.setattr(mlx_ops, "CPU_LIMITS", replace(mlx_ops.CPU_LIMITS, lane_elements=lane_elements))
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
+    if is_hybrid:
+        model = random_model(with_vocabulary(configuration("qwen3_next"), VOCAB_SIZE))
     fault.install(model, monkeypatch)
     yield engine_for(
         PagedModel(model),

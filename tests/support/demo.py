@@ -93,6 +93,7 @@ def engine_for(
         num_blocks=num_blocks,
         enable_prefix_caching=caching or connector is not None,
         model_fingerprint=fingerprint,
+        num_state_slots=3 * max_num_seqs if paged.pool.is_recurrent else 0,
     )
     config = EngineConfig(
         model=ModelInfo(

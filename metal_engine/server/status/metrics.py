@@ -101,6 +101,10 @@ class _EngineCollector(Collector):
         for name, (help_, value) in _COUNTERS.items():
             yield self._counter(name, help_, value(metrics))
         yield self._counter("num_preemptions", "Requests that lost their KV blocks.", stats.num_preemptions)
+        if stats.num_state_slots:
+            yield self._gauge("checkpoints", "Recurrent states that cached prefixes end with.", stats.num_checkpoints)
+            yield self._counter("checkpoint_hits", "Requests that went on from one.", stats.checkpoint_hits)
+            yield self._counter("checkpoint_evictions", "Checkpoints that gave way.", stats.checkpoint_evictions)
         yield self._counter("failed_steps", "Steps that raised.", metrics.num_failed_steps)
         yield self._counter("late_masks", "Rows computed again: their grammars took long.", metrics.num_late_masks)
         ended = dict(metrics.num_finished)
