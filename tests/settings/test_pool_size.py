@@ -1,0 +1,76 @@
+"""Memory for blocks of the KV cache and slots of recurrent states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from metal_engine.errors import ConfigError
+from metal_engine.settings.args import GIB, EngineArgs
+from metal_engine.settings.config import IN_FLIGHT_STATES, DeviceInfo, EngineConfig, ModelInfo
+from metal_engine.settings.resolve import resolve_config
+
+MIB = 1 << 20
+
+
+def resolved(*, state_bytes: int, kv_bytes: int = 1024, memory: int = 16 * GIB, **args: Any) -> EngineConfig:
+    model = ModelInfo(
+        name="model",
+        model_type="qwen3_5",
+        dtype="bfloat16",
+        vocab_size=1000,
+        num_layers=24,
+        num_params=10**9,
+        weight_bytes=2 * GIB,
+        kv_bytes_per_token=kv_bytes,
+        state_bytes_per_request=state_bytes,
+        max_position_embeddings=8192,
+    )
+    device = DeviceInfo(kind="metal", name="GPU", compute="GPU", memory_bytes=memory)
+    return resolve_config(EngineArgs(model="model", **args), model, device, "metal")
+
+
+def test_without_states_there_are_no_slots() -> None:
+    config = resolved(state_bytes=0)
+    assert config.cache.num_state_slots == 0 and config.state_bytes == 0
+    assert config.scheduler.max_num_seqs == 256
+
+
+def test_what_runs_at_once_comes_out_of_memory() -> None:
+    """As much as Qwen3.5-4B keeps, and a model that keeps more."""
+    config = resolved(state_bytes=49 * MIB)
+    assert 10 < config.scheduler.max_num_seqs < 30
+    assert resolved(state_bytes=147 * MIB).scheduler.max_num_seqs < 10
+    assert resolved(state_bytes=MIB // 16).scheduler.max_num_seqs == 256
+
+
+@pytest.mark.parametrize("state_bytes", [MIB, 18 * MIB, 147 * MIB])
+@pytest.mark.parametrize("kv_bytes", [0, 1024, 128 << 10])
+def test_all_of_it_fits(state_bytes: int, kv_bytes: int) -> None:
+    config = resolved(state_bytes=state_bytes, kv_bytes=kv_bytes)
+    assert config.peak_bytes <= 16 * GIB * 0.9 + state_bytes  # and the row of nobody
+    num_slots = config.cache.num_state_slots
+    assert num_slots > 2 * config.scheduler.max_num_seqs
+    running = num_slots + 1 + IN_FLIGHT_STATES * config.scheduler.max_num_seqs
+    assert config.state_bytes == running * state_bytes
+    assert config.cache.num_tokens >= config.scheduler.max_model_len
+
+
+def test_without_prefix_caching_there_are_no_checkpoints() -> None:
+    config = resolved(state_bytes=18 * MIB, enable_prefix_caching=False, max_num_seqs=8)
+    assert config.cache.num_state_slots == 16
+
+
+def test_a_model_without_kv_has_blocks_for_all_that_run() -> None:
+    config = resolved(state_bytes=5 * MIB, kv_bytes=0, max_num_seqs=4)
+    assert config.kv_bytes == 0
+    assert config.scheduler.max_model_len == 8192
+    assert config.cache.num_tokens >= 4 * 8192
+
+
+def test_too_many_requests_are_refused_with_the_flag() -> None:
+    with pytest.raises(ConfigError, match="64 requests at once take 45.9 GiB") as refusal:
+        resolved(state_bytes=147 * MIB, max_num_seqs=64)
+    assert refusal.value.flag == "--max-num-seqs"
+    assert "147 MiB each" in str(refusal.value) and "lower --max-num-seqs" in str(refusal.value)
