@@ -16,7 +16,7 @@ from metal_engine.errors import ModelLoadError, UnsupportedModelError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from tests.support.checkpoint_files import CONFIG, write_checkpoint, write_tokenizer
-from tools.fixtures.architecture_parts import MAMBA
+from tools.fixtures.architectures import configuration
 
 Damage = Callable[[Path], object]
 
@@ -217,13 +217,10 @@ def test_a_gguf_file_that_does_not_fit(demo_path: Path) -> None:
         load(EngineArgs(model=str(demo_path)), device("cpu", 500_000_000))  # 135 M float32 parameters
 
 
-MAMBA_CONFIG = {"model_type": "mamba", **MAMBA, "use_bias": False}
-
-
 def test_a_refused_architecture_is_named(tmp_path: Path) -> None:
     """What mlx-lm has and the paged cache has not, through the whole way that `serve` goes."""
     from metal_engine.build import build_engine
 
-    folder = write_checkpoint(tmp_path, config=MAMBA_CONFIG)
-    with pytest.raises(UnsupportedModelError, match=r"architecture mamba\) cannot run here: it keeps recurrent"):
+    folder = write_checkpoint(tmp_path, config=configuration("llama4"))
+    with pytest.raises(UnsupportedModelError, match=r"architecture llama4\) cannot run here: it attends in chunks"):
         build_engine(EngineArgs(model=str(folder)))

@@ -70,7 +70,7 @@ def test_a_model_without_kv_has_blocks_for_all_that_run() -> None:
 
 
 def test_too_many_requests_are_refused_with_the_flag() -> None:
-    with pytest.raises(ConfigError, match="64 requests at once take 45.9 GiB") as refusal:
+    with pytest.raises(ConfigError, match=r"64 requests at once take 45\.9 GiB") as refusal:
         resolved(state_bytes=147 * MIB, max_num_seqs=64)
     assert refusal.value.flag == "--max-num-seqs"
     assert "147 MiB each" in str(refusal.value) and "lower --max-num-seqs" in str(refusal.value)
