@@ -157,9 +157,8 @@ def _products_by_halves(kq: mx.array, gates: mx.array) -> mx.array:
     """
     size = kq.shape[-2]
     whole = 1 << (size - 1).bit_length()
-    if whole > size:  # tokens that change nothing
-        kq = mx.pad(kq, [*[(0, 0)] * (kq.ndim - 2), (0, whole - size), (0, 0)])
-        gates = mx.pad(gates, [*[(0, 0)] * (gates.ndim - 2), (0, whole - size), (0, 0)], constant_values=1)
+    if whole > size:  # with later tokens, which no real one sees
+        kq, gates = (mx.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, whole - size), (0, 0)]) for x in (kq, gates))
     *lead, k_dim = gates.shape
     lead = lead[:-1]  # B, Hk, group
     own = (kq * kq[..., :1, :, :]).sum(axis=-1)[..., None, None]  # where j is i

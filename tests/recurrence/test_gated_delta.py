@@ -123,7 +123,7 @@ def test_gates_that_leave_nothing(smallest: float, each_key: bool) -> None:
 @pytest.mark.parametrize("each_key", [False, True], ids=["gate", "gate of each key"])
 @pytest.mark.parametrize("step", [1.0, 1.9, 2.0])
 def test_the_same_key_again_and_again(step: float, each_key: bool) -> None:
-    """The hardest system: powers of its matrix grow beyond float32, while its inverse has nothing above 2.
+    """The hardest system: powers of its matrix reach 1e13, while its inverse has nothing above 2.
 
     With a step of 2 nothing is ever forgotten, rounding neither: mlx-lm's own error is 2e-6 here.
     """
@@ -148,6 +148,20 @@ def test_two_calls_give_what_one_gives(first: int, each_key: bool) -> None:
     both = mx.concatenate([y_before, y_after], axis=1)
     assert relative_error(np.array(both), np.array(y)) < 3e-6
     assert relative_error(np.array(after_both), np.array(state)) < 3e-6
+
+
+@pytest.mark.parametrize("each_key", [False, True], ids=["gate", "gate of each key"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "gates", "beta"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_nan_is_neither_hidden_nor_raised_nor_passed_on(value: float, name: str, each_key: bool) -> None:
+    arrays = Case(50, batch=2, each_key=each_key).arrays()
+    expected, _ = (np.array(x) for x in chunked_gated_delta(**on_device(arrays)))
+    arrays[name][1, 40] = value
+    y, state = (np.array(x) for x in chunked_gated_delta(**on_device(arrays)))
+    assert not np.isfinite(y[1, 40]).any()
+    assert name == "q" or not np.isfinite(state[1]).any()
+    np.testing.assert_array_equal(y[0], expected[0])
+    np.testing.assert_array_equal(y[1, :CHUNK], expected[1, :CHUNK])
 
 
 # --- mlx-lm's function ---
