@@ -101,7 +101,7 @@ def test_against_the_recurrence(case: Case, each_key: bool) -> None:
     seed=st.integers(0, 1000),
 )
 def test_against_the_recurrence_at_any_size(case: Case, seed: int) -> None:
-    check(case.arrays(seed))
+    check(case.arrays(seed), error=1e-5)  # hypothesis looks for what cancels
 
 
 @pytest.mark.parametrize("each_key", [False, True], ids=["gate", "gate of each key"])
