@@ -15,6 +15,8 @@ from metal_engine.models.recurrent import launches
 from metal_engine.models.recurrent.launches import Launch
 from metal_engine.models.recurrent.recording import WatchedState
 from metal_engine.models.recurrent.state_cache import OwnedState
+from metal_engine.recurrence.gated_delta import gated_delta_update as chunked_gated_delta_update
+from metal_engine.recurrence.mamba2 import ssm_update as chunked_ssm_update
 
 Recurrence = Callable[..., tuple[mx.array, mx.array]]
 
@@ -28,20 +30,24 @@ class _Signature:
         state: name of the argument that has the state.
         output_axis: time axis of the output.
         launch: the same as a launch of a Metal kernel.
+        in_chunks: the same in matrix products on a CPU, where mlx-lm's goes token by token or nearly so.
     """
 
     time_axes: Mapping[str, int]
     state: str
     output_axis: int
     launch: Launch | None = None
+    in_chunks: Recurrence | None = None
 
 
 _GLA = _Signature({"q": 2, "k": 2, "v": 2}, "h", 2)
 _DELTA_ROWS = dict.fromkeys(("q", "k", "v", "a", "b"), 1)
 _SSM_ROWS = dict.fromkeys(("hidden_states", "B", "C", "dt"), 1)
 _SIGNATURES: dict[Recurrence, _Signature] = {
-    gated_delta.gated_delta_update: _Signature(_DELTA_ROWS, "state", 1, launches.gated_delta),
-    ssm.ssm_update: _Signature(_SSM_ROWS, "state", 1, launches.ssm_update),
+    gated_delta.gated_delta_update: _Signature(
+        _DELTA_ROWS, "state", 1, launches.gated_delta, chunked_gated_delta_update
+    ),
+    ssm.ssm_update: _Signature(_SSM_ROWS, "state", 1, launches.ssm_update, chunked_ssm_update),
     bailing_hybrid.recurrent_gla: _GLA,
     bailing_moe_linear.recurrent_gla: _GLA,
 }
@@ -49,6 +55,7 @@ _SIGNATURES: dict[Recurrence, _Signature] = {
 
 def _by_segments(original: Recurrence, signature: _Signature) -> Recurrence:
     parameters = inspect.signature(original)
+    compute = signature.in_chunks or original
 
     def recurrence(*args: Any, **kwargs: Any) -> tuple[mx.array, mx.array]:
         bound = parameters.bind(*args, **kwargs)
@@ -69,7 +76,7 @@ def _by_segments(original: Recurrence, signature: _Signature) -> Recurrence:
             rows = {arg: group.take(bound.arguments[arg], axis) for arg, axis in signature.time_axes.items()}
             call = inspect.BoundArguments(parameters, dict(bound.arguments))
             call.arguments.update({**rows, signature.state: before})
-            output, after = original(*call.args, **call.kwargs)
+            output, after = compute(*call.args, **call.kwargs)
             cache.put(name, group, after)
             outputs.append(output)
         return segments.join(outputs, signature.output_axis), placeholder

@@ -18,6 +18,7 @@ from metal_engine.kv_cache.recurrent import RecurrentState, reads_of
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.segments import SegmentGroup, Segments
 from metal_engine.models.current_step import CurrentStep
+from metal_engine.recurrence.convolution import convolve_by_shifts, may_shift
 from metal_engine.recurrence.metal import MetalRecurrence
 
 
@@ -185,7 +186,12 @@ def packed_convolution(conv: nn.Conv1d, cache: StateCache, name: str) -> None:
     def convolve(self: nn.Conv1d, x: mx.array) -> mx.array:
         if not cache.is_running:
             return original(self, x)
-        return cache.convolve(name, self, lambda inputs: original(self, inputs), x)
+        return cache.convolve(name, self, lambda inputs: _convolved(self, inputs), x)
+
+    def _convolved(self: nn.Conv1d, inputs: mx.array) -> mx.array:
+        if may_shift(self):
+            return convolve_by_shifts(inputs, self.weight.squeeze(-1), self.get("bias"))
+        return original(self, inputs)
 
     conv.__class__ = type(cls.__name__, (cls,), {"__call__": convolve})
     cache.convolved.add(name)
