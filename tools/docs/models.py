@@ -57,8 +57,8 @@ quantized weights included), or a `.gguf` file:
 - `the Hugging Face hub cannot be reached`: Nobody answered within 3 seconds. Behind a proxy, set `HTTPS_PROXY`; with
   a mirror, `HF_ENDPOINT`. What is in the cache needs no hub.
 - `mlx-lm has no architecture …`: The installed mlx-lm has no code for it. A newer mlx-lm may.
-- `(architecture …) cannot run here: …`: It keeps something else than keys and values of each token, or computes
-  attention in a way of its own: see the table below.
+- `(architecture …) cannot run here: …`: It keeps state of a kind that is not known here, or computes attention
+  in a way of its own: see the table below.
 - `not enough memory for …`: The weights alone are larger than the memory for a model. The message says which version
   would fit; `metal-engine show REPO` says the same of others without a download.
 - `no memory for the KV cache`: The weights fit, and nothing is left beside them: lower `--max-num-batched-tokens`,
