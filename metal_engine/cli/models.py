@@ -187,6 +187,7 @@ def _engine_facts(details: ModelDetails, args: EngineArgs, device: DeviceInfo) -
         if info is not None:
             found |= {"layers": info.num_layers, "context_length": info.max_position_embeddings}
             found |= {"kv_bytes_per_token": info.kv_bytes_per_token}
+            found |= {"state_bytes_per_request": info.state_bytes_per_request}
             found |= {"kv_cache_tokens": check_kv_cache(args, info, device)}
     except (UnsupportedModelError, ConfigError) as error:
         found |= {"runs_here": False, "problem": str(error)}
@@ -209,6 +210,9 @@ def _labelled(facts: dict[str, Any]) -> dict[str, str]:
         "context": _tokens(facts["context_length"]),
         "in memory": format_size(facts["weight_bytes"]) if "weight_bytes" in facts else None,
         "KV of a token": format_size(facts["kv_bytes_per_token"]) if "kv_bytes_per_token" in facts else None,
+        "state of a request": format_size(facts["state_bytes_per_request"])
+        if facts.get("state_bytes_per_request")
+        else None,
         "KV that fits": _tokens(facts.get("kv_cache_tokens")),
         "runs here": "yes" if facts["runs_here"] else f"no: {facts['problem']}",
         "last used": _day(facts["last_used"]),

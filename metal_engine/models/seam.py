@@ -91,6 +91,8 @@ def open_model(model: nn.Module, step: CurrentStep) -> OpenedModel:
     for layer, recorder in enumerate(opened.recorders):
         if recorder.spec is None:
             raise UnsupportedModelError(f"layer {layer} never uses its KV cache")
+        if any(array.nbytes == 0 for array in recorder.spec.token_arrays.values()):
+            raise UnsupportedModelError(f"layer {layer} caches vectors without numbers")
         if not _is_used(recorder):
             raise UnsupportedModelError(
                 f"layer {layer} computes attention in a way of its own, not with mlx-lm's shared function"

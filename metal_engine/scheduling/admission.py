@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.block_manager import Block
+from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.limits import PrefillShares, is_long
 from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.waiting_queue import WaitingQueue
@@ -50,6 +51,7 @@ class Admissions:
         config: limits on long prompts.
         prefix_cache: finds what a request can begin with.
         block_size: tokens per block.
+        states: recurrent states of the running requests.
         connector: loads KV from a store; None without KV transfer.
 
     Attributes:
@@ -62,6 +64,7 @@ class Admissions:
         config: SchedulerConfig,
         prefix_cache: PrefixCache,
         block_size: int,
+        states: RequestStates,
         connector: KVConnectorScheduler | None,
     ) -> None:
         self.loading: dict[str, Request] = {}
@@ -69,6 +72,7 @@ class Admissions:
         self._config = config
         self._prefix_cache = prefix_cache
         self._block_size = block_size
+        self._states = states
         self._connector = connector
 
     # --- requests come and go -------------------------------------------------------------------------------
@@ -118,6 +122,7 @@ class Admissions:
                 self.waiting.push(request, is_long=True)  # what was cached when it came is so no longer
             elif owner := self._prefix_cache.find_owner(request, candidate.num_cached_tokens, prefills.in_progress):
                 self.waiting.park(request, *owner)
+                self._states.want(*owner)
             else:
                 candidate.num_shared_tokens = self._prefix_cache.num_shared(request)
                 return candidate

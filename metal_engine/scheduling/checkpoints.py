@@ -4,6 +4,7 @@ Checkpoints are taken at the ends of whole blocks, where prefixes are cached:
 
 - before the last tokens of a prompt, for the next turn of a conversation and for a request that comes again;
 - where the prompt leaves a prefix that is cached already, without a checkpoint: others will leave it there, too;
+- where a request that waits for this one's beginning leaves it;
 - every ``CHECKPOINT_INTERVAL`` tokens of a long prompt;
 - while an answer is decoded, after its last whole block: the one before is given up for it, as the end is not known.
 
@@ -87,6 +88,12 @@ class RequestStates:
         # One token at least is left to compute, and to a request that comes again.
         ends = (min(request.num_lasting_tokens, request.num_tokens - 1), num_shared)
         return tuple({end - end % self._block_size for end in ends})
+
+    def want(self, request: Request, position: int) -> None:
+        """Have a running request leave a checkpoint on its way: another waits for the prefix that both have."""
+        held = self._held.get(request.request_id)
+        if held is not None and self._keeps_checkpoints:
+            held.stops = (*held.stops, position)
 
     def room(self, request: Request, num_computed: int) -> int:
         """Tokens that may follow ``num_computed`` in one chunk: up to the next place of a checkpoint."""

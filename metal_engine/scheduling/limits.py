@@ -212,7 +212,7 @@ class PrefillShares:
             num_asking: those of them that share the prompt rows.
         """
         missing = self._missing(request)
-        room = self._room(request, request.num_computed_tokens) - self.shares[request]
+        room = max(0, self._room(request, request.num_computed_tokens) - self.shares[request])
         context_len = request.num_computed_tokens + self.shares[request]
         extra = min(
             missing,

@@ -49,7 +49,7 @@ class Scheduler:
         on_publish = None if connector is None else self._save_to_store
         self.prefix_cache = PrefixCache(self.blocks, cache_config, slots, on_publish)
         self.requests: dict[str, Request] = {}
-        self.admissions = Admissions(config, self.prefix_cache, cache_config.block_size, connector)
+        self.admissions = Admissions(config, self.prefix_cache, cache_config.block_size, self.states, connector)
         self.running: dict[str, Request] = {}  # in order
         self.num_preemptions = 0
         self._num_arrivals = 0
