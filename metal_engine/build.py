@@ -111,9 +111,9 @@ def _build(
         loaded.tokenizer.chat_template = chat_template
     scheduler_side, runner_side = None, None
     if transfer is not None:
-        if info.state_bytes_per_request:
+        if not info.kv_bytes_per_token:
             raise ConfigError(
-                "--kv-transfer-config", f"{info.name} keeps recurrent state, which is not saved to a store yet"
+                "--kv-transfer-config", f"{info.name} keeps no KV, only states: there are no blocks to save to a store"
             )
         scheduler_side, runner_side, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged)
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
@@ -155,15 +155,19 @@ def _connect_kv(
     from mlx.utils import tree_flatten
 
     from metal_engine.kv_transfer.fingerprint import kv_fingerprint
-    from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts
+    from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts, state_parts
 
-    parts = block_parts([state.spec for state in paged.pool.states], block_size)
+    specs = [state.spec for state in paged.pool.states]
+    parts, of_states = block_parts(specs, block_size), state_parts(specs)
     weights = cast("list[tuple[str, mx.array]]", tree_flatten(loaded.model.parameters()))
-    fingerprint = kv_fingerprint(weights, loaded.config, block_size, parts)
+    fingerprint = kv_fingerprint(weights, loaded.config, block_size, [*parts, *of_states])
     layout = BlockLayout(parts, fingerprint)
+    state_layout = BlockLayout(of_states, fingerprint) if of_states else None
     stats = KVTransferStats()
-    mover = KVTransfer(open_store(transfer, layout), layout, transfer, stats)
-    return KVConnectorScheduler(mover, transfer, stats), KVConnectorRunner(mover, layout), fingerprint
+    larger = max((layout, state_layout or layout), key=lambda one: one.max_stored_bytes)
+    mover = KVTransfer(open_store(transfer, larger), layout, transfer, stats, state_layout=state_layout)
+    runner_side = KVConnectorRunner(mover, layout, state_layout)
+    return KVConnectorScheduler(mover, transfer, stats), runner_side, fingerprint
 
 
 def read_chat_template(given: str) -> str:

@@ -54,15 +54,19 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class KVConnectorMetadata:
-    """Blocks that a step moves between the KV cache and a store.
+    """Blocks, and recurrent states, that a step moves between the KV cache and a store.
 
     Attributes:
         loads: block id -> its contents, uint8 [bytes of a block]; they go in before anything is computed.
         saves: (hash, block id) of blocks that are complete when the step has ended.
+        state_loads: slot -> the state that belongs there, uint8 [bytes of a state]; likewise.
+        state_saves: (hash of the prefix's last block, slot) of states that are there when the step has ended.
     """
 
     loads: dict[int, np.ndarray] = field(default_factory=dict)
     saves: list[tuple[bytes, int]] = field(default_factory=list)
+    state_loads: dict[int, np.ndarray] = field(default_factory=dict)
+    state_saves: list[tuple[bytes, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

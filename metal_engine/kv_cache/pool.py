@@ -100,6 +100,12 @@ class StatePool:
         for state in self.states:
             yield from state.written()
 
+    def forget_states(self, slots: set[int]) -> None:
+        """Give up what is pending for some slots of recurrent states, which are about to be loaded."""
+        for state in self.states:
+            if isinstance(state, RecurrentState):
+                state.forget(slots)
+
     def snapshot(self) -> PoolSnapshot:
         """All arrays as they are now. While it is held, a step that is evaluated copies them."""
         return [state.snapshot() for state in self.states]

@@ -106,6 +106,18 @@ class RecurrentState:
         array[slots] = values
         self.arrays[name] = array
 
+    def forget(self, slots: set[int]) -> None:
+        """Give up what is pending for some slots: what is to be there comes from elsewhere."""
+        for name, pending in self._pending.items():
+            kept = [(p, [i for i, slot in enumerate(p.slots) if slot not in slots]) for p in pending]
+            self._pending[name] = [p.only(wanted) for p, wanted in kept if wanted]
+
+    def read(self, name: str, slots: list[int]) -> mx.array:
+        """The states in some slots, as the steps built so far leave them, [len(slots), ...]."""
+        pending = _rows(self._pending.get(name, []))
+        pool = self.arrays[name]
+        return mx.concatenate([pending[slot] if slot in pending else pool[slot : slot + 1] for slot in slots])
+
     def put(self, name: str, slots: Slots, values: mx.array) -> None:
         """Keep the states that a group leaves, [b, ...], for the next step."""
         spec = self.spec.request_arrays[name]
@@ -113,6 +125,11 @@ class RecurrentState:
             missing = [(want - have, 0) for want, have in zip(spec.shape, values.shape[1:], strict=True)]
             values = mx.pad(values, [(0, 0), *missing])
         self._pending[name].append(PendingStates(slots, values.astype(spec.dtype)))
+
+
+def _rows(pending: list[PendingStates]) -> dict[int, mx.array]:
+    """By slot, the states [1, ...] that have not been written to the pool."""
+    return {slot: p.values[i : i + 1] for p in pending for i, slot in enumerate(p.slots)}
 
 
 def reads_of(groups: list[SegmentGroup]) -> list[Slots | None]:

@@ -17,13 +17,18 @@ from safetensors import TensorSpec, serialize
 FORMAT_VERSION = "1"
 
 
+def state_key(block_hash: bytes) -> bytes:
+    """The hash under which a store has the recurrent state after a block."""
+    return sha256(b"state after " + block_hash).digest()
+
+
 class CorruptBlockError(Exception):
     """Stored bytes are not the block they should be; the message says in which way."""
 
 
 @dataclass(frozen=True)
 class KVPart:
-    """One named array of one layer in a block; ``shape`` is [block_size, ...], as the layer's spec declares it.
+    """One named array of one layer in a block, ``shape`` is [block_size, ...]; or in a state, [1, ...].
 
     ``dtype`` is NumPy's name of the type, or ``bfloat16``; ``nbytes`` counts the whole part.
     """

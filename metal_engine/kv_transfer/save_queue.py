@@ -27,9 +27,8 @@ class SaveQueue:
 
     Args:
         store: where blocks are written.
-        layout: what a block is.
         max_bytes: host memory for blocks that wait to be written.
-        blocks_per_call: blocks written in one call of the store.
+        bytes_per_call: about what is written in one call of the store.
         stats: counted in here.
         clock: seconds, for the rest of a store that failed.
     """
@@ -37,42 +36,40 @@ class SaveQueue:
     def __init__(
         self,
         store: KVStore,
-        layout: BlockLayout,
         max_bytes: int,
-        blocks_per_call: int,
+        bytes_per_call: int,
         stats: KVTransferStats,
         clock: Callable[[], float],
     ) -> None:
         self._store = store
-        self._layout = layout
         self._max_bytes = max_bytes
-        self._blocks_per_call = blocks_per_call
+        self._bytes_per_call = bytes_per_call
         self._stats = stats
         self._rest = StoreRest(clock)
         # Everything below is guarded by this.
         self._condition = threading.Condition()
-        self._waiting: deque[tuple[list[bytes], np.ndarray]] = deque()
+        self._waiting: deque[tuple[BlockLayout, list[bytes], np.ndarray]] = deque()
         self._num_bytes = 0
         self._num_flushing = 0
         self._closing = self._closed = False
         self._thread = threading.Thread(target=self._run, name="kv-save", daemon=True)
         self._thread.start()
 
-    def grant(self, num_blocks: int) -> int:
+    def grant(self, num_blocks: int, layout: BlockLayout) -> int:
         """Returns how many of these blocks the queue has room for now. The others count as dropped."""
         room = 0
         if self._rest.is_over and not self._closing:
-            room = max(0, self._max_bytes - self._num_bytes) // self._layout.nbytes
+            room = max(0, self._max_bytes - self._num_bytes) // layout.nbytes
         granted = min(num_blocks, room)
         if granted < num_blocks:
             self._stats.add(blocks_dropped=num_blocks - granted)
         return granted
 
-    def put(self, hashes: Sequence[bytes], data: np.ndarray) -> None:
+    def put(self, hashes: Sequence[bytes], data: np.ndarray, layout: BlockLayout) -> None:
         """Queue blocks to be written; ``data`` is uint8 [len(hashes), block bytes] and must not change."""
-        assert data.dtype == np.uint8 and data.shape == (len(hashes), self._layout.nbytes)
+        assert data.dtype == np.uint8 and data.shape == (len(hashes), layout.nbytes)
         with self._condition:
-            self._waiting.append((list(hashes), data))
+            self._waiting.append((layout, list(hashes), data))
             self._num_bytes += data.nbytes
             self._condition.notify_all()
 
@@ -94,7 +91,7 @@ class SaveQueue:
         is_flushed = self.flush(timeout)
         with self._condition:
             if not is_flushed:
-                num_blocks = sum(len(hashes) for hashes, _ in self._waiting)
+                num_blocks = sum(len(hashes) for _, hashes, _ in self._waiting)
                 logger.warning("KV store: %d blocks were not written in time", num_blocks)
             self._closed = True
             self._condition.notify_all()
@@ -110,11 +107,12 @@ class SaveQueue:
                 self._condition.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                hashes, data = self._waiting[0]
-            for start in range(0, len(hashes), self._blocks_per_call):
-                stop = start + self._blocks_per_call
+                layout, hashes, data = self._waiting[0]
+            per_call = max(1, self._bytes_per_call // layout.nbytes)
+            for start in range(0, len(hashes), per_call):
+                stop = start + per_call
                 used = time.thread_time()
-                self._write(hashes[start:stop], data[start:stop])
+                self._write(layout, hashes[start:stop], data[start:stop])
                 used = time.thread_time() - used
                 with self._condition:  # those who wait for the end of all saves have nothing else to do
                     pause = used * (1 / _SAVE_CPU_SHARE - 1)
@@ -127,7 +125,7 @@ class SaveQueue:
                 self._condition.notify_all()
             del data
 
-    def _write(self, hashes: list[bytes], data: np.ndarray) -> None:
+    def _write(self, layout: BlockLayout, hashes: list[bytes], data: np.ndarray) -> None:
         """Write those of some blocks that the store does not have."""
         if not self._rest.is_over:
             self._stats.add(blocks_dropped=len(hashes))
@@ -135,7 +133,7 @@ class SaveQueue:
         try:
             present = self._store.contains(hashes)
             new = [
-                (block_hash, self._layout.encode(block_hash, row))
+                (block_hash, layout.encode(block_hash, row))
                 for block_hash, row, is_present in zip(hashes, data, present, strict=True)
                 if not is_present
             ]

@@ -24,12 +24,30 @@ from metal_engine.step import KVConnectorMetadata
 ANSWER_SECONDS = 0.002
 
 
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What of a request's beginning is not here.
+
+    Attributes:
+        prefix: hashes of the blocks that are, before the first one that is not.
+        blocks: hashes of the others that it could begin with, in order.
+        state: whether it lacks a recurrent state for the end of them.
+        min_state_blocks: a producer of the same prompt leaves a state after so many blocks.
+    """
+
+    prefix: Sequence[bytes]
+    blocks: Sequence[bytes]
+    state: bool = False
+    min_state_blocks: int = 0
+
+
 @dataclass(slots=True)
 class _Arrived:
     """What the store gave for a request that waits to be admitted; it takes host memory until then."""
 
     ticket: LoadTicket
     blocks: dict[bytes, np.ndarray]  # by hash
+    state: tuple[bytes, np.ndarray] | None  # of the block it follows the hash, and the state itself
 
 
 class KVConnectorScheduler:
@@ -57,22 +75,26 @@ class KVConnectorScheduler:
         self._from_store: dict[str, set[bytes]] = {}
         # For the next plan.
         self._loads: dict[str, dict[int, np.ndarray]] = {}  # request id -> block id -> block
+        self._state_loads: dict[str, tuple[int, np.ndarray]] = {}  # request id -> slot and state
         self._saves: list[tuple[str, bytes, int]] = []
 
     # --- loads ----------------------------------------------------------------------------------------------
 
-    def start_load(self, request: Request, missing: Sequence[bytes]) -> bool:
+    def start_load(self, request: Request, missing: Missing) -> bool:
         """Begin to load a request's KV from the store; whether the request must wait for that.
 
         If so, :meth:`take_ended_loads` names it when the load has ended. False where there is nothing to load.
-
-        Args:
-            missing: hashes of the blocks the request could begin with and that are not in the KV cache.
         """
-        if not (self.config.loads and missing):
+        if not (self.config.loads and (missing.blocks or missing.state)):
             return False
         follow = request.options.do_remote_prefill and request.num_preemptions == 0
-        ticket = self._transfer.start_load(request.request_id, missing, follow=follow)
+        ticket = self._transfer.start_load(
+            request.request_id,
+            missing.blocks,
+            follow=follow,
+            prefix=missing.prefix,
+            min_state_blocks=missing.min_state_blocks,
+        )
         self._tickets[request.request_id] = ticket
         self._unanswered.append(ticket)
         return True
@@ -89,7 +111,7 @@ class KVConnectorScheduler:
                 error = "its KV did not arrive in time"
                 self._transfer.load_timed_out(ticket)
             del self._tickets[request_id]
-            self._arrived[request_id] = _Arrived(ticket, self._transfer.end_load(ticket))
+            self._arrived[request_id] = _Arrived(ticket, self._transfer.end_load(ticket), ticket.state)
             if error is not None and self.config.kv_load_failure_policy == "fail":
                 self.failed_loads[request_id] = f"loading its KV failed: {error}"
             ended.append(request_id)
@@ -119,6 +141,17 @@ class KVConnectorScheduler:
         """Blocks that have arrived for a request that waits to be admitted, by hash."""
         arrived = self._arrived.get(request_id)
         return {} if arrived is None else arrived.blocks
+
+    def arrived_state(self, request_id: str) -> bytes | None:
+        """Hash of the block that a recurrent state which has arrived for a waiting request follows."""
+        arrived = self._arrived.get(request_id)
+        return None if arrived is None or arrived.state is None else arrived.state[0]
+
+    def load_state(self, request: Request, slot: int) -> None:
+        """Load the recurrent state that has arrived into a slot, with the next plan; before the blocks are taken out."""
+        arrived = self._arrived[request.request_id]
+        assert arrived.state is not None
+        self._state_loads[request.request_id] = slot, arrived.state[1]
 
     def _take_arrived(self, request_id: str) -> dict[bytes, np.ndarray]:
         """Takes out what has arrived for a request that waits no more, and frees its host memory for others."""
@@ -160,15 +193,23 @@ class KVConnectorScheduler:
             if block_hash not in from_store
         ]
 
-    def build_connector_meta(self) -> KVConnectorMetadata | None:
-        """Returns what the runner is to load and save with the plan just made; None if that is nothing."""
-        if not (self._loads or self._saves):
+    def build_connector_meta(self, states: Sequence[tuple[bytes, int]] = ()) -> KVConnectorMetadata | None:
+        """Returns what the runner is to load and save with the plan just made; None if that is nothing.
+
+        Args:
+            states: recurrent states to save, each with the hash of the block that it follows, and its slot.
+        """
+        if not self.config.saves:
+            states = ()
+        if not (self._loads or self._saves or self._state_loads or states):
             return None
         saves = self._saves[: self._transfer.grant_saves(len(self._saves))]
         meta = KVConnectorMetadata(saves=[(block_hash, block_id) for _, block_hash, block_id in saves])
+        meta.state_saves = list(states[: self._transfer.grant_state_saves(len(states))]) if states else []
         for blocks in self._loads.values():
             meta.loads |= blocks
-        self._loads, self._saves = {}, []
+        meta.state_loads = dict(self._state_loads.values())
+        self._loads, self._saves, self._state_loads = {}, [], {}
         return meta
 
     # --- both -----------------------------------------------------------------------------------------------
@@ -183,6 +224,7 @@ class KVConnectorScheduler:
         self.stats.add(blocks_unused=len(self._take_arrived(request_id)))
         self._from_store.pop(request_id, None)
         self._loads.pop(request_id, None)
+        self._state_loads.pop(request_id, None)
         self.failed_loads.pop(request_id, None)
         self._saves = [save for save in self._saves if save[0] != request_id]
 
@@ -200,5 +242,5 @@ class KVConnectorScheduler:
         assert self._tickets.keys() == loading
         assert self._arrived.keys() <= waiting
         assert self._from_store.keys() <= running
-        assert not self._loads, "blocks to load were left out of the plan that admitted their request"
+        assert not (self._loads or self._state_loads), "blocks to load were left out of the plan that admitted their request"
         assert {request_id for request_id, _, _ in self._saves} <= running

@@ -16,6 +16,7 @@ class KVTransferStats:
         loads_failed: of those, ended by an error of the store or a corrupt block.
         loads_deferred: of those, that had to wait for host memory.
         loads_skipped: requests for which a store that had failed lately was not asked.
+        states_loaded: recurrent states that went from the store into their slots.
         blocks_loaded: blocks that went from the store into the KV cache; ``bytes_loaded`` their size.
         blocks_unused: blocks that arrived in vain: computed meanwhile, or the request has gone.
         blocks_corrupt: stored blocks that were not what they should be; they are removed.
@@ -34,6 +35,7 @@ class KVTransferStats:
     loads_failed: int = 0
     loads_deferred: int = 0
     loads_skipped: int = 0
+    states_loaded: int = 0
     blocks_loaded: int = 0
     bytes_loaded: int = 0
     blocks_unused: int = 0

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from metal_engine.device.thread_priority import lower_thread_priority
-from metal_engine.kv_transfer.layout import BlockLayout, CorruptBlockError
+from metal_engine.kv_transfer.layout import BlockLayout, CorruptBlockError, state_key
 from metal_engine.kv_transfer.save_queue import SaveQueue
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.kv_transfer.stats import KVTransferStats
@@ -42,6 +42,10 @@ class LoadTicket:
         hashes: of the blocks wanted, in the order of the prompt.
         follow: a producer is still computing them: wait for blocks that are not there yet.
         blocks: what has arrived: hash -> uint8 [block bytes].
+        prefix: hashes of the blocks before those, which are here already.
+        state: hash of the block that it follows, and uint8 [state bytes]: a recurrent state that has arrived, the last
+            that the store had for these blocks; None without.
+        min_state_blocks: a producer leaves a state after so many blocks of the prompt: to follow it is to wait for that.
         has_answered: the store has said whether the first block is there, or is not going to.
         is_done: nothing more will arrive.
         error: why it ended early, if the store is to blame.
@@ -53,6 +57,9 @@ class LoadTicket:
     hashes: list[bytes]
     follow: bool
     blocks: dict[bytes, np.ndarray] = field(default_factory=dict)
+    prefix: list[bytes] = field(default_factory=list)
+    state: tuple[bytes, np.ndarray] | None = None
+    min_state_blocks: int = 0
     has_answered: bool = False
     is_done: bool = False
     is_cancelled: bool = False
@@ -61,6 +68,11 @@ class LoadTicket:
     last_arrival: float = 0.0
     num_reserved_bytes: int = 0
 
+    def nbytes(self, layout: BlockLayout) -> int:
+        """Host memory that what has arrived takes."""
+        state_bytes = 0 if self.state is None else self.state[1].nbytes
+        return len(self.blocks) * layout.nbytes + state_bytes
+
 
 class KVTransfer:
     """The threads between a store and the engine.
@@ -68,6 +80,7 @@ class KVTransfer:
     Args:
         store: where blocks are.
         layout: what a block is.
+        state_layout: what a recurrent state is; None for models without.
         config: limits on memory and time.
         stats: counted in here.
         clock: seconds, for deadlines.
@@ -80,15 +93,17 @@ class KVTransfer:
         config: KVTransferConfig,
         stats: KVTransferStats,
         clock: Callable[[], float] = time.monotonic,
+        state_layout: BlockLayout | None = None,
     ) -> None:
         self._store = store
         self.layout = layout
+        self.state_layout = state_layout
         self.config = config
         self.stats = stats
         self.clock = clock
         self._rest = StoreRest(clock)
         self._blocks_per_call = max(1, _BYTES_PER_CALL // layout.nbytes)
-        self._save_queue = SaveQueue(store, layout, config.max_save_bytes, self._blocks_per_call, stats, clock)
+        self._save_queue = SaveQueue(store, config.max_save_bytes, _BYTES_PER_CALL, stats, clock)
         self._changed = threading.Event()
         # Everything below is guarded by this.
         self._condition = threading.Condition()
@@ -105,15 +120,31 @@ class KVTransfer:
 
     # --- for the engine's thread: loads ---------------------------------------------------------------------
 
-    def start_load(self, request_id: str, hashes: Sequence[bytes], *, follow: bool) -> LoadTicket:
-        """Begin to load blocks in this order, until one is not there; returns at once.
+    def start_load(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        *,
+        follow: bool,
+        prefix: Sequence[bytes] = (),
+        min_state_blocks: int = 0,
+    ) -> LoadTicket:
+        """Begin to load blocks in this order, until one is not there, then a state; returns at once.
 
         More than fits into the host memory for loads is not asked for. While others hold that memory, the
         load waits for its turn.
+
+        Args:
+            follow: a producer is still computing them.
+            prefix: hashes of the blocks before those.
+            min_state_blocks: see :class:`LoadTicket`.
         """
         nbytes = self.layout.nbytes
-        wanted = list(hashes[: max(1, self.config.max_load_bytes // nbytes)])
-        ticket = LoadTicket(request_id, wanted, follow, num_reserved_bytes=len(wanted) * nbytes)
+        state_bytes = 0 if self.state_layout is None else self.state_layout.nbytes
+        room = (self.config.max_load_bytes - state_bytes) // nbytes
+        wanted = list(hashes[: max(1, room)])
+        ticket = LoadTicket(request_id, wanted, follow, num_reserved_bytes=len(wanted) * nbytes + state_bytes)
+        ticket.prefix, ticket.min_state_blocks = list(prefix), min_state_blocks
         if not self._rest.is_over:
             self.stats.add(loads_skipped=1)
             ticket.num_reserved_bytes = 0
@@ -136,7 +167,7 @@ class KVTransfer:
                 self._deferred.remove(ticket)
                 ticket.num_reserved_bytes = 0
             blocks = dict(ticket.blocks)
-            self._unreserve(ticket, len(blocks) * self.layout.nbytes)
+            self._unreserve(ticket, ticket.nbytes(self.layout))
         return blocks
 
     def release(self, ticket: LoadTicket) -> None:
@@ -159,11 +190,20 @@ class KVTransfer:
 
     def grant_saves(self, num_blocks: int) -> int:
         """Returns how many of these blocks the queue has room for now. The others count as dropped."""
-        return self._save_queue.grant(num_blocks)
+        return self._save_queue.grant(num_blocks, self.layout)
+
+    def grant_state_saves(self, num_states: int) -> int:
+        """:meth:`grant_saves` for recurrent states."""
+        return 0 if self.state_layout is None else self._save_queue.grant(num_states, self.state_layout)
 
     def save(self, hashes: Sequence[bytes], data: np.ndarray) -> None:
         """Queue blocks to be written; ``data`` is uint8 [len(hashes), block bytes] and must not change."""
-        self._save_queue.put(hashes, data)
+        self._save_queue.put(hashes, data, self.layout)
+
+    def save_states(self, hashes: Sequence[bytes], data: np.ndarray) -> None:
+        """Queue recurrent states to be written, each by the hash of the block that it follows; as :meth:`save`."""
+        assert self.state_layout is not None
+        self._save_queue.put([state_key(block_hash) for block_hash in hashes], data, self.state_layout)
 
     def flush(self, timeout: float) -> bool:
         """Wait until every save has been written, or given up; whether that was within ``timeout`` seconds."""
@@ -224,7 +264,7 @@ class KVTransfer:
                 if is_complete and not ticket.is_cancelled:
                     ticket.error = error
                     ticket.is_done = True
-                    self._unreserve(ticket, len(ticket.blocks) * self.layout.nbytes)
+                    self._unreserve(ticket, ticket.nbytes(self.layout))
                     if error is not None:
                         self.stats.add(loads_failed=1)
             self._changed.set()
@@ -250,27 +290,50 @@ class KVTransfer:
         if ticket.is_cancelled:
             return True
         wanted = ticket.hashes[len(ticket.blocks) :][: self._blocks_per_call]
-        found = self._store.get(wanted)
+        found = self._store.get(wanted) if wanted else []
         self._rest.succeeded()
         for block_hash, stored in zip(wanted, found, strict=False):
-            try:
-                ticket.blocks[block_hash] = self.layout.decode(block_hash, stored)
-            except CorruptBlockError as error:
-                self.stats.add(blocks_corrupt=1)
-                logger.warning("KV store: block %s is bad: %s; removing it", block_hash.hex(), error)
-                try:
-                    self._store.discard(block_hash)
-                except StoreError as failure:  # not ours to write to: no reason not to read from it
-                    logger.warning("KV store: %s", failure)
-                raise
+            ticket.blocks[block_hash] = self._decoded(self.layout, block_hash, stored)
         if found:
             ticket.last_arrival = self.clock()
-        if len(ticket.blocks) == len(ticket.hashes):
-            return True
         missing = len(found) < len(wanted)
-        if missing and not ticket.follow:
-            return True
+        if len(ticket.blocks) == len(ticket.hashes) or (missing and not ticket.follow):
+            if self._load_state(ticket):
+                return True
+            missing = True
+        return self._go_on_later(ticket, missing)
+
+    def _go_on_later(self, ticket: LoadTicket, missing: bool) -> bool:
         with self._condition:
             delay = max(_POLL_SECONDS, (len(self._due) + 1) / _POLLS_PER_SECOND)
             self._queue_load(ticket, delay if missing else 0.0)
         return False
+
+    def _load_state(self, ticket: LoadTicket) -> bool:
+        """Load the last recurrent state that the store has for a ticket's blocks; whether there is nothing to wait for."""
+        if self.state_layout is None or ticket.state is not None:
+            return True
+        hashes = [*ticket.prefix, *ticket.hashes[: len(ticket.blocks)]]
+        keys = [state_key(block_hash) for block_hash in hashes]
+        present = self._store.contains(keys)
+        last = max((i for i, is_present in enumerate(present) if is_present), default=-1)
+        if ticket.follow and last + 1 < ticket.min_state_blocks:
+            return False
+        if last >= 0:
+            for stored in self._store.get([keys[last]]):
+                ticket.state = hashes[last], self._decoded(self.state_layout, keys[last], stored)
+                ticket.last_arrival = self.clock()
+        return True
+
+    def _decoded(self, layout: BlockLayout, block_hash: bytes, stored: bytes) -> np.ndarray:
+        """What a store gave; it is removed there if it is not what it should be, and CorruptBlockError raised."""
+        try:
+            return layout.decode(block_hash, stored)
+        except CorruptBlockError as error:
+            self.stats.add(blocks_corrupt=1)
+            logger.warning("KV store: block %s is bad: %s; removing it", block_hash.hex(), error)
+            try:
+                self._store.discard(block_hash)
+            except StoreError as failure:  # not ours to write to: no reason not to read from it
+                logger.warning("KV store: %s", failure)
+            raise

@@ -73,7 +73,7 @@ class ModelRunner:
             self._table.forget_samples()
             self._pool.restore(before)
             raise
-        loads = self._kv_connector.take_loads() if self._kv_connector is not None else {}
+        loads = self._kv_connector.take_loads() if self._kv_connector is not None else StepLoads()
         step = PendingStep(self, plan.sampled_req_ids, sampling, pooling, before, loads, saves)
         del before  # the step's own, to let go of
         self._steps.append(step)
@@ -91,6 +91,8 @@ class ModelRunner:
         sampling = StepSampling(self._table, plan, batch)
         if self._kv_connector is not None:
             self._kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
+            if plan.kv_connector_metadata is not None and plan.kv_connector_metadata.state_loads:
+                self._pool.forget_states(set(plan.kv_connector_metadata.state_loads))
         attention = self._backend.for_step(batch.rows)
         if not self._table.pooling:
             logits_indices = mx.array(sampling.logits_indices)
@@ -156,8 +158,8 @@ class ModelRunner:
         if self._kv_connector is not None and step.loads:
             assert step.before is not None
             for index, layer in enumerate(step.before):
-                self._kv_connector.write_loaded_blocks(index, layer.arrays, step.loads)
-            step.loads = {}
+                self._kv_connector.write_loaded(index, layer.arrays, step.loads)
+            step.loads = StepLoads()
 
     def finish(self, step: PendingStep) -> ModelOutput:
         """See :meth:`PendingStep.result`."""

@@ -130,8 +130,10 @@ class Admissions:
 
     def _find_cached(self, request: Request) -> list[Block | None]:
         """Returns the blocks that need not be computed: cached here, or (None) arrived from a store."""
-        arrived = self._connector.arrived(request.request_id) if self._connector is not None else ()
-        return self._prefix_cache.find(request, arrived)
+        if self._connector is None:
+            return self._prefix_cache.find(request)
+        arrived = self._connector.arrived(request.request_id)
+        return self._prefix_cache.find(request, arrived, self._connector.arrived_state(request.request_id))
 
     # --- requests that wait for another to compute what both have -------------------------------------------
 

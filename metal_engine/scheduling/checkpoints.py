@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request
 from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.settings.config import CacheConfig
@@ -33,7 +34,8 @@ class _Held:
         stops: prompt positions at which a checkpoint is wanted, beside those of the interval.
         left: (blocks, slot) of states that it has left behind and whose blocks' hashes are not known yet.
         rolling: hash of the checkpoint in its answer.
-        is_written: whether a step has been planned that leaves a state there.
+        is_written: whether there is a state in the slot: one that a planned step leaves, or a loaded one.
+        loaded_blocks: after how many blocks the state that came from a store follows; 0 for none.
     """
 
     slot: int
@@ -41,6 +43,7 @@ class _Held:
     stops: tuple[int, ...] = ()
     left: list[tuple[int, int]] = field(default_factory=list)
     rolling: bytes | None = None
+    loaded_blocks: int = 0
 
 
 class RequestStates:
@@ -50,13 +53,23 @@ class RequestStates:
         slots: the pool's, one for each of ``max_num_seqs`` at least: a request is never refused for lack of one.
         config: tokens per block, and whether prefixes are cached.
         max_num_seqs: requests that may run at once.
+        connector: takes states to a store, and has some from there; None without KV transfer.
 
     Attributes:
         interval: ``CHECKPOINT_INTERVAL`` in whole blocks, in tokens.
     """
 
-    def __init__(self, slots: StateSlots, config: CacheConfig, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        slots: StateSlots,
+        config: CacheConfig,
+        max_num_seqs: int,
+        connector: KVConnectorScheduler | None = None,
+    ) -> None:
         self.slots = slots
+        self._connector = connector
+        # States to save with the next plan: slot -> hash. One whose slot is written again before is not saved.
+        self._saves: dict[int, bytes] = {}
         self._max_num_seqs = max_num_seqs
         self.is_used = slots.num_slots > 0
         self._block_size = config.block_size
@@ -76,11 +89,26 @@ class RequestStates:
         """
         if not self.is_used:
             return 0, 0
+        num_blocks = num_cached // self._block_size
+        block_hash = request.block_hashes[num_blocks - 1] if num_blocks else b""
+        is_here = self.slots.has_checkpoint(block_hash)
         # First, so that taking a slot does not evict it, if there is another. It may be the same: a step reads first.
-        read = self.slots.hit(request.block_hashes[num_cached // self._block_size - 1]) if num_cached else 0
-        slot = self.slots.take()
-        self._held[request.request_id] = _Held(slot, stops=self._stops(request, num_shared))
+        read = self.slots.hit(block_hash) if is_here else 0
+        if is_here and request.options.do_remote_decode:
+            self._saves[read] = block_hash  # somebody waits for it
+        slot = self._take()
+        held = self._held[request.request_id] = _Held(slot, stops=self._stops(request, num_shared))
+        if num_blocks and not is_here:  # it came from a store, and stays as a checkpoint
+            assert self._connector is not None
+            self._connector.load_state(request, slot)
+            read, held.is_written, held.loaded_blocks = slot, True, num_blocks
+            held.stops = (*held.stops, num_cached)
         return read, slot
+
+    def _take(self) -> int:
+        slot = self.slots.take()
+        self._saves.pop(slot, None)
+        return slot
 
     def _stops(self, request: Request, num_shared: int) -> tuple[int, ...]:
         if not self._keeps_checkpoints:
@@ -94,6 +122,10 @@ class RequestStates:
         held = self._held.get(request.request_id)
         if held is not None and self._keeps_checkpoints:
             held.stops = (*held.stops, position)
+
+    def waits_for_checkpoint(self, request: Request) -> bool:
+        """Whether somebody waits for a state that a prompt leaves on its way, so that it must not be computed whole."""
+        return self._keeps_checkpoints and request.options.do_remote_decode
 
     def room(self, request: Request, num_computed: int) -> int:
         """Tokens that may follow ``num_computed`` in one chunk: up to the next place of a checkpoint."""
@@ -114,8 +146,9 @@ class RequestStates:
         num_blocks = request.num_computed_tokens // self._block_size
         if self.slots.num_available <= self._max_num_seqs - len(self._held):  # left for requests: it goes on in place
             self.slots.drop_checkpoint_in(held.slot)
+            self._saves.pop(held.slot, None)
             return
-        new_slot = self.slots.take()
+        new_slot = self._take()
         held.left.append((num_blocks, held.slot))
         held.slot = plan.new_state_slots[request.request_id] = new_slot
 
@@ -143,18 +176,32 @@ class RequestStates:
 
     def _add(self, held: _Held, request: Request, num_blocks: int, slot: int) -> None:
         block_hash = request.block_hashes[num_blocks - 1]
-        if self.slots.add_checkpoint(block_hash, slot) and num_blocks * self._block_size > request.num_prompt_tokens:
-            if held.rolling not in (None, block_hash):
-                assert held.rolling is not None
-                self.slots.drop_checkpoint(held.rolling, unless_hit=True)
-            held.rolling = block_hash
+        is_new = not self.slots.has_checkpoint(block_hash)
+        if not self.slots.add_checkpoint(block_hash, slot):
+            return
+        if num_blocks * self._block_size <= request.num_prompt_tokens:
+            if is_new and num_blocks != held.loaded_blocks:
+                self._saves[slot] = block_hash
+            return
+        if held.rolling not in (None, block_hash):
+            assert held.rolling is not None
+            self.slots.drop_checkpoint(held.rolling, unless_hit=True)
+        held.rolling = block_hash
 
     def release(self, request: Request) -> None:
-        """Let go of a request's states; its checkpoints stay."""
+        """Let go of a request's states; its checkpoints stay. The last one in its answer is saved."""
         held = self._held.pop(request.request_id, None)
         if held is not None:
+            if held.rolling is not None and self.slots.has_checkpoint(held.rolling):
+                self._saves[self.slots.slot_of(held.rolling)] = held.rolling
             for slot in (held.slot, *(slot for _, slot in held.left)):
                 self.slots.give_back(slot)
+
+    def take_saves(self) -> list[tuple[bytes, int]]:
+        """Returns the states to save with the plan just made: hashes of the blocks that they follow, and slots."""
+        saves, self._saves = self._saves, {}
+        # Not those that were forgotten since, after a step that failed.
+        return [(h, slot) for slot, h in saves.items() if self.slots.has_checkpoint(h) and self.slots.slot_of(h) == slot]
 
     def check_integrity(self, running: set[str]) -> None:
         """Assert every invariant between steps; for tests and debugging."""

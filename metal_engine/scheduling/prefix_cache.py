@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import lru_cache
 from hashlib import sha256
 
+from metal_engine.kv_transfer.scheduler_side import Missing
 from metal_engine.request import Request
 from metal_engine.scheduling.block_manager import Block, BlockManager
 from metal_engine.scheduling.state_slots import StateSlots
@@ -87,13 +88,21 @@ class PrefixCache:
         self._model_fingerprint = config.model_fingerprint
         self._on_publish = on_publish
 
-    def find(self, request: Request, also: Container[bytes] = ()) -> list[Block | None]:
+    def find(
+        self, request: Request, also: Container[bytes] = (), also_state: bytes | None = None
+    ) -> list[Block | None]:
         """Returns the cached blocks that a waiting request can begin with; leaves one token to compute at least.
 
-        ``also`` has the hashes of blocks that are at hand elsewhere; None stands for those.
+        Args:
+            also: hashes of blocks that are at hand elsewhere; None stands for those.
+            also_state: hash of the block for the end of which a recurrent state is at hand elsewhere.
         """
         found = self._find_blocks(request, also)
-        return found[: self._slots.longest(request.block_hashes, len(found))] if self._slots.num_slots else found
+        if not self._slots.num_slots:
+            return found
+        hashes = request.block_hashes[: len(found)]
+        num_elsewhere = hashes.index(also_state) + 1 if also_state in hashes else 0
+        return found[: max(self._slots.longest(hashes, len(found)), num_elsewhere)]
 
     def num_shared(self, request: Request) -> int:
         """Returns how many tokens of a waiting request are cached, with a recurrent state for the last or without.
@@ -106,10 +115,17 @@ class PrefixCache:
         hashes = self._usable_hashes(request)
         return self._blocks.find_cached(hashes, (request.num_tokens - 1) // self._block_size, also)
 
-    def missing(self, request: Request) -> list[bytes]:
-        """Returns the hashes of blocks that a waiting request could begin with and that are not cached, in order."""
+    def missing(self, request: Request) -> Missing:
+        """Returns what a waiting request could begin with and is not cached."""
         hashes = self._usable_hashes(request)[: (request.num_tokens - 1) // self._block_size]
-        return [block_hash for block_hash in hashes if not self._blocks.is_cached(block_hash)]
+        blocks = [block_hash for block_hash in hashes if not self._blocks.is_cached(block_hash)]
+        if not self._slots.num_slots:
+            return Missing((), blocks)
+        prefix = hashes[: hashes.index(blocks[0]) if blocks else None]
+        # Where a request leaves a state for the next one (`RequestStates`).
+        wanted = min(request.num_lasting_tokens, request.num_tokens - 1) // self._block_size
+        has_state = self._slots.longest(hashes, len(hashes)) >= min(wanted, len(hashes))
+        return Missing(prefix, blocks, not has_state, wanted)
 
     def _usable_hashes(self, request: Request) -> list[bytes]:
         if not self.is_enabled or request.skip_reading_prefix_cache:

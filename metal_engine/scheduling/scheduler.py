@@ -45,7 +45,7 @@ class Scheduler:
         self.blocks = BlockManager(cache_config.num_blocks, cache_config.block_size)
         self.connector = connector
         slots = StateSlots(cache_config.num_state_slots)
-        self.states = RequestStates(slots, cache_config, config.max_num_seqs)
+        self.states = RequestStates(slots, cache_config, config.max_num_seqs, connector)
         on_publish = None if connector is None else self._save_to_store
         self.prefix_cache = PrefixCache(self.blocks, cache_config, slots, on_publish)
         self.requests: dict[str, Request] = {}
@@ -157,7 +157,7 @@ class Scheduler:
         if plan.num_scheduled_tokens:  # an empty plan is not executed, so it must not carry the drops off
             plan.dropped_req_ids, self._dropped = self._dropped, []
             if self.connector is not None:
-                plan.kv_connector_metadata = self.connector.build_connector_meta()
+                plan.kv_connector_metadata = self.connector.build_connector_meta(self.states.take_saves())
         return plan
 
     def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:
@@ -199,6 +199,8 @@ class Scheduler:
         """Admit further requests to the budget that is left: to slots free by now, or with their whole prompts."""
         while (candidate := self._next_candidate(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
+            if not has_slot and self.states.waits_for_checkpoint(candidate.request):
+                break
             has_room = prefills.has_some_room if has_slot else prefills.fits
             if not has_room(candidate.request, *candidate.extent) or not self._admit(plan, candidate):
                 break

@@ -78,6 +78,13 @@ class StateSlots:
         """Blocks of the longest beginning of a chain, ``max_blocks`` at most, after which there is a checkpoint."""
         return next((n for n in range(max_blocks, 0, -1) if block_hashes[n - 1] in self._checkpoints), 0)
 
+    def has_checkpoint(self, block_hash: bytes) -> bool:
+        return block_hash in self._checkpoints
+
+    def slot_of(self, block_hash: bytes) -> int:
+        """The slot of a checkpoint."""
+        return self._checkpoints[block_hash]
+
     def hit(self, block_hash: bytes) -> int:
         """Returns the slot of a checkpoint that a request is about to go on from."""
         self._checkpoints.move_to_end(block_hash)

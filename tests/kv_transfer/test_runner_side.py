@@ -43,7 +43,7 @@ def test_what_is_saved_is_loaded_elsewhere_and_what_is_kept_of_requests_is_not_t
     arrays = {"keys": mx.zeros_like(keys), "scales": mx.zeros_like(scales), "sum": mx.array(sums)}
     mx.eval(arrays)
     connector.bind_connector_metadata(KVConnectorMetadata(loads={1: blocks[0], 6: blocks[1]}))
-    connector.write_loaded_blocks(0, arrays, connector.take_loads())
+    connector.write_loaded(0, arrays, connector.take_loads())
     assert mx.array_equal(arrays["sum"], sums).item()
     for name, saved in (("keys", keys), ("scales", scales)):
         by_block = np.array(saved).reshape(8, BLOCK_SIZE, *saved.shape[1:])

@@ -20,6 +20,8 @@ from tests.support.fake_kv_transfer import FakeTransfer
 
 
 class KVMachine(SchedulerMachine):
+    is_recurrent = False
+
     @initialize(data=st.data())
     def start_engine(self, data: st.DataObject) -> None:  # type: ignore[override]
         def draw(strategy, label):  # type: ignore[no-untyped-def]
@@ -31,16 +33,22 @@ class KVMachine(SchedulerMachine):
         role = draw(st.sampled_from(["kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer"]), "role")
         config = KVTransferConfig(kv_connector="fake", kv_role=role, load_timeout=2.0, handover_timeout=5.0)
         self.transfer = FakeTransfer(config)
+        max_num_seqs = draw(st.integers(1, 8), "max_num_seqs")
+        num_slots = draw(st.integers(max_num_seqs, 4 * max_num_seqs), "num_slots") if self.is_recurrent else 0
         self.engine = (
             SchedulerConfig(
                 max_num_batched_tokens=draw(st.one_of(st.integers(1, 64), st.just(512)), "budget"),
-                max_num_seqs=draw(st.integers(1, 8), "max_num_seqs"),
+                max_num_seqs=max_num_seqs,
                 max_model_len=400,
                 max_num_partial_prefills=partial,
                 scheduling_policy=draw(st.sampled_from(["fcfs", "priority"]), "policy"),
             ),
             CacheConfig(
-                block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=True, model_fingerprint="fake"
+                block_size=block_size,
+                num_blocks=num_blocks,
+                enable_prefix_caching=True,
+                model_fingerprint="fake",
+                num_state_slots=num_slots,
             ),
         )
         self.depth = draw(st.integers(1, 3), "depth")
@@ -122,8 +130,22 @@ class KVMachine(SchedulerMachine):
 _KV_QUICK = settings(_QUICK, max_examples=50, stateful_step_count=40)
 
 
+class RecurrentKVMachine(KVMachine):
+    is_recurrent = True
+
+
 class TestKV(KVMachine.TestCase):
     settings = _KV_QUICK
+
+
+class TestRecurrentKV(RecurrentKVMachine.TestCase):
+    settings = _KV_QUICK
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+class TestRecurrentKVFull(RecurrentKVMachine.TestCase):
+    settings = settings(_KV_QUICK, max_examples=500, stateful_step_count=60)
 
 
 @pytest.mark.full

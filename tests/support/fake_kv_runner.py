@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from metal_engine.kv_transfer.layout import state_key
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
@@ -133,6 +134,8 @@ class FakeKVRunner:
         for block_id, data in meta.loads.items():
             assert self.num_holders[block_id] == 1, f"block {block_id} is loaded into, and shared or free"
             self.kv[self._slots_of(block_id)] = data.view(np.uint64)
+        for slot, data in meta.state_loads.items():
+            self.states[slot] = int(data.view(np.uint64)[0])
         ranges = {}
         for request_id, share in plan.num_scheduled_tokens.items():
             held = self.held[request_id]
@@ -174,6 +177,9 @@ class FakeKVRunner:
         for block_hash, block_id in meta.saves:
             assert self.save is not None
             self.save(block_hash, self.kv[self._slots_of(block_id)].view(np.uint8).copy())
+        for block_hash, slot in meta.state_saves:
+            assert self.save is not None
+            self.save(state_key(block_hash), np.array([self.states[slot]], np.uint64).view(np.uint8))
 
         output = ModelOutput([])
         for request_id, (_, stop) in ranges.items():

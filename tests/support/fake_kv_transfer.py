@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from metal_engine.kv_transfer.layout import state_key
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.kv_transfer.stats import KVTransferStats
@@ -42,8 +43,17 @@ class FakeTransfer:
     def clock(self) -> Callable[[], float]:
         return lambda: self.now
 
-    def start_load(self, request_id: str, hashes: Sequence[bytes], *, follow: bool) -> LoadTicket:
+    def start_load(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        *,
+        follow: bool,
+        prefix: Sequence[bytes] = (),
+        min_state_blocks: int = 0,
+    ) -> LoadTicket:
         ticket = LoadTicket(request_id, list(hashes), follow, has_answered=True, started=self.now)
+        ticket.prefix, ticket.min_state_blocks = list(prefix), min_state_blocks
         ticket.last_arrival = self.now
         self.tickets.append(ticket)
         if self._at_once:
@@ -70,6 +80,9 @@ class FakeTransfer:
         self.stats.add(blocks_dropped=num_blocks - granted)
         return granted
 
+    def grant_state_saves(self, num_states: int) -> int:
+        return min(num_states, self.room)
+
     # --- for tests ---
 
     @property
@@ -81,10 +94,19 @@ class FakeTransfer:
         for block_hash in ticket.hashes[len(ticket.blocks) :][:most]:
             if block_hash not in self.store:
                 ticket.is_done = not ticket.follow
-                return
+                break
             ticket.blocks[block_hash] = self.store[block_hash]
             ticket.last_arrival = self.now
         ticket.is_done |= len(ticket.blocks) == len(ticket.hashes)
+        if ticket.is_done:
+            self._deliver_state(ticket)
+
+    def _deliver_state(self, ticket: LoadTicket) -> None:
+        for block_hash in reversed([*ticket.prefix, *ticket.hashes[: len(ticket.blocks)]]):
+            state = self.store.get(state_key(block_hash))
+            if state is not None:
+                ticket.state = block_hash, state
+                return
 
     def fail(self, ticket: LoadTicket, message: str = "the store is gone") -> None:
         ticket.error = message

@@ -14,7 +14,7 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_transfer.fingerprint import kv_fingerprint
 from metal_engine.kv_transfer.layout import BlockLayout
-from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts
+from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts, state_parts
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.kv_transfer.stats import KVTransferStats
@@ -89,10 +89,12 @@ def kv_engine(
     model = tiny_model(dtype=dtype) if model is None else model
     paged = PagedModel(model)
     sizes = {"budget": budget, "block_size": block_size, "num_blocks": num_blocks, "max_num_seqs": 16}
-    parts = block_parts([state.spec for state in paged.pool.states], block_size)
+    specs = [state.spec for state in paged.pool.states]
+    parts, of_states = block_parts(specs, block_size), state_parts(specs)
     weights = tree_flatten(model.parameters())
-    fingerprint = kv_fingerprint(weights, {"rope_theta": 10000.0}, block_size, parts)  # type: ignore[arg-type]
+    fingerprint = kv_fingerprint(weights, {"rope_theta": 10000.0}, block_size, [*parts, *of_states])  # type: ignore[arg-type]
     layout = BlockLayout(parts, fingerprint)
+    state_layout = BlockLayout(of_states, fingerprint) if of_states else None
     if store is None:
         core = engine_for(paged, tokenizer, vocab_size=256, ahead=ahead, **sizes)
         return KVEngine(core, paged, None, layout)
@@ -100,13 +102,14 @@ def kv_engine(
     if isinstance(store, Path):
         store = DiskStore(store, fingerprint, max_size=max_size)
     stats = KVTransferStats()
-    transfer = KVTransfer(store, layout, transfer_config, stats)
+    transfer = KVTransfer(store, layout, transfer_config, stats, state_layout=state_layout)
+    runner_side = KVConnectorRunner(transfer, layout, state_layout)
     core = engine_for(
         paged,
         tokenizer,
         vocab_size=256,
         ahead=ahead,
-        connector=(KVConnectorScheduler(transfer, transfer_config, stats), KVConnectorRunner(transfer, layout)),
+        connector=(KVConnectorScheduler(transfer, transfer_config, stats), runner_side),
         fingerprint=fingerprint,
         **sizes,
     )

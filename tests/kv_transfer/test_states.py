@@ -1,0 +1,163 @@
+"""Recurrent states from a store: with the blocks they belong to, or not at all, and never a wrong one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.nn as nn
+import pytest
+
+from metal_engine.request import RequestOptions
+from metal_engine.sampling_params import SamplingParams
+from tests.kv_transfer.test_engines import BLOCK_SIZE, PROMPTS, MakeEngine, files, make, make_prompt, tokenizer
+from tests.support.kv_engines import KVEngine, kv_engine
+from tests.support.tiny_engine import with_vocabulary
+from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.architectures import configuration
+from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.tiny_models import random_model
+
+__all__ = ["make", "tokenizer"]  # fixtures
+
+
+def hybrid(seed: int = 0) -> nn.Module:
+    return random_model(with_vocabulary(configuration("qwen3_next"), 256), seed)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return kv_engine(tiny_tokenizer(), None, model=hybrid()).run(PROMPTS)
+
+
+def check(plain: list[list[int]], outputs: list[list[int]]) -> None:
+    reference = hybrid()
+    for prompt, a, b in zip(PROMPTS, plain, outputs, strict=True):
+        assert compare_outputs(reference, prompt, a, b).equal
+
+
+def one_by_one(engine: KVEngine, prompts: Sequence[list[int]] = PROMPTS, max_tokens: int = 6) -> list[list[int]]:
+    return [engine.run([prompt], max_tokens)[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
+def test_cold_then_after_a_restart(make: MakeEngine, plain: list[list[int]], ahead: bool) -> None:
+    first = make(model=hybrid(), ahead=ahead)
+    check(plain, one_by_one(first))
+    assert first.stats.states_loaded == 0 and first.stats.blocks_saved > 0
+    second = make(model=hybrid(), ahead=ahead)
+    check(plain, second.run(PROMPTS))
+    stats = second.stats
+    assert stats.states_loaded >= 6
+    # Up to the last whole block before a prompt's end, where the first has left a state.
+    computed = sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
+    assert stats.prompt_tokens_computed == computed
+    assert stats.prompt_tokens_store > 0
+
+
+def test_what_was_loaded_is_a_checkpoint_here_too(make: MakeEngine) -> None:
+    one_by_one(make(model=hybrid()), PROMPTS[:1])
+    engine = make(model=hybrid())
+    for _ in range(3):
+        one_by_one(engine, PROMPTS[:1])
+    assert engine.stats.states_loaded == 1
+    assert engine.core.scheduler.states.slots.num_hits == 2
+
+
+@pytest.mark.parametrize("budgets", [(16, 200), (200, 16)])
+def test_different_chunks_on_each_side(make: MakeEngine, plain: list[list[int]], budgets: tuple[int, int]) -> None:
+    check(plain, one_by_one(make(model=hybrid(), budget=budgets[0])))
+    engine = make(model=hybrid(), budget=budgets[1])
+    check(plain, engine.run(PROMPTS))
+    assert engine.stats.states_loaded
+
+
+def test_hand_over(make: MakeEngine, plain: list[list[int]]) -> None:
+    """The consumer's requests wait for blocks, and then for the state that the producer leaves on its way."""
+    producer = make(model=hybrid(), budget=24, kv_role="kv_producer")
+    consumer = make(model=hybrid(), budget=64, kv_role="kv_consumer")
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    once = SamplingParams(temperature=0.0, max_tokens=1)
+    outputs: list[list[int]] = [[] for _ in PROMPTS]
+    for i, prompt in enumerate(PROMPTS):
+        name = str(i)
+        producer.core.add_request(name, producer.core.prepare(prompt, once), RequestOptions(do_remote_decode=True))
+        consumer.core.add_request(name, consumer.core.prepare(prompt, params), RequestOptions(do_remote_prefill=True))
+    while consumer.core.has_requests:
+        if producer.core.has_requests:
+            producer.core.step()
+        for output in consumer.core.step():
+            outputs[int(output.request_id)] += output.token_ids
+        consumer.core.scheduler.check_integrity()
+    check(plain, outputs)
+    assert consumer.stats.prompt_tokens_computed == sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
+    assert consumer.stats.loads_timed_out == 0
+
+
+def test_a_second_turn_loads_the_first_answer_too(make: MakeEngine) -> None:
+    first = make(model=hybrid())
+    (answer,) = first.run([PROMPTS[0]], 30)
+    first.run([make_prompt(9, 3)], 1)  # what a request has left when it ended goes with the next step
+    turn = PROMPTS[0] + answer + make_prompt(7, 9)
+    engine = make(model=hybrid())
+    (second,) = engine.run([turn])
+    assert engine.stats.prompt_tokens_store >= (len(PROMPTS[0]) + len(answer) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert [second] == kv_engine(tiny_tokenizer(), None, model=hybrid()).run([turn])
+
+
+def state_files(root: Path, engine: KVEngine) -> list[Path]:
+    """Files of states: those that are no block."""
+    sizes = sorted({path.stat().st_size for path in files(root)})
+    assert len(sizes) == 2, "blocks and states are of one size each"
+    state_bytes = engine.paged.pool.bytes_per_request
+    return [path for path in files(root) if path.stat().st_size > state_bytes]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_store_that_lost_some(make: MakeEngine, plain: list[list[int]], tmp_path: Path, seed: int) -> None:
+    one_by_one(make(model=hybrid()))
+    rng = random.Random(seed)
+    for path in files(tmp_path):
+        if rng.random() < (0.1, 0.3, 0.6)[seed]:
+            path.unlink()
+    check(plain, make(model=hybrid()).run(PROMPTS))
+
+
+def test_states_that_are_spoilt_are_computed_again(make: MakeEngine, plain: list[list[int]], tmp_path: Path) -> None:
+    first = make(model=hybrid())
+    one_by_one(first)
+    for path in state_files(tmp_path, first):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    engine = make(model=hybrid())
+    check(plain, engine.run(PROMPTS))
+    assert engine.stats.blocks_corrupt > 0 and engine.stats.states_loaded == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
+def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine, plain: list[list[int]], ahead: bool) -> None:
+    one_by_one(make(model=hybrid(), ahead=ahead))
+    engine = make(model=hybrid(), num_blocks=24, ahead=ahead)
+    check(plain, engine.run(PROMPTS))
+    assert engine.stats.states_loaded
+
+
+def test_blocks_without_a_state_are_of_no_use(make: MakeEngine, plain: list[list[int]], tmp_path: Path) -> None:
+    first = make(model=hybrid())
+    one_by_one(first)
+    for path in state_files(tmp_path, first):
+        path.unlink()
+    engine = make(model=hybrid())
+    check(plain, engine.run(PROMPTS))
+    assert engine.stats.states_loaded == 0 and engine.stats.blocks_loaded == 0
+    assert engine.stats.blocks_unused > 0
+
+
+def test_states_of_another_model_are_not_found(make: MakeEngine) -> None:
+    one_by_one(make(model=hybrid()))
+    engine = make(model=hybrid(seed=1))
+    outputs = engine.run(PROMPTS)
+    assert engine.stats.states_loaded == 0
+    assert outputs == kv_engine(tiny_tokenizer(), None, model=hybrid(seed=1)).run(PROMPTS)
