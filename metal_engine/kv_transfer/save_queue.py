@@ -34,12 +34,7 @@ class SaveQueue:
     """
 
     def __init__(
-        self,
-        store: KVStore,
-        max_bytes: int,
-        bytes_per_call: int,
-        stats: KVTransferStats,
-        clock: Callable[[], float],
+        self, store: KVStore, max_bytes: int, bytes_per_call: int, stats: KVTransferStats, clock: Callable[[], float]
     ) -> None:
         self._store = store
         self._max_bytes = max_bytes

@@ -148,7 +148,7 @@ class KVConnectorScheduler:
         return None if arrived is None or arrived.state is None else arrived.state[0]
 
     def load_state(self, request: Request, slot: int) -> None:
-        """Load the recurrent state that has arrived into a slot, with the next plan; before the blocks are taken out."""
+        """Load the recurrent state that has arrived into a slot, with the next plan. Its blocks are taken out later."""
         arrived = self._arrived[request.request_id]
         assert arrived.state is not None
         self._state_loads[request.request_id] = slot, arrived.state[1]
@@ -242,5 +242,7 @@ class KVConnectorScheduler:
         assert self._tickets.keys() == loading
         assert self._arrived.keys() <= waiting
         assert self._from_store.keys() <= running
-        assert not (self._loads or self._state_loads), "blocks to load were left out of the plan that admitted their request"
+        assert not (self._loads or self._state_loads), (
+            "blocks to load were left out of the plan that admitted their request"
+        )
         assert {request_id for request_id, _, _ in self._saves} <= running

@@ -45,7 +45,7 @@ class LoadTicket:
         prefix: hashes of the blocks before those, which are here already.
         state: hash of the block that it follows, and uint8 [state bytes]: a recurrent state that has arrived, the last
             that the store had for these blocks; None without.
-        min_state_blocks: a producer leaves a state after so many blocks of the prompt: to follow it is to wait for that.
+        min_state_blocks: blocks of the prompt after which a producer leaves a state; who follows it waits for that.
         has_answered: the store has said whether the first block is there, or is not going to.
         is_done: nothing more will arrive.
         error: why it ended early, if the store is to blame.
@@ -310,7 +310,7 @@ class KVTransfer:
         return False
 
     def _load_state(self, ticket: LoadTicket) -> bool:
-        """Load the last recurrent state that the store has for a ticket's blocks; whether there is nothing to wait for."""
+        """Load the last recurrent state that the store has for a ticket's blocks; whether nothing is left to do."""
         if self.state_layout is None or ticket.state is not None:
             return True
         hashes = [*ticket.prefix, *ticket.hashes[: len(ticket.blocks)]]

@@ -60,11 +60,7 @@ class RequestStates:
     """
 
     def __init__(
-        self,
-        slots: StateSlots,
-        config: CacheConfig,
-        max_num_seqs: int,
-        connector: KVConnectorScheduler | None = None,
+        self, slots: StateSlots, config: CacheConfig, max_num_seqs: int, connector: KVConnectorScheduler | None = None
     ) -> None:
         self.slots = slots
         self._connector = connector
@@ -201,7 +197,9 @@ class RequestStates:
         """Returns the states to save with the plan just made: hashes of the blocks that they follow, and slots."""
         saves, self._saves = self._saves, {}
         # Not those that were forgotten since, after a step that failed.
-        return [(h, slot) for slot, h in saves.items() if self.slots.has_checkpoint(h) and self.slots.slot_of(h) == slot]
+        return [
+            (h, slot) for slot, h in saves.items() if self.slots.has_checkpoint(h) and self.slots.slot_of(h) == slot
+        ]
 
     def check_integrity(self, running: set[str]) -> None:
         """Assert every invariant between steps; for tests and debugging."""
