@@ -9,11 +9,13 @@ from pathlib import Path
 import mlx.nn as nn
 import pytest
 
+from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from tests.kv_transfer.test_engines import BLOCK_SIZE, PROMPTS, MakeEngine, files, make, make_prompt, tokenizer
 from tests.support.kv_engines import KVEngine, kv_engine
 from tests.support.tiny_engine import with_vocabulary
+from tests.support.valkey_server import ValkeyServer
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import tiny_tokenizer
@@ -160,3 +162,15 @@ def test_states_of_another_model_are_not_found(make: MakeEngine) -> None:
     outputs = engine.run(PROMPTS)
     assert engine.stats.states_loaded == 0
     assert outputs == kv_engine(tiny_tokenizer(), None, model=hybrid(seed=1)).run(PROMPTS)
+
+
+def test_through_a_server(make: MakeEngine, plain: list[list[int]]) -> None:
+    server = ValkeyServer()
+    try:
+        fingerprint = make(model=hybrid()).layout.fingerprint
+        one_by_one(make(ValkeyStore(server.url, fingerprint), model=hybrid()))
+        engine = make(ValkeyStore(server.url, fingerprint), model=hybrid())
+        check(plain, engine.run(PROMPTS))
+        assert engine.stats.states_loaded
+    finally:
+        server.kill()
