@@ -124,7 +124,8 @@ class RecurrentState:
         if values.shape[1:] != spec.shape:  # one that grows up to its size: zeros stand for what is missing
             missing = [(want - have, 0) for want, have in zip(spec.shape, values.shape[1:], strict=True)]
             values = mx.pad(values, [(0, 0), *missing])
-        self._pending[name].append(PendingStates(slots, values.astype(spec.dtype)))
+        # A slice would keep all of what it was cut from: the states after each token of a chunk, say.
+        self._pending[name].append(PendingStates(slots, mx.contiguous(values.astype(spec.dtype))))
 
 
 def _rows(pending: list[PendingStates]) -> dict[int, mx.array]:

@@ -39,7 +39,7 @@ class _LogitsDiffer(UnsupportedModelError):
 
 
 def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: int) -> None:
-    """Run two requests, each in two chunks, packed together; compare with mlx-lm's own forward.
+    """Run two requests, each in two chunks and a decode, packed together; compare with mlx-lm's own forward.
 
     Requests have 16 tokens; the first has more where that takes it past a sliding window at little cost.
     The chunks are of unequal length and the requests' blocks interleave, so that positions, slots, block
@@ -64,18 +64,22 @@ def _check(paged: PagedModel, backend: AttentionBackend, vocab_size: int, rng: n
     max_blocks = -(-lengths[0] // _BLOCK_SIZE)
     # [2, max_blocks]: each request's blocks in falling order, the two taking turns.
     block_table = np.arange(2 * max_blocks, dtype=np.int32).reshape(max_blocks, 2).T[:, ::-1]
-    # (first, end) of each request's share of the two steps.
-    cut = lengths[0] - 11
-    steps = (((0, cut), (0, 11)), ((cut, lengths[0]), (11, _NUM_TOKENS)))
+    # (first, end) of each request's share of the steps: two chunks, then a decode, in the other order.
+    cut, last = lengths[0] - 11, (lengths[0] - 1, _NUM_TOKENS - 1)
+    steps = (((0, cut), (0, 11)), ((cut, last[0]), (11, last[1])), ((last[0], lengths[0]), (last[1], _NUM_TOKENS)))
+    orders = ([0, 1], [0, 1], [1, 0])
     before = [(cache.num_writes, cache.num_reads) for cache in paged.layer_caches]
     paged.pool.allocate(2 * max_blocks, _BLOCK_SIZE, _NUM_STATE_SLOTS)
     try:
-        got = [_run_step(paged, backend, tokens, block_table, shares) for shares in steps]
+        got = [
+            _run_step(paged, backend, tokens, block_table, shares, order)
+            for shares, order in zip(steps, orders, strict=True)
+        ]
         for layer, (cache, (num_writes, num_reads)) in enumerate(zip(paged.layer_caches, before, strict=True)):
             num_writes, num_reads = cache.num_writes - num_writes, cache.num_reads - num_reads
-            if num_writes != 2 or num_reads < 2:  # more reads: layers that share their KV
+            if num_writes != len(steps) or num_reads < len(steps):  # more reads: layers that share their KV
                 raise UnsupportedModelError(
-                    f"layer {layer} wrote its KV {num_writes} and attended {num_reads} times in 2 steps"
+                    f"layer {layer} wrote its KV {num_writes} and attended {num_reads} times in {len(steps)} steps"
                 )
     except UnsupportedAttentionError:
         raise  # it says by itself what cannot be done
@@ -113,17 +117,22 @@ def _run_step(
     tokens: list[np.ndarray],
     block_table: np.ndarray,  # [2, max_blocks]
     shares: tuple[tuple[int, int], ...],
+    order: list[int],
 ) -> np.ndarray:
-    """One packed step; the logits of each request's last row, [2, vocab_size] float32."""
-    first, end = np.array(shares, np.int32).T
+    """One packed step; the logits of each request's last row, [2, vocab_size] float32.
+
+    Args:
+        order: in which the requests are packed.
+    """
+    first, end = np.array([shares[request] for request in order], np.int32).T
     # Whole blocks are written as an engine would write them under page-aligned scheduling; others by slot or run.
     make_writes = choose_writes(page_aligned=True)
-    slots = np.array([_NUM_STATE_SLOTS, 1], np.int32)
+    slots = np.array([_NUM_STATE_SLOTS, 1], np.int32)[order]
     state_slots = np.where(first > 0, slots, NO_STATE), slots
     lens = end - first
-    rows = step_rows(block_table, first, lens, _BLOCK_SIZE, state_slots=state_slots, make_writes=make_writes)
-    input_ids = np.concatenate([sequence[a:b] for sequence, (a, b) in zip(tokens, shares, strict=True)])
+    rows = step_rows(block_table[order], first, lens, _BLOCK_SIZE, state_slots=state_slots, make_writes=make_writes)
+    input_ids = np.concatenate([tokens[request][slice(*shares[request])] for request in order])
     logits = paged(mx.array(input_ids), rows, backend.for_step(rows))
     if logits.shape[0] != len(shares):
         raise UnsupportedModelError("its LM head does not read the output of its trunk")
-    return np.array(logits.astype(mx.float32))
+    return np.array(logits.astype(mx.float32))[np.argsort(order)]

@@ -22,6 +22,7 @@ from metal_engine.attention.backend import StepAttention
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.spec import RecurrentSpec
 from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.cpu_ops import StepPositions
 from metal_engine.models.current_step import CurrentStep
@@ -50,7 +51,7 @@ class PagedModel:
     Attributes:
         pool: what its layers keep; nothing is allocated at first.
         layer_caches: what mlx-lm's layers see of it, one for each of the pool's states.
-        dtype: type of the first layer's K and V.
+        dtype: type of the first K and V; of the first state where no layer has them.
         windows: sizes of the sliding windows that layers use.
         vocab_size: number of logits of a row.
     """
@@ -74,7 +75,8 @@ class PagedModel:
             pairs = zip(opened.recorders, self.layer_caches, strict=True)
             states = [(r, c) for r, c in pairs if isinstance(r, RecordingState) and isinstance(c, StateCache)]
             install_states(states, opened.trace, whole_modules=whole_modules)
-        self.dtype = opened.specs[0].dtype
+        kv_dtypes = [spec.dtype for spec in opened.specs if not isinstance(spec, RecurrentSpec)]
+        self.dtype = (kv_dtypes or [spec.dtype for spec in opened.specs])[0]
         self.windows, self.vocab_size = opened.windows, opened.vocab_size
         self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
 

@@ -31,4 +31,4 @@ def may_shift(conv: nn.Conv1d) -> bool:
     """Whether :func:`convolve_by_shifts` computes what a module does, and faster: on a CPU, in float32."""
     is_plain = conv.weight.shape[-1] == 1 and conv.groups == conv.weight.shape[0]
     is_plain = is_plain and conv.stride == 1 and conv.dilation == 1 and conv.padding == 0
-    return is_plain and conv.weight.dtype == mx.float32 and computes_on_cpu()
+    return bool(is_plain and conv.weight.dtype == mx.float32 and computes_on_cpu())

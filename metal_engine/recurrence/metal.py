@@ -187,7 +187,7 @@ class MetalRecurrence:
 
     def ssm_update(
         self,
-        x: mx.array,  # [N, H, Dh] float32, float16 or bfloat16, as are A_log, B, C and D
+        x: mx.array,  # [N, H, Dh] float32, float16 or bfloat16, as are A_log, B, C and D, each of its own
         A_log: mx.array,  # [H]
         B: mx.array,  # [N, G, Ds]; head h has group h // (H / G)
         C: mx.array,  # [N, G, Ds]

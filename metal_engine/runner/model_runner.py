@@ -88,7 +88,8 @@ class ModelRunner:
         """
         batch = self._table.pack(plan)
         batch.validate(self._num_blocks, self._num_state_slots)
-        sampling = StepSampling(self._table, plan, batch)
+        # A recurrent state that has gone on past a token cannot go back.
+        sampling = StepSampling(self._table, plan, batch, may_be_late=not self._pool.is_recurrent)
         if self._kv_connector is not None:
             self._kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
             if plan.kv_connector_metadata is not None and plan.kv_connector_metadata.state_loads:

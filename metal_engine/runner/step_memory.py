@@ -55,8 +55,8 @@ def measure_step_bytes(
     sampling = SamplingTable(num_seqs)
     for index in range(num_seqs):
         sampling.set(index, SamplingParams(temperature=1.0, top_p=0.9), seed=index)
-    model.pool.allocate(int(ends[-1]), block_size, num_seqs)
     try:
+        model.pool.allocate(int(ends[-1]), block_size, num_seqs)
         synchronize()
         held = mx.get_active_memory()
         mx.reset_peak_memory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,6 +37,10 @@ class StepSampling:
 
     Construction brings each sampling request's edits up to date with its tokens, on the host alone.
 
+    Args:
+        may_be_late: whether a token may be computed again, when its grammar has told what may follow; else that is
+            waited for.
+
     Attributes:
         logits_indices: packed rows whose logits :meth:`build` is to be given, [R + T] int32: those that sample, then
             those that predict prompt tokens whose probabilities are asked for.
@@ -43,7 +48,10 @@ class StepSampling:
         tokens: after :meth:`build`, [R] int32; None if nothing samples.
     """
 
-    def __init__(self, table: RequestTable, plan: SchedulerOutput, batch: PackedBatch) -> None:
+    def __init__(
+        self, table: RequestTable, plan: SchedulerOutput, batch: PackedBatch, *, may_be_late: bool = True
+    ) -> None:
+        self._mask_seconds = _MASK_SECONDS if may_be_late else math.inf
         self._sampling = table.sampling
         self._req_ids = plan.sampled_req_ids
         self._indices = batch.sample_indices
@@ -87,7 +95,7 @@ class StepSampling:
         A request whose grammar fails gets an error; one whose grammar does not tell in time is late.
         """
         masks = np.full((len(edits.grammars), -(-logits.shape[-1] // 32)), -1, np.int32)
-        late = self._fill(masks, edits, range(len(masks)), time.monotonic() + _MASK_SECONDS)
+        late = self._fill(masks, edits, range(len(masks)), time.monotonic() + self._mask_seconds)
         if late and is_dispatched:
             mx.eval(logits)  # nobody is held up as long as the device is busy
             late = self._fill(masks, edits, late, time.monotonic())

@@ -120,13 +120,22 @@ class Admissions:
             candidate = Candidate(request, self._find_cached(request), self._block_size)
             if not may_be_long and is_long(candidate.num_remaining_tokens, self._config):
                 self.waiting.push(request, is_long=True)  # what was cached when it came is so no longer
-            elif owner := self._prefix_cache.find_owner(request, candidate.num_cached_tokens, prefills.in_progress):
+            elif owner := self._find_owner(candidate, prefills):
                 self.waiting.park(request, *owner)
                 self._states.want(*owner)
             else:
                 candidate.num_shared_tokens = self._prefix_cache.num_shared(request)
                 return candidate
         return None
+
+    def _find_owner(self, candidate: Candidate, prefills: PrefillShares) -> tuple[Request, int] | None:
+        """The running prefill to wait for, and up to which token; None if there is none, or if it would be in vain."""
+        found = self._prefix_cache.find_owner(candidate.request, candidate.num_cached_tokens, prefills.in_progress)
+        if found is None:
+            return None
+        owner, num_common = found
+        is_past = owner.num_computed_tokens + prefills.shares.get(owner, 0) > num_common
+        return None if is_past and not self._states.leaves_state_at(owner, num_common) else found
 
     def _find_cached(self, request: Request) -> list[Block | None]:
         """Returns the blocks that need not be computed: cached here, or (None) arrived from a store."""

@@ -119,6 +119,11 @@ class RequestStates:
         if held is not None and self._keeps_checkpoints:
             held.stops = (*held.stops, position)
 
+    def leaves_state_at(self, request: Request, position: int) -> bool:
+        """Whether a running request leaves a checkpoint there on its way, or none is needed."""
+        held = self._held.get(request.request_id)
+        return held is None or position in held.stops or position % self.interval == 0
+
     def waits_for_checkpoint(self, request: Request) -> bool:
         """Whether somebody waits for a state that a prompt leaves on its way, so that it must not be computed whole."""
         return self._keeps_checkpoints and request.options.do_remote_decode

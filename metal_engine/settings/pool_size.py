@@ -13,8 +13,8 @@ from metal_engine.settings.fields import format_size
 _CPU_POOL_BYTES = 2 * GIB
 # Tokens of context for a model that does not say what it was trained for, if the user does not either.
 _UNKNOWN_CONTEXT = 4096
-# Slots of a request: the state that it goes on from, and the checkpoint that follows its answer.
-_SLOTS_PER_REQUEST = 2
+# Slots of a request: its state, and the checkpoint that follows its answer where prefixes are cached.
+_SLOTS_PER_REQUEST, _SLOTS_WITHOUT_CACHING = 2, 1
 # Of the memory for KV cache and states: most that the states of requests take where their number is not given, and most
 # that checkpoints beside them take.
 _REQUESTS_SHARE, _CHECKPOINTS_SHARE = 1 / 3, 1 / 6
@@ -41,11 +41,11 @@ def affordable_states(args: EngineArgs, model: ModelInfo, device: DeviceInfo) ->
     if not model.state_bytes_per_request:
         return 1 << 62
     share = int(_pool_bytes(args, model, device, 0) * _REQUESTS_SHARE)
-    return max(1, share // _running_bytes(model))
+    return max(1, share // ((_slots_per_request(args) + IN_FLIGHT_STATES) * model.state_bytes_per_request))
 
 
-def _running_bytes(model: ModelInfo) -> int:
-    return (_SLOTS_PER_REQUEST + IN_FLIGHT_STATES) * model.state_bytes_per_request
+def _slots_per_request(args: EngineArgs) -> int:
+    return _SLOTS_PER_REQUEST if args.enable_prefix_caching else _SLOTS_WITHOUT_CACHING
 
 
 def pool_size(args: EngineArgs, model: ModelInfo, device: DeviceInfo, max_num_seqs: int, step_bytes: int) -> PoolSize:
@@ -57,7 +57,8 @@ def pool_size(args: EngineArgs, model: ModelInfo, device: DeviceInfo, max_num_se
     pool_bytes = _pool_bytes(args, model, device, step_bytes)
     num_slots = 0
     if model.state_bytes_per_request:
-        state_bytes = max_num_seqs * _running_bytes(model)
+        num_states = max_num_seqs * (_slots_per_request(args) + IN_FLIGHT_STATES) + 1
+        state_bytes = num_states * model.state_bytes_per_request
         if state_bytes >= pool_bytes:
             room, more = _room(args, pool_bytes, model, step_bytes), _raise_flag(args, device)
             raise ConfigError(
@@ -70,10 +71,13 @@ def pool_size(args: EngineArgs, model: ModelInfo, device: DeviceInfo, max_num_se
         if args.enable_prefix_caching:
             spare = min(int(pool_bytes * _CHECKPOINTS_SHARE), pool_bytes - state_bytes)
             num_checkpoints = min(_MAX_CHECKPOINTS, spare // model.state_bytes_per_request)
-        num_slots = _SLOTS_PER_REQUEST * max_num_seqs + num_checkpoints
-        pool_bytes -= state_bytes + num_checkpoints * model.state_bytes_per_request
+        num_slots = _slots_per_request(args) * max_num_seqs + num_checkpoints
+        state_bytes += num_checkpoints * model.state_bytes_per_request
+        pool_bytes -= state_bytes
+    else:
+        state_bytes = 0
     num_blocks = _num_blocks(args, model, device, pool_bytes, step_bytes, max_num_seqs)
-    _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token, device)
+    _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token + state_bytes, device)
     return PoolSize(num_blocks, num_slots)
 
 

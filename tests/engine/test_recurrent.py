@@ -182,13 +182,14 @@ def test_the_third_of_those_that_share_a_beginning_hits() -> None:
     assert [computed_tokens(engine, system + tail)[1] for tail in tails] == [49, 53, 11]
 
 
-def test_a_burst_with_one_beginning_computes_it_once() -> None:
+def test_a_burst_with_one_beginning_computes_it_twice_at_most() -> None:
+    """The first has gone past it when there is room to look at the second, which then leaves a state there."""
     engine = hybrid_engine("qwen3_5", max_num_batched_tokens=32)
     system, *tails = prompts(5, [80, 9, 13, 11, 6])
     requests = [system + tail for tail in tails]
     outputs = run_all(engine, [(prompt, GREEDY) for prompt in requests])
     assert [token_ids(o) for o in outputs] == [own_answer("qwen3_5", prompt) for prompt in requests]
-    assert [o[-1].num_cached_tokens for o in outputs] == [0, 80, 80, 80]
+    assert [o[-1].num_cached_tokens for o in outputs] == [0, 0, 80, 80]
 
 
 def test_a_long_prompt_leaves_checkpoints_on_the_way() -> None:

@@ -308,8 +308,8 @@ def test_blocks_that_are_freed_are_not_saved_any_more() -> None:
 def _load_into_a_wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
     build = KVConnectorScheduler.build_connector_meta
 
-    def wrong(self: Any) -> KVConnectorMetadata | None:
-        meta = build(self)
+    def wrong(self: Any, *states: Any) -> KVConnectorMetadata | None:
+        meta = build(self, *states)
         if meta is not None and len(meta.loads) > 1:
             meta.loads = dict(zip(meta.loads, reversed(list(meta.loads.values())), strict=True))
         return meta
@@ -320,8 +320,8 @@ def _load_into_a_wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
 def _load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     build = KVConnectorScheduler.build_connector_meta
 
-    def wrong(self: Any) -> KVConnectorMetadata | None:
-        meta = build(self)
+    def wrong(self: Any, *states: Any) -> KVConnectorMetadata | None:
+        meta = build(self, *states)
         if meta is not None:
             meta.loads = {}
         return meta

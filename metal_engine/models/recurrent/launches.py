@@ -43,7 +43,7 @@ def ssm_update(cache: StateCache, name: str, arguments: Mapping[str, Any]) -> mx
     if not cache.metal.does_ssm_update(x, B, C, cache.dtype(name)):
         return None
     dt = compute_dt(dt, arguments["dt_bias"], arguments["time_step_limit"]).astype(mx.float32)
-    A_log, D = (arguments[arg].astype(x.dtype) for arg in ("A_log", "D"))
+    A_log, D = arguments["A_log"], arguments["D"]
     y, states = cache.metal.ssm_update(x, A_log, B, C, D, dt, cache.take_all(name), *cache.segments.tables)
     cache.put_all(name, states)
     return mx.expand_dims(y, 1)

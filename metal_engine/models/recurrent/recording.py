@@ -24,6 +24,10 @@ class WatchedConvolution:
     within: frozenset[int]
 
 
+def _is_floating(array: mx.array) -> bool:
+    return bool(mx.issubdtype(array.dtype, mx.floating))
+
+
 class CallTrace:
     """Which modules are running, and what their convolutions get."""
 
@@ -58,6 +62,12 @@ class CallTrace:
                 self.running.pop()
 
         return type(cls.__name__, (cls,), {"__call__": noted})
+
+
+def _is_depthwise(conv: nn.Conv1d) -> bool:
+    """Whether each channel is convolved by itself, with its last inputs: what our convolutions do."""
+    is_plain = conv.stride == 1 and conv.dilation == 1 and conv.padding == 0
+    return bool(is_plain and conv.groups == conv.weight.shape[0] and conv.weight.shape[-1] == 1)
 
 
 class WatchedState(mx.array):
@@ -110,10 +120,13 @@ class RecordingState(ArraysCache):
         """What the layer keeps of a request.
 
         Raises:
-            UnsupportedModelError: some of it was never put there, or has no size.
+            UnsupportedModelError: some of it was never put there, has no size, or is made of no floating-point numbers.
         """
         if any(entry is None or entry.size == 0 for entry in self.cache):
             raise UnsupportedModelError("a layer leaves some of its recurrent state empty")
+        kinds = {str(entry.dtype).removeprefix("mlx.core.") for entry in self.cache if not _is_floating(entry)}
+        if kinds:
+            raise UnsupportedModelError(f"a layer keeps {', '.join(sorted(kinds))} of earlier tokens, not a state")
         return RecurrentSpec(tuple(ArraySpec(tuple(entry.shape[1:]), entry.dtype) for entry in self.cache))
 
     def kept_by_convolutions(self, trace: CallTrace) -> dict[int, nn.Conv1d]:
@@ -123,7 +136,7 @@ class RecordingState(ArraysCache):
         """
         kept: dict[int, nn.Conv1d] = {}
         for conv in trace.convolutions:
-            if conv.within.isdisjoint(self.users):
+            if conv.within.isdisjoint(self.users) or not _is_depthwise(conv.module):
                 continue
             end = conv.inputs[:, 1:]
             found = [i for i, entry in enumerate(self.cache) if entry.shape == end.shape]
