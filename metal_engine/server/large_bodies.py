@@ -235,8 +235,11 @@ class TextsDecoder(PiecewiseDecoder):
 
 def dumps(value: Any) -> str:
     """:func:`json.dumps` in pieces, but for texts. Raises TooComplexError for more than ``MAX_WITHIN`` characters."""
-    if num_characters(value, limit=MAX_WITHIN) > MAX_WITHIN:
+    count = num_characters(value, limit=MAX_WITHIN)
+    if count > MAX_WITHIN:
         raise TooComplexError(f"has more than {MAX_WITHIN} characters")
+    if count <= MAX_WITHIN >> 2:  # in C: a tenth of the time, 5 ms at most
+        return json.dumps(value)
     return "".join(json.JSONEncoder().iterencode(value))
 
 
