@@ -91,7 +91,7 @@ class RequestStates:
         # First, so that taking a slot does not evict it, if there is another. It may be the same: a step reads first.
         read = self.slots.hit(block_hash) if is_here else 0
         if is_here and request.options.do_remote_decode:
-            self._saves[read] = block_hash  # somebody waits for it
+            self._save(read, block_hash)  # somebody waits for it
         slot = self._take()
         held = self._held[request.request_id] = _Held(slot, stops=self._stops(request, num_shared))
         if num_blocks and not is_here:  # it came from a store, and stays as a checkpoint
@@ -182,7 +182,7 @@ class RequestStates:
             return
         if num_blocks * self._block_size <= request.num_prompt_tokens:
             if is_new and num_blocks != held.loaded_blocks:
-                self._saves[slot] = block_hash
+                self._save(slot, block_hash)
             return
         if held.rolling not in (None, block_hash):
             assert held.rolling is not None
@@ -194,9 +194,13 @@ class RequestStates:
         held = self._held.pop(request.request_id, None)
         if held is not None:
             if held.rolling is not None and self.slots.has_checkpoint(held.rolling):
-                self._saves[self.slots.slot_of(held.rolling)] = held.rolling
+                self._save(self.slots.slot_of(held.rolling), held.rolling)
             for slot in (held.slot, *(slot for _, slot in held.left)):
                 self.slots.give_back(slot)
+
+    def _save(self, slot: int, block_hash: bytes) -> None:
+        if self._connector is not None:
+            self._saves[slot] = block_hash
 
     def take_saves(self) -> list[tuple[bytes, int]]:
         """Returns the states to save with the plan just made: hashes of the blocks that they follow, and slots."""

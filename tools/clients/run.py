@@ -1,9 +1,9 @@
 """Try clients from PyPI against a server, each in a virtual environment of its own.
 
-    python -m tools.clients.run --venvs /tmp/venvs                      # every client, a server on the demo model
-    python -m tools.clients.run --venvs /tmp/venvs openai llm           # only these
-    python -m tools.clients.run --venvs /tmp/venvs --url http://127.0.0.1:8000 --model NAME
-    python -m tools.clients.run --venvs /tmp/venvs --write              # and put the table into docs/connect.md
+    python -m tools.clients.run --venvs ../venvs                      # every client, a server on the demo model
+    python -m tools.clients.run --venvs ../venvs openai llm           # only these
+    python -m tools.clients.run --venvs ../venvs --url http://127.0.0.1:8000 --model NAME
+    python -m tools.clients.run --venvs ../venvs --write              # and put the table into docs/connect.md
 
 Prints a table of what was tried and what came of it; the exit status is 1 if anything failed.
 """
