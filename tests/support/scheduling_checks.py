@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from metal_engine.request import Request, RequestStatus
+from metal_engine.scheduling.limits import MAX_PROMPT_ROWS
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
@@ -128,6 +129,7 @@ def check_fcfs(
     scheduled = set(packed)
     assert packed == [r for r in order if r in scheduled], "not packed decodes first, in order of arrival"
     left = scheduler.config.max_num_batched_tokens
+    asking = {r for r in demand if scheduler.requests[r].needs_prompt_rows}
     served_all_before = served_running_before = True
     for request_id in order:
         share = plan.num_scheduled_tokens.get(request_id, 0)
@@ -136,6 +138,10 @@ def check_fcfs(
             if share:
                 in_turn = served_running_before if is_running and depth > 1 else served_all_before
                 assert in_turn, f"{request_id} overtook an earlier arrival"
+                if share < min(demand[request_id], left) and request_id in asking:
+                    num_rows = sum(plan.num_scheduled_tokens.get(r, 0) for r in asking)
+                    assert num_rows == MAX_PROMPT_ROWS, f"{request_id} got {share} of {left}, with {num_rows} rows"
+                    return  # and the one prompt that may be in progress is
                 assert share == min(demand[request_id], left), f"{request_id} got {share} of {left}"
             else:
                 served_all_before = False
