@@ -12,6 +12,7 @@ from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.server.errors import invalid, invalid_prompt
 from metal_engine.server.generation.preparation import Endpoint, ServedModel
+from metal_engine.server.openai.billing import without_billing_line
 from metal_engine.server.openai.template_messages import template_flags, template_kwargs, template_messages
 from metal_engine.server.protocol import (
     AssistantMessage,
@@ -26,6 +27,7 @@ from metal_engine.sizes import num_characters
 logger = logging.getLogger(__name__)
 
 _TOLD = "the model's chat template takes no tools: the system's message describes them, and calls are found in the text"
+_DROPPED = "dropping the line x-anthropic-billing-header from system texts: it differs from request to request"
 # Templates and schemas make JSON of all tools in one call: 10 ms.
 MAX_TOOL_CHARACTERS = 1 << 22
 
@@ -51,7 +53,10 @@ class Conversation(Endpoint[ChatCompletionBody]):
             flags["tools"] = plan.shown
         try:
             parser = self._format.tool
-            messages = template_messages(body.messages, plan.instructions, tokenizer=tokenizer, parser=parser)
+            sent = template_messages(body.messages, plan.instructions, tokenizer=tokenizer, parser=parser)
+            messages = without_billing_line(sent)
+            if messages is not sent:
+                self._notices.once(logger, _DROPPED)
             prompt = tokenizer.apply_chat_template(messages, **flags)
         except ValueError as error:
             raise invalid_prompt(error, "messages") from error
