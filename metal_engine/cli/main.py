@@ -9,6 +9,7 @@ import typer
 from metal_engine import __version__
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
 from metal_engine.cli import models
+from metal_engine.cli.help import CommandsHelp, GroupedHelp
 from metal_engine.cli.launch import launch
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import MODEL_HELP, command
@@ -16,12 +17,14 @@ from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
 
 app = typer.Typer(
     name="metal-engine",
+    cls=CommandsHelp,
     help="LLM inference on Apple Silicon: one packed forward pass per step over a paged KV cache.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 bench = typer.Typer(
+    cls=CommandsHelp,
     help="Measure: a server as its users see it, or the engine alone.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -103,7 +106,7 @@ def _latency(args: BenchLatencyArgs, engine_args: EngineArgs) -> None:
 models.add_commands(app)
 
 
-@app.command()
+@app.command(cls=GroupedHelp)
 def doctor(
     model: Annotated[str | None, typer.Argument(help=f"Try this one too: {MODEL_HELP}", show_default=False)] = None,
 ) -> None:
@@ -117,7 +120,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-app.command()(launch)
+app.command(cls=GroupedHelp)(launch)
 
 
 def _print_version(wanted: bool) -> None:
