@@ -65,24 +65,43 @@ class _Mailbox:
 class Reservation:
     """Places of requests that have been let in but not submitted yet. They count as waiting. For the event loop only.
 
+    A client may send thousands of prompts at once. They are submitted as earlier ones of theirs end, so that whoever
+    comes meanwhile does not wait for them all, and those whose turn is far do not fill the queue.
+
     Places that nobody took are given back when the reservation is dropped.
+
+    Args:
+        num_at_once: requests of this reservation that may be in the engine at once.
     """
 
-    def __init__(self, engine: AsyncEngine, prompt_lens: list[int]) -> None:
+    def __init__(self, engine: AsyncEngine, prompt_lens: list[int], num_at_once: int) -> None:
         self._engine = engine
         self._left = Counter(prompt_lens)  # places by prompt length
-        engine._reserve(len(prompt_lens), sum(prompt_lens))
+        self._num_left = 0
+        self._num_at_once = num_at_once
+        self._turns = asyncio.Semaphore(num_at_once)
+        self._change(len(prompt_lens), sum(prompt_lens))
 
-    def take(self, num_prompt_tokens: int) -> None:
-        """Take the place of a request that is submitted now."""
+    def _change(self, num_places: int, num_tokens: int) -> None:
+        num_held = max(self._num_left - self._num_at_once, 0)
+        self._num_left += num_places
+        self._engine._reserve(num_places, num_tokens, max(self._num_left - self._num_at_once, 0) - num_held)
+
+    async def take(self, num_prompt_tokens: int) -> None:
+        """Wait for a turn, and take the place of a request that is submitted then."""
         if not self._left[num_prompt_tokens]:
             raise ValueError(f"no place is left for a prompt of {num_prompt_tokens} tokens")
+        await self._turns.acquire()
         self._left[num_prompt_tokens] -= 1
-        self._engine._reserve(-1, -num_prompt_tokens)
+        self._change(-1, -num_prompt_tokens)
+
+    def end_turn(self) -> None:
+        """A request that took a place has ended."""
+        self._turns.release()
 
     def release(self) -> None:
         """Give back the places that nobody took."""
-        self._engine._reserve(-self._left.total(), -sum(self._left.elements()))
+        self._change(-self._num_left, -sum(self._left.elements()))
         self._left.clear()
 
     def __del__(self) -> None:
@@ -102,6 +121,7 @@ class AsyncEngine:
         self._queues: dict[str, _Mailbox] = {}
         self._num_queued_tokens = 0
         self._num_reserved = 0
+        self._num_held = 0
         self._core: EngineCore | None = None
         self._cut: str | None = None
 
@@ -163,16 +183,22 @@ class AsyncEngine:
         return max(len(self._queues) + self._num_reserved - self._started.stats.num_running, 0)
 
     @property
+    def num_queued(self) -> int:
+        """Those of them that are in the queue: not those whose turn comes when others of the same reservation end."""
+        return max(self.num_waiting - self._num_held, 0)
+
+    @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens of the requests that have had no output yet, reserved ones included."""
         return self._num_queued_tokens
 
     def reserve(self, prompt_lens: list[int]) -> Reservation:
         """Reserve places for requests that :meth:`generate` will submit; ``prompt_lens`` are in tokens."""
-        return Reservation(self, prompt_lens)
+        return Reservation(self, prompt_lens, 2 * self.config.scheduler.max_num_seqs)
 
-    def _reserve(self, num_requests: int, num_tokens: int) -> None:
+    def _reserve(self, num_requests: int, num_tokens: int, num_held: int) -> None:
         self._num_reserved += num_requests
+        self._num_held += num_held
         self._num_queued_tokens += num_tokens
 
     def prepare_all(
@@ -203,7 +229,7 @@ class AsyncEngine:
 
         Of a request to pool there is one item, with its vector.
 
-        The request is submitted when the iteration begins, and takes its place from the ``reservation``.
+        The request is submitted when the iteration begins, and takes its place from the ``reservation``, in its turn.
 
         A reader slower than the engine gets all that has come meanwhile as one output.
 
@@ -216,7 +242,7 @@ class AsyncEngine:
         if request_id in self._queues:
             raise ValueError(f"request id {request_id!r} is in use")
         if reservation is not None:
-            reservation.take(len(prepared.prompt_token_ids))
+            await reservation.take(len(prepared.prompt_token_ids))
         self._loop = asyncio.get_running_loop()
         outputs = _Mailbox(len(prepared.prompt_token_ids), MAX_UNREAD // prepared.params.n)
         self._num_queued_tokens += outputs.num_prompt_tokens
@@ -239,6 +265,8 @@ class AsyncEngine:
             self._begun(outputs)
             if not finished:
                 self._thread.abort(request_id)
+            if reservation is not None:
+                reservation.end_turn()
 
     def _begun(self, outputs: _Mailbox) -> None:
         self._num_queued_tokens -= outputs.num_prompt_tokens

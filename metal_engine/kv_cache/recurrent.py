@@ -1,15 +1,19 @@
 """Recurrent state of one layer: for each request a few arrays of fixed size, written anew with every step.
 
 The pool has a row for each slot. Yet the states that a step computes do not go there at once: they are kept as they
-came out, *pending*, one compact array for each group of segments. The next step takes them from there if the same
-requests go on in the same order, which is what decoding does. Only what is left over is written to the pool, before the
-next step reads from it. Never the other way round in one evaluation: a write to an array that an earlier operation
-still reads makes MLX copy all of the pool.
+came out, *pending*, one compact array for each group of segments. The next step takes them from there: as they are if
+the same requests go on in the same order, which is what decoding does, else row by row. Only what it does not replace
+is written to the pool, before the step reads from that. Never the other way round in one evaluation: a write to an
+array that an earlier operation still reads makes MLX copy all of the pool.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 
 import mlx.core as mx
 
@@ -30,6 +34,73 @@ class PendingStates:
         if len(wanted) == len(self.slots):
             return self
         return PendingStates(tuple(self.slots[i] for i in wanted), self.values[mx.array(wanted)])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of one array of states.
+
+    Attributes:
+        source: index of a pending array; None for the pool.
+        index: [k] which rows; None for all of a pending array.
+    """
+
+    source: int | None
+    index: mx.array | None
+
+    def of(self, pending: Sequence[mx.array], pool: mx.array) -> mx.array:
+        array = pool if self.source is None else pending[self.source]
+        return array if self.index is None else array[self.index]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What a step does with the states at hand, before its layers read them; the same for every layer.
+
+    Attributes:
+        written: rows of pending arrays that go to the pool.
+        slots: [k] where they go.
+        taken: what each group goes on from, one after the other; None for one that begins with nothing.
+    """
+
+    written: list[Rows]
+    slots: mx.array | None
+    taken: list[list[Rows] | None]
+
+
+# Every array of every layer asks the same in a step, but for layers of another kind.
+@lru_cache(maxsize=8)
+def plan_moves(pending: tuple[Slots, ...], reads: tuple[Slots | None, ...], writes: tuple[Slots, ...]) -> Moves:
+    """How a step gets its states.
+
+    Args:
+        pending: slots of the pending arrays' rows.
+        reads: slots for each group; None for one that begins with nothing.
+        writes: slots that each group will leave its states in: what is in them now is of no use after the step.
+    """
+    at_hand = {slot: (source, row) for source, slots in enumerate(pending) for row, slot in enumerate(slots)}
+    overwritten = {slot for slots in writes for slot in slots}
+    left = [[row for row, slot in enumerate(slots) if slot not in overwritten] for slots in pending]
+    written = [_rows(source, rows, pending) for source, rows in enumerate(left) if rows]
+    slots = [pending[source][row] for source, rows in enumerate(left) for row in rows]
+    taken: list[list[Rows] | None] = []
+    for group in reads:
+        if group is None:
+            taken.append(None)
+            continue
+        places = [at_hand.get(slot, (None, slot)) for slot in group]
+        runs = [(source, [row for _, row in run]) for source, run in groupby(places, key=itemgetter(0))]
+        taken.append([_rows(source, rows, pending) for source, rows in runs])
+    return Moves(written, mx.array(slots) if slots else None, taken)
+
+
+def _rows(source: int | None, rows: list[int], pending: tuple[Slots, ...]) -> Rows:
+    is_all = source is not None and rows == list(range(len(pending[source])))
+    return Rows(source, None if is_all else mx.array(rows))
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 class RecurrentState:
@@ -79,32 +150,14 @@ class RecurrentState:
             writes: slots that each group will leave its states in, with :meth:`put`.
         """
         pending, self._pending[name] = self._pending.get(name, []), []
-        at_hand = {p.slots: p.values for p in pending}
-        overwritten = {slot for slots in writes for slot in slots}
-        gathered = {slot for slots in reads if slots is not None and slots not in at_hand for slot in slots}
-        self._write(name, pending, overwritten - gathered)
-        states: list[mx.array | None] = []
-        for slots in reads:
-            values = None
-            if slots is not None:
-                values = at_hand[slots] if slots in at_hand else self.arrays[name][mx.array(slots)]
-            states.append(values)
-        return states
-
-    def _write(self, name: str, pending: list[PendingStates], unwanted: set[int]) -> None:
-        """Write pending states to their slots, but for those of slots that nobody reads before they are written."""
-        kept = []
-        for p in pending:
-            wanted = [i for i, slot in enumerate(p.slots) if slot not in unwanted]
-            if wanted:
-                kept.append(p.only(wanted))
-        if not kept:
-            return
-        slots = mx.array([slot for p in kept for slot in p.slots])
-        values = kept[0].values if len(kept) == 1 else mx.concatenate([p.values for p in kept])
-        array = self.arrays.pop(name)  # one owner at a time, so that the write is in place
-        array[slots] = values
-        self.arrays[name] = array
+        moves = plan_moves(tuple(p.slots for p in pending), tuple(reads), tuple(writes))
+        values = [p.values for p in pending]
+        if moves.slots is not None:
+            array = self.arrays.pop(name)  # one owner at a time, so that the write is in place
+            array[moves.slots] = _joined([rows.of(values, array) for rows in moves.written])
+            self.arrays[name] = array
+        pool = self.arrays[name]
+        return [None if runs is None else _joined([rows.of(values, pool) for rows in runs]) for runs in moves.taken]
 
     def forget(self, slots: set[int]) -> None:
         """Give up what is pending for some slots: what is to be there comes from elsewhere."""
@@ -114,7 +167,7 @@ class RecurrentState:
 
     def read(self, name: str, slots: list[int]) -> mx.array:
         """The states in some slots, as the steps built so far leave them, [len(slots), ...]."""
-        pending = _rows(self._pending.get(name, []))
+        pending = _by_slot(self._pending.get(name, []))
         pool = self.arrays[name]
         return mx.concatenate([pending[slot] if slot in pending else pool[slot : slot + 1] for slot in slots])
 
@@ -128,7 +181,7 @@ class RecurrentState:
         self._pending[name].append(PendingStates(slots, mx.contiguous(values.astype(spec.dtype))))
 
 
-def _rows(pending: list[PendingStates]) -> dict[int, mx.array]:
+def _by_slot(pending: list[PendingStates]) -> dict[int, mx.array]:
     """By slot, the states [1, ...] that have not been written to the pool."""
     return {slot: p.values[i : i + 1] for p in pending for i, slot in enumerate(p.slots)}
 

@@ -79,7 +79,8 @@ def _check(paged: PagedModel, backend: AttentionBackend, vocab_size: int, rng: n
             num_writes, num_reads = cache.num_writes - num_writes, cache.num_reads - num_reads
             if num_writes != len(steps) or num_reads < len(steps):  # more reads: layers that share their KV
                 raise UnsupportedModelError(
-                    f"layer {layer} wrote its KV {num_writes} and attended {num_reads} times in {len(steps)} steps"
+                    f"the packed forward does not reach the cache of layer {layer}, which stored KV in {num_writes} "
+                    f"and attended in {num_reads} of {len(steps)} steps"
                 )
     except UnsupportedAttentionError:
         raise  # it says by itself what cannot be done

@@ -5,7 +5,7 @@ Checkpoints are taken at the ends of whole blocks, where prefixes are cached:
 - before the last tokens of a prompt, for the next turn of a conversation and for a request that comes again;
 - where the prompt leaves a prefix that is cached already, without a checkpoint: others will leave it there, too;
 - where a request that waits for this one's beginning leaves it;
-- every ``CHECKPOINT_INTERVAL`` tokens of a long prompt;
+- every ``CHECKPOINT_INTERVAL`` tokens of a long prompt, and farther apart where that would be more than its share;
 - while an answer is decoded, after its last whole block: the one before is given up for it, as the end is not known.
 
 Chunks are cut at these places (:meth:`RequestStates.room`), since only the end of a chunk leaves a state behind.
@@ -33,15 +33,19 @@ class _Held:
         slot: of its state, from the next step on.
         stops: prompt positions at which a checkpoint is wanted, beside those of the interval.
         left: (blocks, slot) of states that it has left behind and whose blocks' hashes are not known yet.
+        interval: tokens between the checkpoints of its prompt that nobody has asked for.
+        spaced: those: position -> hash.
         rolling: hash of the checkpoint in its answer.
         is_written: whether there is a state in the slot: one that a planned step leaves, or a loaded one.
         loaded_blocks: after how many blocks the state that came from a store follows; 0 for none.
     """
 
     slot: int
+    interval: int
     is_written: bool = False
     stops: tuple[int, ...] = ()
     left: list[tuple[int, int]] = field(default_factory=list)
+    spaced: dict[int, bytes] = field(default_factory=dict)
     rolling: bytes | None = None
     loaded_blocks: int = 0
 
@@ -71,6 +75,8 @@ class RequestStates:
         self._block_size = config.block_size
         self._keeps_checkpoints = config.enable_prefix_caching and self.is_used
         self.interval = max(1, CHECKPOINT_INTERVAL // config.block_size) * config.block_size
+        # Of one prompt, beside those with a purpose: it must not push out all other conversations'.
+        self._max_spaced = max(1, (slots.num_slots - max_num_seqs) // 4)
         self._held: dict[str, _Held] = {}
 
     def admit(self, request: Request, num_cached: int, num_shared: int) -> tuple[int, int]:
@@ -93,7 +99,7 @@ class RequestStates:
         if is_here and request.options.do_remote_decode:
             self._save(read, block_hash)  # somebody waits for it
         slot = self._take()
-        held = self._held[request.request_id] = _Held(slot, stops=self._stops(request, num_shared))
+        held = self._held[request.request_id] = _Held(slot, self.interval, stops=self._stops(request, num_shared))
         if num_blocks and not is_here:  # it came from a store, and stays as a checkpoint
             assert self._connector is not None
             self._connector.load_state(request, slot)
@@ -118,11 +124,12 @@ class RequestStates:
         held = self._held.get(request.request_id)
         if held is not None and self._keeps_checkpoints:
             held.stops = (*held.stops, position)
+            held.spaced.pop(position, None)
 
     def leaves_state_at(self, request: Request, position: int) -> bool:
         """Whether a running request leaves a checkpoint there on its way, or none is needed."""
         held = self._held.get(request.request_id)
-        return held is None or position in held.stops or position % self.interval == 0
+        return held is None or position in held.stops or position % held.interval == 0
 
     def waits_for_checkpoint(self, request: Request) -> bool:
         """Whether somebody waits for a state that a prompt leaves on its way, so that it must not be computed whole."""
@@ -133,8 +140,8 @@ class RequestStates:
         if not self._keeps_checkpoints:
             return request.num_tokens
         held = self._held.get(request.request_id)
-        stops = held.stops if held is not None else ()
-        interval_end = num_computed - num_computed % self.interval + self.interval
+        stops, interval = (held.stops, held.interval) if held is not None else ((), self.interval)
+        interval_end = num_computed - num_computed % interval + interval
         return min([interval_end, *(stop for stop in stops if stop > num_computed)]) - num_computed
 
     def plan(self, plan: SchedulerOutput, request: Request) -> None:
@@ -158,7 +165,7 @@ class RequestStates:
         computed = request.num_computed_tokens
         if not (self._keeps_checkpoints and held.is_written) or computed % self._block_size:
             return False
-        is_stop = computed in held.stops or computed % self.interval == 0
+        is_stop = computed in held.stops or computed % held.interval == 0
         return is_stop or computed > request.num_prompt_tokens
 
     def publish(self, request: Request) -> None:
@@ -180,14 +187,25 @@ class RequestStates:
         is_new = not self.slots.has_checkpoint(block_hash)
         if not self.slots.add_checkpoint(block_hash, slot):
             return
-        if num_blocks * self._block_size <= request.num_prompt_tokens:
+        position = num_blocks * self._block_size
+        if position <= request.num_prompt_tokens:
             if is_new and num_blocks != held.loaded_blocks:
                 self._save(slot, block_hash)
+            if is_new and position not in held.stops:
+                held.spaced[position] = block_hash
+                self._thin(held)
             return
         if held.rolling not in (None, block_hash):
             assert held.rolling is not None
             self.slots.drop_checkpoint(held.rolling, unless_hit=True)
         held.rolling = block_hash
+
+    def _thin(self, held: _Held) -> None:
+        """Give up every second checkpoint of a prompt that has more than its share, unless somebody has used it."""
+        while len(held.spaced) > self._max_spaced:
+            held.interval *= 2
+            for position in [position for position in held.spaced if position % held.interval]:
+                self.slots.drop_checkpoint(held.spaced.pop(position), unless_hit=True)
 
     def release(self, request: Request) -> None:
         """Let go of a request's states; its checkpoints stay. The last one in its answer is saved."""

@@ -95,6 +95,7 @@ class StateSlots:
     def add_checkpoint(self, block_hash: bytes, slot: int) -> bool:
         """Make what a slot holds the checkpoint of a prefix; returns False if there is one already."""
         if block_hash in self._checkpoints:
+            self._checkpoints.move_to_end(block_hash)
             return self._checkpoints[block_hash] == slot
         self._checkpoints[block_hash] = slot
         self._was_hit.discard(block_hash)

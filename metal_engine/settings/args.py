@@ -235,7 +235,8 @@ class ServerArgs(Settings):
     )
     max_num_queued_reqs: int = setting(
         2048,
-        "Most requests that may wait; further ones get 503 with Retry-After. 0 means no limit.",
+        "Most requests that may wait; further ones get 503 with Retry-After. One with many prompts is handed over "
+        "little by little, and counts as twice --max-num-seqs at most. 0 means no limit.",
         group=LIMITS,
         ge=0,
     )

@@ -202,6 +202,21 @@ def test_a_long_prompt_leaves_checkpoints_on_the_way() -> None:
     assert answer == own_answer("qwen3_5", base[:70] + tails[0])
 
 
+def test_a_long_prompt_leaves_others_their_checkpoints() -> None:
+    engine = hybrid_engine("qwen3_5", num_state_slots=8 + 8)
+    engine.scheduler.states.interval = 16
+    first, long, *tails = prompts(6, [40, 400, 5, 7])
+    computed_tokens(engine, first)
+    computed_tokens(engine, long)
+    slots = engine.scheduler.states.slots
+    assert slots.stats["num_checkpoints"] < 8 and not slots.num_evictions
+    answer, num_computed = computed_tokens(engine, first + tails[0])
+    assert num_computed == 45 - 36
+    answer, num_computed = computed_tokens(engine, long[:300] + tails[1])
+    assert num_computed == 307 - 256  # every 256 tokens, after four times every second has given way
+    assert answer == own_answer("qwen3_5", long[:300] + tails[1])
+
+
 def test_checkpoints_give_way_to_requests() -> None:
     engine = hybrid_engine("qwen3_5", num_state_slots=9)
     for lengths in ([20] * 8, [21] * 8, [22] * 8):

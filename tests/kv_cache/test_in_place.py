@@ -14,7 +14,7 @@ import pytest
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS, Limits
 from metal_engine.kv_cache import pool
-from metal_engine.kv_cache.recurrent import PendingStates, RecurrentState
+from metal_engine.kv_cache.recurrent import RecurrentState
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import KVState
 from metal_engine.kv_cache.writes import BlockWrites, RunWrites, SlotWrites
@@ -275,12 +275,12 @@ def test_states_stay_in_place_over_200_steps(num_ahead: int) -> None:
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
 def test_the_measurement_sees_states_that_are_kept(num_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = RecurrentState._write
+    take = RecurrentState.take
 
-    def keeps(self: RecurrentState, name: str, pending: list[PendingStates], unwanted: set[int]) -> None:
+    def keeps(self: RecurrentState, name: str, *groups: Any) -> list[mx.array | None]:
         self.kept = self.arrays[name].reshape(-1)  # type: ignore[attr-defined]
-        write(self, name, pending, unwanted)
+        return take(self, name, *groups)
 
-    monkeypatch.setattr(RecurrentState, "_write", keeps)
+    monkeypatch.setattr(RecurrentState, "take", keeps)
     with pytest.raises(AssertionError):
         measure_states(num_ahead)

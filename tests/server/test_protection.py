@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.server.generation.streaming import KEEP_ALIVE
 from metal_engine.server.run import tls_options
 from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.config import PoolerConfig
 from tests.server.status.test_metrics import scrape
 from tests.server.test_errors import check_error, sse_events
 from tests.support.raw_http import crowd, rest
@@ -68,6 +70,25 @@ def test_a_full_queue(stream: bool) -> None:
         assert scrape(served)["requests_rejected_total"]["overloaded",] == 4
         finish(served, streams)
         assert served.post(COMPLETIONS, {"prompt": "d"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
+def test_many_prompts_of_one_request_leave_room_for_others(path: str) -> None:
+    """They neither fill the queue, nor does whoever comes after them wait for them all."""
+    num_prompts = 60
+    config = fake_config(max_num_seqs=2, pooler=PoolerConfig(is_embedder=True))
+    with serve(config=config, args=ServerArgs(max_num_queued_reqs=12)) as served, ThreadPoolExecutor() as pool:
+        served.runner.running.clear()
+        many = ["abc"] * num_prompts
+        body = {"prompt": many, "max_tokens": 9} if path == COMPLETIONS else {"input": many}
+        batch = pool.submit(served.post, path, body)
+        wait_until(lambda: served.engine.num_waiting + served.engine.stats.num_running == num_prompts, "all of them")
+        (stream,) = hold(served, 1)
+        wait_until(lambda: served.engine.num_open_requests == 5, "a later one")  # and two times two of the batch
+        assert served.engine.num_queued <= 2 * 4 + 1
+        finish(served, [stream])
+        assert len(batch.result().json()["choices" if path == COMPLETIONS else "data"]) == num_prompts
+        assert [params.max_tokens for params in served.runner.seen_params].index(5) == 4
 
 
 def test_too_many_queued_tokens() -> None:

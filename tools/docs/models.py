@@ -93,13 +93,13 @@ shuffled blocks, and longer than the sliding windows. The relative logit error a
 _UNSUPPORTED = """
 ### Refused
 
-| `model_type` | reason given |
-| --- | --- |
+| `model_type` | what it does that a packed step cannot | reason given at load |
+| --- | --- | --- |
 """
 
 _TAIL = """
-Other architectures of mlx-lm may run too: the check at load decides. A paged cache holds keys and values of every
-token; a model that keeps anything else has nowhere to keep it.
+Other architectures of mlx-lm may run too: the check at load decides. What a layer keeps must be keys and values of
+every token, latents of them, or a recurrent state.
 
 ## GGUF files
 
@@ -121,6 +121,18 @@ Hugging Face checkpoint that they were converted from.
   refused: it would give other tokens. `--tokenizer` takes one from elsewhere.
 - **Ends** of an answer are the tokens that the file names, and the usual ends of a turn among its control tokens.
 """
+_REFUSED = {
+    "afm7": "several layers attend over the keys and values of one",
+    "baichuan_m1": "convolves keys and values with those of the token before",
+    "deepseek_v32": "each row attends only to the keys that an index of its own picks",
+    "gpt_bigcode": "reads its position out of mlx-lm's cache as a Python number",
+    "iquestloopcoder": "runs its layers twice, and attends over the first run's keys in the second",
+    "llama4": "attends in chunks of the context",
+    "longcat_flash_ngram": "looks up n-grams, for which it keeps the last tokens",
+    "minimax_m3_vl": "each row attends only to the blocks that an index of its own picks",
+    "phi3small": "attends to blocks in a pattern of its own",
+    "plamo2": "calls MLX's attention itself, and passes mlx-lm's by",
+}
 # Names that users know; the rest of the table is the code's own.
 _GGUF_MODELS = {
     "llama": ("Llama, Mistral, Mixtral, SmolLM2", "with experts as `mixtral`"),
@@ -144,7 +156,7 @@ def models_doc() -> str:
     from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED
 
     rows = [f"| `{name}` | {_attention(name)} | {_layers(name)} |" for name in sorted(SUPPORTED, key=str.lower)]
-    refused = [f"| `{name}` | {_refusal(name)} |" for name in sorted(UNSUPPORTED)]
+    refused = [f"| `{name}` | {_REFUSED[name]} | {_refusal(name)} |" for name in sorted(UNSUPPORTED)]
     supported = _SUPPORTED.format(count=len(SUPPORTED))
     tail = _TAIL.format(gguf=_gguf_table(), splits=", ".join(f"`{name}`" for name in PRE_TOKENIZERS))
     return _HEAD + supported + "\n".join(rows) + "\n" + _UNSUPPORTED + "\n".join(refused) + "\n" + tail

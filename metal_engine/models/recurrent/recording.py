@@ -126,7 +126,9 @@ class RecordingState(ArraysCache):
             raise UnsupportedModelError("a layer leaves some of its recurrent state empty")
         kinds = {str(entry.dtype).removeprefix("mlx.core.") for entry in self.cache if not _is_floating(entry)}
         if kinds:
-            raise UnsupportedModelError(f"a layer keeps {', '.join(sorted(kinds))} of earlier tokens, not a state")
+            raise UnsupportedModelError(
+                f"a layer keeps earlier tokens ({', '.join(sorted(kinds))}), not a state of them"
+            )
         return RecurrentSpec(tuple(ArraySpec(tuple(entry.shape[1:]), entry.dtype) for entry in self.cache))
 
     def kept_by_convolutions(self, trace: CallTrace) -> dict[int, nn.Conv1d]:

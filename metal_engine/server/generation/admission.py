@@ -29,9 +29,9 @@ class Admission:
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raise APIError, a 503 with ``Retry-After``, if a request with such a prompt may not wait."""
-        num_waiting = self.engine.num_waiting
-        if self.max_requests and num_waiting >= self.max_requests:
-            raise overloaded(f"{num_waiting} requests are waiting (--max-num-queued-reqs)")
+        num_queued = self.engine.num_queued
+        if self.max_requests and num_queued >= self.max_requests:
+            raise overloaded(f"{num_queued} requests are waiting (--max-num-queued-reqs)")
         queued = self.engine.num_queued_tokens
         # A prompt larger than the limit is let in when nothing else waits: it would never get in otherwise.
         if self.max_tokens and queued and queued + num_prompt_tokens > self.max_tokens:

@@ -203,12 +203,12 @@ class _Run:
                     await asyncio.sleep(0)
             return await asyncio.gather(*tasks)
         finally:
-            self._reservation.release()
             if timer is not None:
                 timer.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._reservation.release()
 
     async def _output(self, request_id: str, request: PreparedRequest) -> RequestOutput:
         stream = self._engine.generate(request_id, request, 0, self._options, self._reservation)

@@ -67,12 +67,13 @@ def hostile_clients(server: ProbedServer, cases: list) -> Iterator[list[int]]:
 
 @contextmanager
 def resident_memory(server: ProbedServer) -> Iterator[list[int]]:
-    """The server's resident memory, in bytes, again and again."""
+    """The server's resident memory, in bytes, again and again, without what the allocator keeps for later."""
     over = threading.Event()
     sizes: list[int] = []
 
     def watch() -> None:
-        while not over.wait(0.25):
+        while not over.wait(2):
+            server.reset(trim=True)
             sizes.append(server.resident)
 
     watcher = threading.Thread(target=watch)
