@@ -26,7 +26,7 @@ class GroupedHelp(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        options = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
+        options: list[Any] = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
         lists = {name for one in options if one.multiple for name in one.opts}
         switches = {name for one in options if one.is_flag for name in (*one.opts, *one.secondary_opts)}
         num_arguments = len(self.get_params(ctx)) - len(options)
