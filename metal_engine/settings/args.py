@@ -183,8 +183,8 @@ class ServerArgs(Settings):
     uds: str | None = setting(None, "Unix domain socket to listen on instead of --host and --port.", group=SERVER)
     served_model_name: tuple[str, ...] = setting(
         (),
-        "Name of the model in the API, instead of MODEL; * takes any name. Repeat the flag for several; answers carry "
-        "the first.",
+        "Name of the model in the API, instead of MODEL; * takes any name. Several: behind MODEL, or by repeating the "
+        "flag; answers carry the first.",
         group=SERVER,
     )
     api_key: tuple[str, ...] = setting(
