@@ -97,8 +97,8 @@ class EngineArgs(Settings):
     )
     kv_cache_memory_bytes: int | None = setting(
         None,
-        "Size of the KV cache, recurrent states included, as in 2GiB. Default: what --gpu-memory-utilization leaves on Metal; on a CPU 2 GiB, "
-        "at most a quarter of the free memory.",
+        "Size of the KV cache, recurrent states included, as in 2GiB. Default: what --gpu-memory-utilization leaves "
+        "on Metal; on a CPU 2 GiB, at most a quarter of the free memory.",
         group=MEMORY,
         kind="size",
         ge=1,
