@@ -11,6 +11,8 @@ from rich.panel import Panel
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
+from metal_engine.cli.list_flags import with_flags_repeated
+
 # Lines longer than this are hard to read, however wide the terminal is.
 _MAX_WIDTH = 110
 # Where the descriptions begin. What is longer stands on a line above its description.
@@ -54,7 +56,14 @@ class _Boxes:
 
 
 class GroupedHelp(_Boxes, TyperCommand):
-    """A command with such a help."""
+    """A command with such a help. A flag that may be repeated takes several values, too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options: list[Any] = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
+        lists = {name for one in options if one.multiple for name in one.opts}
+        switches = {name for one in options if one.is_flag for name in (*one.opts, *one.secondary_opts)}
+        num_arguments = len(self.get_params(ctx)) - len(options)
+        return super().parse_args(ctx, with_flags_repeated(args, lists, switches, num_arguments))
 
 
 class CommandsHelp(_Boxes, TyperGroup):
