@@ -36,6 +36,8 @@ QUICK = {
     "/v1/chat/completions: two grammars",
     "/v1/chat/completions: a schema of a loop",
     "/v1/chat/completions: choices of 15 MB",
+    "/v1/messages: allowed tokens beyond 64 bits",
+    "/v1/responses: allowed tokens beyond 64 bits",
     "/v1/completions: a prompt of nothing",
     "/v1/completions: only the end allowed, and 3 tokens at least",
     "/v1/messages: n 3",
