@@ -191,6 +191,7 @@ def many() -> list[Case]:
         attack("60,000 prompts of tokens", COMPLETIONS, 400, prompt=lambda: [[1]] * n),
         attack("60,000 empty prompts", COMPLETIONS, 400, prompt=lambda: [[]] * n),
         attack("128 prompts of 100 tokens", COMPLETIONS, 200, prompt=lambda: [[7] * 100] * 128),
+        attack("2,048 prompts of 500 tokens", COMPLETIONS, 200, prompt=lambda: [[7] * 500] * 2_048, echo=True),
         attack("a prompt of 5,000,000 tokens", COMPLETIONS, 400, prompt=lambda: [7] * 5_000_000),
         attack("prompts of two kinds", COMPLETIONS, 400, prompt=lambda: [1] * n + ["a"]),
         attack("all tokens allowed, n 128", COMPLETIONS, 200, n=128, temperature=1,
@@ -231,6 +232,8 @@ def many() -> list[Case]:
             {"type": "tool_use", "id": "c", "name": "f", "input": {}}] * 20_000}, *USER]),
         attack("10,000 calls", OLLAMA_CHAT, messages=lambda: [*USER, {"role": "assistant", "tool_calls": [
             {"function": {"name": "f", "arguments": {}}}] * 10_000}, *USER]),
+        attack("7,000 calls", OLLAMA_CHAT, messages=lambda: [*USER, {"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": {}}}] * 7_000}, *USER]),
         attack("arguments of 15 MB", OLLAMA_CHAT, 400, messages=lambda: [*USER, {"role": "assistant", "tool_calls": [
             {"function": {"name": "f", "arguments": {"a": "b" * TEXT_BYTES}}}]}, *USER]),
         attack("30,000 messages", OLLAMA_CHAT, messages=messages(n // 2)),
