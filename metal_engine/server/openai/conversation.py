@@ -7,6 +7,7 @@ import logging
 from metal_engine.answers.chat_answers import AnswerReader, ChatAnswers
 from metal_engine.answers.deltas import AnswerDelta, assemble
 from metal_engine.answers.tool_plan import ToolPlan, plan_tools
+from metal_engine.engine.long_text import TextTooLongError
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -66,6 +67,10 @@ class Conversation(Endpoint[ChatCompletionBody]):
             if ordered is not messages:
                 self._notices.once(logger, _REORDERED)
             prompt = tokenizer.apply_chat_template(ordered, **flags)
+        except TextTooLongError as error:
+            # Every other argument of a template is one of the client's variables.
+            own = error.name in ("tools", "messages", None)
+            raise invalid_prompt(error, (error.name or "messages") if own else "chat_template_kwargs") from error
         except ValueError as error:
             raise invalid_prompt(error, "messages") from error
         continues = bool(body.continue_final_message)
