@@ -43,6 +43,7 @@ class PreparedRequest:
         block_hashes: of the prompt's full blocks, with this salt.
         pooling_params: how to pool the prompt, with nothing left to the checkpoint; None to generate.
         num_lasting_tokens: :attr:`Request.num_lasting_tokens`.
+        num_instruction_tokens: :attr:`Request.num_instruction_tokens`.
     """
 
     prompt_token_ids: list[int]
@@ -53,6 +54,7 @@ class PreparedRequest:
     block_hashes: list[bytes] = field(default_factory=list)
     pooling_params: PoolingParams | None = None
     num_lasting_tokens: int = 0
+    num_instruction_tokens: int = 0
 
 
 class RequestStatus(enum.Enum):
@@ -105,6 +107,8 @@ class Request:
         needs_prompt_rows: the prompt's log probabilities are asked for, so each of its tokens has logits.
         num_lasting_tokens: prompt tokens that a later prompt of the conversation begins with, most likely: those
             before the generation prompt. All of them if not given.
+        num_instruction_tokens: prompt tokens that other conversations begin with, most likely: those before the
+            content of the first user's message. 0 if not known.
         pooling_params: how to pool the prompt, with nothing left to the checkpoint; None to generate.
         rules: what ``sampling_params`` mean in the model's tokens.
         seed: of this output's draws.
@@ -128,6 +132,7 @@ class Request:
     options: RequestOptions = RequestOptions()
     needs_prompt_rows: bool = False
     num_lasting_tokens: int = 0
+    num_instruction_tokens: int = 0
     pooling_params: PoolingParams | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(init=False)

@@ -26,8 +26,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         f"largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
         "KV cache": f"{cache.num_tokens:,} tokens in {cache.num_blocks:,} blocks of {cache.block_size}; "
         f"{concurrency:.1f} requests of the maximum length at once",
-        "states": f"{format_size(model.state_bytes_per_request)} a request; {cache.num_state_slots:,} slots, for "
-        f"{scheduler.max_num_seqs} requests and for checkpoints",
+        "states": f"{format_size(model.state_bytes_per_request)} a request; {cache.num_state_slots:,} slots: "
+        f"{scheduler.max_num_seqs} for requests, the others for checkpoints",
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "
         f"{scheduler.max_num_batched_tokens:,} tokens a step",
         "URL": url,

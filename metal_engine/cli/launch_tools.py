@@ -77,7 +77,8 @@ def _codex_key(server: RunningServer) -> dict[str, str]:
 
 
 def _codex(server: RunningServer) -> list[str]:
-    """Settings as its file has them, for this run alone. The features left out have tools that are no functions."""
+    """Settings as its file has them, for this run alone. Left out is what OpenAI's own service does, and agents below
+    agents, whose tools make the prompt a third longer."""
     provider = f"model_providers.{_PROVIDER}"
     texts = {
         "model": server.model,
@@ -118,8 +119,8 @@ def _aider(server: RunningServer) -> dict[str, str]:
 
 
 TOOLS = {
-    "claude": Tool("claude", "npm install -g @anthropic-ai/claude-code", _claude, prompt_tokens=20_000),
-    "codex": Tool("codex", "npm install -g @openai/codex", _codex_key, _codex, prompt_tokens=18_000),
-    "opencode": Tool("opencode", "npm install -g opencode-ai", _opencode),
+    "claude": Tool("claude", "npm install -g @anthropic-ai/claude-code", _claude, prompt_tokens=23_000),
+    "codex": Tool("codex", "npm install -g @openai/codex", _codex_key, _codex, prompt_tokens=6_500),
+    "opencode": Tool("opencode", "npm install -g opencode-ai", _opencode, prompt_tokens=7_700),
     "aider": Tool("aider", "python -m pip install aider-install && aider-install", _aider),
 }

@@ -9,10 +9,10 @@ import time
 from collections import deque
 
 from metal_engine.cancellation import check_cancelled
-from metal_engine.engine.generation_prompt import GenerationPrompts
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.pooling import resolve_pooling
+from metal_engine.engine.prompt_parts import PromptParts
 from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
@@ -68,7 +68,7 @@ class EngineCore:
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size)
-        self._endings = GenerationPrompts(tokenizer) if config.cache.num_state_slots else None
+        self._parts = PromptParts(tokenizer) if config.cache.num_state_slots else None
         self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats)
         self._seeds = random.Random(config.seed)
         self._serials = itertools.count()
@@ -106,8 +106,8 @@ class EngineCore:
             max_tokens = self._max_tokens(len(kept), params)
             self._check_token_ids(kept)
             hashes = prompt_block_hashes(kept, self.config.cache, cache_salt)
-            num_lasting = len(kept) - (self._endings.length(kept) if self._endings is not None else 0)
-            prepared.append(PreparedRequest(kept, params, max_tokens, rules, cache_salt, hashes, None, num_lasting))
+            request = PreparedRequest(kept, params, max_tokens, rules, cache_salt, hashes)
+            prepared.append(request if self._parts is None else self._parts.marked(request))
         return prepared
 
     def prepare_pooling(
@@ -221,6 +221,7 @@ class EngineCore:
             block_hashes=list(prepared.block_hashes) if prepared.cache_salt == options.cache_salt else [],
             needs_prompt_rows=params.prompt_logprobs is not None,
             num_lasting_tokens=prepared.num_lasting_tokens,
+            num_instruction_tokens=prepared.num_instruction_tokens,
             pooling_params=prepared.pooling_params,
         )
         self.scheduler.add_request(request)

@@ -21,6 +21,7 @@ from metal_engine.engine.control_tokens import ControlTokens
 from metal_engine.engine.detokenizer import Detokenizer
 from metal_engine.engine.infilling import Infilling
 from metal_engine.engine.long_text import TextTooLongError, around, encode
+from metal_engine.engine.message_rules import MessageRules
 from metal_engine.sizes import parts
 
 # How tokenizers without a byte alphabet spell a byte that is no character.
@@ -80,6 +81,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._control_tokens = ControlTokens(backend, self._templates.values())
+        # One for all copies, so that the template is tried once.
+        self.message_rules = MessageRules(lambda messages: self._rendered(messages, {"add_generation_prompt": True}))
 
     @cached_property
     def serialized(self) -> bytes:

@@ -3,6 +3,7 @@
 Checkpoints are taken at the ends of whole blocks, where prefixes are cached:
 
 - before the last tokens of a prompt, for the next turn of a conversation and for a request that comes again;
+- after long instructions, for other conversations with the same;
 - where the prompt leaves a prefix that is cached already, without a checkpoint: others will leave it there, too;
 - where a request that waits for this one's beginning leaves it;
 - every ``CHECKPOINT_INTERVAL`` tokens of a long prompt, and farther apart where that would be more than its share;
@@ -23,6 +24,9 @@ from metal_engine.step import SchedulerOutput
 
 # Tokens. A request that shares less than this with one before computes at most so many of them again.
 CHECKPOINT_INTERVAL = 1024
+# Tokens. Shorter instructions are computed again by the second conversation that has them: a step more for each new
+# prompt would take longer.
+MIN_INSTRUCTIONS = 256
 
 
 @dataclass(slots=True)
@@ -35,6 +39,7 @@ class _Held:
         left: (blocks, slot) of states that it has left behind and whose blocks' hashes are not known yet.
         interval: tokens between the checkpoints of its prompt that nobody has asked for.
         spaced: those: position -> hash.
+        latest: hash of the checkpoint that its prompt has left at the last place wanted.
         rolling: hash of the checkpoint in its answer.
         is_written: whether there is a state in the slot: one that a planned step leaves, or a loaded one.
         loaded_blocks: after how many blocks the state that came from a store follows; 0 for none.
@@ -46,6 +51,7 @@ class _Held:
     stops: tuple[int, ...] = ()
     left: list[tuple[int, int]] = field(default_factory=list)
     spaced: dict[int, bytes] = field(default_factory=dict)
+    latest: bytes = b""
     rolling: bytes | None = None
     loaded_blocks: int = 0
 
@@ -116,13 +122,15 @@ class RequestStates:
         if not self._keeps_checkpoints:
             return ()
         # One token at least is left to compute, and to a request that comes again.
-        ends = (min(request.num_lasting_tokens, request.num_tokens - 1), num_shared)
+        ends = [min(request.num_lasting_tokens, request.num_tokens - 1), num_shared]
+        if request.num_instruction_tokens >= MIN_INSTRUCTIONS:
+            ends.append(min(request.num_instruction_tokens, request.num_tokens - 1))
         return tuple({end - end % self._block_size for end in ends})
 
     def want(self, request: Request, position: int) -> None:
         """Have a running request leave a checkpoint on its way: another waits for the prefix that both have."""
         held = self._held.get(request.request_id)
-        if held is not None and self._keeps_checkpoints:
+        if held is not None and self._keeps_checkpoints and not self.has_only_its_end_left(request):
             held.stops = (*held.stops, position)
             held.spaced.pop(position, None)
 
@@ -130,10 +138,6 @@ class RequestStates:
         """Whether a running request leaves a checkpoint there on its way, or none is needed."""
         held = self._held.get(request.request_id)
         return held is None or position in held.stops or position % held.interval == 0
-
-    def waits_for_checkpoint(self, request: Request) -> bool:
-        """Whether somebody waits for a state that a prompt leaves on its way, so that it must not be computed whole."""
-        return self._keeps_checkpoints and request.options.do_remote_decode
 
     def room(self, request: Request, num_computed: int) -> int:
         """Tokens that may follow ``num_computed`` in one chunk: up to the next place of a checkpoint."""
@@ -143,6 +147,21 @@ class RequestStates:
         stops, interval = (held.stops, held.interval) if held is not None else ((), self.interval)
         interval_end = num_computed - num_computed % interval + interval
         return min([interval_end, *(stop for stop in stops if stop > num_computed)]) - num_computed
+
+    def room_at_once(self, request: Request, num_computed: int) -> int:
+        """Tokens that may follow ``num_computed`` for want of a slot: up to the last place of a checkpoint.
+
+        What comes after it is as good as nothing, and takes no slot in the next step.
+        """
+        held = self._held.get(request.request_id)
+        stops = held.stops if held is not None and self._keeps_checkpoints else ()
+        last = max(stops, default=0)
+        return (last if num_computed < last < request.num_tokens else request.num_tokens) - num_computed
+
+    def has_only_its_end_left(self, request: Request) -> bool:
+        """Whether a prompt in progress has passed all places of checkpoints."""
+        held = self._held.get(request.request_id)
+        return held is not None and 0 < max(held.stops, default=0) <= request.num_computed_tokens
 
     def plan(self, plan: SchedulerOutput, request: Request) -> None:
         """Called when a step is to go on with a request, before its tokens are counted as computed."""
@@ -191,7 +210,9 @@ class RequestStates:
         if position <= request.num_prompt_tokens:
             if is_new and num_blocks != held.loaded_blocks:
                 self._save(slot, block_hash)
-            if is_new and position not in held.stops:
+            if position in held.stops:
+                held.latest = block_hash
+            elif is_new:
                 held.spaced[position] = block_hash
                 self._thin(held)
             return
@@ -199,6 +220,7 @@ class RequestStates:
             assert held.rolling is not None
             self.slots.drop_checkpoint(held.rolling, unless_hit=True)
         held.rolling = block_hash
+        self.slots.touch(held.latest)  # it outlives this one: with the reasoning stripped, only the prompt's hits
 
     def _thin(self, held: _Held) -> None:
         """Give up every second checkpoint of a prompt that has more than its share, unless somebody has used it."""

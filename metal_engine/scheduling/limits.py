@@ -87,8 +87,8 @@ class PrefillShares:
     Args:
         step: what decodes left; reduced by what is given here.
         prefills: running requests with more than one token left to compute, for :meth:`take_turns`.
-        room: how many tokens of a request may follow so many computed ones in one chunk; a prompt that is computed
-            at once, for lack of a slot, is no matter of it.
+        room: how many tokens of a request may follow so many computed ones in one chunk.
+        room_at_once: the same for a prompt that is computed at once, for lack of a slot.
 
     Attributes:
         shares: tokens for each request taken in, in the order of their turns.
@@ -101,13 +101,15 @@ class PrefillShares:
         prefills: list[Request],
         config: SchedulerConfig,
         block_size: int,
-        room: Callable[[Request, int], int] = lambda request, num_computed: num_computed + request.num_tokens,
+        room: Callable[[Request, int], int] = lambda request, num_computed: request.num_tokens,
+        room_at_once: Callable[[Request, int], int] = lambda request, num_computed: request.num_tokens,
     ) -> None:
         self.step = step
         self.shares: dict[Request, int] = {}
         self._config = config
         self._block_size = block_size
         self._room = room
+        self._room_at_once = room_at_once
         self._unit = chunk_unit(config, block_size)
         self._unfinished: list[Request] = []  # taken in, with shares that do not complete their prompts
         # Running requests without a share in this step; those that have waited longest for one first.
@@ -172,8 +174,9 @@ class PrefillShares:
     def take(self, request: Request, *, whole: bool = False) -> None:
         """Take in a new request, for which :meth:`has_room`, and give it the smallest share.
 
-        With ``whole`` it gets all of its prompt at once, for which :meth:`fits`: it has no slot, so its
-        prompt must be complete after this step, and an even part of the budget might not do.
+        With ``whole`` it gets all of its prompt at once, for which :meth:`fits`, or all but the end after its last
+        checkpoint: it has no slot, so its prompt must be complete after this step or the next, and an even part of the
+        budget might not do.
         """
         self.num_long += is_long(num_remaining(request, self._config), self._config)
         self._take(request, whole)
@@ -181,8 +184,12 @@ class PrefillShares:
     def _take(self, request: Request, whole: bool = False) -> None:
         remaining = num_remaining(request, self._config)
         self.shares[request] = 0
-        smallest = min(remaining, self._block_size, self.step.tokens, self._room(request, request.num_computed_tokens))
-        self._give(request, remaining if whole else smallest)
+        num_computed = request.num_computed_tokens
+        if whole:
+            share = min(remaining, self._room_at_once(request, num_computed))
+        else:
+            share = min(remaining, self._block_size, self.step.tokens, self._room(request, num_computed))
+        self._give(request, share)
         if self.shares[request] < remaining:
             self._unfinished.append(request)
 

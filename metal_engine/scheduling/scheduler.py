@@ -141,7 +141,8 @@ class Scheduler:
         budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work, prompt_rows)
         num_preemptions = self.num_preemptions
         partial = self._schedule_decodes(plan, budget)
-        prefills = PrefillShares(budget, partial, self.config, self.blocks.block_size, self.states.room)
+        rooms = self.states.room, self.states.room_at_once
+        prefills = PrefillShares(budget, partial, self.config, self.blocks.block_size, *rooms)
         pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
         if not pool_is_full and prefills.is_turn_of_a_new_one(self._last_admission):
             self._fill_slots(plan, prefills, at_most=1)
@@ -199,8 +200,6 @@ class Scheduler:
         """Admit further requests to the budget that is left: to slots free by now, or with their whole prompts."""
         while (candidate := self._next_candidate(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
-            if not has_slot and self.states.waits_for_checkpoint(candidate.request):
-                break
             has_room = prefills.has_some_room if has_slot else prefills.fits
             if not has_room(candidate.request, *candidate.extent) or not self._admit(plan, candidate):
                 break

@@ -92,6 +92,11 @@ class StateSlots:
         self.num_hits += 1
         return self._checkpoints[block_hash]
 
+    def touch(self, block_hash: bytes) -> None:
+        """Count a checkpoint as used now; one that is not there is ignored."""
+        if block_hash in self._checkpoints:
+            self._checkpoints.move_to_end(block_hash)
+
     def add_checkpoint(self, block_hash: bytes, slot: int) -> bool:
         """Make what a slot holds the checkpoint of a prefix; returns False if there is one already."""
         if block_hash in self._checkpoints:

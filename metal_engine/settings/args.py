@@ -78,7 +78,8 @@ class EngineArgs(Settings):
     )
     max_num_seqs: int | None = setting(
         None,
-        "Most requests that run at once. Default: 256 on Metal, 64 on a CPU; never more than tokens per step.",
+        "Most requests that run at once. Default: 256 on Metal, 64 on a CPU, or as many recurrent states as fit into a "
+        "third of the pool's memory; never more than tokens per step.",
         group=SCHEDULING,
         ge=1,
         le=MAX_NUM_SEQS,
@@ -96,8 +97,8 @@ class EngineArgs(Settings):
     )
     kv_cache_memory_bytes: int | None = setting(
         None,
-        "Size of the KV cache, as in 2GiB. Default: what --gpu-memory-utilization leaves on Metal; on a CPU 2 GiB, "
-        "at most a quarter of the free memory.",
+        "Size of the KV cache, recurrent states included, as in 2GiB. Default: what --gpu-memory-utilization leaves "
+        "on Metal; on a CPU 2 GiB, at most a quarter of the free memory.",
         group=MEMORY,
         kind="size",
         ge=1,
@@ -182,8 +183,8 @@ class ServerArgs(Settings):
     uds: str | None = setting(None, "Unix domain socket to listen on instead of --host and --port.", group=SERVER)
     served_model_name: tuple[str, ...] = setting(
         (),
-        "Name of the model in the API, instead of MODEL; * takes any name. Repeat the flag for several; answers carry "
-        "the first.",
+        "Name of the model in the API, instead of MODEL; * takes any name. Several: behind MODEL, or by repeating the "
+        "flag; answers carry the first.",
         group=SERVER,
     )
     api_key: tuple[str, ...] = setting(

@@ -13,8 +13,8 @@ from metal_engine.settings.fields import format_size
 _CPU_POOL_BYTES = 2 * GIB
 # Tokens of context for a model that does not say what it was trained for, if the user does not either.
 _UNKNOWN_CONTEXT = 4096
-# Slots of a request: its state, and the checkpoint that follows its answer where prefixes are cached.
-_SLOTS_PER_REQUEST, _SLOTS_WITHOUT_CACHING = 2, 1
+# Slots of a request: its state, and where prefixes are cached the checkpoints that follow its prompt and its answer.
+_SLOTS_PER_REQUEST, _SLOTS_WITHOUT_CACHING = 3, 1
 # Of the memory for KV cache and states: most that the states of requests take where their number is not given, and most
 # that checkpoints beside them take.
 _REQUESTS_SHARE, _CHECKPOINTS_SHARE = 1 / 3, 1 / 6

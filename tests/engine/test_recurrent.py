@@ -217,6 +217,20 @@ def test_a_long_prompt_leaves_others_their_checkpoints() -> None:
     assert answer == own_answer("qwen3_5", long[:300] + tails[1])
 
 
+@pytest.mark.parametrize("max_num_partial_prefills", [1, 4])
+def test_chats_at_once_all_go_on_from_their_last_prompts(max_num_partial_prefills: int) -> None:
+    """Of answers nothing comes again. Slots are as few as a server gives: state, prompt and answer of each request."""
+    limits = {"max_num_partial_prefills": max_num_partial_prefills, "max_num_batched_tokens": 512, "num_blocks": 512}
+    engine = hybrid_engine("qwen3_5", num_state_slots=24, **limits)
+    chats = prompts(7, [40 + i for i in range(8)])
+    for turn in range(4):
+        outputs = run_all(engine, [(chat, GREEDY) for chat in chats])
+        for chat, own in zip(chats, outputs, strict=True):
+            assert token_ids(own) == own_answer("qwen3_5", chat)
+            assert turn == 0 or len(chat) - own[-1].num_cached_tokens <= 20 + 2 * 4
+        chats = [chat + more for chat, more in zip(chats, prompts(turn, [20] * 8), strict=True)]
+
+
 def test_checkpoints_give_way_to_requests() -> None:
     engine = hybrid_engine("qwen3_5", num_state_slots=9)
     for lengths in ([20] * 8, [21] * 8, [22] * 8):

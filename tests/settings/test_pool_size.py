@@ -51,7 +51,7 @@ def test_all_of_it_fits(state_bytes: int, kv_bytes: int) -> None:
     config = resolved(state_bytes=state_bytes, kv_bytes=kv_bytes)
     assert config.peak_bytes <= 16 * GIB * 0.9
     num_slots = config.cache.num_state_slots
-    assert num_slots > 2 * config.scheduler.max_num_seqs
+    assert num_slots > 3 * config.scheduler.max_num_seqs
     running = num_slots + 1 + IN_FLIGHT_STATES * config.scheduler.max_num_seqs
     assert config.state_bytes == running * state_bytes
     assert config.cache.num_tokens >= config.scheduler.max_model_len
@@ -70,7 +70,7 @@ def test_a_model_without_kv_has_blocks_for_all_that_run() -> None:
 
 
 def test_too_many_requests_are_refused_with_the_flag() -> None:
-    with pytest.raises(ConfigError, match=r"64 requests at once take 46\.1 GiB") as refusal:
+    with pytest.raises(ConfigError, match=r"64 requests at once take 55\.3 GiB") as refusal:
         resolved(state_bytes=147 * MIB, max_num_seqs=64)
     assert refusal.value.flag == "--max-num-seqs"
     assert "147 MiB each" in str(refusal.value) and "lower --max-num-seqs" in str(refusal.value)

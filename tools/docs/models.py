@@ -83,8 +83,8 @@ _SUPPORTED = """\
 ### Verified
 
 Tests run each of these {count} with small random weights: three requests that are packed, chunked, interleaved over
-shuffled blocks, and longer than the sliding windows. The relative logit error against mlx-lm's own forward is below
-1e-4.
+shuffled blocks and slots of states, and longer than the sliding windows. The relative logit error against mlx-lm's own
+forward is below 1e-4.
 
 | `model_type` | attention | layers |
 | --- | --- | --- |

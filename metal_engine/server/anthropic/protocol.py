@@ -15,7 +15,7 @@ Message = dict[str, Any]
 
 
 class AnthropicMessage(RequestModel):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | LongList[dict[str, Any]]
 
 
@@ -37,6 +37,16 @@ class Thinking(RequestModel):
     budget_tokens: int | None = None
 
 
+class OutputFormat(RequestModel):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(RequestModel):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
 class CountTokensBody(RequestModel):
     """``POST /v1/messages/count_tokens``: what of a message's request makes its prompt."""
 
@@ -46,6 +56,7 @@ class CountTokensBody(RequestModel):
     tools: LongList[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesBody(CountTokensBody):
@@ -101,7 +112,9 @@ class AnthropicError(BaseModel):
 
 
 # A chat's field -> the one that it was made of.
-RENAMED = {"stop": "stop_sequences", "chat_template_kwargs": "thinking"}
+RENAMED = {"stop": "stop_sequences", "chat_template_kwargs": "thinking", "response_format": "output_config"}
+# Efforts beyond what templates know.
+_HIGHEST = {"xhigh": "high", "max": "high"}
 
 
 def to_chat(body: CountTokensBody) -> ChatCompletionBody:
@@ -118,13 +131,27 @@ def to_chat(body: CountTokensBody) -> ChatCompletionBody:
     if body.tool_choice is not None:
         fields["tool_choice"] = _tool_choice(body.tool_choice)
         fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
-    if body.thinking is not None:
-        fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if variables := _template_variables(body):
+        fields["chat_template_kwargs"] = variables
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = {"name": "output", "schema": body.output_config.format.schema_, "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesBody):
         fields |= {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
         fields["stop"] = body.stop_sequences
     given = {name: value for name, value in fields.items() if value is not None}
     return validated(ChatCompletionBody, {**(body.model_extra or {}), **given})
+
+
+def _template_variables(body: CountTokensBody) -> dict[str, Any]:
+    """How much the model shall think, as chat templates are told; those that do not know it write the same without."""
+    variables: dict[str, Any] = {}
+    if body.thinking is not None:
+        variables["enable_thinking"] = body.thinking.type != "disabled"
+    effort = body.output_config.effort if body.output_config is not None else None
+    if effort is not None:
+        variables["reasoning_effort"] = _HIGHEST.get(effort, effort)
+    return variables
 
 
 def _tool(i: int, tool: AnthropicTool) -> dict[str, Any]:
@@ -149,10 +176,11 @@ def _messages(body: CountTokensBody) -> list[Message]:
             messages.append({"role": "system", "content": _text(body.system)})
         except (KeyError, TypeError, ValueError) as error:
             raise invalid(f"system: {_problem(error)}", param="system") from error
+    if body.messages[0].role == "system":
+        raise invalid("messages[0].role: the first message is not a system message: that is system", param="messages")
     for i, message in enumerate(body.messages):
         try:
-            convert = _assistant_turn if message.role == "assistant" else _user_turn
-            messages += convert(message.content)
+            messages += _TURNS[message.role](message.content)
         except (KeyError, TypeError, ValueError) as error:
             raise invalid(f"messages[{i}].content: {_problem(error)}", param="messages") from error
     return messages
@@ -181,6 +209,11 @@ def _user_turn(content: str | list[dict[str, Any]]) -> list[Message]:
     return [*results, {"role": "user", "content": _text(texts)}]
 
 
+def _system_turn(content: str | list[dict[str, Any]]) -> list[Message]:
+    """An instruction from within the conversation, as Claude Code sends them."""
+    return [{"role": "system", "content": _text(content)}]
+
+
 def _assistant_turn(content: str | list[dict[str, Any]]) -> list[Message]:
     if isinstance(content, str):
         return [{"role": "assistant", "content": content}]
@@ -201,6 +234,9 @@ def _assistant_turn(content: str | list[dict[str, Any]]) -> list[Message]:
     if texts:
         turn["content"] = _text(texts)
     return [turn]
+
+
+_TURNS = {"user": _user_turn, "assistant": _assistant_turn, "system": _system_turn}
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:

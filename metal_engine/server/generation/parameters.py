@@ -41,7 +41,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _NO_EFFECT = frozenset(
     {
         "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "prediction", "parallel_tool_calls", "request_id",
+        "prompt_cache_retention", "client_metadata", "prediction", "parallel_tool_calls", "request_id",
         "stream_options.include_obfuscation", "messages.annotations",
     }
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import from_json
@@ -26,11 +27,15 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 class ResponseItems:
     """Output items as they grow. One is open at a time; each change is an event.
 
+    Args:
+        namespaces: full name of each function that has a namespace -> the namespace, and its name there.
+
     Attributes:
         items: those so far; complete after :meth:`close`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Mapping[str, tuple[str, str]]) -> None:
+        self._namespaces = namespaces
         self.items: list[dict[str, Any]] = []
         self._open: str | None = None  # kind of the last item, while more of it may come
         self._text: list[str] = []
@@ -41,8 +46,8 @@ class ResponseItems:
         for delta in deltas:
             if isinstance(delta, CallStart):
                 events += self.close()
-                call = {"type": "function_call", "call_id": delta.id, "name": delta.name, "arguments": ""}
-                events.append(self._begin_item("call", "fc", call))
+                called = {"type": "function_call", "call_id": delta.id, **self._named(delta.name), "arguments": ""}
+                events.append(self._begin_item("call", "fc", called))
             elif isinstance(delta, ArgumentsDelta):
                 self._text.append(delta.text)
                 events.append(self._event("response.function_call_arguments.delta", delta=delta.text))
@@ -75,6 +80,13 @@ class ResponseItems:
             events.append(self._part_event("response.content_part.done", part=_part(kind, text)))
         events.append(self._item_event("response.output_item.done"))
         return events
+
+    def _named(self, name: str) -> dict[str, Any]:
+        """A function as the client has named it."""
+        if name not in self._namespaces:
+            return {"name": name}
+        namespace, own_name = self._namespaces[name]
+        return {"name": own_name, "namespace": namespace}
 
     def _begin_text(self, delta: TextDelta) -> list[Event]:
         if delta.kind == "content":

@@ -17,7 +17,7 @@ from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.openai.conversation import Conversation, message_of
 from metal_engine.server.openai.response_items import Event, ResponseItems
-from metal_engine.server.openai.responses_protocol import Message, Response, ResponsesBody, to_chat
+from metal_engine.server.openai.responses_protocol import Message, Response, ResponsesBody, namespaces, to_chat
 from metal_engine.server.protocol import ChatCompletionBody, Usage
 from metal_engine.sizes import num_characters
 
@@ -41,11 +41,13 @@ class AskedResponse:
         told: what the response tells of its request.
         messages: the conversation, without instructions.
         num_characters: how much text there is in both.
+        namespaces: of its functions, as :func:`responses_protocol.namespaces` finds them.
     """
 
     told: dict[str, Any]
     messages: list[Message]
     num_characters: int
+    namespaces: dict[str, tuple[str, str]]
 
 
 def read_request(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletionBody, AskedResponse]:
@@ -65,7 +67,8 @@ def read_request(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompl
     chat, messages = to_chat(body, earlier)
     if len(messages) > MAX_MESSAGES:
         raise invalid(f" and the responses before it may have {MAX_MESSAGES} messages", where="input")
-    return chat, AskedResponse(told, messages, num_characters(messages) + num_characters(told))
+    size = num_characters(messages) + num_characters(told)
+    return chat, AskedResponse(told, messages, size, namespaces(body.tools))
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class ResponsesEndpoint(Conversation):
         super().__init__(served)
         self._store = store
         self._asked = asked
-        self._items = ResponseItems()
+        self._items = ResponseItems(asked.namespaces)
         self._deltas: list[AnswerDelta] = []
         self._numbers = itertools.count()
 

@@ -14,16 +14,20 @@ Message = dict[str, Any]
 
 
 class ResponseTool(RequestModel):
+    """A function, or a namespace, which has functions."""
+
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: LongList[ResponseTool] | None = None
 
 
 class ResponseToolChoice(RequestModel):
     type: str
     name: str | None = None
+    namespace: str | None = None
 
 
 class TextFormat(RequestModel):
@@ -134,7 +138,7 @@ def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletion
         "max_completion_tokens": body.max_output_tokens,
     }
     if body.tools:
-        fields["tools"] = [_tool(i, tool) for i, tool in enumerate(body.tools)]
+        fields["tools"] = _tools(body.tools)
     if body.tool_choice is not None:
         fields["tool_choice"] = _tool_choice(body.tool_choice)
     if body.text is not None:
@@ -146,12 +150,46 @@ def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletion
     return validated(ChatCompletionBody, {**(body.model_extra or {}), **given}), messages
 
 
-def _tool(i: int, tool: ResponseTool) -> dict[str, Any]:
+def _tools(tools: list[ResponseTool]) -> list[dict[str, Any]]:
+    """Functions as a chat has them; those of a namespace stand for themselves, under their full names."""
+    functions = []
+    for i, tool in enumerate(tools):
+        if tool.type != "namespace":
+            functions.append(_function(f"tools[{i}]", tool))
+            continue
+        for j, inner in enumerate(tool.tools or ()):
+            function = _function(f"tools[{i}].tools[{j}]", inner)
+            if not tool.name or not inner.name:
+                raise invalid(f"tools[{i}]: a namespace and its functions need names", param="tools")
+            function["function"]["name"] = full_name(tool.name, inner.name)
+            functions.append(function)
+    return functions
+
+
+def _function(place: str, tool: ResponseTool) -> dict[str, Any]:
     if tool.type != "function":
         raise invalid(
-            f"tools[{i}]: type {short(tool.type)} is not supported; the server has functions only", param="tools"
+            f"{place}: type {short(tool.type)} is not supported; the server has functions only", param="tools"
         )
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+    return {"type": "function", "function": tool.model_dump(exclude={"type", "tools"}, exclude_none=True)}
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """What the model knows a function by that may have a namespace."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def namespaces(tools: list[ResponseTool] | None) -> dict[str, tuple[str, str]]:
+    """Full name of each function that has a namespace -> the namespace, and its name there."""
+    return {
+        full_name(tool.name, inner.name): (tool.name, inner.name)
+        for tool in tools or ()
+        if tool.type == "namespace" and tool.name
+        for inner in tool.tools or ()
+        if inner.name
+    }
 
 
 def _tool_choice(choice: str | ResponseToolChoice) -> Any:
@@ -159,7 +197,7 @@ def _tool_choice(choice: str | ResponseToolChoice) -> Any:
         return choice
     if choice.type != "function" or choice.name is None:
         raise invalid("tool_choice must be a mode, or name a function", param="tool_choice")
-    return {"type": "function", "function": {"name": choice.name}}
+    return {"type": "function", "function": {"name": full_name(choice.namespace, choice.name)}}
 
 
 def _response_format(given: TextFormat | None) -> dict[str, Any] | None:
@@ -201,7 +239,7 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
         else:
             messages.append({"role": item["role"], "content": text})
     elif kind == "function_call":
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        function = {"name": full_name(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
         turn = _assistant(messages)
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
     elif kind == "function_call_output":

@@ -29,7 +29,8 @@ def tools() -> None:
         model=MODEL,
         messages=[{"role": "user", "content": "What is the weather in Rome?"}],
         tools=[tool],
-        tool_choice={"type": "any"},
+        # A model as small as the demo's goes on calling where it may.
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
         max_tokens=60,
         extra_body=GREEDY,
     )

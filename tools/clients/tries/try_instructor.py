@@ -11,9 +11,11 @@ from tried import KEY, MODEL, PERSON_TEXT, URL, expect, try_all
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0, timeout=300)
 MODES = ("JSON", "JSON_O1", "JSON_SCHEMA", "MD_JSON", "TOOLS", "TOOLS_STRICT", "RESPONSES_TOOLS")
-# JSON and MD_JSON only ask for JSON; a model as small as the demo's needs an example to know what is meant.
+# JSON and MD_JSON only ask for JSON, with the schema; a model as small as the demo's needs an example to know that an
+# answer is not a schema.
+HOW = 'Answer as before, with {"name": …, "age": …}.'
 EXAMPLE = [
-    {"role": "user", "content": "Extract the person: Ben is 7 years old."},
+    {"role": "user", "content": f"Extract the person: Ben is 7 years old. {HOW}"},
     {"role": "assistant", "content": '```json\n{"name": "Ben", "age": 7}\n```'},
 ]
 
@@ -27,7 +29,7 @@ def extract(mode: str) -> None:
     extractor = instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
     person = extractor.create(
         model=MODEL,
-        messages=[*EXAMPLE, {"role": "user", "content": PERSON_TEXT}],
+        messages=[*EXAMPLE, {"role": "user", "content": f"{PERSON_TEXT} {HOW}"}],
         response_model=Person,
         temperature=0,
         max_tokens=120,

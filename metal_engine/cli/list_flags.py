@@ -1,0 +1,41 @@
+"""Several values after one flag, as vLLM's command has them: ``--served-model-name a b``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+
+def with_flags_repeated(
+    given: Iterable[str], lists: Collection[str], switches: Collection[str], num_arguments: int
+) -> list[str]:
+    """A command line with a flag before each of its values.
+
+    Only where it cannot be meant otherwise: behind the command's own arguments. Whatever else stands there stays, for
+    the parser to refuse.
+
+    Args:
+        given: what follows the command's name.
+        lists: flags that may be repeated.
+        switches: flags without a value.
+        num_arguments: how many words the command takes that belong to no flag.
+    """
+    result: list[str] = []
+    words = iter(given)
+    flag: str | None = None
+    for word in words:
+        if word == "--":
+            return [*result, word, *words]
+        if word.startswith("-") and word != "-":
+            name, has_value, _ = word.partition("=")
+            result.append(word)
+            if not has_value and name not in switches:
+                result += [value for value in [next(words, None)] if value is not None]
+            flag = name if name in lists else None
+            continue
+        if num_arguments:
+            num_arguments -= 1
+            flag = None
+        elif flag is not None:
+            result.append(flag)
+        result.append(word)
+    return result

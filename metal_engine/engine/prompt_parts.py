@@ -1,0 +1,79 @@
+"""Where a chat's prompt may part from others': after its instructions, and before the generation prompt."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from itertools import takewhile
+
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.request import PreparedRequest
+
+_VARIABLES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
+
+
+class PromptParts:
+    """How a chat template begins a user's message, and how it asks for an answer.
+
+    What follows instructions is another conversation's, or another user's. What follows the generation prompt may not
+    come again: templates strip the reasoning from answers that have become history. So these are the places to go on
+    from.
+
+    Args:
+        tokenizer: whose template it is; one without a template has no such parts.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        found = {self._ending(variables) for variables in _VARIABLES}
+        self._endings = sorted(found - {()}, key=len, reverse=True)
+        self._turn = array("i", self._beginning_of_turn()).tobytes()
+
+    def _ending(self, variables: dict[str, bool]) -> tuple[int, ...]:
+        asked, told = (self._rendered(None, "x", add_generation_prompt=asks, **variables) for asks in (True, False))
+        return tuple(asked[len(told) :]) if asked[: len(told)] == told else ()
+
+    def _beginning_of_turn(self) -> list[int]:
+        """What is between a system message's content and that of a user's message after it."""
+        one, other, third = (self._rendered(*texts) for texts in (("1", "x"), ("2", "x"), ("1", "y")))
+        num_after = _num_common(one[::-1], other[::-1])
+        return one[len(one) - num_after : _num_common(one, third)]
+
+    def _rendered(self, system: str | None, user: str, **variables: bool) -> list[int]:
+        messages = [{"role": "user", "content": user}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        try:
+            return self._tokenizer.apply_chat_template(messages, **variables)
+        except ValueError:  # there is no template, or none for such a conversation
+            return []
+
+    def marked(self, request: PreparedRequest) -> PreparedRequest:
+        """A request with the lengths of its prompt's parts."""
+        prompt = request.prompt_token_ids
+        return replace(
+            request,
+            num_lasting_tokens=self.num_lasting_tokens(prompt),
+            num_instruction_tokens=self.num_instruction_tokens(prompt),
+        )
+
+    def num_instruction_tokens(self, prompt: list[int]) -> int:
+        """Returns how many tokens of a prompt come before the content of its first user's message; 0 if not known."""
+        if not self._turn:
+            return 0
+        tokens = array("i", prompt)
+        text, at = tokens.tobytes(), -1
+        while (at := text.find(self._turn, at + 1)) >= 0:
+            if at % tokens.itemsize == 0:
+                return (at + len(self._turn)) // tokens.itemsize
+        return 0
+
+    def num_lasting_tokens(self, prompt: list[int]) -> int:
+        """Returns how many tokens of a prompt come before what asks for an answer at its end."""
+        endings = (len(e) for e in self._endings if len(e) < len(prompt) and tuple(prompt[-len(e) :]) == e)
+        return len(prompt) - next(endings, 0)
+
+
+def _num_common(one: list[int], other: list[int]) -> int:
+    """Tokens that both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,0 +1,56 @@
+"""What templates take: found by trying published ones, and what refuses or leaves out as some do."""
+
+from __future__ import annotations
+
+import pytest
+
+from metal_engine.engine.message_rules import MessageRules
+from tests.support.chat_templates import GEMMA, LLAMA, QWEN
+from tools.fixtures.fake_engine import CHAT_TEMPLATE, tiny_tokenizer
+
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"
+) + CHAT_TEMPLATE
+# As Mistral's and Gemma's do.
+ALTERNATING = (
+    "{% for m in messages %}{% if loop.index0 and m.role == messages[loop.index0 - 1].role %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+) + CHAT_TEMPLATE
+# As gpt-oss's does: what is neither the first message nor of a role that it knows is left out.
+LEAVES_OUT = (
+    "{% for m in messages %}{% if loop.first or m.role in ['user', 'assistant', 'tool'] %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + LEAVES_OUT
+
+
+@pytest.mark.parametrize(
+    ("template", "again", "later", "user"),
+    [
+        (CHAT_TEMPLATE, True, True, True),
+        (QWEN, True, True, True),
+        (LLAMA, True, True, True),
+        (GEMMA, True, True, True),
+        (SYSTEM_FIRST, False, False, True),
+        (ALTERNATING, False, True, False),
+        (LEAVES_OUT, False, False, True),
+        (NO_SYSTEM, False, False, True),
+        (None, False, False, False),
+    ],
+)
+def test_rules(template: str | None, again: bool, later: bool, user: bool) -> None:
+    tokenizer = tiny_tokenizer(template)
+    rules = tokenizer.message_rules
+    assert (rules.takes_system_again, rules.takes_system_later, rules.takes_user_again) == (again, later, user)
+
+
+def test_a_template_is_tried_once() -> None:
+    """However many copies of the tokenizer requests have, and not before it is asked."""
+    tokenizer = tiny_tokenizer(SYSTEM_FIRST)
+    assert tokenizer.limited(100).message_rules is tokenizer.message_rules
+    tried = []
+    rules = MessageRules(lambda messages: tried.append(messages) or "")  # type: ignore[func-returns-value]
+    assert not tried
+    assert not rules.takes_user_again and not rules.takes_user_again
+    assert len(tried) == 1

@@ -1,0 +1,90 @@
+"""Where a prompt ends that later ones begin with: after the instructions, and before the generation prompt."""
+
+from __future__ import annotations
+
+from metal_engine.engine.prompt_parts import PromptParts
+from metal_engine.sampling_params import SamplingParams
+from tests.support.tiny_engine import run_all, tiny_engine, token_ids
+from tools.fixtures.fake_engine import tiny_tokenizer
+
+# As Qwen's templates: an answer begins with a thought, which history has not.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% else %}<think>\n{% endif %}{% endif %}"
+)
+MESSAGES = [{"role": "user", "content": "what is it?"}]
+
+
+def test_each_way_to_ask_is_known() -> None:
+    tokenizer = tiny_tokenizer(THINKING)
+    parts = PromptParts(tokenizer)
+    for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        prompt = tokenizer.apply_chat_template(MESSAGES, **variables)
+        history = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False, **variables)
+        assert len(prompt) > parts.num_lasting_tokens(prompt) == len(history)
+        assert parts.num_lasting_tokens(history) == len(history)
+    assert parts.num_lasting_tokens([]) == 0
+
+
+def test_a_tokenizer_without_a_template_has_none() -> None:
+    parts = PromptParts(tiny_tokenizer(None))
+    assert parts.num_lasting_tokens([1, 2, 3]) == 3 and parts.num_instruction_tokens([1, 2, 3]) == 0
+
+
+def test_instructions_end_before_the_first_users_text() -> None:
+    tokenizer = tiny_tokenizer(THINKING)
+    parts = PromptParts(tokenizer)
+    system = {"role": "system", "content": "be brief"}
+    told = tokenizer.apply_chat_template([system], add_generation_prompt=False)
+    for rest in (MESSAGES, [*MESSAGES, {"role": "assistant", "content": "that"}, *MESSAGES]):
+        prompt = tokenizer.apply_chat_template([system, *rest])
+        instructions = prompt[: parts.num_instruction_tokens(prompt)]
+        assert tokenizer.decode(instructions[len(told) :]) in ("user\n", "<|im_start|>user\n")
+        assert tokenizer.decode(prompt[len(instructions) :]).startswith(MESSAGES[0]["content"])
+    assert parts.num_instruction_tokens(tokenizer.encode("be brief")) == 0
+
+
+def test_the_second_conversation_with_the_same_instructions_hits() -> None:
+    """Whether it comes later or at once."""
+    system = {"role": "system", "content": "be brief " * 40}
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    for at_once in (False, True):
+        engine = tiny_engine(
+            tokenizer=tiny_tokenizer(THINKING), architecture="qwen3_5", num_state_slots=16, max_num_seqs=4,
+            block_size=4, num_blocks=512, max_model_len=2048,
+        )  # fmt: skip
+        render = engine.tokenizer.apply_chat_template
+        prompts = [render([system, {"role": "user", "content": text}]) for text in ("one", "another")]
+        if at_once:
+            outputs = run_all(engine, [(prompt, params) for prompt in prompts])
+        else:
+            outputs = [run_all(engine, [(prompt, params)])[0] for prompt in prompts]
+        num_instructions = PromptParts(engine.tokenizer).num_instruction_tokens(prompts[0])
+        assert num_instructions > 256
+        assert [o[-1].num_cached_tokens for o in outputs] == [0, num_instructions - num_instructions % 4]
+
+
+def test_a_chat_that_strips_reasoning_hits_up_to_the_last_message() -> None:
+    engine = tiny_engine(
+        tokenizer=tiny_tokenizer(THINKING),
+        architecture="qwen3_5",
+        num_state_slots=16,
+        max_num_seqs=4,
+        block_size=4,
+        num_blocks=512,
+        max_model_len=2048,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    messages: list[dict[str, str]] = []
+    lasting = 0  # tokens that the last prompt had before its generation prompt
+    for turn in range(10):
+        messages.append({"role": "user", "content": f"question {turn}, of some words"})
+        prompt = engine.tokenizer.apply_chat_template(messages)
+        (outputs,) = run_all(engine, [(prompt, params)])
+        num_cached = outputs[-1].num_cached_tokens
+        assert lasting - 4 < num_cached <= lasting or turn == 0, (turn, num_cached, lasting)
+        lasting = len(engine.tokenizer.apply_chat_template(messages, add_generation_prompt=False))
+        assert token_ids(outputs)
+        messages.append({"role": "assistant", "content": f"answer {turn}"})  # without what was thought

@@ -1,0 +1,109 @@
+"""Requests as Claude Code 2.1 sends them, short: system messages in the conversation, titles by a schema, efforts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.engine.test_message_rules import SYSTEM_FIRST
+from tests.support.serving import MODEL, Served, serve
+from tests.support.splitting import answer_format
+from tests.support.tool_formats import RECORDED, TOOLS
+from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
+
+CONFIG = fake_config(max_model_len=8192, num_blocks=4096, max_num_batched_tokens=2048)
+CACHED = {"cache_control": {"type": "ephemeral"}}
+AGENTS = "Available agent types for the Agent tool:\n- Explore: reads."
+FIRST: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "<system-reminder>\nToday's date is 2026-11-23.\n</system-reminder>\n\n"},
+                {"type": "text", "text": "What is in hello.txt?", **CACHED},
+            ],
+        },
+        {"role": "system", "content": AGENTS},
+    ],
+    "system": [{"type": "text", "text": "You are a Claude agent.", **CACHED}, {"type": "text", "text": "Be careful."}],
+    "tools": [{"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS],
+    "metadata": {"user_id": '{"device_id":"0"}'},
+    "max_tokens": 3200,
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+}
+TITLE_SCHEMA = {
+    "type": "object",
+    "properties": {"title": {"type": "string"}},
+    "required": ["title"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(params=[TOOL_TEMPLATE, SYSTEM_FIRST], ids=["takes them", "refuses them"])
+def calling(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A server whose chat template takes system messages anywhere, and one whose template has them first only."""
+    tokenizer = tiny_tokenizer(request.param)
+    format_ = answer_format("json_tools")
+    with serve(script(RECORDED[0].text), config=CONFIG, tokenizer=tokenizer, answer_format=format_) as served:
+        yield served
+        served.settle()
+
+
+def test_a_turn_and_the_next(calling: Served) -> None:
+    """Both are answered, and the first one's prompt is the second one's cached prefix."""
+    first = calling.post("/v1/messages?beta=true", FIRST).json()
+    assert first["stop_reason"] == "tool_use"
+    calls = [block for block in first["content"] if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "hello"} for call in calls]
+    turns = [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": results}]
+    more = [{"role": "system", "content": [{"type": "text", "text": "A file has changed.", **CACHED}]}]
+    second = calling.post("/v1/messages?beta=true", {**FIRST, "messages": [*FIRST["messages"], *turns, *more]})
+    assert second.status_code == 200
+    num_prompt_tokens = first["usage"]["input_tokens"] + first["usage"]["cache_read_input_tokens"]
+    assert second.json()["usage"]["cache_read_input_tokens"] >= num_prompt_tokens - CONFIG.cache.block_size
+
+
+def test_the_text_of_a_system_message_is_in_its_place() -> None:
+    tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
+    with serve(config=CONFIG, tokenizer=tokenizer) as served:
+        body = {**FIRST, "tools": [], "max_tokens": 1}
+        usage = served.post("/v1/messages", body).json()["usage"]
+        messages = [
+            {"role": "system", "content": "You are a Claude agent.\nBe careful."},
+            {"role": "user", "content": "\n".join(part["text"] for part in FIRST["messages"][0]["content"])},
+            {"role": "system", "content": AGENTS},
+        ]
+        assert usage["input_tokens"] == len(tokenizer.apply_chat_template(messages))
+        given = {name: body[name] for name in ("model", "messages", "system", "thinking", "output_config")}
+        counted = served.post("/v1/messages/count_tokens", given).json()
+        assert counted["input_tokens"] == usage["input_tokens"]
+        first = {**body, "messages": [{"role": "system", "content": "x"}]}
+        assert "messages[0].role" in served.post("/v1/messages", first).json()["error"]["message"]
+        served.settle()
+
+
+def test_an_answer_by_a_schema(served: Served) -> None:
+    """As it asks for a session's title."""
+    config = {"effort": "high", "format": {"type": "json_schema", "schema": TITLE_SCHEMA}}
+    body = {"model": MODEL, "max_tokens": 4, "messages": FIRST["messages"][:1], "tools": [], "output_config": config}
+    assert served.post("/v1/messages", body).status_code == 200
+    structured = served.runner.seen_params[-1].structured_outputs
+    assert structured is not None and structured.json == TITLE_SCHEMA
+    for bad in ({"type": "text", "schema": TITLE_SCHEMA}, {"type": "json_schema"}, 5):
+        response = served.post("/v1/messages", {**body, "output_config": {"format": bad}})
+        assert response.status_code == 400 and "output_config" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("effort", "told"), [("low", "low"), ("high", "high"), ("max", "high"), (None, "")])
+def test_templates_that_know_efforts_are_told(effort: str | None, told: str) -> None:
+    tokenizer = tiny_tokenizer("{{ reasoning_effort }}:{{ messages[-1].content }}")
+    with serve(config=CONFIG, tokenizer=tokenizer) as served:
+        body = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
+        usage = served.post("/v1/messages", {**body, "output_config": {"effort": effort}}).json()["usage"]
+        assert usage["input_tokens"] == len(tokenizer.encode(f"{told}:hi"))
+        served.settle()

@@ -1,0 +1,86 @@
+"""System messages at any place, and messages of the user in a row, with templates that refuse or drop them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from metal_engine.server.openai.message_order import in_accepted_order
+from tests.engine.test_message_rules import ALTERNATING, LEAVES_OUT, SYSTEM_FIRST
+from tests.support.serving import MODEL, serve
+from tools.fixtures.fake_engine import CHAT_TEMPLATE, fake_config, tiny_tokenizer
+
+CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
+
+
+def chat(*pairs: str) -> list[dict[str, Any]]:
+    """Messages from texts like ``user: hi``."""
+    roles = (pair.split(": ", 1) for pair in pairs)
+    return [{"role": role, "content": content} for role, content in roles]
+
+
+# As Codex and Claude Code send them.
+GIVEN = chat("system: A", "system: B", "user: env", "user: hi", "system: C", "assistant: yes", "user: go", "system: D")
+TURNED = {
+    "system first": (
+        SYSTEM_FIRST,
+        [
+            *chat("system: A\n\nB", "user: env", "user: hi", "user: <system>\nC\n</system>"),
+            *chat("assistant: yes", "user: go", "user: <system>\nD\n</system>"),
+        ],
+    ),
+    "alternating": (
+        ALTERNATING,
+        chat("system: A\n\nB", "user: env\n\nhi", "system: C", "assistant: yes", "user: go", "system: D"),
+    ),
+    "both": (
+        SYSTEM_FIRST + ALTERNATING,
+        [
+            *chat("system: A\n\nB", "user: env\n\nhi\n\n<system>\nC\n</system>"),
+            *chat("assistant: yes", "user: go\n\n<system>\nD\n</system>"),
+        ],
+    ),
+    "leaves out": (
+        LEAVES_OUT,
+        [
+            *chat("system: A\n\nB", "user: env", "user: hi", "user: <system>\nC\n</system>"),
+            *chat("assistant: yes", "user: go", "user: <system>\nD\n</system>"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_what_a_template_refuses(name: str) -> None:
+    template, expected = TURNED[name]
+    rules = tiny_tokenizer(template).message_rules
+    given = [dict(message) for message in GIVEN]
+    ordered = in_accepted_order(given, rules)
+    assert ordered == expected
+    assert given == GIVEN  # a conversation may be stored
+    assert in_accepted_order(ordered, rules) is ordered
+    # What has been said stays as it was when more is said.
+    more = in_accepted_order([*given, *chat("assistant: done", "system: E", "user: on")], rules)
+    assert more[: len(ordered)] == ordered
+
+
+def test_what_a_template_takes_stays_as_it_is() -> None:
+    tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
+    assert in_accepted_order(GIVEN, tokenizer.message_rules) is GIVEN
+
+
+def test_over_http(caplog: pytest.LogCaptureFixture) -> None:
+    """Chats, with OpenAI's newer name for the role; the log says so once."""
+    tokenizer = tiny_tokenizer(SYSTEM_FIRST)
+    asked = [{**m, "role": m["role"].replace("system", "developer")} for m in GIVEN]
+    with serve(config=CONFIG, tokenizer=tokenizer) as served, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            body = {"model": MODEL, "max_tokens": 1, "messages": asked}
+            answer = served.post("/v1/chat/completions", body)
+            assert answer.status_code == 200
+            expected = tokenizer.apply_chat_template(TURNED["system first"][1])
+            assert answer.json()["usage"]["prompt_tokens"] == len(expected)
+        served.settle()
+    assert sum("chat template refuses messages in the order" in record.message for record in caplog.records) == 1
