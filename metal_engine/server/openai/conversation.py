@@ -34,8 +34,8 @@ _REORDERED = (
     "the model's chat template refuses messages in the order in which a request has them: system messages join the "
     "first one, or the user's text where they stand; so do messages of the user that follow each other"
 )
-# Templates and schemas make JSON of all tools in one call: 10 ms.
-MAX_TOOL_CHARACTERS = 1 << 22
+# Templates and schemas make JSON of all tools in one call: 10 ms, and 40 MiB where a character is beyond U+FFFF.
+MAX_TOOL_CHARACTERS = 1 << 21
 
 
 class Conversation(Endpoint[ChatCompletionBody]):
