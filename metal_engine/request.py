@@ -88,6 +88,12 @@ def _union(eos_token_ids: frozenset[int], stop_token_ids: tuple[int, ...]) -> fr
     return eos_token_ids | frozenset(stop_token_ids)
 
 
+def client_id(request_id: str) -> str:
+    """The id that a request was submitted under. Inside it is another, since clients may use theirs again at
+    once, while a step that computes the request they aborted is under way."""
+    return request_id.rpartition("#")[0]
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class Request:
     """One sequence under generation: the scheduler's view of it.
