@@ -70,7 +70,7 @@ def stats(engine: AsyncEngine) -> dict[str, Any]:
     return {
         "time": round(time.time(), 3),
         "running": now.num_running,
-        "waiting": engine.num_waiting,
+        "waiting": now.num_waiting,
         "used_blocks": now.num_used_blocks,
         "checkpoints": now.num_checkpoints,
         "preemptions": now.num_preemptions,

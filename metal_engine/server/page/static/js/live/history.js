@@ -1,0 +1,94 @@
+// The last minutes: what was queued, how fast tokens came, how long they took.
+
+import { duration, el } from "../dom.js";
+import { View } from "./canvas.js";
+import { styled } from "./colours.js";
+
+const WINDOW = 180; // seconds
+const SPACING = 1;
+
+const rate = (name) => (now, before) => (now[name] - before[name]) / (now.time - before.time);
+const mean = (name) => (now, before) => {
+  const [sum, number] = [now[name][0] - before[name][0], now[name][1] - before[name][1]];
+  return number > 0 ? sum / number : null;
+};
+const perSecond = (value) => (value >= 10 ? Math.round(value).toString() : value.toFixed(1));
+
+const CHARTS = [
+  {
+    title: "Running, and waiting",
+    lines: [(now) => now.running, (now) => now.waiting],
+    text: ([running, waiting]) => `${running} · ${waiting}`,
+  },
+  {
+    title: "Tokens/s out, and prompts",
+    lines: [rate("generation_tokens"), rate("prompt_tokens")],
+    text: ([out, prompts]) => `${perSecond(out)} · ${perSecond(prompts)}`,
+  },
+  { title: "Time to first token, mean", lines: [mean("first_token")], text: ([value]) => said(value) },
+  { title: "Between tokens, mean", lines: [mean("inter_token")], text: ([value]) => said(value) },
+];
+
+const said = (seconds) => (seconds === null ? "–" : duration(seconds));
+
+export class History {
+  constructor(list) {
+    this.samples = []; // of `stats`, a second apart at least
+    this.latest = null;
+    this.charts = CHARTS.map((chart) => {
+      const [value, canvas] = [el("dd", { className: "value", textContent: "–" }), el("canvas", { "aria-hidden": "true" })];
+      list.append(el("div", { className: "chart" }, el("dt", { textContent: chart.title }), value, el("dd", {}, canvas)));
+      return { ...chart, value, points: [], view: new View(canvas, (...place) => this.draw(chart.title, ...place)) };
+    });
+    this.timer = setInterval(() => this.tick(), 1000 * SPACING);
+  }
+
+  begin(stats) {
+    this.samples = [stats];
+    this.latest = stats;
+    for (const chart of this.charts) chart.points = [];
+  }
+
+  add(stats) {
+    this.latest = stats;
+  }
+
+  /** Once a second; nothing is done when nothing has happened for as long as charts show. */
+  tick() {
+    if (!this.latest || document.hidden) return;
+    const before = this.samples.at(-1);
+    const isNews = this.latest.time - before.time >= SPACING / 2;
+    const stats = isNews ? this.latest : { ...before, ...this.latest, time: before.time + SPACING };
+    const isQuiet = !isNews && !stats.running && !stats.waiting;
+    if (isQuiet && this.charts.every((chart) => chart.points.every((point) => point.every((value) => !value)))) return;
+    for (const chart of this.charts) {
+      const point = chart.lines.map((line) => (isQuiet ? 0 : line(stats, before)));
+      chart.points = [...chart.points, point].slice(-WINDOW / SPACING);
+      const known = chart.lines.length > 1 ? point : (chart.points.findLast(([value]) => value) ?? [null]);
+      chart.value.textContent = chart.text(known);
+      chart.view.redraw();
+    }
+    this.samples = [stats];
+  }
+
+  draw(title, context, width, height) {
+    const { points } = this.charts.find((chart) => chart.title === title);
+    const most = Math.max(...points.flat().map((value) => value ?? 0), 1e-9);
+    const step = width / (WINDOW / SPACING - 1);
+    const names = ["--accent", "--quiet"];
+    for (let line = 0; line < (points[0]?.length ?? 0); line += 1) {
+      context.strokeStyle = styled(names[line]);
+      context.lineWidth = 1.5;
+      context.setLineDash(line ? [3, 2] : []);
+      context.beginPath();
+      points.forEach((point, i) => {
+        const x = width - (points.length - 1 - i) * step;
+        const y = height - 2 - (height - 5) * ((point[line] ?? 0) / most);
+        if (i) context.lineTo(x, y);
+        else context.moveTo(x, y);
+      });
+      context.stroke();
+    }
+    context.setLineDash([]);
+  }
+}
