@@ -27,6 +27,9 @@ export class Chat {
       this.send();
     });
     this.prompt.addEventListener("input", () => this.fitPrompt());
+    // What is under way is cut then, and is told so by the next one who opens it.
+    addEventListener("pagehide", () => (this.isLeaving = true));
+    addEventListener("pageshow", () => (this.isLeaving = false));
     byId("stop").addEventListener("click", () => this.answer?.stop());
     byId("conversation-new").addEventListener("click", () => this.open(openConversation(null)));
     byId("conversation-delete").addEventListener("click", () => this.delete());
@@ -127,7 +130,7 @@ export class Chat {
       this.drawSoon(view);
       this.saveSoon(conversation);
     }
-    if (part === "end") {
+    if (part === "end" && !this.isLeaving) {
       if (this.answer === answer) this.answer = null;
       view?.mark(null);
       if (view) this.draw(view);

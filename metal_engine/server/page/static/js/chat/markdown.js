@@ -1,4 +1,5 @@
-// Markdown of a model's to elements. It is text by a stranger: only what is listed here survives, and nothing is loaded.
+// Markdown of a model's to elements. It is text by a stranger: HTML in it stays text, only what is listed here survives,
+// and nothing is loaded.
 
 import { copyButton, el } from "../dom.js";
 import DOMPurify from "../../vendor/purify.es.mjs";
@@ -16,11 +17,16 @@ const SANITISED = {
   RETURN_DOM_FRAGMENT: true,
 };
 
+const escaped = (text) => text.replace(/[&<>]/g, (sign) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[sign]);
+
 // Images become links: to load one would tell its server what the model wrote into the address.
 marked.use({
   gfm: true,
   breaks: false,
   renderer: {
+    html({ text }) {
+      return /^<br\s*\/?>$/i.test(text) ? "<br>" : escaped(text); // line breaks are common in tables
+    },
     image({ href, text }) {
       const link = document.createElement("a");
       link.setAttribute("href", href);

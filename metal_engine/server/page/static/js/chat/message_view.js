@@ -27,7 +27,8 @@ export class MessageView {
     this.foot = el("div", { className: "foot" });
     const who = el("div", { className: "who" }, message.role === "assistant" ? this.dot : null, NAMES[message.role]);
     this.element = el("article", { className: `message ${message.role}`, "aria-label": NAMES[message.role] });
-    this.element.append(who, this.reasoningPart, this.body, this.calls, this.wait, this.foot);
+    const parts = message.role === "assistant" ? [this.reasoningPart, this.body, this.calls, this.wait] : [this.body];
+    this.element.append(who, ...parts, this.foot);
     this.update();
   }
 
