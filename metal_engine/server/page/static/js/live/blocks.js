@@ -4,7 +4,7 @@ import { count } from "../dom.js";
 import { inspect, View } from "./canvas.js";
 import { colour, styled } from "./colours.js";
 
-const LARGEST = 16;
+const LARGEST = 22;
 const SMALLEST = 5;
 const FLASH_SECONDS = 0.7;
 

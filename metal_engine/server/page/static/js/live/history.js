@@ -60,9 +60,9 @@ export class History {
     const isNews = this.latest.time - before.time >= SPACING / 2;
     const stats = isNews ? this.latest : { ...before, ...this.latest, time: before.time + SPACING };
     const isQuiet = !isNews && !stats.running && !stats.waiting;
-    if (isQuiet && this.charts.every((chart) => chart.points.every((point) => point.every((value) => !value)))) return;
+    if (isQuiet && this.charts.every(({ points }) => points.flat().every((value) => !value))) return;
     for (const chart of this.charts) {
-      const point = chart.lines.map((line) => (isQuiet ? 0 : line(stats, before)));
+      const point = chart.lines.map((line) => line(stats, before));
       chart.points = [...chart.points, point].slice(-WINDOW / SPACING);
       const known = chart.lines.length > 1 ? point : (chart.points.findLast(([value]) => value) ?? [null]);
       chart.value.textContent = chart.text(known);
@@ -82,10 +82,9 @@ export class History {
       context.setLineDash(line ? [3, 2] : []);
       context.beginPath();
       points.forEach((point, i) => {
+        if (point[line] === null) return; // no token came in that second: the line goes on to the next one that did
         const x = width - (points.length - 1 - i) * step;
-        const y = height - 2 - (height - 5) * ((point[line] ?? 0) / most);
-        if (i) context.lineTo(x, y);
-        else context.moveTo(x, y);
+        context.lineTo(x, height - 2 - (height - 5) * (point[line] / most));
       });
       context.stroke();
     }
