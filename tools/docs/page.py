@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
-QUESTION = "Write a haiku about a river, then one line of Python that prints it."
-FOLLOW_UP = "And one about a mountain?"
+QUESTION = "What is the capital of France?"
+FOLLOW_UP = "Write a Python function that adds two numbers."
 # Milliseconds: the model runs on a CPU.
 PATIENCE = 300_000
 
@@ -43,7 +43,7 @@ def picture(browser: Browser, url: str, name: str, *, scheme: str, width: int, h
     page.set_default_timeout(PATIENCE)
     page.goto(url)
     page.wait_for_selector("#connection[data-state=live]")
-    page.evaluate('localStorage.setItem(\'metal-engine.settings\', \'{"temperature": "0", "max_tokens": "96"}\')')
+    page.evaluate('localStorage.setItem(\'metal-engine.settings\', \'{"temperature": "0", "max_tokens": "120"}\')')
     page.reload()
     page.wait_for_selector("#connection[data-state=live]")
     ask(page, QUESTION, 1)
@@ -53,9 +53,10 @@ def picture(browser: Browser, url: str, name: str, *, scheme: str, width: int, h
     page.click("#demo-eight")
     page.wait_for_selector("#demo-stop", state="hidden")
     page.click("#demo-fill")
-    # When the latest have been preempted, and wait.
+    # When the cache is full, the latest have been preempted, and the others have gone on for a while.
+    page.wait_for_function("() => document.querySelector('#blocks-text').textContent.includes(' 0 free')")
     page.wait_for_function("() => /· [2-9]/.test(document.querySelector('.chart .value').textContent)")
-    page.wait_for_timeout(2500)
+    page.wait_for_timeout(4000)
     page.screenshot(path=IMAGES / name)
     page.click("#demo-stop")
     page.wait_for_selector("#demo-stop", state="hidden")

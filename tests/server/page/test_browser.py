@@ -119,6 +119,7 @@ def test_edits_and_repetitions_are_branches(browser: Browser) -> None:
         assert "2 of 2" in page.locator(".message").nth(3).inner_text()
 
 
+@pytest.mark.full
 def test_conversations_are_kept_and_deleted(browser: Browser) -> None:
     with serve(script("yes")) as served, page_of(browser, served) as page:
         page.on("dialog", lambda dialog: dialog.accept())
@@ -134,6 +135,7 @@ def test_conversations_are_kept_and_deleted(browser: Browser) -> None:
         assert "One" not in texts(page, "#conversations option")
 
 
+@pytest.mark.full
 def test_settings_reach_the_sampler(browser: Browser) -> None:
     with serve(script("yes")) as served, page_of(browser, served) as page:
         page.click("#settings-open")
@@ -165,6 +167,7 @@ def test_reasoning_is_folded(browser: Browser) -> None:
         assert details.locator(".text").inner_text().strip() == "Let me see."
 
 
+@pytest.mark.full
 def test_calls_are_shown_and_answered(browser: Browser) -> None:
     with serve_format(CALL, "json_tools") as served, page_of(browser, served) as page:
         page.click("#settings-open")
@@ -232,6 +235,7 @@ def test_the_live_view_follows_an_exhaustion(browser: Browser) -> None:
         page.click("#stop")
 
 
+@pytest.mark.full
 def test_demonstrations(browser: Browser) -> None:
     config = fake_config(num_blocks=512, block_size=16, max_model_len=2400, max_num_batched_tokens=256)
     with serve(config=config) as served, page_of(browser, served) as page:
@@ -249,6 +253,7 @@ def test_demonstrations(browser: Browser) -> None:
         wait_until(lambda: not served.core.has_requests, "the requests to end")
 
 
+@pytest.mark.full
 def test_a_cache_too_large_to_fill_says_so(browser: Browser) -> None:
     with serve(config=fake_config(num_blocks=20_000)) as served, page_of(browser, served) as page:
         page.click("#demo-fill")
@@ -278,6 +283,7 @@ def test_the_key_is_asked_for_and_forgotten_with_the_tab(browser: Browser) -> No
             page.locator("#key-dialog").wait_for()
 
 
+@pytest.mark.full
 def test_the_view_comes_back_with_the_server(browser: Browser, served: Served) -> None:
     with page_of(browser, served) as page:
         served.loop.call_soon_threadsafe(served.server.config.app.state.viewers.close)  # type: ignore[union-attr]
@@ -286,6 +292,7 @@ def test_the_view_comes_back_with_the_server(browser: Browser, served: Served) -
         page.wait_for_selector("#connection[data-state=live]")
 
 
+@pytest.mark.full
 def test_names_are_text(browser: Browser) -> None:
     with serve(names=("<b>&amp;",)) as served, page_of(browser, served) as page:
         assert page.locator("#model").inner_text().startswith("<b>&amp;") and page.locator("#model b").count() == 0

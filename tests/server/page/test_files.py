@@ -15,6 +15,7 @@ from metal_engine.server.status.pages import LINKS
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import MODEL, Served, serve
 
+CLIENT = httpx.Client()  # to make one takes longer than what is asked here
 HTML = {"accept": "text/html,application/xhtml+xml;q=0.9"}
 FILES = sorted(load_files())
 
@@ -47,33 +48,33 @@ class Index(HTMLParser):
 
 
 def test_the_page(served: Served) -> None:
-    response = httpx.get(served.url + "/", headers=HTML)
+    response = CLIENT.get(served.url + "/", headers=HTML)
     assert response.status_code == 200 and response.headers["content-type"] == "text/html; charset=utf-8"
     page = Index(response.text)
     assert not page.script.strip() and len(set(page.ids)) == len(page.ids)
     assert set(LINKS.values()) <= set(page.links)
     for path in page.loaded:
-        assert path.startswith(PREFIX) and httpx.get(served.url + path).status_code == 200
+        assert path.startswith(PREFIX) and CLIENT.get(served.url + path).status_code == 200
 
 
 def test_the_page_for_programs(served: Served) -> None:
     for headers in ({}, {"accept": "application/json"}):
-        answer = httpx.get(served.url + "/", headers=headers).json()
+        answer = CLIENT.get(served.url + "/", headers=headers).json()
         assert answer == {"name": "metal-engine", "version": __version__, "models": [MODEL], "links": LINKS}
     for link in LINKS.values():
-        assert httpx.get(served.url + link).status_code == 200
+        assert CLIENT.get(served.url + link).status_code == 200
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_is_served_with_the_policy(served: Served, name: str) -> None:
     path = "/" if name == INDEX else PREFIX + name
-    response = httpx.get(served.url + path, headers=HTML)
+    response = CLIENT.get(served.url + path, headers=HTML)
     assert response.status_code == 200 and response.content == (STATIC / name).read_bytes()
     policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == "'none'" and policy["script-src"] == policy["connect-src"] == "'self'"
     assert "unsafe" not in response.headers["content-security-policy"]
     assert response.headers["x-content-type-options"] == "nosniff"
-    again = httpx.get(served.url + path, headers={**HTML, "if-none-match": response.headers["etag"]})
+    again = CLIENT.get(served.url + path, headers={**HTML, "if-none-match": response.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
 
 
@@ -109,15 +110,15 @@ def test_the_page_is_open_and_what_it_shows_is_not() -> None:
     with serve(args=ServerArgs(api_key=("k",))) as served:
         for path in ("/", PREFIX + "js/main.js"):
             for method in ("GET", "HEAD"):
-                assert httpx.request(method, served.url + path, headers=HTML).status_code == 200
-        assert MODEL not in httpx.get(served.url + "/", headers=HTML).text
+                assert CLIENT.request(method, served.url + path, headers=HTML).status_code == 200
+        assert MODEL not in CLIENT.get(served.url + "/", headers=HTML).text
         for path in ("/", "/watch", "/v1/models", "/docs", "/page"):
-            assert httpx.get(served.url + path).status_code == 401
+            assert CLIENT.get(served.url + path).status_code == 401
     with serve() as served:
         for path in ("/", "/watch", PREFIX + "js/main.js"):
-            assert httpx.get(served.url + path, headers={"host": "evil.example", **HTML}).status_code == 403
+            assert CLIENT.get(served.url + path, headers={"host": "evil.example", **HTML}).status_code == 403
 
 
 @pytest.mark.parametrize("path", ["index.html", "../routes.py", "%2e%2e/routes.py", "js", "js/", "", "js/main.js/x"])
 def test_other_paths_are_not_there(served: Served, path: str) -> None:
-    assert httpx.get(served.url + PREFIX + path).status_code == 404
+    assert CLIENT.get(served.url + PREFIX + path).status_code == 404

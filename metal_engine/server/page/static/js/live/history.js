@@ -18,23 +18,25 @@ const CHARTS = [
   {
     title: "Running, and waiting",
     lines: [(now) => now.running, (now) => now.waiting],
+    quiet: [0, 0],
     text: ([running, waiting]) => `${running} · ${waiting}`,
   },
   {
     title: "Tokens/s out, and prompts",
     lines: [rate("generation_tokens"), rate("prompt_tokens")],
+    quiet: [0, 0],
     text: ([out, prompts]) => `${perSecond(out)} · ${perSecond(prompts)}`,
   },
-  { title: "Time to first token, mean", lines: [mean("first_token")], text: ([value]) => said(value) },
-  { title: "Between tokens, mean", lines: [mean("inter_token")], text: ([value]) => said(value) },
+  { title: "Time to first token, mean", lines: [mean("first_token")], quiet: [null], text: ([value]) => said(value) },
+  { title: "Between tokens, mean", lines: [mean("inter_token")], quiet: [null], text: ([value]) => said(value) },
 ];
 
 const said = (seconds) => (seconds === null ? "–" : duration(seconds));
 
 export class History {
   constructor(list) {
-    this.samples = []; // of `stats`, a second apart at least
-    this.latest = null;
+    this.latest = null; // `stats` of the last frame
+    this.counted = null; // those up to which charts have been drawn
     this.charts = CHARTS.map((chart) => {
       const [value, canvas] = [el("dd", { className: "value", textContent: "–" }), el("canvas", { "aria-hidden": "true" })];
       list.append(el("div", { className: "chart" }, el("dt", { textContent: chart.title }), value, el("dd", {}, canvas)));
@@ -44,7 +46,7 @@ export class History {
   }
 
   begin(stats) {
-    this.samples = [stats];
+    this.counted = stats;
     this.latest = stats;
     for (const chart of this.charts) chart.points = [];
   }
@@ -56,19 +58,20 @@ export class History {
   /** Once a second; nothing is done when nothing has happened for as long as charts show. */
   tick() {
     if (!this.latest || document.hidden) return;
-    const before = this.samples.at(-1);
-    const isNews = this.latest.time - before.time >= SPACING / 2;
-    const stats = isNews ? this.latest : { ...before, ...this.latest, time: before.time + SPACING };
-    const isQuiet = !isNews && !stats.running && !stats.waiting;
+    const { latest, counted } = this;
+    const isNews = latest.time - counted.time >= SPACING / 2;
+    const isQuiet = !isNews && !latest.running && !latest.waiting;
     if (isQuiet && this.charts.every(({ points }) => points.flat().every((value) => !value))) return;
+    if (isNews) this.counted = latest;
     for (const chart of this.charts) {
-      const point = chart.lines.map((line) => line(stats, before));
+      // A step that takes longer than a second says nothing new meanwhile.
+      const held = isQuiet ? chart.quiet : (chart.points.at(-1) ?? chart.quiet);
+      const point = isNews ? chart.lines.map((line) => line(latest, counted)) : held;
       chart.points = [...chart.points, point].slice(-WINDOW / SPACING);
       const known = chart.lines.length > 1 ? point : (chart.points.findLast(([value]) => value) ?? [null]);
       chart.value.textContent = chart.text(known);
       chart.view.redraw();
     }
-    this.samples = [stats];
   }
 
   draw(title, context, width, height) {
