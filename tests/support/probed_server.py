@@ -1,8 +1,8 @@
 """``metal-engine serve`` in a process of its own, with probes within (:mod:`tests.support.probes`).
 
 Run as ``python -m tests.support.probed_server serve MODEL ...``: the command itself, unchanged. The process says its
-port in its first line; then each line that it reads is ``reset``, ``trim`` or ``read``, and it answers with a line of
-JSON.
+port in its first line; then each line that it reads is ``reset``, ``trim``, ``read`` or ``blocks``, and it answers with
+a line of JSON.
 """
 
 from __future__ import annotations
@@ -63,6 +63,14 @@ class ProbedServer:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that Python's allocator has given out, of up to 512 bytes each.
+
+        It keeps much of what was ever taken at once, so that as much of such blocks can leak before the process grows.
+        """
+        return int(self._ask("blocks")["blocks"])
+
     def health(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/health", timeout=DEADLINE).raise_for_status().json()
 
@@ -115,9 +123,11 @@ def main() -> None:
 
     def obey() -> None:
         for line in sys.stdin:
-            if (command := line.strip()) != "read":
+            command = line.strip()
+            if command in ("reset", "trim"):
                 probes.reset(trim=command == "trim")
-            print(json.dumps(probes.read()), file=answers)
+            told = {"blocks": sys.getallocatedblocks()} if command == "blocks" else probes.read()
+            print(json.dumps(told), file=answers)
         os._exit(1)  # the test has ended without ending the server
 
     async def watched_startup(self: Server, sockets: Any = None) -> None:
