@@ -1,7 +1,7 @@
 """``metal-engine serve`` in a process of its own, with probes within (:mod:`tests.support.probes`).
 
 Run as ``python -m tests.support.probed_server serve MODEL ...``: the command itself, unchanged. The process says its
-port in its first line; then each line that it reads is ``reset``, ``trim``, ``read`` or ``blocks``, and it answers with
+port in its first line; then each line that it reads is ``reset``, ``trim``, ``read`` or ``in use``, and it answers with
 a line of JSON.
 """
 
@@ -63,13 +63,9 @@ class ProbedServer:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that Python's allocator has given out, of up to 512 bytes each.
-
-        It keeps much of what was ever taken at once, so that as much of such blocks can leak before the process grows.
-        """
-        return int(self._ask("blocks")["blocks"])
+    def bytes_in_use(self) -> dict[str, int]:
+        """See :func:`tests.support.probes.bytes_in_use`."""
+        return self._ask("in use")
 
     def health(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/health", timeout=DEADLINE).raise_for_status().json()
@@ -114,7 +110,7 @@ def main() -> None:
     os.dup2(2, 1)
     from metal_engine.cli.main import app
     from metal_engine.server.run import Server
-    from tests.support.probes import Probes
+    from tests.support.probes import Probes, bytes_in_use
 
     probes = Probes()
     probes.install()
@@ -126,8 +122,7 @@ def main() -> None:
             command = line.strip()
             if command in ("reset", "trim"):
                 probes.reset(trim=command == "trim")
-            told = {"blocks": sys.getallocatedblocks()} if command == "blocks" else probes.read()
-            print(json.dumps(told), file=answers)
+            print(json.dumps(bytes_in_use() if command == "in use" else probes.read()), file=answers)
         os._exit(1)  # the test has ended without ending the server
 
     async def watched_startup(self: Server, sockets: Any = None) -> None:

@@ -33,10 +33,10 @@ FLAGS = (
 )
 
 
-# What a server may keep beyond what it kept before, once it is idle: a leak of 20 MiB in the whole run is more. Of what
-# is in Python's blocks, see there.
-MAX_GROWTH = 16 << 20
-MAX_MORE_BLOCKS = MAX_GROWTH // 512
+# What an idle server may hold beyond what it held before, once everything has been sent: of memory that is in use, less
+# than a leak of 20 MiB in the whole run; and of resident memory, most of which allocators keep for later.
+MAX_MORE_IN_USE = 12 << 20
+MAX_MORE_RESIDENT = 32 << 20
 
 
 def send_hostile(server: ProbedServer, case: Case) -> int:
@@ -98,17 +98,15 @@ def resident_memory(server: ProbedServer) -> Iterator[list[int]]:
         watcher.join()
 
 
-def when_idle(server: ProbedServer) -> tuple[int, int]:
-    """The server's resident memory, in bytes, without what the allocator keeps; and the blocks that Python uses."""
+def when_idle(server: ProbedServer) -> dict[str, int]:
+    """What the server holds when it has nothing to do, in bytes: resident, and in use."""
     server.settle()
-    sizes: list[int] = []
-    blocks: list[int] = []
+    held: list[dict[str, int]] = []
     for _ in range(5):  # a thread may still be at work for a client that left
         time.sleep(1)
         server.reset(trim=True)
-        sizes.append(server.resident)
-        blocks.append(server.num_blocks)
-    return min(sizes), min(blocks)
+        held.append({"resident": server.resident, **server.bytes_in_use()})
+    return {name: min(one[name] for one in held) for name in held[0]}
 
 
 def fill(server: ProbedServer, load: Load, cases: list[Case], num_clients: int) -> None:
@@ -149,7 +147,7 @@ def test_answers_under_load_are_those_alone(
         asyncio.run(load.ask_alone())
         if seconds > 60:
             fill(server, load, cases, num_clients)
-            resident_before, blocks_before = when_idle(server)
+            before = when_idle(server)
         with hostile_clients(server, cases) as statuses, resident_memory(server) as resident:
             asyncio.run(load.run(num_clients, seconds))
         server.settle()
@@ -168,10 +166,7 @@ def test_answers_under_load_are_those_alone(
             first, second = statistics.median(resident[:half]), statistics.median(resident[half:])
             print(f"resident: {first / 2**20:.0f} MiB in the first half, {second / 2**20:.0f} MiB in the second")
             assert second < first + (32 << 20)
-            resident_after, blocks_after = when_idle(server)
-            print(
-                f"idle: {resident_before / 2**20:.0f} MiB and {blocks_before} blocks before, "
-                f"{resident_after / 2**20:.0f} MiB and {blocks_after} blocks after"
-            )
-            assert resident_after < resident_before + MAX_GROWTH
-            assert blocks_after < blocks_before + MAX_MORE_BLOCKS
+            grown = {name: held - before[name] for name, held in when_idle(server).items()}
+            print(f"idle: {before} bytes before, {grown} more after")
+            assert max(grown["malloc"], grown["python"]) < MAX_MORE_IN_USE, grown
+            assert grown["resident"] < MAX_MORE_RESIDENT, grown
