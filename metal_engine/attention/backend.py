@@ -30,7 +30,8 @@ class StepAttention(Protocol):
         """Attention of every packed row over its request's K and V, this step's included (written already).
 
         ``window`` w: the query at position p sees keys p - w + 1 ... p. ``softcap`` c: scores become
-        c * tanh(scores / c). ``sinks``: one logit per head that takes part in the softmax and adds no value.
+        c * tanh(scores / c). ``sinks``: one logit per head that takes part in the softmax and adds no value. Over
+        latents the output begins with their latent_dim columns; a backend may compute more, which nobody reads.
         """
         ...
 

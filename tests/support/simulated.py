@@ -38,6 +38,8 @@ def check(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 64,
+    v_head_dim: int | None = None,
+    is_latent: bool = False,
     block_size: int = 16,
     dtype: mx.Dtype = mx.float32,
     shared_blocks: int = 0,
@@ -51,6 +53,8 @@ def check(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        is_latent=is_latent,
         block_size=block_size,
         dtype=dtype,
         window=options.get("window"),  # type: ignore[arg-type]

@@ -16,7 +16,8 @@ HEADER = """\
 Written by `python -m tools.metal_sim report --write`; counted by the simulator, so the same on every machine.
 
 *K+V read* counts every load from the cache. *Bound* is each visible byte of K and V once per KV head (for a
-prefill, too: one pass over K and V). *Ratio* is their quotient, and *allowed* what the tests hold it to.
+prefill, too: one pass over K and V; of latents K alone, which is V as well). *Ratio* is their quotient, and *allowed*
+what the tests hold it to.
 *Other* is everything else that goes to or from device memory: queries, outputs, tables, and splits' partial results.
 In the rows "less these" K+V read is that of the mixed step less that of the chunk and the prompt in a step of their
 own, so what the decodes cost in company; the columns from *other* on count the whole mixed step.
@@ -33,9 +34,17 @@ class Shape:
     allowed: float
     num_kv_heads: int = 1
     head_dim: int = 64
+    v_head_dim: int | None = None  # None: as head_dim
+    is_latent: bool = False
     window: int | None = None
     # Requests that are in the step as well: what they cost in a step of their own is taken off.
     others: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def bytes_of_a_key(self) -> int:
+        """Of K and V of all KV heads, in float16; of a latent once."""
+        v_head_dim = 0 if self.is_latent else self.v_head_dim or self.head_dim
+        return (self.head_dim + v_head_dim) * self.num_kv_heads * 2
 
     @property
     def visible_keys(self) -> int:
@@ -56,6 +65,16 @@ SHAPES = (
     ),
     Shape("decode at 32,768, window 1,024, group 4", ((1, 32_768),), 4, 1.1, window=1024),
     Shape("decode at 32,768, group 4", ((1, 32_768),), 4, 1.05),
+    *(Shape(f"decode at 4,096, group 4, head_dim {d}", ((1, 4096),), 4, 1.05, head_dim=d) for d in (128, 256, 512)),
+    *(Shape(f"decode at 4,096, group {g}, head_dim 128", ((1, 4096),), g, 1.05, head_dim=128) for g in (16, 24)),
+    Shape("decode at 4,096, K of 192 and V of 128", ((1, 4096),), 1, 1.05, num_kv_heads=16, head_dim=192,
+          v_head_dim=128),
+    Shape("decode at 4,096, latent of 512 + 64, 16 heads", ((1, 4096),), 16, 1.05, head_dim=576, v_head_dim=512,
+          is_latent=True),
+    # Tiles of 16 rows, each of which reads the latent.
+    Shape("decode at 4,096, latent of 512 + 64, 128 heads", ((1, 4096),), 128, 8.05, head_dim=576, v_head_dim=512,
+          is_latent=True),
+    Shape("prefill 512 on 512, group 4, head_dim 256", ((512, 512),), 4, 0.55 * 64, head_dim=256),
 )  # fmt: skip
 
 
@@ -63,7 +82,7 @@ def run(shape: Shape) -> list[LaunchCounts]:
     """One layer of the shape, its others included, through the simulated backend, in float16."""
     from metal_engine.attention.metal.backend import MetalBackend
     from metal_engine.kv_cache.rows import step_rows
-    from tools.fixtures.packed_step import kv_state
+    from tools.fixtures.packed_step import kv_state, latent_state
 
     block_size = 16
     query_lens, seq_lens = np.array((*shape.segments, *shape.others), np.int32).T
@@ -74,13 +93,17 @@ def run(shape: Shape) -> list[LaunchCounts]:
         row[:n] = [next(order) for _ in range(n)]
     rows = step_rows(table, seq_lens - query_lens, query_lens, block_size)
     mx.random.seed(0)
-    cache = (int(blocks.sum()), block_size, shape.num_kv_heads, shape.head_dim)
-    k, v = (mx.random.normal(cache).astype(mx.float16) for _ in range(2))
+    v_head_dim = shape.v_head_dim or shape.head_dim
+    k, v = (
+        mx.random.normal((int(blocks.sum()), block_size, shape.num_kv_heads, dim)).astype(mx.float16)
+        for dim in (shape.head_dim, v_head_dim)
+    )
+    state = latent_state(k, v_head_dim) if shape.is_latent else kv_state(k, v)
     heads = shape.num_kv_heads * shape.group
     q = mx.random.normal((rows.num_tokens, heads, shape.head_dim)).astype(mx.float16)
     with record_launches() as launches:
         attention = MetalBackend(metal_kernel).for_step(rows)
-        attention.attend(q, kv_state(k, v), scale=shape.head_dim**-0.5, window=shape.window)
+        attention.attend(q, state, scale=shape.head_dim**-0.5, window=shape.window)
     return launches
 
 
@@ -110,7 +133,7 @@ class Line:
 
     @property
     def bound(self) -> int:
-        return self.shape.visible_keys * 2 * self.shape.num_kv_heads * self.shape.head_dim * 2
+        return self.shape.visible_keys * self.shape.bytes_of_a_key
 
     @property
     def ratio(self) -> float:

@@ -1,6 +1,7 @@
 """Cuts a step into the kernel's work items: pure NumPy, done once per step.
 
-A mixed batch, 2 query heads per KV head, tiles of 8 rows (4 tokens); the last column is the item's keys::
+A mixed batch, 2 query heads per KV head, tiles of 8 rows (4 tokens); the last column is the item's keys. A tile is full
+wherever its request has rows, even if it ends between the heads of a token::
 
     request 0  fresh, 6 tokens     [t0 t1 t2 t3]                  keys 0 .. 3
                                    [t4 t5]                        keys 0 .. 5
@@ -19,10 +20,10 @@ import numpy as np
 
 from metal_engine.kv_cache.rows import StepRows
 
-# Fields of an item in the kernel's table (paged_attention.metal): first packed row, tokens, position of the first,
-# first key, end of the keys, request, first partial row or -1. ITEM_FIELDS reaches the kernel as a template argument.
+# Fields of an item in the kernel's table (paged_attention.metal): first row, rows, position of the first, first key,
+# end of the keys, request, first partial row or -1. ITEM_FIELDS reaches the kernel as a template argument.
+# A row is (packed token) * group + (query head of the group): a tile may begin and end within a token.
 ITEM_FIELDS = 7
-TILE_ROWS = 64  # rows (token, query head) of a tile: 8 SIMD groups of 8 rows
 MIN_SPLIT_KEYS = 512  # a split shorter than this costs more to merge than it saves
 
 
@@ -31,7 +32,7 @@ class WorkItems:
     """The work of a step for layers of one kind."""
 
     table: np.ndarray  # [num_items, ITEM_FIELDS] int32
-    rows: np.ndarray  # [N, 3] int32: first partial row, splits, partial rows between splits; for the merge
+    rows: np.ndarray  # [N * group, 3] int32: first partial row, splits, partial rows between splits; for the merge
     num_partial_rows: int
 
     @property
@@ -40,19 +41,29 @@ class WorkItems:
 
 
 def plan_work_items(
-    step: StepRows, *, group: int, num_kv_heads: int, window: int | None, target_threadgroups: int, key_step: int
+    step: StepRows,
+    *,
+    group: int,
+    num_kv_heads: int,
+    window: int | None,
+    target_threadgroups: int,
+    key_step: int,
+    tile_rows: int,
 ) -> WorkItems:
-    """Work items of a step. ``key_step``: splits begin at multiples of it after the range's first key."""
-    tile_tokens = max(1, TILE_ROWS // group)
-    tiles = []  # (first packed row, tokens, first position, first key, end key, request)
+    """Work items of a step, tiles of ``tile_rows`` rows.
+
+    ``key_step``: splits begin at multiples of it after the range's first key.
+    """
+    tiles = []  # (first row, rows, first position, first key, end key, request)
     for request, (start, length, context) in enumerate(
-        zip(step.cu_seqlens_q[:-1], step.query_lens, step.context_lens, strict=True)
+        zip(step.cu_seqlens_q[:-1].tolist(), step.query_lens.tolist(), step.context_lens.tolist(), strict=True)
     ):
-        for first in range(0, int(length), tile_tokens):
-            tokens = min(tile_tokens, int(length) - first)
-            position = int(context) + first
+        for first in range(0, length * group, tile_rows):
+            rows = min(tile_rows, length * group - first)
+            position = context + first // group
             begin = 0 if window is None else max(0, position - window + 1)
-            tiles.append((int(start) + first, tokens, position, begin, position + tokens, request))
+            end = context + (first + rows - 1) // group + 1
+            tiles.append((start * group + first, rows, position, begin, end, request))
 
     # Split what takes longer than a threadgroup's fair share of the step: a long context is split in company, too,
     # or it would run on long after all else is done.
@@ -61,18 +72,18 @@ def plan_work_items(
     chunk = -(-chunk // key_step) * key_step
 
     table: list[tuple[int, ...]] = []
-    rows = np.zeros((step.num_tokens, 3), np.int32)
+    merged = np.zeros((step.num_tokens * group, 3), np.int32)
     partial = 0
-    for first, tokens, position, begin, end, request in tiles:
+    for first, rows, position, begin, end, request in tiles:
         if end - begin < 2 * chunk:
-            table.append((first, tokens, position, begin, end, request, -1))
+            table.append((first, rows, position, begin, end, request, -1))
             continue
         starts = range(begin, end, chunk)
-        for token in range(tokens):
-            rows[first + token] = (partial + token * group, len(starts), tokens * group)
+        merged[first : first + rows, 0] = np.arange(partial, partial + rows)
+        merged[first : first + rows, 1:] = len(starts), rows
         for start in starts:
-            table.append((first, tokens, position, start, min(start + chunk, end), request, partial))
-            partial += tokens * group
+            table.append((first, rows, position, start, min(start + chunk, end), request, partial))
+            partial += rows
     # Long items first: the GPU starts threadgroups in order, and a long one at the end would run alone.
     order = np.argsort([t[3] - t[4] for t in table], kind="stable")
-    return WorkItems(np.array(table, np.int32)[order], rows, partial)
+    return WorkItems(np.array(table, np.int32)[order], merged, partial)
