@@ -54,6 +54,18 @@ class AttentionShape:
         """Query heads of a KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def template(self) -> list[tuple[str, mx.Dtype | int]]:
+        """The kernel's template arguments that say what it computes."""
+        return [
+            ("T", self.dtype),
+            ("DK", self.head_dim),
+            ("DV", self.v_head_dim),
+            ("LATENT", self.is_latent),
+            ("G", self.group),
+            ("BLOCK_SIZE", self.block_size),
+        ]
+
     def __str__(self) -> str:
         dims = f"head_dim {self.head_dim}, V head_dim {self.v_head_dim}"
         latent = ", latent" if self.is_latent else ""
