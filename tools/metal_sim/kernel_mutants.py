@@ -129,6 +129,11 @@ MUTANTS = (
     Mutant(ATTENTION, "num_rows <= 32 ? 4", "num_rows <= 33 ? 4"),
     Mutant(MERGE, "int s = 0; s < splits", "int s = 1; s < splits", which=0),
     Mutant(MERGE, "int s = 0; s < splits", "int s = 1; s < splits", which=1),
+    Mutant(MERGE, _BARRIER, ""),
+    Mutant(MERGE, _BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);"),
+    Mutant(MERGE, "int(thread_position_in_threadgroup.x);", "0;"),
+    Mutant(MERGE, "s += int(threads_per_threadgroup.x)", "s += MAX_SPLITS"),
+    Mutant(MERGE, "logs[s] - peak", "logs[0] - peak"),
     Mutant(MERGE, "sum / total", "sum"),
     Mutant(MERGE, "+ head % G", ""),
     Mutant(MERGE, "HAS_SINKS ? fast::exp2(sink - peak) : 0.0f", "0.0f"),
@@ -170,8 +175,10 @@ CASES = (
     Case([(1, 300), (9, 18), (33, 150), (17, 100)], 1, 1, window=40, softcap=15.0, sinks=True),
     Case([(1, 1500), (6, 1300), (3, 20)], 2, 1, target_threadgroups=1000, sinks=True),
     Case([(11, 1700)], 3, 1, target_threadgroups=1000, window=1690),
+    # More splits than the merge has threads.
+    Case([(1, 8448)], 1, 1, target_threadgroups=1000),
     # Outputs that leave in several pieces; scores far apart, so that a wrong peak overflows.
-    Case([(1, 1100)] * 4 + [(40, 90)], 2, 1, target_threadgroups=1000, head_dim=256, scale=100.0, tolerance=1e-2),
+    Case([(1, 520)] * 8 + [(40, 90)], 2, 1, target_threadgroups=1000, head_dim=256, scale=100.0, tolerance=1e-2),
     # Half precision: other widths of loads and rows, rounded weights. Split, and with a tail of whole rows.
     Case([(1, 1300), (3, 1100), (20, 90)], 4, 2, mx.float16, target_threadgroups=1000, window=1250, tolerance=2e-3),
     Case(

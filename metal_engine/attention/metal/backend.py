@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.metal.planning import ITEM_FIELDS, WorkItems, plan_work_items
+from metal_engine.attention.metal.planning import ITEM_FIELDS, MAX_SPLITS, WorkItems, plan_work_items
 from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, DTYPES, kernel_text
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import KVState
@@ -148,7 +148,7 @@ class MetalStep:
             return out
         (merged,) = self.backend.merge(
             inputs=[out, partial_out, partial_lse, uploaded.rows, sink_values],
-            template=shared,
+            template=[*shared, ("MAX_SPLITS", MAX_SPLITS)],
             grid=(head_dim, num_heads, num_tokens),
             threadgroup=(min(head_dim, THREADS), 1, 1),
             output_shapes=[q.shape],
@@ -179,7 +179,7 @@ class MetalBackend:
 
     Args:
         kernel_factory: ``mx.fast.metal_kernel`` or the simulator's.
-        target_threadgroups: contexts are split until a step has about so many; None: as unknown GPUs get.
+        target_threadgroups: each request is split until it has about so many; None: as unknown GPUs get.
     """
 
     name = "metal"

@@ -42,7 +42,8 @@ MIN_KEYS_TO_SPLIT = 512
 KEYS_PER_ROW = 32
 MIN_SPLIT_KEYS = 128
 SHORT_ENOUGH_KEYS = 256
-MAX_SPLITS = 128  # of a tile: a thread of the merge reads them one after the other
+# Of a tile: a thread of the merge reads them one after the other. It reaches that kernel as a template argument.
+MAX_SPLITS = 128
 
 
 @dataclass(frozen=True)
