@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from metal_engine.attention.metal.backend import MetalBackend
-from metal_engine.attention.metal.planning import plan_work_items
 from metal_engine.attention.metal.variants import BLOCK_SIZES
-from metal_engine.kv_cache.rows import step_rows
 from tests.support.simulated import TOLERANCE, attend, check, every_row_by_itself
 from tools.fixtures.packed_step import make_step
 
@@ -215,22 +213,6 @@ def test_splits_do_not_change_the_result(target):
     launches = check([(1, 3000), (6, 2600)], num_heads=4, num_kv_heads=2, target_threadgroups=target)
     assert len(launches) == (1 if target == 1 else 2)
     check([(20, 1700)], num_heads=2, num_kv_heads=1, window=1650, target_threadgroups=target)
-
-
-@pytest.mark.parametrize("others", [[(2048, 2048)], [(256, 256)], [(1, 500)] * 63], ids=str)
-def test_a_long_context_is_split_in_company_too(others):
-    """Or one threadgroup would still run when all others have long finished."""
-    query_lens, seq_lens = np.array([(1, 131_072), *others], np.int32).T
-    block_table = np.zeros((len(seq_lens), 8192), np.int32)
-    rows = step_rows(block_table, seq_lens - query_lens, query_lens, 16)
-    target = 96
-    items = plan_work_items(
-        rows, group=4, num_kv_heads=8, window=None, target_threadgroups=target,
-        key_step=64, tile_rows=64,
-    )  # fmt: skip
-    lengths = items.table[:, 4] - items.table[:, 3]
-    # No item is longer than two fair shares of the step.
-    assert lengths.max() <= 2 * (lengths.sum() * 8 / target + 64)
 
 
 def test_a_split_decode_beside_much_other_work():

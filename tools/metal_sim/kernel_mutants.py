@@ -230,6 +230,11 @@ MUTANTS = (
     # The merge of splits.
     Mutant(MERGE, "int s = 0; s < splits", "int s = 1; s < splits", which=0),
     Mutant(MERGE, "int s = 0; s < splits", "int s = 1; s < splits", which=1),
+    Mutant(MERGE, _BARRIER, ""),
+    Mutant(MERGE, _BARRIER, _IN_SIMD_GROUP),
+    Mutant(MERGE, "int(thread_position_in_threadgroup.x);", "0;"),
+    Mutant(MERGE, "s += int(threads_per_threadgroup.x)", "s += MAX_SPLITS"),
+    Mutant(MERGE, "logs[s] - peak", "logs[0] - peak"),
     Mutant(MERGE, "sum / total", "sum"),
     Mutant(MERGE, "* G + head % G)", "* G)"),
     Mutant(MERGE, "HAS_SINKS ? fast::exp2(sink - peak) : 0.0f", "0.0f"),
@@ -280,8 +285,10 @@ CASES = (
     Case([(1, 300), (9, 18), (5, 76), (2, 73), (33, 150), (17, 130)], 1, 1, window=64, softcap=15.0, sinks=True),
     Case([(1, 1500), (6, 1300), (3, 20)], 2, 1, target_threadgroups=1000, sinks=True),
     Case([(11, 1700)], 3, 1, target_threadgroups=1000, window=1690),
+    # More splits than the merge has threads.
+    Case([(1, 8448)], 1, 1, target_threadgroups=1000),
     # Parts that add their scores; scores far apart, so that a wrong peak overflows.
-    Case([(1, 1100)] * 4 + [(40, 90)], 2, 1, target_threadgroups=1000, head_dim=256, scale=100.0, tolerance=1e-2),
+    Case([(1, 520)] * 8 + [(40, 90)], 2, 1, target_threadgroups=1000, head_dim=256, scale=100.0, tolerance=1e-2),
     # All scores far below zero.
     Case([(1, 1100), (20, 90)], 2, 1, target_threadgroups=1000, scores=(-9_997.0, -10_000.0), tolerance=5e-3),
     Case(

@@ -19,6 +19,9 @@ Written by `python -m tools.metal_sim report --write`; counted by the simulator,
 prefill, too: one pass over K and V; of latents K alone, which is V as well). *Ratio* is their quotient, and *allowed*
 what the tests hold it to.
 *Other* is everything else that goes to or from device memory: queries, outputs, tables, and splits' partial results.
+*Merging* is the part of it that splits cost: their partial results, written and read again. A request is split as if it
+were alone, so the rows of 64 decodes say what that costs in company: the splits are as short as they can be, and none
+is needed to keep the device busy.
 In the rows "less these" K+V read is that of the mixed step less that of the chunk and the prompt in a step of their
 own, so what the decodes cost in company; the columns from *other* on count the whole mixed step.
 """
@@ -62,6 +65,10 @@ SHAPES = (
     *(
         Shape(f"prefill 2,048 on 2,048, group {g}", ((2048, 2048),), g, 0.55 * -(-2048 * g // 64))
         for g in (1, 2, 4)
+    ),
+    *(
+        Shape(f"decode, 64 requests of about 1,000, group {g}", tuple((1, 1000 + i) for i in range(64)), g, 1.05)
+        for g in (4, 16)
     ),
     Shape("decode at 32,768, window 1,024, group 4", ((1, 32_768),), 4, 1.1, window=1024),
     Shape("decode at 32,768, group 4", ((1, 32_768),), 4, 1.05),
@@ -144,6 +151,12 @@ class Line:
         moved = sum(b.read + b.written for c in self.launches for b in c.buffers.values())
         return moved - _kv_read(self.launches)
 
+    @property
+    def merging(self) -> int:
+        """Bytes of partial results, written by the splits and read by the merge."""
+        partial = [c.buffers[name] for c in self.launches for name in c.buffers if name.startswith("partial_")]
+        return sum(b.read + b.written for b in partial)
+
     def cells(self) -> list[str]:
         c = self.launches[0]
         return [
@@ -153,6 +166,7 @@ class Line:
             f"{self.ratio:.3f}",
             f"{self.shape.allowed:.2f}",
             f"{self.other:,}",
+            f"{self.merging:,} ({self.merging / _kv_read(self.launches):.1%})",
             f"{c.threadgroup_read + c.threadgroup_written:,}",
             f"{c.products:,}",
             f"{c.barriers:,}",
@@ -162,8 +176,8 @@ class Line:
 
 
 COLUMNS = (
-    "shape", "K+V read", "bound", "ratio", "allowed", "other", "threadgroup memory", "8x8 products", "barriers",
-    "SIMD operations", "launches",
+    "shape", "K+V read", "bound", "ratio", "allowed", "other", "merging (of K+V)", "threadgroup memory",
+    "8x8 products", "barriers", "SIMD operations", "launches",
 )  # fmt: skip
 
 

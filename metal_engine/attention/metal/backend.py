@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.metal.planning import ITEM_FIELDS, WorkItems, plan_work_items
+from metal_engine.attention.metal.planning import ITEM_FIELDS, MAX_SPLITS, WorkItems, plan_work_items
 from metal_engine.attention.metal.variants import (
     BLOCK_SIZES,
     THREADS,
@@ -140,6 +140,7 @@ class MetalStep:
                 ("D", shape.v_head_dim),
                 ("G", shape.group),
                 ("HAS_SINKS", sinks is not None),
+                ("MAX_SPLITS", MAX_SPLITS),
             ],
             grid=(shape.v_head_dim, shape.num_heads, self.rows.num_tokens),
             threadgroup=(min(shape.v_head_dim, THREADS), 1, 1),
@@ -166,7 +167,7 @@ class MetalBackend:
 
     Args:
         kernel_factory: ``mx.fast.metal_kernel`` or the simulator's.
-        target_threadgroups: contexts are split until a step has about so many; None: as unknown GPUs get.
+        target_threadgroups: each request is split until it has about so many; None: as unknown GPUs get.
     """
 
     name = "metal"
