@@ -68,12 +68,17 @@ def _rewrite_vec(text: str) -> str:
     return "".join([*out, text[last:]])
 
 
+def mlx_include() -> Path:
+    """The include directory of the installed wheel."""
+    import mlx.core as mx
+
+    return Path(mx.__file__).parent / "include"
+
+
 @cache
 def mlx_headers() -> Path:
     """MLX's kernel headers from the installed wheel, rewritten, as an include directory."""
-    import mlx.core as mx
-
-    root = Path(mx.__file__).parent / "include"
+    root = mlx_include()
     kernels = root / "mlx" / "backend" / "metal" / "kernels"
     if not (kernels / "utils.h").exists():
         raise ToolchainError(f"MLX {mlx_version()} ships no Metal headers in its wheel")
