@@ -1,4 +1,4 @@
-"""``python -m tools.metal_sim report [--write]``, ``... emit [--out FOLDER] [--write-list]``, ``... doctor``."""
+"""``python -m tools.metal_sim``: ``report [--write]``, ``emit [--out FOLDER] [--write-list]``, ``cuda``, ``doctor``."""
 
 from __future__ import annotations
 
@@ -46,9 +46,32 @@ def emit_files(folder: Path, write_list: bool) -> int:
     return 0
 
 
+def cuda() -> int:
+    """Run every kernel on a CUDA GPU and compare with float64."""
+    from .cases import CASES
+    from .errors import ToolchainError
+    from .nvidia import cuda_kernel, driver
+
+    try:
+        print(driver().name)
+        wrong = 0
+        for case in CASES:
+            error = case.error(cuda_kernel)
+            ok = error <= case.allowed
+            wrong += not ok
+            print(
+                f"{case.name}: largest relative error {error:.1e}, allowed {case.allowed:.0e}{'' if ok else ': WRONG'}"
+            )
+    except ToolchainError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return bool(wrong)
+
+
 def doctor() -> int:
     """Is everything there that the simulator needs?"""
     from .errors import ToolchainError
+    from .ptx import ptxas
     from .source import mlx_headers, mlx_version
     from .toolchain import cache_dir, clang, runtime_library, symbolizer
 
@@ -58,6 +81,7 @@ def doctor() -> int:
         print(f"runtime     {runtime_library()}")
         print(f"MLX         {mlx_version()}, headers {mlx_headers()}")
         print(f"cache       {cache_dir()}")
+        print(f"ptxas       {ptxas() or 'none: PTX is written, and not assembled'}")
     except ToolchainError as error:
         print(error, file=sys.stderr)
         return 1
@@ -72,6 +96,7 @@ def main() -> int:
     sub = commands.add_parser("emit", help="write every kernel variant as Metal source, for Apple's compilers")
     sub.add_argument("--out", type=Path, default=BUILD, metavar="FOLDER", help="where to (default: build/metal)")
     sub.add_argument("--write-list", action="store_true", help="also write .github/metal-kernels.txt")
+    commands.add_parser("cuda", help="run the engine's kernels on a CUDA GPU, against float64")
     commands.add_parser("doctor", help="is everything there that the simulator needs")
     options = parser.parse_args()
     match options.command:
@@ -79,6 +104,8 @@ def main() -> int:
             return report(options.write)
         case "emit":
             return emit_files(options.out, options.write_list)
+        case "cuda":
+            return cuda()
         case _:
             return doctor()
 

@@ -92,12 +92,14 @@ class Recorder:
     """A kernel factory, as ``mx.fast.metal_kernel``; gathers what its kernels were called for.
 
     Attributes:
+        kernels: names of the kernels that were made.
         variants: by MLX's name of the function.
         models: architectures that the next calls are for.
         refused: (architectures, layer and dtype, reason) of what the host code refuses.
     """
 
     def __init__(self) -> None:
+        self.kernels: set[str] = set()
         self.variants: dict[str, Variant] = {}
         self.models: set[str] = set()
         self.refused: list[tuple[list[str], str, str]] = []
@@ -105,6 +107,7 @@ class Recorder:
     def __call__(self, *arguments: Any, **options: Any) -> _NotingKernel:
         kernel = _NotingKernel(*arguments, **options)
         kernel.recorder = self
+        self.kernels.add(kernel.name)
         return kernel
 
     def record(self, layer: Layer, models: set[str], dtype: mx.Dtype) -> None:

@@ -59,8 +59,8 @@ def test_every_layer_of_every_architecture_has_variants_or_a_reason(emitted) -> 
     for layer in {layer for layers in layers_by_model().values() for layer in layers if isinstance(layer, Attention)}:
         why = [text for _, text, _ in recorder.refused if text.startswith(f"{layer} ")]
         assert not why or len(why) >= len(DTYPES), f"{layer} is refused in some dtypes only"
-    kernels = {variant.kernel for variant in recorder.variants.values()}
-    assert kernels == {path.stem for path in (ROOT / "kernels").glob("*.metal")}
+    assert {variant.kernel for variant in recorder.variants.values()} == recorder.kernels
+    assert len(recorder.kernels) >= 5
 
 
 def test_shapes_are_those_that_the_documentation_names() -> None:
@@ -79,6 +79,15 @@ def test_shapes_are_those_that_the_documentation_names() -> None:
             "K and V of different sizes": any(layer.head_dim != layer.v_head_dim for layer in attention),
         }.items():
             assert (word in row) == has, f"{model_type}: {word}"
+        # 32 / 8 x 128; 16 / 16 x 192, V 128; 128 / 1 x (512 + 64)
+        for heads, kv_heads, latent, rope, head_dim, v_head_dim in re.findall(
+            r"(\d+) / (\d+) x (?:\((\d+) \+ (\d+)\)|(\d+)(?:, V (\d+))?)", row
+        ):
+            dims = (latent, latent, rope) if latent else (head_dim, v_head_dim or head_dim, 0)
+            named = (int(heads), int(kv_heads), *map(int, dims))
+            assert named in {(a.num_heads, a.num_kv_heads, a.head_dim, a.v_head_dim, a.rope_dim) for a in attention}, (
+                row
+            )
 
 
 def test_a_row_of_shapes_is_read() -> None:
@@ -91,7 +100,9 @@ def test_a_row_of_shapes_is_read() -> None:
         list(attention_layers("32x128"))
 
 
-@pytest.mark.parametrize("kernel", sorted(path.stem for path in (ROOT / "kernels").glob("*.metal")))
+@pytest.mark.parametrize(
+    "kernel", ["gated_delta", "merge_splits", "paged_attention", "short_convolution", "ssm_update"]
+)
 def test_an_emitted_file_is_whole_and_legal(emitted, kernel: str) -> None:
     """The simulator's check pass takes the file as it is written, preamble included, and nothing else of MLX's."""
     folder, recorder = emitted
@@ -141,14 +152,14 @@ def test_variants_are_whatever_the_host_code_calls() -> None:
 
 
 # What the workflow runs on a Mac, with a stand-in for xcrun that fails where FAIL matches its arguments.
-XCRUN = """#!{python}
-import os, pathlib, re, sys
-arguments = sys.argv[1:]
-with open(os.environ["XCRUN_LOG"], "a") as log:
-    log.write(" ".join(arguments) + "\\n")
-if os.environ.get("FAIL") and re.search(os.environ["FAIL"], " ".join(arguments)):
-    sys.exit("Compute function exceeds available temporary registers")
-pathlib.Path(arguments[arguments.index("-o") + 1]).touch()
+XCRUN = """#!/bin/sh
+echo "$@" >> "$XCRUN_LOG"
+if [ -n "$FAIL" ] && echo "$@" | grep -Eq -e "$FAIL"; then
+    echo "Compute function exceeds available temporary registers" >&2
+    exit 1
+fi
+while [ "$1" != -o ]; do shift; done
+: > "$2"
 """
 
 
@@ -158,7 +169,7 @@ def run_builder(tmp_path: Path, fail: str = "", extra: str = "") -> tuple[int, s
         recorder = emit(folder, SMALL)
         (tmp_path / "list.txt").write_text("# kernels\n" + "".join(f"{v.name}\n" for v in recorder.variants.values()))
         bin_.mkdir()
-        (bin_ / "xcrun").write_text(XCRUN.format(python=sys.executable))
+        (bin_ / "xcrun").write_text(XCRUN)
         (bin_ / "xcrun").chmod(0o755)
     listing = tmp_path / "given.txt"
     listing.write_text((tmp_path / "list.txt").read_text() + extra)
@@ -186,7 +197,7 @@ def test_the_mac_builds_every_file_for_every_gpu(tmp_path: Path) -> None:
 
 
 def test_a_kernel_without_enough_registers_fails_the_build(tmp_path: Path) -> None:
-    code, output, _ = run_builder(tmp_path, fail=r"-arch applegpu_g13g .*paged_attention__float16_t\w*\.mtlp-json")
+    code, output, _ = run_builder(tmp_path, fail=r"-arch applegpu_g13g .*paged_attention__float16_t[^ ]*\.mtlp-json")
     assert code == 1
     failed = re.findall(r"^(\w+): fails for applegpu_g13g$", output, re.M)
     assert failed and all(name.startswith("paged_attention__float16_t") for name in failed)
