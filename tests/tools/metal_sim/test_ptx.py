@@ -198,6 +198,7 @@ def verify(text: str, num_buffers: int) -> None:
     """What an assembler asks first: one entry with its parameters, nothing from outside, labels and registers."""
     assert re.search(r"^\.version 7\.\d\n\.target sm_80\n\.address_size 64$", text, re.M)
     assert ".extern" not in text
+    assert ".const" not in text  # buffers lie in global memory, those of Metal's constant memory, too
     ((name, parameters),) = re.findall(r"^\.visible \.entry (\w+)\((.*?)\)", text, re.M | re.S)
     assert name == ptx.ENTRY
     assert re.findall(r"\.param \.(\w+)", parameters) == ["u64"] * num_buffers + ["u32"] * 3
