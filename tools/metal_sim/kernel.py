@@ -162,6 +162,13 @@ class SimulatedKernel:
             "template": [(n, {"dtype": _name(v)} if isinstance(v, mx.Dtype) else v) for n, v in template],
         }
 
+    def metal_source(
+        self, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence[tuple[str, Any]]
+    ) -> tuple[str, str, list[str]]:
+        """What MLX would compile for a call: the text after its preamble, the function's name, template arguments."""
+        described = [_class_of(a.dtype, a.ndim, a.size) for a in inputs]
+        return generated_source(self._request(described, output_dtypes, template))
+
     def _unit_of(self, request: dict[str, Any]) -> tuple[str, str, tuple[Parameter, ...]]:
         """Generated source -> checked translation unit."""
         text, name, arguments = generated_source(request)
