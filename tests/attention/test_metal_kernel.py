@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_engine.attention.choice import choose_backend
 from metal_engine.attention.metal.backend import (
     BLOCK_SIZES,
     HEAD_DIMS,
@@ -25,7 +24,6 @@ from metal_engine.attention.metal.backend import (
     stage_keys,
 )
 from metal_engine.attention.metal.planning import plan_work_items
-from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.rows import step_rows
 from tests.support.simulated import TOLERANCE, attend, backend, check, every_row_by_itself, relative_error
 from tools.fixtures.packed_step import make_step
@@ -346,14 +344,6 @@ def test_tables_are_made_once_per_kind_of_layer():
     for window in (None, None, 16, 16):
         attention.attend(step.q, step.state, scale=1.0, window=window)
     assert len(attention._uploaded) == 2
-
-
-def test_choice_of_backend(monkeypatch):
-    assert choose_backend("mlx", 16).name == "mlx"
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    assert choose_backend("auto", 12).name == "mlx"
-    with pytest.raises(ConfigError, match="--attention-backend"):
-        choose_backend("metal", 16)
 
 
 def test_kernels_are_in_the_wheel(tmp_path):

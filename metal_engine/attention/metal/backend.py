@@ -7,6 +7,7 @@ host code is the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -210,6 +211,12 @@ class MetalBackend:
         if key not in self._constants:
             self._constants[key] = mx.array(values, dtype)
         return self._constants[key]
+
+    def splitting(self) -> MetalBackend:
+        """A backend with the same kernels that splits every context that may be split."""
+        other = copy(self)
+        other.target_threadgroups = 1 << 30
+        return other
 
     def for_step(self, rows: StepRows) -> MetalStep:
         """A step's attention; work items are planned when the first layer of a kind attends."""
