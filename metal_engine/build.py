@@ -96,7 +96,9 @@ def _build(
         kinds = _with_recurrence(paged, lambda: attention_kinds(paged))
         attention = choice.for_layers(kinds, args.block_size)
         backend = attention.backend
-        _with_recurrence(paged, lambda: check_paged_model(paged, backend, info.vocab_size, args.block_size))
+        # Blocks of another size ask for longer requests, and only matter where kernels are compiled for them.
+        sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
+        _with_recurrence(paged, lambda: check_paged_model(paged, backend, *sizes))
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise _cannot_run(args, loaded.config, error) from error
     config = resolve_config(

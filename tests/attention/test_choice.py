@@ -20,6 +20,7 @@ from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.build import build_engine
 from metal_engine.doctor.examine import OK, examine
 from metal_engine.errors import ConfigError, UnsupportedModelError
+from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec
 from metal_engine.models.attention_kinds import attention_kinds
 from metal_engine.models.check import check_paged_model
@@ -288,6 +289,22 @@ def test_a_model_that_does_not_run_is_refused_as_by_the_check(
         assert caplog.records[-1].message.endswith(COMPILE_ERROR.rstrip("\n"))
     assert refusals[0] == refusals[1] and "\n" not in refusals[0]
     assert not paged.pool.is_allocated
+
+
+@pytest.mark.parametrize("block_size, used, num_tokens", [(8, 8, 16), (16, 16, 24), (32, 32, 40), (256, 32, 40)])
+def test_the_check_uses_the_servers_blocks(block_size: int, used: int, num_tokens: int) -> None:
+    """Requests reach into a second block, in chunks and with a decode of one row."""
+    steps: list[StepRows] = []
+
+    class Recording(PortableBackend):
+        def for_step(self, rows: StepRows) -> Any:
+            steps.append(rows)
+            return super().for_step(rows)
+
+    check_paged_model(PagedModel(random_model(configuration("llama"))), Recording(), VOCAB_SIZE, block_size)
+    assert {rows.block_size for rows in steps} == {used}
+    assert max(rows.seq_lens.max() for rows in steps) == num_tokens > used
+    assert [rows.query_lens.min() == 1 for rows in steps] == [False, False, True]
 
 
 # --- a model with both ---
