@@ -241,10 +241,11 @@ def _record_heads(backend: Any, name: str, seen: list[str]) -> None:
 
 def test_a_failure_in_a_step_is_not_a_reason_to_change() -> None:
     """What was decided at load stays: the error of a later step is the step's."""
-    chosen = auto(failing(RuntimeError("out of luck"), D=128)).for_layers([kind(), kind(520)], 16)
-    step = make_step([(1, 5)], head_dim=128, dtype=mx.float16)
+    chosen = auto(failing(RuntimeError("out of luck"), HAS_SOFTCAP=True)).for_layers([kind(), kind(520)], 16)
+    assert chosen.layers.metal == 1
+    step = make_step([(1, 5)], head_dim=64, dtype=mx.float16)
     with pytest.raises(RuntimeError, match="out of luck"):
-        chosen.backend.for_step(step.rows).attend(step.q, step.state, scale=1.0)
+        chosen.backend.for_step(step.rows).attend(step.q, step.state, scale=1.0, softcap=20.0)
 
 
 # --- what layers ask for ---
@@ -343,7 +344,7 @@ def test_loading_a_model(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is refused that MLX's operations do; ``metal`` by name is strict. doctor says what computes."""
-    folder = write_checkpoint(tmp_path)
+    folder = write_checkpoint(tmp_path, config={"head_dim": 6})
     choice = strict() if setting == "metal" else auto()
     monkeypatch.setattr("metal_engine.attention.choice.choose_backend", lambda *_: choice)
     args = EngineArgs(model=str(folder), num_gpu_blocks_override=64, max_model_len=1024)

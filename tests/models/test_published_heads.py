@@ -18,7 +18,7 @@ from metal_engine.models.paged_model import PagedModel
 from tools.fixtures.architectures import SUPPORTED, VOCAB_SIZE
 from tools.fixtures.published_heads import PUBLISHED, Heads, is_covered, published_configuration, published_kinds
 from tools.fixtures.tiny_models import random_model
-from tools.metal_sim import metal_kernel
+from tools.metal_sim import metal_kernel, record_launches
 
 BLOCK_SIZE = 16
 SOME = ["phi", "stablelm"]  # head_dim 80 and 160
@@ -64,7 +64,9 @@ def test_layers_in_half_precision(dtype: mx.Dtype) -> None:
     assert len(kinds) > 20
     for kind in kinds:
         if is_covered(kind):
-            try_kernel(metal, kind, BLOCK_SIZE)
+            with record_launches() as launches:
+                try_kernel(metal, kind, BLOCK_SIZE)
+            assert [launch.kernel for launch in launches] == ["paged_attention", "paged_attention", "merge_splits"]
         else:
             with pytest.raises(UnsupportedAttentionError):
                 try_kernel(metal, kind, BLOCK_SIZE)
