@@ -116,7 +116,7 @@ def _build(
     if transfer is not None:
         if not info.kv_bytes_per_token:
             raise ConfigError(
-                "--kv-transfer-config", f"{info.name} keeps no KV, only states: there are no blocks to save to a store"
+                transfer.flag, f"{info.name} keeps no KV, only states: there are no blocks to save to a store"
             )
         scheduler_side, runner_side, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged)
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.

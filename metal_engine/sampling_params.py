@@ -6,6 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -303,7 +304,8 @@ def _integer_or_none(name: str, value: Any) -> int | None:
 
 def _number(name: str, value: Any, part: str = "") -> float:
     if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
-        return float(value)
+        with suppress(OverflowError):  # an integer beyond the largest float
+            return float(value)
     raise ParameterError(name, f"{part}must be a number, got {short(value)}")
 
 
@@ -353,7 +355,7 @@ def _strings(name: str, values: Any) -> tuple[str, ...]:
 def _token_id(name: str, value: Any, part: str) -> int:
     token_id = value if type(value) is int else _integer(name, value, part)
     if token_id < 0:
-        raise ParameterError(name, f"has a negative token id: {token_id}")
+        raise ParameterError(name, f"has a negative token id: {short(token_id)}")
     return token_id
 
 

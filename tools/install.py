@@ -35,8 +35,12 @@ class Progress:
         elif match := re.match(r"Building wheel for ([\w.-]+)", line.strip()):
             self._doing = f"building {match[1]}"
         elif line.startswith("Installing collected packages: "):
-            self._doing = f"unpacking {line.count(',') + 1} packages"
-        return f"{self._num_found} packages; {self._doing}" if self._num_found else self._doing
+            self._doing = f"unpacking {_packages(line.count(',') + 1)}"
+        return f"{_packages(self._num_found)}; {self._doing}" if self._num_found else self._doing
+
+
+def _packages(count: int) -> str:
+    return f"{count} package{'' if count == 1 else 's'}"
 
 
 def show(lines: Iterable[str]) -> list[str]:

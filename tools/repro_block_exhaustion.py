@@ -167,8 +167,8 @@ def compare_all(model_name: str, prompts: Any, ample: Any, tight: Any) -> list[C
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="demo", help="as for `metal-engine serve` (default: demo)")
-    parser.add_argument("--num-prompts", type=int, default=32)
-    parser.add_argument("--max-tokens", type=int, default=32, help="tokens each request generates")
+    parser.add_argument("--num-prompts", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=24, help="tokens each request generates")
     parser.add_argument("--max-num-seqs", type=int, default=16, help="requests running at once")
     parser.add_argument("--pool-fraction", type=float, default=0.35, help="of the blocks the workload wants")
     parser.add_argument("--max-num-batched-tokens", type=int, default=None, help="tokens a step")

@@ -22,7 +22,7 @@ from metal_engine.errors import ModelLoadError, one_line
 TOKENIZER_PATTERNS = ["*.json", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
 MODEL_PATTERNS = [*TOKENIZER_PATTERNS, "model*.safetensors"]
 
-# For the name of the hub to be found and one of its addresses to answer, all together.
+# For the name of the hub to be found and one of its addresses to connect, all together; and then for a first answer.
 CONNECT_SECONDS = 3.0
 # To connect, for an answer to go on, to send, and to wait for a connection: as httpx takes them.
 _TIMEOUT: Any = (CONNECT_SECONDS, 10.0, 10.0, 10.0)
@@ -31,6 +31,8 @@ _CHUNK_BYTES = 1 << 16
 # They become names of files here.
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# What the HTTP client adds to an error.
+_MORE = "For more information check:"
 
 _HUB = "the Hugging Face hub"
 _LOCAL = "give a local directory or a .gguf file instead, or `demo` for the demo model"
@@ -79,12 +81,13 @@ def is_offline() -> bool:
 
 
 def check_reachable() -> None:
-    """Connects to the hub, or to the proxy on the way there, and hangs up.
+    """Connects to the hub, or to the proxy on the way there, and hangs up; then asks it for something small.
 
-    ``huggingface_hub`` would wait for a resolver that is silent, and for each address in turn.
+    ``huggingface_hub`` would wait for a resolver that is silent, for each address in turn, and 3 s for a list of
+    agents before it asks for what is wanted.
 
     Raises:
-        HubUnreachableError: that takes more than ``CONNECT_SECONDS``, or fails.
+        HubUnreachableError: either takes more than ``CONNECT_SECONDS``, or fails.
     """
     from huggingface_hub import constants
 
@@ -107,6 +110,19 @@ def check_reachable() -> None:
     attempt.join(CONNECT_SECONDS)
     if attempt.is_alive() or troubles:
         raise HubUnreachableError(troubles[0] if troubles else f"no answer within {CONNECT_SECONDS:.0f} s")
+    _check_answers()
+
+
+def _check_answers() -> None:
+    """Any answer will do, whatever its status. Raises as :func:`check_reachable`."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    timeout: Any = (CONNECT_SECONDS,) * 4
+    try:
+        get_session().head(f"{constants.ENDPOINT}/robots.txt", timeout=timeout, follow_redirects=False)
+    except Exception as error:  # the HTTP client's, which are of no common type
+        raise HubUnreachableError(f"the hub does not answer: {one_line(error)}") from error
 
 
 def find_repo(repo: str, revision: str | None) -> HubRepo:
@@ -249,8 +265,10 @@ def hub_problem(
         return f"{repo} is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it{hint}"
     not_cached = "" if cache_error is None else ", and it is not in the local cache"
     match error:
-        case errors.HfHubHTTPError():
-            return f"cannot fetch {repo}: {_HUB} says {one_line(error)}{not_cached}; {_LOCAL}"
+        case errors.HfHubHTTPError(response=response):
+            said = one_line(error, 1000).partition(_MORE)[0].rstrip()
+            advice = hint if response.status_code == 404 else f"; {_LOCAL}"
+            return f"cannot fetch {repo}: {_HUB} says {said}{not_cached}{advice}"
         case HubUnreachableError():
             return f"cannot fetch {repo}: {_HUB} cannot be reached ({error}){not_cached}{hint}"
     return f"cannot fetch {repo}: {one_line(error)}{not_cached}; {_LOCAL}"

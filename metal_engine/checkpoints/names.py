@@ -48,6 +48,17 @@ def did_you_mean(name: str, known: list[str]) -> str:
     return f"; did you mean {by_lower[close[0]]}?" if close and by_lower[close[0]] != name else ""
 
 
+def missing_here(name: str, cached: list[str]) -> str:
+    """``X is not on this machine`` for a model that is neither here nor in the cache, and which was meant; else "".
+
+    Args:
+        cached: the names of the repositories in the hub's cache.
+    """
+    if name == DEMO_MODEL or Path(name).expanduser().exists() or parse_hub_name(name).repo in cached:
+        return ""
+    return f"{name} is not on this machine{'' if is_local(name) else did_you_mean(name, cached)}"
+
+
 # --- GGUF files of a repository ---
 
 

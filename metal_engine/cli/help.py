@@ -1,14 +1,15 @@
-"""``--help`` of commands with many options: a box for each group, each option on a line of its own if it is long."""
+"""``--help`` of all commands: a box for each group of options, each option on a line of its own if it is long."""
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from metal_engine.cli.list_flags import with_flags_repeated
 
@@ -19,18 +20,13 @@ _COLUMN = 34
 _OTHERS = "Options"
 
 
-class GroupedHelp(TyperCommand):
-    """A command whose help shows its options below the headings that they name (``rich_help_panel``).
+class _Boxes:
+    """What shows options below the headings that they name (``rich_help_panel``). Typer's own help prints their types
+    (``<bool>``), too."""
 
-    A flag that may be repeated takes several values, too.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        options: list[Any] = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
-        lists = {name for one in options if one.multiple for name in one.opts}
-        switches = {name for one in options if one.is_flag for name in (*one.opts, *one.secondary_opts)}
-        num_arguments = len(self.get_params(ctx)) - len(options)
-        return super().parse_args(ctx, with_flags_repeated(args, lists, switches, num_arguments))
+    help: str | None
+    collect_usage_pieces: Any
+    get_params: Any
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help, as wide as the terminal is, and no wider than is readable."""
@@ -38,7 +34,8 @@ class GroupedHelp(TyperCommand):
         width = min(console.width, _MAX_WIDTH)
         usage = " ".join(self.collect_usage_pieces(ctx))
         console.print(Text(f"\n Usage: {ctx.command_path} {usage}\n", style="bold"))
-        console.print(Text(textwrap.indent(textwrap.fill(self.help or "", width - 2), " ") + "\n"))
+        for paragraph in inspect.cleandoc(self.help or "").split("\n\n"):
+            console.print(Text(textwrap.indent(textwrap.fill(paragraph, width - 2), " ") + "\n"))
         for heading, options in self._groups(ctx).items():
             body = Text("\n").join(_entry(names, help, width - 4) for names, help in options)
             console.print(Panel(body, title=heading, title_align="left", border_style="dim", width=width))
@@ -48,14 +45,34 @@ class GroupedHelp(TyperCommand):
         groups: dict[str, list[tuple[str, str]]] = {}
         for one in self.get_params(ctx):
             if one.param_type_name == "argument":
-                heading, names = "Arguments", (one.name or "").upper()
+                heading, names = "Arguments", one.metavar or (one.name or "").upper()
             else:
                 heading = getattr(one, "rich_help_panel", None) or _OTHERS
-                names = " / ".join([*one.opts, *one.secondary_opts])
+                names = " / ".join([", ".join(one.opts), *one.secondary_opts])
                 if one.metavar:
                     names += f" {one.metavar}"
             groups.setdefault(heading, []).append((names, getattr(one, "help", None) or ""))
         return groups
+
+
+class GroupedHelp(_Boxes, TyperCommand):
+    """A command with such a help. A flag that may be repeated takes several values, too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options: list[Any] = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
+        lists = {name for one in options if one.multiple for name in one.opts}
+        switches = {name for one in options if one.is_flag for name in (*one.opts, *one.secondary_opts)}
+        num_arguments = len(self.get_params(ctx)) - len(options)
+        return super().parse_args(ctx, with_flags_repeated(args, lists, switches, num_arguments))
+
+
+class CommandsHelp(_Boxes, TyperGroup):
+    """A command of commands with such a help, which lists them."""
+
+    def _groups(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        texts = [(name, inspect.cleandoc(one.help or "").split("\n\n")[0]) for name, one in found if one is not None]
+        return {**super()._groups(ctx), "Commands": [(name, " ".join(text.split())) for name, text in texts]}
 
 
 def _entry(names: str, help: str, width: int) -> Text:

@@ -35,10 +35,18 @@ def launch(
     ] = None,
     host: Annotated[
         str,
-        typer.Option(help="Where the server listens.", metavar="TEXT", envvar=f"{ENV_PREFIX}HOST", show_envvar=False),
+        typer.Option(
+            help=f"Where the server listens. Default: {ServerArgs.host}.",
+            metavar="TEXT",
+            envvar=f"{ENV_PREFIX}HOST",
+            show_envvar=False,
+        ),
     ] = ServerArgs.host,
     port: Annotated[
-        int, typer.Option(help="Its port.", metavar="N", envvar=f"{ENV_PREFIX}PORT", show_envvar=False)
+        int,
+        typer.Option(
+            help=f"Its port. Default: {ServerArgs.port}.", metavar="N", envvar=f"{ENV_PREFIX}PORT", show_envvar=False
+        ),
     ] = ServerArgs.port,
     url: Annotated[
         str | None, typer.Option(help="Its URL, instead of --host and --port.", metavar="URL", show_default=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -9,19 +11,23 @@ import typer
 from metal_engine import __version__
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
 from metal_engine.cli import models
+from metal_engine.cli.help import CommandsHelp, GroupedHelp
 from metal_engine.cli.launch import launch
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import MODEL_HELP, command
+from metal_engine.errors import ConfigError
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
 
 app = typer.Typer(
     name="metal-engine",
+    cls=CommandsHelp,
     help="LLM inference on Apple Silicon: one packed forward pass per step over a paged KV cache.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 bench = typer.Typer(
+    cls=CommandsHelp,
     help="Measure: a server as its users see it, or the engine alone.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -40,7 +46,7 @@ def serve(args: EngineArgs, server_args: ServerArgs) -> None:
     from metal_engine.server.run import quit_on_signals, run_server
 
     names = server_args.served_model_name or (args.model,)
-    with listen(server_args) as listener:  # before the model: a port in use is noticed at once
+    with _naming_the_model(args), listen(server_args) as listener:  # before the model: a port in use is noticed at once
         engine = AsyncEngine(lambda: build_engine(args))
         with quit_on_signals():
             engine.start()
@@ -60,6 +66,21 @@ def serve(args: EngineArgs, server_args: ServerArgs) -> None:
         )
     if status:
         raise typer.Exit(status)
+
+
+@contextmanager
+def _naming_the_model(args: EngineArgs) -> Iterator[None]:
+    """Says with what is wrong about a port that the model will not be found either, if it is not on this machine."""
+    try:
+        yield
+    except ConfigError as error:
+        from metal_engine.checkpoints.hub import cached_repos
+        from metal_engine.checkpoints.names import missing_here
+
+        missing = missing_here(args.model, cached_repos(args.download_dir)) if error.flag == "--port" else ""
+        if not missing:
+            raise
+        raise ConfigError(error.flag, f"{error}; besides, {missing}") from error
 
 
 @command(app, {"Chat": ChatArgs, "Engine": EngineArgs}, default_model="")
@@ -103,7 +124,7 @@ def _latency(args: BenchLatencyArgs, engine_args: EngineArgs) -> None:
 models.add_commands(app)
 
 
-@app.command()
+@app.command(cls=GroupedHelp)
 def doctor(
     model: Annotated[str | None, typer.Argument(help=f"Try this one too: {MODEL_HELP}", show_default=False)] = None,
 ) -> None:
@@ -117,7 +138,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-app.command()(launch)
+app.command(cls=GroupedHelp)(launch)
 
 
 def _print_version(wanted: bool) -> None:

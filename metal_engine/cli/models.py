@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from metal_engine.cli.help import GroupedHelp
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import one_line_errors
 from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
@@ -29,6 +30,7 @@ _DownloadDir = Annotated[
     str | None,
     typer.Option(
         envvar="METAL_ENGINE_DOWNLOAD_DIR",
+        metavar="DIR",
         help="Where repositories are kept. Default: the hub's cache.",
         show_default=False,
     ),
@@ -55,7 +57,7 @@ def add_commands(app: typer.Typer) -> None:
     """Registers the commands."""
     commands: dict[str, Callable[..., None]] = {"pull": _pull, "list": _list, "show": _show, "rm": _rm}
     for name, command in commands.items():
-        app.command(name)(command)
+        app.command(name, cls=GroupedHelp)(command)
 
 
 def _pull(

@@ -4,7 +4,8 @@ Whenever MLX needs a kernel, it loads ``<temporary folder>/mlx/<version>/cpu/lib
 compiles it only if there is none. The temporary folder is C++'s: what the first of TMPDIR, TMP, TEMP and TEMPDIR names
 that is set, looked up each time, or else /tmp. Nothing but C++ programs heeds TEMPDIR (neither Python, nor compilers,
 nor mktemp), so that is the variable to set. Where the user has set one of them, it stays, and MLX's folder in there is
-made private instead.
+made private instead. If what is called ``mlx`` in there has other things in it, it is not touched: then that variable
+names a private folder below the user's from now on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import logging
 import os
 import platform
+import re
 import stat
 import tempfile
 import time
@@ -30,6 +32,10 @@ _VARIABLES = ("TMPDIR", "TMP", "TEMP", _OURS)
 # MLX writes paths between double quotes into a shell's command.
 _NOT_QUOTED = frozenset('"$`\\\n')
 _MIN_FREE_BYTES = 16 << 20
+# What MLX writes below its folder: <version>/cpu/lib<kernel>.so, and beside it the <kernel>.cpp that it was made of.
+_VERSION = re.compile(r"\d[\w.+-]*", re.ASCII)
+_LIBRARY = re.compile(r"lib\w+\.so", re.ASCII)
+_SOURCE = re.compile(r"\w+\.cpp", re.ASCII)
 # A library that is cut short and older than this belongs to nobody that still writes it.
 _WRITING_SECONDS = 60.0
 
@@ -67,9 +73,38 @@ def _in_users_folder(variable: str, folder: Path) -> Path:
     try:
         if not os.environ[variable] or not folder.is_dir():
             raise NotPrivateError(f"{str(folder)!r} is no folder")
-        return _fit_for_code(private_folder(folder / "mlx"))
+        other = _other_thing(folder / "mlx")
+        if other is None:
+            return _fit_for_code(private_folder(folder / "mlx"))
+        own = _fit_for_code(private_folder(folder / _name_of_ours()))
     except OSError as error:
         raise NotPrivateError(f"{error} ({variable} names another folder)") from error
+    logger.warning("MLX's compiled kernels go to %s, which %s names from now on: %s is not MLX's", own, variable, other)
+    tempfile.gettempdir()  # found out once: temporary files of this process stay where they are
+    os.environ[variable] = str(own)
+    return own / "mlx"
+
+
+def _other_thing(folder: Path) -> Path | None:
+    """Something in a folder of this user's that MLX has not written there; None if there is none, or no such folder."""
+    try:
+        status = os.lstat(folder)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        return None  # which is refused anyway
+    return next((path for path, status in _contents(folder) if not _is_of_mlx(path.relative_to(folder), status)), None)
+
+
+def _is_of_mlx(path: Path, status: os.stat_result) -> bool:
+    """Whether something has the form of what MLX writes, by its path within MLX's folder."""
+    version, *rest = path.parts
+    if not _VERSION.fullmatch(version) or rest[:1] not in ([], ["cpu"]) or len(rest) > 2:
+        return False
+    if len(rest) < 2:
+        return stat.S_ISDIR(status.st_mode)
+    is_named = _LIBRARY.fullmatch(rest[1]) or _SOURCE.fullmatch(rest[1])
+    return stat.S_ISREG(status.st_mode) and is_named is not None
 
 
 def _kind_of_machine() -> str:
@@ -77,7 +112,11 @@ def _kind_of_machine() -> str:
 
 
 def _in_temporary_folder() -> Path:
-    return Path(tempfile.gettempdir(), f"metal-engine-{os.geteuid()}")
+    return Path(tempfile.gettempdir(), _name_of_ours())
+
+
+def _name_of_ours() -> str:
+    return f"metal-engine-{os.geteuid()}"
 
 
 def _fit_for_code(folder: Path) -> Path:
@@ -98,7 +137,7 @@ def _fit_for_code(folder: Path) -> Path:
         raise OSError(f"{folder} has no space left")
     for path, status in _contents(folder):
         check_ours(path, status)
-        if stat.S_ISREG(status.st_mode) and path.suffix == ".so" and time.time() - status.st_mtime > _WRITING_SECONDS:
+        if _is_library(path, status) and time.time() - status.st_mtime > _WRITING_SECONDS:
             _remove_if_cut_short(path, status.st_size)
     _keep(folder)
     return folder
@@ -110,6 +149,13 @@ def _contents(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
             yield Path(entry.path), entry.stat(follow_symlinks=False)
             if entry.is_dir(follow_symlinks=False):
                 yield from _contents(Path(entry.path))
+
+
+def _is_library(path: Path, status: os.stat_result) -> bool:
+    """Whether MLX has compiled it, by its path, which is absolute."""
+    if len(path.parts) < 5 or path.parts[-4] != "mlx" or not _LIBRARY.fullmatch(path.name):
+        return False
+    return _is_of_mlx(Path(*path.parts[-3:]), status)
 
 
 def _remove_if_cut_short(path: Path, size: int) -> None:

@@ -27,6 +27,10 @@ from metal_engine.sizes import parts
 
 # Long texts are searched so many characters at a time: the search holds the interpreter.
 _WINDOW = 1 << 17
+# What is made of small pieces is put together whenever they have so many characters: each takes 60 bytes beside them.
+_JOINED_AT_ONCE = 1 << 16
+# The same text may be there under several names (a message's reasoning); it is changed once if it is so long.
+_LONG = 1 << 10
 # Spelled as control tokens are; and what is spelled so but belongs to texts, which some tokenizers add for speed.
 _LIKE_MARK = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 _HTML = re.compile(
@@ -109,6 +113,7 @@ class ControlTokens:
         certain = self._rendered(messages, variables, render, self._signs_hidden, hidden)
         if list(self._marks_in(text)) != list(self._marks_in(certain)):
             text, has_marks = certain, True
+        del certain
         if not has_marks and not is_normalized_mark:
             return encode(self._backend, text)
         literal = self._literal_backend(hidden.stand_ins)
@@ -131,17 +136,27 @@ class ControlTokens:
     ) -> str:
         if hide is None:
             return render(messages, variables)
+        known: dict[tuple[int, bool], str] = {}
+
+        def change(text: str, is_answer: bool) -> str:
+            if len(text) < _LONG:
+                return hide(text, is_answer, hidden)
+            key = id(text), is_answer
+            if key not in known:
+                known[key] = hide(text, is_answer, hidden)
+            return known[key]
+
         changed = []
         for message in messages:
             is_answer = message.get("role") == "assistant"
             changed.append(
                 {
-                    _changed(key, hide, False, hidden): _changed(value, hide, is_answer and key == "content", hidden)
+                    _changed(key, change, False): _changed(value, change, is_answer and key == "content")
                     for key, value in message.items()
                 }
             )
         try:
-            return render(changed, _changed(variables, hide, False, hidden))
+            return render(changed, _changed(variables, change, False))
         except RenderedTooLongError:
             raise
         except ValueError as error:
@@ -151,20 +166,22 @@ class ControlTokens:
         """The text without marks, but for an answer's own."""
         if not self._has_signs(text) or not self._found(self._mark, text):
             return text
-        parts = []
+        return _joined(self._with_marks_hidden(text, is_answer, hidden))
+
+    def _with_marks_hidden(self, text: str, is_answer: bool, hidden: _Hidden) -> Iterator[str]:
         for is_seen, part in self._cut(self._seen_in_answers if is_answer else None, text):
             if is_seen:
-                parts.append(part)
+                yield part
             else:
-                parts += [hidden.hide(piece) if is_mark else piece for is_mark, piece in self._cut(self._mark, part)]
-        return "".join(parts)
+                for is_mark, piece in self._cut(self._mark, part):
+                    yield hidden.hide(piece) if is_mark else piece
 
     def _signs_hidden(self, text: str, is_answer: bool, hidden: _Hidden) -> str:
         """The text without any sign, but for what the template looks for and an answer's own marks."""
         if not self._has_signs(text):
             return text
         seen = self._seen_in_answers if is_answer else self._seen
-        return "".join(part if is_seen else hidden.hide(part) for is_seen, part in self._cut(seen, text))
+        return _joined(part if is_seen else hidden.hide(part) for is_seen, part in self._cut(seen, text))
 
     def _cut(self, pattern: re.Pattern[str] | None, text: str) -> Iterator[tuple[bool, str]]:
         """The text in order, cut where ``pattern`` matches: whether a piece is a match, and the piece."""
@@ -286,19 +303,30 @@ def _as_written(token: AddedToken) -> AddedToken:
     )
 
 
-def _changed(value: Any, hide: Callable[[str, bool, _Hidden], str], is_answer: bool, hidden: _Hidden) -> Any:
+def _joined(pieces: Iterable[str]) -> str:
+    """One text of any number of pieces."""
+    joined: list[str] = []
+    last: list[str] = []
+    length = 0
+    for piece in pieces:
+        last.append(piece)
+        length += len(piece)
+        if length >= _JOINED_AT_ONCE:
+            joined.append("".join(last))
+            last, length = [], 0
+    return "".join([*joined, *last])
+
+
+def _changed(value: Any, change: Callable[[str, bool], str], is_answer: bool) -> Any:
     """Plain data with each of its texts changed."""
     if isinstance(value, str):
-        return hide(value, is_answer, hidden)
+        return change(value, is_answer)
     if isinstance(value, dict):
-        return {
-            _changed(key, hide, is_answer, hidden): _changed(item, hide, is_answer, hidden)
-            for key, item in value.items()
-        }
+        return {_changed(key, change, is_answer): _changed(item, change, is_answer) for key, item in value.items()}
     if isinstance(value, list):
-        return [_changed(item, hide, is_answer, hidden) for item in value]
+        return [_changed(item, change, is_answer) for item in value]
     if isinstance(value, tuple):
-        return tuple(_changed(item, hide, is_answer, hidden) for item in value)
+        return tuple(_changed(item, change, is_answer) for item in value)
     return value
 
 

@@ -25,9 +25,14 @@ _PLACES_LOOKED_AT = 1 << 12
 
 
 class TextTooLongError(ValueError):
-    """A text that cannot fit, whatever its tokens are."""
+    """A text that cannot fit, whatever its tokens are.
 
-    def __init__(self, num_characters: int | None = None) -> None:
+    Attributes:
+        name: the argument that it came in, if it was one of several.
+    """
+
+    def __init__(self, num_characters: int | None = None, name: str | None = None) -> None:
+        self.name = name
         size = "" if num_characters is None else f" of {num_characters} characters"
         super().__init__(f"a prompt{size} is longer than the maximum context length of the model")
 

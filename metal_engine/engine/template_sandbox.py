@@ -34,8 +34,9 @@ from metal_engine.engine.template_budget import (
 )
 
 # Characters that may stand in for others while a template is rendered: symbols that hardly any text has, which no case,
-# no trimming and no quoting changes (Sutton's sign writing, Byzantine notes, Braille).
-STAND_INS = "".join(map(chr, (*range(0x1D800, 0x1DA00), *range(0x1D000, 0x1D0F6), *range(0x2801, 0x2900))))
+# no trimming and no quoting changes (Braille, Sutton's sign writing, Byzantine notes). Braille is first: Python keeps
+# a text with the others in twice the memory.
+STAND_INS = "".join(map(chr, (*range(0x2801, 0x2900), *range(0x1D800, 0x1DA00), *range(0x1D000, 0x1D0F6))))
 
 # These read all that a value holds; other filters and tests just its length, or nothing of it.
 _DEEP = frozenset(

@@ -22,7 +22,7 @@ from metal_engine.engine.detokenizer import Detokenizer
 from metal_engine.engine.infilling import Infilling
 from metal_engine.engine.long_text import TextTooLongError, around, encode
 from metal_engine.engine.message_rules import MessageRules
-from metal_engine.sizes import num_characters
+from metal_engine.sizes import parts
 
 # How tokenizers without a byte alphabet spell a byte that is no character.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -40,6 +40,9 @@ _BYTE_OF_CHAR = _byte_of_char()
 # Beyond so many characters, a text with more of them in each token is refused: every call on it takes long.
 _MAX_CHARACTERS = 1 << 22
 _CHARACTERS_PER_TOKEN = 8
+
+# Texts of so many characters are looked at one by one.
+_LONG = 1 << 10
 
 # A token of its own in every vocabulary: what follows it stands within a text.
 _WITHIN = "\u263a"
@@ -239,12 +242,7 @@ class Tokenizer:
         if not self.hf_tokenizer.chat_template:
             raise ValueError("the model has no chat template; use /v1/completions with a plain prompt")
         template_kwargs.setdefault("add_generation_prompt", not template_kwargs.get("continue_final_message"))
-        contents = [message.get("content") for message in messages]
-        if (
-            self._max_chars is not None
-            and num_characters(contents, per_value=0, limit=self._max_chars) > self._max_chars
-        ):
-            raise TextTooLongError
+        self._check_length({"messages": messages, **template_kwargs})
         try:
             given = chat_template.plain_messages(messages)
             variables = chat_template.plain_variables(template_kwargs)
@@ -256,6 +254,26 @@ class Tokenizer:
             raise TextTooLongError from error
         except RecursionError as error:
             raise ValueError("the messages are nested too deep") from error
+
+    def _check_length(self, arguments: dict[str, Any]) -> None:
+        """Refuse texts that are longer together than a prompt may be, before anything is made of them.
+
+        A template may leave out some of them; but each is copied, some several times, before it is asked.
+        """
+        if self._max_chars is None:
+            return
+        left, seen = self._max_chars, set()
+        for name, value in arguments.items():
+            for one in parts([name, value]):
+                if not isinstance(one, str):
+                    continue
+                if len(one) >= _LONG:  # the same text under several names, as a message's reasoning, counts once
+                    if id(one) in seen:
+                        continue
+                    seen.add(id(one))
+                left -= len(one)
+                if left < 0:
+                    raise TextTooLongError(name=name)
 
     def encode_filled(self, template: str, texts: dict[str, str]) -> list[int]:
         """Token ids of a template with ``{name}`` in it for each of some texts, in which all control tokens stay text.

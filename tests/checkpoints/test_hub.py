@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,34 @@ def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         ((kind, text),) = load_all([{"model": "org/plain"}], url, tmp_path, connect_seconds=0.2)
     assert kind == "error" and "cannot be reached (" in text, text
+
+
+def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path) -> None:
+    """After one request, so within one limit of time."""
+    received: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as waiting:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):  # the server is closed
+                while True:
+                    client = waiting.enter_context(server.accept()[0])
+                    received.append(client.recv(1 << 16))
+
+        threading.Thread(target=accept, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        ((kind, text),) = load_all([{"model": "org/plain"}], url, tmp_path, connect_seconds=0.2)
+        server.shutdown(socket.SHUT_RDWR)
+    assert kind == "error" and "cannot be reached (the hub does not answer: timed out)" in text, text
+    requests = [data for data in received if data]  # the first connection is closed without one
+    assert len(requests) == 1 and requests[0].startswith(b"HEAD ")
+
+
+def test_a_plain_404_is_told_in_our_words(tmp_path: Path) -> None:
+    with FakeHub({}, says_why=False) as hub:
+        near, far = load_all([{"model": "demoo"}, {"model": "org/nothing"}], hub.url, tmp_path)
+    for (kind, text), hint in ((near, "did you mean demo?"), (far, "give a local directory")):
+        assert kind == "error" and "404 Not Found" in text and hint in text, text
+        assert "mozilla" not in text
 
 
 # --- looked at before the download ---

@@ -206,6 +206,7 @@ def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "classes"),
     [
+        ("", ()),
         ("serve", (ServerArgs, EngineArgs)),
         ("chat", (ChatArgs, EngineArgs)),
         ("pull", ()),
@@ -214,18 +215,20 @@ def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
         ("rm", ()),
         ("doctor", ()),
         ("launch", ()),
+        ("bench", ()),
         ("bench serve", (BenchServeArgs,)),
         ("bench throughput", (BenchThroughputArgs, EngineArgs)),
         ("bench latency", (BenchLatencyArgs, EngineArgs)),
     ],
 )
 def test_help(name: str, classes: tuple[type, ...]) -> None:
-    """Every flag is there; nothing heavy is loaded for it."""
+    """Every flag is there, and no type of Python's; nothing heavy is loaded for it."""
     command = [sys.executable, "-X", "importtime", "-m", "metal_engine", *name.split(), "--help"]
     env = {**os.environ, "COLUMNS": "250"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 0
     assert [one.flag for one in settings_of(*classes) if one.flag not in done.stdout] == []
+    assert "--help " in done.stdout and not re.search(r"<\w+", done.stdout)
     assert not re.search(r"\| +(mlx|transformers|fastapi)(\.|$)", done.stderr, re.MULTILINE)
 
 

@@ -217,3 +217,60 @@ def test_a_library_that_was_cut_short_is_compiled_again(top: Path) -> None:
     os.utime(library, (1, 1))
     run(top)
     assert len(library.read_bytes()) == len(content)
+
+
+def test_only_what_mlx_writes_is_removed(top: Path) -> None:
+    found, _ = run(top)
+    folder = Path(found["TEMPDIR"])
+    (library,) = libraries(folder)
+    kernels = library.parent
+    others = [
+        folder / "liba.so",
+        folder / "mlx" / "liba.so",
+        kernels.parent / "liba.so",
+        kernels / "a.so",
+        kernels / "lib.so",
+        kernels / "liba.so.1",
+        kernels / "deeper" / "liba.so",
+        kernels.parent / "gpu" / "liba.so",
+        folder / "other" / "1.0" / "cpu" / "liba.so",
+    ]
+    for path in (*others, kernels / "liba_1.so"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"cut short")
+        os.utime(path, (1, 1))
+    kernel_folder._fit_for_code(folder)
+    assert all(path.exists() for path in others) and not (kernels / "liba_1.so").exists()
+
+
+@pytest.mark.parametrize("other", ["notes.txt", "src/deep/down/libother.so", "0.1.0/gpu/liba.so", "0.1.0/cpu/a.so"])
+def test_a_folder_called_mlx_that_is_not_its_own_is_left_alone(top: Path, other: str) -> None:
+    mine = top / "mine"
+    path = mine / "mlx" / other
+    path.parent.mkdir(parents=True)
+    (mine / "mlx").chmod(0o755)
+    path.write_bytes(b"mine")
+    os.utime(path, (1, 1))
+    found, logged = run(top, TMPDIR=str(mine))
+    ours = mine / f"metal-engine-{os.geteuid()}"
+    assert found["same_tempfiles"] and found["TEMPDIR"] is None and found["childs"] == str(ours)
+    assert logged.count("\n") == 1 and f"go to {ours}, which TMPDIR names from now on" in logged
+    assert path.read_bytes() == b"mine" and (mine / "mlx").stat().st_mode & 0o777 == 0o755
+    (library,) = [path for path in libraries(top) if path.is_relative_to(ours)]
+    assert library.parent.parent.parent == ours / "mlx" and ours.stat().st_mode & 0o777 == 0o700
+    assert set(mine.rglob("*.so")) <= {path, library}
+
+
+def test_mlxs_own_folder_in_the_users_is_taken_as_it_is(top: Path) -> None:
+    """What MLX has compiled there before is loaded again, and only a library that is cut short goes."""
+    mine = top / "mine"
+    mine.mkdir()
+    run(top, TMPDIR=str(mine))
+    (library,) = libraries(mine)
+    cut = library.with_name("liba_1.so")
+    cut.write_bytes(b"cut short")
+    os.utime(cut, (1, 1))
+    before = library.stat().st_mtime_ns
+    found, logged = run(top, TMPDIR=str(mine))
+    assert logged == "" and found["childs"] == str(mine)
+    assert libraries(top) == [library] and library.stat().st_mtime_ns == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_engine.engine import chat_template
+from metal_engine.engine.control_tokens import ControlTokens
 from metal_engine.engine.template_sandbox import STAND_INS
 from metal_engine.engine.tokenizer import Tokenizer
 from tests.support.chat_templates import TEMPLATES
@@ -122,6 +124,28 @@ def test_each_place_of_a_conversation(template: str, user: str, result: str, nam
     assert tokenizer.decode(ids) == tokenizer.decode(before)
     if not has_mark(tokenizer, user, result, name, argument):
         assert ids == before
+
+
+def test_hiding_marks_takes_a_few_times_the_text(demo_tokenizer: Tokenizer) -> None:
+    """However many they are, and under however many names a text is given."""
+    text = "<|im_start|>" * 50_000
+    message = {"role": "assistant", "content": "", "reasoning": text, "reasoning_content": text, "thinking": text}
+    backend = demo_tokenizer.hf_tokenizer.backend_tokenizer
+    marks = ControlTokens(backend, ["<|im_start|>{{ messages }}"])
+    rendered: list[Any] = []
+
+    def render(messages: list[Any], variables: dict[str, Any]) -> str:
+        rendered[:] = [messages[0]["thinking"], variables["a"]]
+        return "<|im_start|>"
+
+    tracemalloc.start()
+    try:
+        marks.encode([message], {"a": text}, render, lambda _, text: [])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * len(text), peak / len(text)
+    assert [len(one) for one in rendered] == [len(text)] * 2 and not any("<|im_start|>" in one for one in rendered)
 
 
 def test_a_forged_turn_is_text(demo_tokenizer: Tokenizer) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from metal_engine.engine.long_text import TextTooLongError
@@ -16,6 +19,41 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.Mon
     monkeypatch.setattr("metal_engine.engine.tokenizer.encode", None)  # must not be called
     with pytest.raises(TextTooLongError, match="maximum context length"):
         limited.encode(longest * 401)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("messages", {"messages": [{"role": "user", "content": "x", "name": "TEXT"}]}),
+        ("messages", {"messages": [{"role": "user", "content": "x", "TEXT": 1}]}),
+        ("messages", {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": ["TEXT"]}]}]}),
+        ("tools", {"tools": [{"function": {"description": "TEXT"}}]}),
+        ("a", {"a": {"TEXT": 1}}),
+    ],
+)
+def test_texts_of_a_template_are_refused_where_a_prompt_would_be(name: str, given: dict[str, Any]) -> None:
+    """Wherever they are, and before anything is made of them."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.hf_tokenizer.chat_template = "{{ messages[0].content }}"
+    longest = 4 * max(map(len, tokenizer.hf_tokenizer.get_vocab())) * 100
+
+    def ids(length: int) -> list[int]:
+        arguments = json.loads(json.dumps(given).replace("TEXT", "a" * length))
+        messages = arguments.pop("messages", [{"role": "user", "content": "x"}])
+        return tokenizer.limited(100).apply_chat_template(messages, **arguments)
+
+    assert ids(longest - 200) == tokenizer.encode("x")
+    with pytest.raises(TextTooLongError) as caught:
+        ids(longest + 1)
+    assert caught.value.name == name
+
+
+def test_reasoning_counts_once_under_all_of_its_names() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.hf_tokenizer.chat_template = "{{ messages[0].content }}"
+    text = "a" * (4 * max(map(len, tokenizer.hf_tokenizer.get_vocab())) * 100 - 200)
+    message = {"role": "assistant", "content": "x", "reasoning": text, "reasoning_content": text, "thinking": text}
+    assert tokenizer.limited(100).apply_chat_template([message]) == tokenizer.encode("x")
 
 
 def test_the_tokenizer_itself_takes_anything() -> None:

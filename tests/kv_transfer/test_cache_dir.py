@@ -12,6 +12,7 @@ from metal_engine.llm import LLM
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from tests.support.checkpoint_files import write_checkpoint
+from tools.fixtures.architectures import configuration
 
 PROMPTS = [[*range(100)], [*range(50), *range(10)], [7, 8, 9]]
 # Clearing a KV cache of the default size would take most of a test's time.
@@ -56,3 +57,9 @@ def test_settings_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> N
         LLM(model, kv_cache_dir=str(tmp_path / "file"), **SMALL)
     with pytest.raises(ConfigError, match="max_size"):
         LLM(model, kv_cache_dir=str(tmp_path / "kv"), kv_cache_dir_size=1000, **SMALL)
+
+
+def test_a_model_without_kv_is_refused_by_the_flag_that_was_given(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", config=configuration("mamba"))
+    with pytest.raises(ConfigError, match=r"^--kv-cache-dir .* keeps no KV, only states"):
+        LLM(str(model), kv_cache_dir=str(tmp_path / "kv"), max_num_batched_tokens=16, max_num_seqs=2)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.errors import ParameterError
 from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -283,10 +284,22 @@ def test_vocabulary_is_checked() -> None:
     for prompt in ([-1], [VOCAB_SIZE]):
         with pytest.raises(ParameterError, match="outside the vocabulary"):
             engine.prepare(prompt, SamplingParams())
+    for token_id in (2**31, 2**63, 10**400):
+        with pytest.raises(ParameterError, match="outside the vocabulary") as caught:
+            engine.prepare(PROMPT, SamplingParams(allowed_token_ids=[1, token_id]))
+        assert caught.value.name == "allowed_token_ids"
     for name in ("allowed_token_ids", "stop_token_ids"):
         with pytest.raises(ParameterError, match="as many as the vocabulary") as caught:
             engine.prepare(PROMPT, SamplingParams(**{name: [1] * (VOCAB_SIZE + 1)}))
         assert caught.value.name == name
+
+
+def test_bad_words_that_the_model_cannot_give() -> None:
+    """A tokenizer may have more tokens than the model has logits."""
+    rules = TokenRulesMaker(tiny_engine().tokenizer, vocab_size=98)
+    made = rules.rules_for(SamplingParams(bad_words=["b", "ac", "ca", "aa"]))
+    assert {*made.bad_words} == {(97,), (99,)} and made.bad_words[99,] == [97] and made.bad_words[97,] == [97]
+    rules.close()
 
 
 # --- structured output --------------------------------------------------------------------------------------

@@ -139,8 +139,8 @@ def test_no_call_into_c_reads_a_long_text_whole(monkeypatch: pytest.MonkeyPatch)
 
 def test_which_bodies_are_large() -> None:
     assert not is_large(b'{"prompt": "a"}')
-    assert not is_large(b"a" * 1_000_000)
-    assert is_large(b"1," * 20_000) and is_large(b"a" * (1 << 20))
+    assert not is_large(b"a" * 1_000_000) and not is_large(b'{"f":1},' * 5_000)
+    assert is_large(b"1," * 20_000) and is_large(b"a" * (1 << 20)) and is_large(b'{"f":{}},' * 5_000)
 
 
 def test_validation_in_pieces_finds_the_same() -> None:

@@ -175,15 +175,24 @@ def test_a_signal_while_the_model_loads(demo_path: Path) -> None:
     assert loading.returncode == 128 + signal.SIGINT and "Traceback" not in log, log
 
 
-def test_port_in_use() -> None:
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("demo", "another --port\n"),
+        ("demoo", "; besides, demoo is not on this machine; did you mean demo?\n"),
+        ("./no/model", "; besides, ./no/model is not on this machine\n"),
+    ],
+)
+def test_port_in_use(model: str, said: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "metal_engine", "serve", "demo", "--port", str(port)]
+        command = [sys.executable, "-m", "metal_engine", "serve", model, "--port", str(port)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1 and f"--port {port} is in use" in done.stderr
+    assert done.stderr.endswith(said)
 
 
 @pytest.fixture

@@ -65,6 +65,8 @@ class FakeHub:
     requests: list[str] = field(default_factory=list)
     tokens: set[str | None] = field(default_factory=set)
     sent: dict[str, int] = field(default_factory=dict)
+    says_why: bool = True
+    """Whether it says of a repository that it has not what is missing, as the real hub does; some mirrors do not."""
 
     def __enter__(self) -> FakeHub:
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -97,7 +99,7 @@ class FakeHub:
         parts = parts[2:] if is_api else parts
         repo = self.repos.get("/".join(parts[:2]))
         if repo is None:
-            return _error(401, "RepoNotFound", b"Repository Not Found")
+            return _error(401, "RepoNotFound", b"Repository Not Found") if self.says_why else _error(404, "", b"no")
         if repo.status is not None:
             return _error(repo.status, "", b"out of order")
         if repo.gated and token != TOKEN and not is_api:  # what a gated repository has is no secret

@@ -37,8 +37,8 @@ def test_what_pip_is_doing() -> None:
     shown = [progress.after(line) for line in LINES.splitlines()]
     assert shown[0] == "looking for packages"
     assert shown[1:5] == [
-        "1 packages; looking for mlx",
-        "1 packages; downloading mlx (5.9 kB)",
+        "1 package; looking for mlx",
+        "1 package; downloading mlx (5.9 kB)",
         "2 packages; looking for numpy",
         "2 packages; found numpy (16.6 MB)",
     ]

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from metal_engine.server.anthropic import protocol
-from metal_engine.server.anthropic.billing import without_billing_line
 from metal_engine.server.anthropic.messages import MessagesEndpoint
 from metal_engine.server.errors import renaming
 from metal_engine.server.generation.answerer import EVENTS, Answerer
 from metal_engine.server.generation.preparation import ServedModel
-from metal_engine.server.protocol import ChatCompletionBody
 from metal_engine.server.workers import Weight
-
-logger = logging.getLogger(__name__)
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": protocol.AnthropicError}}
 _ANSWERS = {**EVENTS, **_ERRORS}
@@ -28,7 +23,7 @@ def add_anthropic_routes(app: FastAPI, served: ServedModel, answer: Answerer) ->
     async def create_message(body: protocol.MessagesBody, request: Request) -> Response:
         with renaming(protocol.RENAMED):
             raw = await request.body()
-            chat = await served.workers.run_if_large(len(raw), _chat, served, body)
+            chat = await served.workers.run_if_large(len(raw), protocol.to_chat, body)
             return await answer(MessagesEndpoint(served), chat, len(raw))
 
     @app.post("/v1/messages/count_tokens", tags=["messages"], responses=_ERRORS)
@@ -38,18 +33,8 @@ def add_anthropic_routes(app: FastAPI, served: ServedModel, answer: Answerer) ->
             return await served.workers.run(weight, _count_tokens, served, body)
 
 
-def _chat(served: ServedModel, body: protocol.CountTokensBody) -> ChatCompletionBody:
-    """The request as a chat's. Raises as :func:`protocol.to_chat` does."""
-    system = without_billing_line(body.system)
-    if system is not body.system:
-        message = "dropping the line x-anthropic-billing-header from system texts: it differs from request to request"
-        served.notices.once(logger, message)
-        body = body.model_copy(update={"system": system})
-    return protocol.to_chat(body)
-
-
 def _count_tokens(served: ServedModel, body: protocol.CountTokensBody) -> protocol.TokenCount:
-    chat = _chat(served, body)
+    chat = protocol.to_chat(body)
     served.check_model(chat.model)
     served.parameters.check(chat)
     (prompt,) = MessagesEndpoint(served).tokenize(chat, served.tokenizer_beyond_context)

@@ -56,14 +56,15 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _typed(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """A request to Ollama's API with a JSON type, if it has none: Ollama asks for none, and LiteLLM sends none.
+    """A request to Ollama's API with a JSON type, whatever it has: Ollama asks for none, LiteLLM sends none, and
+    ``curl -d`` a form's.
 
-    A browser can send a body without a type across origins, but not without its ``Origin``.
+    A browser can send a body of no type, or a form's, across origins, but not without its ``Origin``.
     """
-    names = {name for name, _ in scope["headers"]}
-    if not scope["path"].startswith("/api/") or names & {b"content-type", b"origin"}:
+    if not scope["path"].startswith("/api/") or any(name == b"origin" for name, _ in scope["headers"]):
         return scope
-    return {**scope, "headers": [*scope["headers"], (b"content-type", b"application/json")]}
+    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
 
 
 class _StrictRequest(Request):

@@ -7,11 +7,13 @@ import logging
 from metal_engine.answers.chat_answers import AnswerReader, ChatAnswers
 from metal_engine.answers.deltas import AnswerDelta, assemble
 from metal_engine.answers.tool_plan import ToolPlan, plan_tools
+from metal_engine.engine.long_text import TextTooLongError
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.server.errors import invalid, invalid_prompt
 from metal_engine.server.generation.preparation import Endpoint, ServedModel
+from metal_engine.server.openai.billing import without_billing_line
 from metal_engine.server.openai.message_order import in_accepted_order
 from metal_engine.server.openai.template_messages import template_flags, template_kwargs, template_messages
 from metal_engine.server.protocol import (
@@ -27,12 +29,13 @@ from metal_engine.sizes import num_characters
 logger = logging.getLogger(__name__)
 
 _TOLD = "the model's chat template takes no tools: the system's message describes them, and calls are found in the text"
+_DROPPED = "dropping the line x-anthropic-billing-header from system texts: it differs from request to request"
 _REORDERED = (
     "the model's chat template refuses messages in the order in which a request has them: system messages join the "
     "first one, or the user's text where they stand; so do messages of the user that follow each other"
 )
-# Templates and schemas make JSON of all tools in one call: 10 ms.
-MAX_TOOL_CHARACTERS = 1 << 22
+# Templates and schemas make JSON of all tools in one call: 10 ms, and 40 MiB where a character is beyond U+FFFF.
+MAX_TOOL_CHARACTERS = 1 << 21
 
 
 class Conversation(Endpoint[ChatCompletionBody]):
@@ -56,11 +59,18 @@ class Conversation(Endpoint[ChatCompletionBody]):
             flags["tools"] = plan.shown
         try:
             parser = self._format.tool
-            messages = template_messages(body.messages, plan.instructions, tokenizer=tokenizer, parser=parser)
+            sent = template_messages(body.messages, plan.instructions, tokenizer=tokenizer, parser=parser)
+            messages = without_billing_line(sent)
+            if messages is not sent:
+                self._notices.once(logger, _DROPPED)
             ordered = in_accepted_order(messages, tokenizer.message_rules)
             if ordered is not messages:
                 self._notices.once(logger, _REORDERED)
             prompt = tokenizer.apply_chat_template(ordered, **flags)
+        except TextTooLongError as error:
+            # Every other argument of a template is one of the client's variables.
+            own = error.name in ("tools", "messages", None)
+            raise invalid_prompt(error, (error.name or "messages") if own else "chat_template_kwargs") from error
         except ValueError as error:
             raise invalid_prompt(error, "messages") from error
         continues = bool(body.continue_final_message)

@@ -25,7 +25,8 @@ class Health(BaseModel):
     """``/health``: counts are of requests, ``kv_cache_usage`` is a share of the pool (0 to 1).
 
     ``num_unknown_parameters`` counts request parameters that the server did not know and ignored, and
-    ``unknown_parameters`` counts them by name; where the server has a key, for those only who send it.
+    ``unknown_parameters`` counts them by name: for those who send the server's key or, where it has none, for clients
+    on the same machine. Others get no names.
     ``attention`` says what computes attention: a backend, and the layers that it leaves to MLX's operations.
     ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from metal_engine.server.workers import Weight
 
 EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 
-# In the ASGI scope of a request that a server with a key lets through without one.
+# In the ASGI scope of each request to a server with a key: whether it was let through without one.
 WITHOUT_KEY = "metal_engine.without_key"
 
 
@@ -76,6 +77,20 @@ def _docs(app: FastAPI) -> bytes:
     return page
 
 
+def _may_see_names(request: Request) -> bool:
+    """Whether clients' own words are for this one: it has the key or, where there is none, is on this machine."""
+    without_key = request.scope.get(WITHOUT_KEY)
+    if without_key is not None:
+        return not without_key
+    if request.client is None:  # a unix socket: who is behind it is not known
+        return False
+    try:
+        address = ipaddress.ip_address(request.client.host)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
 def add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
     engine = served.engine
 
@@ -93,7 +108,7 @@ def add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle, m
             preemptions=stats.num_preemptions,
             failed_steps=engine.metrics.num_failed_steps,
             num_unknown_parameters=sum(unknown.values()),
-            unknown_parameters={} if request.scope.get(WITHOUT_KEY) else unknown,
+            unknown_parameters=unknown if _may_see_names(request) else {},
             kv_transfer=None if (kv := engine.metrics.kv_transfer) is None else kv.as_dict(),
             error=None if error is None else f"the engine has stopped: {error!r}",
         )

@@ -8,7 +8,14 @@ import json
 import statistics
 import time
 import tracemalloc
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
+import pytest
+
+from metal_engine.request import RequestOutput
+from metal_engine.server.generation.generation import _merge
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import Served, serve, wait_until
 from tools.fixtures.fake_engine import byte_ids, fake_config
@@ -131,3 +138,44 @@ async def _all_leave(served: Served) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     for i, client in enumerate(clients):
         assert client.text == expected(i, len(client.text)) and not client.done
+
+
+async def turns_of_many(stop_early: bool) -> tuple[list[int], list[int]]:
+    """In which turn of the event loop each of 1,000 streams of one request begins, and in which it ends."""
+    turn = 0
+    begun: list[int] = []
+    ended: list[int] = []
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            await asyncio.sleep(0)
+            turn += 1
+
+    async def stream() -> AsyncGenerator[RequestOutput, None]:
+        begun.append(turn)
+        try:
+            if stop_early:
+                await asyncio.Event().wait()
+            yield RequestOutput("", finish_reason="stop")
+        finally:
+            ended.append(turn)
+
+    counting = asyncio.create_task(count())
+    async with aclosing(_merge([stream() for _ in range(1_000)])) as batches:
+        try:
+            async with asyncio.timeout(0.2 if stop_early else None):
+                outputs = [output async for batch in batches for output in batch]
+                assert sorted(index for index, _ in outputs) == list(range(1_000))
+        except TimeoutError:
+            pass
+    counting.cancel()
+    return begun, ended
+
+
+@pytest.mark.parametrize("stop_early", [False, True])
+def test_streams_of_one_request_do_not_all_begin_or_end_in_one_turn_of_the_loop(stop_early: bool) -> None:
+    begun, ended = asyncio.run(turns_of_many(stop_early))
+    assert len(begun) == len(ended) == 1_000
+    assert max(Counter(begun).values()) <= 256
+    assert not stop_early or max(Counter(ended).values()) <= 256

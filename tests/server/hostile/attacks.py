@@ -83,6 +83,50 @@ def texts() -> list[Case]:
     return cases
 
 
+def beside_content() -> list[Case]:
+    """Spellings of control tokens where a chat template gets them beside the messages' content."""
+
+    def called(text: str, **function: Any) -> list[dict[str, Any]]:
+        call = {"id": text, "type": "function", "function": {"name": "f", "arguments": "{}"} | function}
+        return [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    def result(text: str) -> dict[str, Any]:
+        return {"role": "tool", "content": "r", "tool_call_id": text}
+
+    def use(text: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": [{"type": "tool_use", "id": text, "name": "f", "input": {}}]}
+
+    def item(text: str) -> dict[str, Any]:
+        return {"type": "function_call", "call_id": text, "name": "f", "arguments": "{}"}
+
+    # What a place is called -> its endpoint, and the fields with the text in it.
+    places: dict[str, tuple[Endpoint, Callable[[str], dict[str, Any]]]] = {
+        "a name": (CHAT, lambda text: {"messages": [{**USER[0], "name": text}]}),
+        "a tool_call_id": (CHAT, lambda text: {"messages": [*called("c"), result(text)]}),
+        "a call's id": (CHAT, lambda text: {"messages": [*called(text), *USER]}),
+        "a call's name": (CHAT, lambda text: {"messages": [*called("c", name=text), *USER]}),
+        "a call's arguments": (CHAT, lambda text: {"messages": [*called("c", arguments=json.dumps([text])), *USER]}),
+        "reasoning": (CHAT, lambda text: {"messages": [*USER, {"role": "assistant", "reasoning": text}, *USER]}),
+        "a variable": (CHAT, lambda text: {"chat_template_kwargs": {"a": [text]}}),
+        "a variable's name": (CHAT, lambda text: {"chat_template_kwargs": {text: 1}}),
+        "a tool's description": (CHAT, lambda text: {"tools": [tool(0, description=text)]}),
+        "a name to count": (TOKENIZE, lambda text: {"prompt": None, "messages": [{**USER[0], "name": text}]}),
+        "a call_id": (RESPONSES, lambda text: {"input": [item(text)]}),
+        "a use's id": (MESSAGES, lambda text: {"messages": [*USER, use(text), *USER]}),
+        "a use's id to count": (COUNT_TOKENS, lambda text: {"messages": [*USER, use(text), *USER]}),
+        "a tool_name": (OLLAMA_CHAT, lambda text: {"messages": [{"role": "tool", "content": "r", "tool_name": text}]}),
+    }
+
+    def case(place: str, number: int, status: int | None) -> Case:
+        endpoint, fields = places[place]
+        title = f"{endpoint.path}: {number} special tokens in {place}"
+        make = lambda: with_fields(endpoint, **fields(TEXTS["special tokens"] * number))  # noqa: E731
+        return Case(title, "POST", endpoint.path, make, status)
+
+    # As long as bodies may be, and what is still rendered.
+    return [case(place, number, status) for place in places for number, status in ((1_000_000, 400), (40_000, None))]
+
+
 # --- many of something -------------------------------------------------------------------------------------
 
 
@@ -147,6 +191,7 @@ def many() -> list[Case]:
         attack("60,000 prompts of tokens", COMPLETIONS, 400, prompt=lambda: [[1]] * n),
         attack("60,000 empty prompts", COMPLETIONS, 400, prompt=lambda: [[]] * n),
         attack("128 prompts of 100 tokens", COMPLETIONS, 200, prompt=lambda: [[7] * 100] * 128),
+        attack("2,048 prompts of 500 tokens", COMPLETIONS, 200, prompt=lambda: [[7] * 500] * 2_048, echo=True),
         attack("a prompt of 5,000,000 tokens", COMPLETIONS, 400, prompt=lambda: [7] * 5_000_000),
         attack("prompts of two kinds", COMPLETIONS, 400, prompt=lambda: [1] * n + ["a"]),
         attack("all tokens allowed, n 128", COMPLETIONS, 200, n=128, temperature=1,
@@ -187,6 +232,8 @@ def many() -> list[Case]:
             {"type": "tool_use", "id": "c", "name": "f", "input": {}}] * 20_000}, *USER]),
         attack("10,000 calls", OLLAMA_CHAT, messages=lambda: [*USER, {"role": "assistant", "tool_calls": [
             {"function": {"name": "f", "arguments": {}}}] * 10_000}, *USER]),
+        attack("7,000 calls", OLLAMA_CHAT, messages=lambda: [*USER, {"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": {}}}] * 7_000}, *USER]),
         attack("arguments of 15 MB", OLLAMA_CHAT, 400, messages=lambda: [*USER, {"role": "assistant", "tool_calls": [
             {"function": {"name": "f", "arguments": {"a": "b" * TEXT_BYTES}}}]}, *USER]),
         attack("30,000 messages", OLLAMA_CHAT, messages=messages(n // 2)),

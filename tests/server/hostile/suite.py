@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.server.hostile.attacks import many, texts
+from tests.server.hostile.attacks import beside_content, many, texts
 from tests.server.hostile.cases import Case
 from tests.server.hostile.oddities import broken, contradictions, grammars, routes
 
 
 def every_case() -> list[Case]:
-    return [*texts(), *many(), *broken(), *contradictions(), *grammars(), *routes()]
+    return [*texts(), *beside_content(), *many(), *broken(), *contradictions(), *grammars(), *routes()]
 
 
 # What the plain run sends: one of each kind, and the small ones that were a 5xx.
@@ -16,6 +16,9 @@ QUICK = {
     "/v1/completions: 1000 bytes of special tokens",
     "/v1/chat/completions: 100000 bytes of combining marks",
     "/v1/completions: 15000000 bytes of multi-byte characters",
+    "/v1/chat/completions: 1000000 special tokens in a name",
+    "/v1/chat/completions: 1000000 special tokens in a variable",
+    "/v1/chat/completions: 40000 special tokens in a tool's description",
     "/v1/chat/completions: 30000 unknown names",
     "/v1/messages: 30000 unknown names",
     "/v1/chat/completions: a part with 30,000 unknown fields",
@@ -36,6 +39,8 @@ QUICK = {
     "/v1/chat/completions: two grammars",
     "/v1/chat/completions: a schema of a loop",
     "/v1/chat/completions: choices of 15 MB",
+    "/v1/messages: allowed tokens beyond 64 bits",
+    "/v1/responses: allowed tokens beyond 64 bits",
     "/v1/completions: a prompt of nothing",
     "/v1/completions: only the end allowed, and 3 tokens at least",
     "/v1/messages: n 3",

@@ -167,6 +167,27 @@ def test_names_of_unknown_parameters_are_for_those_with_the_key() -> None:
         assert names == {"secret_a": 2, "secret_b": 1}
 
 
+@pytest.mark.parametrize(
+    ("client", "sees"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("203.0.113.9", False),
+        ("::ffff:203.0.113.9", False),
+    ],
+)
+def test_names_of_unknown_parameters_are_for_this_machine_where_there_is_no_key(
+    served: Served, client: str, sees: bool
+) -> None:
+    """A proxy tells the client's address."""
+    assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "secret_c": 1}).status_code == 200
+    response = httpx.get(served.url + "/health", headers={"x-forwarded-for": client})
+    assert response.json()["num_unknown_parameters"] >= 1
+    assert ("secret_c" in response.text) == sees
+    assert bool(response.json()["unknown_parameters"]) == sees
+
+
 def test_nothing_is_redirected(served: Served) -> None:
     for path in ("/health/", "/v1/completions/", "/docs/", "//health"):
         for method in ("GET", "POST"):
