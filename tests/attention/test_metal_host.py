@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_engine.attention.choice import choose_backend
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.variants import (
     GROUPS,
@@ -26,7 +25,6 @@ from metal_engine.attention.metal.variants import (
     check_supported,
     variant_of,
 )
-from metal_engine.errors import ConfigError
 from tests.support.simulated import backend, relative_error
 from tools.fixtures.packed_step import make_step
 from tools.metal_sim import metal_kernel
@@ -199,14 +197,6 @@ def test_tables_are_made_once_per_kind_of_layer():
     for window in (None, None, 16, 16):
         attention.attend(step.q, step.state, scale=1.0, window=window)
     assert len(attention._uploaded) == 2
-
-
-def test_choice_of_backend(monkeypatch):
-    assert choose_backend("mlx", 16).name == "mlx"
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    assert choose_backend("auto", 12).name == "mlx"
-    with pytest.raises(ConfigError, match="--attention-backend"):
-        choose_backend("metal", 16)
 
 
 def test_kernels_are_in_the_wheel(tmp_path):

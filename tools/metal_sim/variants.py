@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.metal.backend import MetalBackend, UnsupportedAttentionError
+from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.kv_cache.pool import make_state
 from metal_engine.kv_cache.rows import StepRows, step_rows
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec

@@ -7,6 +7,7 @@ host code is the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,20 +15,10 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.metal.planning import ITEM_FIELDS, MAX_SPLITS, WorkItems, plan_work_items
-from metal_engine.attention.metal.variants import (
-    BLOCK_SIZES,
-    THREADS,
-    AttentionShape,
-    UnsupportedAttentionError,
-    Variant,
-    check_supported,
-    variant_of,
-)
+from metal_engine.attention.metal.variants import THREADS, AttentionShape, Variant, check_supported, variant_of
 from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, kernel_text
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import KVState, LatentState
-
-__all__ = ["BLOCK_SIZES", "THREADGROUPS_PER_CORE", "MetalBackend", "MetalStep", "UnsupportedAttentionError"]
 
 # Threadgroups for each core of a GPU, to keep it busy: their memory lets two run at a time, the others follow.
 THREADGROUPS_PER_CORE = 8
@@ -199,6 +190,12 @@ class MetalBackend:
         if key not in self._constants:
             self._constants[key] = mx.array(values, dtype)
         return self._constants[key]
+
+    def splitting(self) -> MetalBackend:
+        """A backend with the same kernels that splits every context that may be split."""
+        other = copy(self)
+        other.target_threadgroups = 1 << 30
+        return other
 
     def for_step(self, rows: StepRows) -> MetalStep:
         """A step's attention; work items are planned when the first layer of a kind attends."""
