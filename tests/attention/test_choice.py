@@ -14,7 +14,8 @@ import pytest
 
 from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.choice import BackendChoice, choose_backend
-from metal_engine.attention.metal.backend import MetalBackend, UnsupportedAttentionError
+from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.build import build_engine

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from metal_engine.attention.backend import AttentionBackend, StepAttention
-from metal_engine.attention.metal.backend import MetalBackend, UnsupportedAttentionError
+from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
