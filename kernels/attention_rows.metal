@@ -1,4 +1,4 @@
-// What the two ways through paged_attention.metal share: how lanes load pieces of rows, and how results leave.
+// What the ways through paged_attention.metal share: how lanes load pieces of rows, and how results leave.
 //
 // A fragment is an 8x8 matrix of a SIMD group. A lane holds two neighbours of one row: row `lane_row`, columns
 // `lane_column` and the next. Where a row of the cache is loaded by lanes, the four lanes of a fragment's row take one
@@ -82,6 +82,38 @@ METAL_FUNC void load_queries(
     }
     if (exists1 && column < END) {
       fragments[f].thread_elements()[1] = q[row1 + column];
+    }
+  }
+}
+
+// A thread's LOADS pieces of the stage, COLUMNS elements of a row of the cache each; ROW_PIECES make a padded row of the
+// stage. Zeros stand for keys from `num_keys` on and for columns from END on; neither is read.
+template <typename T, int COLUMNS, int ROW_PIECES, int LOADS, int BK, int END>
+METAL_FUNC void load_stage(
+    const device T* cache, threadgroup const int* key_slots, int num_keys, int num_kv_heads, int kv_head, int tid,
+    thread typename Words<COLUMNS * int(sizeof(T)) / 4>::type* pieces) {
+  typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Piece;
+  #pragma clang loop unroll(full)
+  for (int i = 0; i < LOADS; ++i) {
+    const int key = (tid + i * THREADS) / ROW_PIECES;
+    const int column = (tid + i * THREADS) % ROW_PIECES * COLUMNS;
+    pieces[i] = Piece(0);
+    if (key < BK && key < num_keys && column < END) {
+      pieces[i] = *(const device Piece*)(cache + (ulong(key_slots[key]) * num_kv_heads + kv_head) * END + column);
+    }
+  }
+}
+
+// Stores them. `staged`: [BK, STRIDE].
+template <typename T, int COLUMNS, int ROW_PIECES, int LOADS, int BK, int STRIDE>
+METAL_FUNC void store_stage(
+    thread const typename Words<COLUMNS * int(sizeof(T)) / 4>::type* pieces, int tid, threadgroup T* staged) {
+  typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Piece;
+  #pragma clang loop unroll(full)
+  for (int i = 0; i < LOADS; ++i) {
+    const int key = (tid + i * THREADS) / ROW_PIECES;
+    if (key < BK) {
+      *(threadgroup Piece*)(staged + key * STRIDE + (tid + i * THREADS) % ROW_PIECES * COLUMNS) = pieces[i];
     }
   }
 }

@@ -4,12 +4,6 @@
 constexpr int PARTS_OF_STAGED = STAGED_PARTS > 0 ? STAGED_PARTS : 1;
 constexpr int DK_PART = divided_up(K_FRAGMENTS, PARTS_OF_STAGED);
 constexpr int DV_PART = divided_up(V_FRAGMENTS, PARTS_OF_STAGED);
-constexpr int K_ROW = K_FRAGMENTS * 8 / K_PIECE;  // pieces of a padded row
-constexpr int V_ROW = V_FRAGMENTS * 8 / V_PIECE;
-constexpr int K_LOADS = divided_up(BK * K_ROW, THREADS);  // of each thread
-constexpr int V_LOADS = divided_up(BK * V_ROW, THREADS);
-typedef typename Words<K_PIECE * int(sizeof(T)) / 4>::type KPiece;
-typedef typename Words<V_PIECE * int(sizeof(T)) / 4>::type VPiece;
 
 const int row_fragments = min(num_rows <= 8 ? 1 : num_rows <= 16 ? 2 : num_rows <= 32 ? 4 : 8, GROUPS / PARTS_OF_STAGED);
 const int slots = GROUPS / PARTS_OF_STAGED / row_fragments;
@@ -55,23 +49,10 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 for (int tile = key_begin; tile < key_end; tile += BK) {
   // A thread's pieces come all at once: their loads are under way together.
   KPiece k_pieces[K_LOADS];
-  #pragma clang loop unroll(full)
-  for (int i = 0; i < K_LOADS; ++i) {
-    const int key = (tid + i * THREADS) / K_ROW;
-    const int column = (tid + i * THREADS) % K_ROW * K_PIECE;
-    k_pieces[i] = KPiece(0);
-    if (key < BK && tile + key < key_end && column < DK) {
-      k_pieces[i] = *(const device KPiece*)(k_cache + (ulong(key_slots[key]) * num_kv_heads + kv_head) * DK + column);
-    }
-  }
+  load_stage<T, K_PIECE, K_ROW, K_LOADS, BK, DK>(
+      k_cache, key_slots, key_end - tile, num_kv_heads, kv_head, tid, k_pieces);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile's V has been read
-  #pragma clang loop unroll(full)
-  for (int i = 0; i < K_LOADS; ++i) {
-    const int key = (tid + i * THREADS) / K_ROW;
-    if (key < BK) {
-      *(threadgroup KPiece*)(staged + key * STRIDE + (tid + i * THREADS) % K_ROW * K_PIECE) = k_pieces[i];
-    }
-  }
+  store_stage<T, K_PIECE, K_ROW, K_LOADS, BK, STRIDE>(k_pieces, tid, staged);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   // Scores of this group's rows against its key fragments.
@@ -97,15 +78,8 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
     }
   }
   VPiece v_pieces[V_LOADS];
-  #pragma clang loop unroll(full)
-  for (int i = 0; i < V_LOADS; ++i) {
-    const int key = (tid + i * THREADS) / V_ROW;
-    const int column = (tid + i * THREADS) % V_ROW * V_PIECE;
-    v_pieces[i] = VPiece(0);
-    if (key < BK && tile + key < key_end && column < DV) {
-      v_pieces[i] = *(const device VPiece*)(v_cache + (ulong(key_slots[key]) * num_kv_heads + kv_head) * DV + column);
-    }
-  }
+  load_stage<T, V_PIECE, V_ROW, V_LOADS, BK, DV>(
+      v_cache, key_slots, key_end - tile, num_kv_heads, kv_head, tid, v_pieces);
   if (STAGED_PARTS > 1) {
     threadgroup_barrier(mem_flags::mem_threadgroup);  // `sums` are written
   }
@@ -167,13 +141,7 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   if (STAGED_PARTS == 1) {
     threadgroup_barrier(mem_flags::mem_threadgroup);  // K has been read
   }
-  #pragma clang loop unroll(full)
-  for (int i = 0; i < V_LOADS; ++i) {
-    const int key = (tid + i * THREADS) / V_ROW;
-    if (key < BK) {
-      *(threadgroup VPiece*)(staged + key * STRIDE + (tid + i * THREADS) % V_ROW * V_PIECE) = v_pieces[i];
-    }
-  }
+  store_stage<T, V_PIECE, V_ROW, V_LOADS, BK, STRIDE>(v_pieces, tid, staged);
   if (tid < BK && tile + BK + tid < key_end) {  // of the next stage
     key_slots[tid] = slot_of<BLOCK_SIZE>(block_table, table_row, tile + BK + tid);
   }

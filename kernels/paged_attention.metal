@@ -27,26 +27,39 @@
 // something, and would become zeros.
 //
 // Template: T, DK, DV (head dims), LATENT (V is the first DV columns of K), G (query heads of a KV head), BLOCK_SIZE,
-// HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, and how the work is shared out: variants.py.
+// HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, and how the work is shared out: variants.py. Where the host defines TENSOR_OPS, the
+// staged way multiplies with Metal's tensor operations (attention_tensor.metal).
 
 constexpr float WEIGHT_SHIFT = is_same_v<T, half> ? 14.0f : 0.0f;
 constexpr int K_FRAGMENTS = divided_up(DK, 8);
 constexpr int V_FRAGMENTS = divided_up(DV, 8);
-// Elements of a load to the stage, and of a padded row there: rows start in different banks.
+// Elements of a load to the stage, such pieces of a padded row there, and loads of each thread.
 constexpr int K_PIECE = DK * sizeof(T) % 16 == 0 ? 16 / sizeof(T) : 8 / sizeof(T);
 constexpr int V_PIECE = DV * sizeof(T) % 16 == 0 ? 16 / sizeof(T) : 8 / sizeof(T);
+typedef typename Words<K_PIECE * int(sizeof(T)) / 4>::type KPiece;
+typedef typename Words<V_PIECE * int(sizeof(T)) / 4>::type VPiece;
+constexpr int K_ROW = K_FRAGMENTS * 8 / K_PIECE;
+constexpr int V_ROW = V_FRAGMENTS * 8 / V_PIECE;
+constexpr int K_LOADS = divided_up(BK * K_ROW, THREADS);
+constexpr int V_LOADS = divided_up(BK * V_ROW, THREADS);
+// Elements from row to row of the stage: rows start in different banks.
 constexpr int STRIDE = (K_FRAGMENTS > V_FRAGMENTS ? K_FRAGMENTS : V_FRAGMENTS) * 8 + 16 / sizeof(T);
 constexpr int KEY_FRAGMENTS = BK / 8;
 constexpr int STAGE_BYTES = STAGED_PARTS ? BK * STRIDE * sizeof(T) : 0;
 constexpr int SUMS_BYTES = STAGED_PARTS > 1 ? GROUPS * KEY_FRAGMENTS * 256 : 0;
 constexpr int EXCHANGE_BYTES = 2 * GROUPS * HELD * STRIPS * 256;
-constexpr int CARRIED_BYTES = GROUPS * STRIPS * 8 * CARRIED_STRIDE * 4;
+#ifdef TENSOR_OPS
+constexpr int MOST_STRIPS = 2;  // row fragments of a SIMD group
+#else
+constexpr int MOST_STRIPS = STRIPS;
+#endif
+constexpr int CARRIED_BYTES = GROUPS * MOST_STRIPS * 8 * CARRIED_STRIDE * 4;
 constexpr int DIRECT_BYTES = EXCHANGE_BYTES > CARRIED_BYTES ? EXCHANGE_BYTES : CARRIED_BYTES;
 constexpr int STAGED_BYTES = STAGE_BYTES + SUMS_BYTES;
 constexpr int SHARED_BYTES = STAGED_BYTES > DIRECT_BYTES ? STAGED_BYTES : DIRECT_BYTES;
 
 threadgroup uint4 shared[SHARED_BYTES / 16];  // one after the other: stage and sums, or exchange; results
-threadgroup float row_state[GROUPS * STRIPS * 8 * 2];
+threadgroup float row_state[GROUPS * MOST_STRIPS * 8 * 2];
 threadgroup int key_slots[BK];                // where the cache holds the keys of a stage
 
 const int tid = int(thread_index_in_threadgroup);
@@ -80,5 +93,9 @@ const int all_see_end = min(key_end, first_position + 1);
 if (num_rows <= STRIPS * 8) {
 #include "attention_direct.metal"
 } else if (STAGED_PARTS > 0) {
+#ifdef TENSOR_OPS
+#include "attention_tensor.metal"
+#else
 #include "attention_staged.metal"
+#endif
 }

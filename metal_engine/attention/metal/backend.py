@@ -15,7 +15,14 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.metal.planning import ITEM_FIELDS, MAX_SPLITS, WorkItems, plan_work_items
-from metal_engine.attention.metal.variants import THREADS, AttentionShape, Variant, check_supported, variant_of
+from metal_engine.attention.metal.variants import (
+    THREADS,
+    AttentionShape,
+    Variant,
+    check_supported,
+    fits_tensor_ops,
+    variant_of,
+)
 from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, kernel_text
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import KVState, LatentState
@@ -104,7 +111,7 @@ class MetalStep:
         window_size = self.backend.constant([window or 0], mx.int32)
         partial_shape = (partial_rows, shape.num_kv_heads, shape.v_head_dim)
         out_shape = (*q.shape[:2], shape.v_head_dim)
-        out, partial_out, partial_lse = self.backend.attention(
+        out, partial_out, partial_lse = self.backend.attention_for(shape)(
             inputs=[
                 *(q, state.key_blocks, state.value_blocks),
                 *(self._block_table, uploaded.table, numbers, window_size, sink_values),
@@ -154,29 +161,38 @@ class MetalStep:
 
 
 class MetalBackend:
-    """Makes each step's attention. Holds the two kernels; MLX compiles each variant at its first use.
+    """Makes each step's attention. Holds the kernels; MLX compiles each variant at its first use.
 
     Args:
         kernel_factory: ``mx.fast.metal_kernel`` or the simulator's.
         target_threadgroups: each request is split until it has about so many; None: as unknown GPUs get.
+        tensor_ops: compute prefill with Metal's tensor operations, for the shapes that fit. The GPU must have them.
     """
 
     name = "metal"
 
     def __init__(
-        self, kernel_factory: Callable[..., Any] = mx.fast.metal_kernel, target_threadgroups: int | None = None
+        self,
+        kernel_factory: Callable[..., Any] = mx.fast.metal_kernel,
+        target_threadgroups: int | None = None,
+        *,
+        tensor_ops: bool = False,
     ):
         self._constants: dict[tuple[object, ...], mx.array] = {}
         # Made of data, once: mx.zeros would be one more kernel for the GPU in every layer.
         self.no_sinks = mx.array([0.0], mx.float32)
         self.target_threadgroups = target_threadgroups or THREADGROUPS_PER_CORE * UNKNOWN_GPU_CORES
-        self.attention = kernel_factory(
-            name="paged_attention",
-            input_names=["q", "k_cache", "v_cache", "block_table", "items", "numbers", "window_size", "sinks"],
-            output_names=["out", "partial_out", "partial_lse"],
-            header=kernel_text("attention_rows.metal"),
-            source=kernel_text("paged_attention.metal"),
-        )
+        arguments = {
+            "input_names": ["q", "k_cache", "v_cache", "block_table", "items", "numbers", "window_size", "sinks"],
+            "output_names": ["out", "partial_out", "partial_lse"],
+            "source": kernel_text("paged_attention.metal"),
+        }
+        header = kernel_text("attention_rows.metal")
+        self.attention = kernel_factory(name="paged_attention", header=header, **arguments)
+        self.tensor_attention = None
+        if tensor_ops:
+            header = f"#define TENSOR_OPS\n{header}{kernel_text('attention_products.metal')}"
+            self.tensor_attention = kernel_factory(name="paged_attention_tensor", header=header, **arguments)
         self.merge = kernel_factory(
             name="merge_splits",
             input_names=["whole", "partial_out", "partial_lse", "rows", "sinks"],
@@ -190,6 +206,20 @@ class MetalBackend:
         if key not in self._constants:
             self._constants[key] = mx.array(values, dtype)
         return self._constants[key]
+
+    def uses_tensor_ops(self, shape: AttentionShape) -> bool:
+        """Whether prefill of a shape is computed with tensor operations."""
+        return self.tensor_attention is not None and fits_tensor_ops(shape)
+
+    def attention_for(self, shape: AttentionShape) -> Callable[..., Any]:
+        """The kernel for every step of a shape: decodes get the same one alone and beside prefills."""
+        return self.tensor_attention if self.uses_tensor_ops(shape) else self.attention
+
+    def without_tensor_ops(self) -> MetalBackend:
+        """A backend with the same kernels but the one for tensor operations."""
+        other = copy(self)
+        other.tensor_attention = None
+        return other
 
     def splitting(self) -> MetalBackend:
         """A backend with the same kernels that splits every context that may be split."""

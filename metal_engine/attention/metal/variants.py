@@ -162,6 +162,15 @@ def variant_of(shape: AttentionShape) -> Variant:
     )
 
 
+def fits_tensor_ops(shape: AttentionShape) -> bool:
+    """Whether the staged way can compute a shape on matrix units (attention_tensor.metal): in products of 16 columns of
+    K and 32 of V, by SIMD groups that have all of them.
+    """
+    is_half = shape.dtype in (mx.float16, mx.bfloat16)
+    has_whole_products = shape.head_dim % 16 == 0 and shape.v_head_dim % 32 == 0
+    return is_half and has_whole_products and variant_of(shape).staged_parts == 1
+
+
 def _parts(dim: int, strips: int) -> int:
     """SIMD groups among which ``dim`` columns of so many row fragments are shared out."""
     return next(parts for parts in (1, 2, 4, GROUPS) if strips * -(-dim // (8 * parts)) <= MANY_FRAGMENTS)
