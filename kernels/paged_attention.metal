@@ -49,7 +49,7 @@ constexpr int STAGE_BYTES = STAGED_PARTS ? BK * STRIDE * sizeof(T) : 0;
 constexpr int SUMS_BYTES = STAGED_PARTS > 1 ? GROUPS * KEY_FRAGMENTS * 256 : 0;
 constexpr int EXCHANGE_BYTES = 2 * GROUPS * HELD * STRIPS * 256;
 #ifdef TENSOR_OPS
-constexpr int MOST_STRIPS = 2;  // row fragments of a SIMD group
+constexpr int MOST_STRIPS = STRIPS > 2 ? STRIPS : 2;  // row fragments of a SIMD group
 #else
 constexpr int MOST_STRIPS = STRIPS;
 #endif

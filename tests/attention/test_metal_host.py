@@ -19,6 +19,7 @@ from metal_engine.attention.metal.variants import (
     GROUPS,
     HELD_FRAGMENTS,
     MANY_FRAGMENTS,
+    MANY_FRAGMENTS_OF_16_BITS,
     STAGE_BYTES,
     AttentionShape,
     UnsupportedAttentionError,
@@ -60,13 +61,19 @@ def test_unsupported_shapes_are_named(change, message):
 def all_shapes():
     """Every supported head_dim, and the wide, narrow and latent ones, with few and many heads, in every dtype."""
     for dtype in DTYPES:
-        for group in (1, 8, 9, 16, 20, 128):
+        for group in (1, 8, 9, 16, 17, 24, 25, 128):
             for dim in range(8, 513, 4):
                 yield AttentionShape(dtype, dim, dim, group, 1, 16)
             for dims in ((192, 128), (128, 192), (64, 512), (512, 64)):
                 yield AttentionShape(dtype, *dims, group, 1, 16)
             for dims in ((576, 512), (512, 512), (320, 256), (48, 32), (12, 8), (640, 512), (100, 36)):
                 yield AttentionShape(dtype, *dims, group, 1, 16, is_latent=True)
+
+
+def group_fits(shape):
+    """Whether a decode of so many query heads must be one item that goes the direct way."""
+    widest = max(shape.head_dim, shape.v_head_dim)
+    return shape.group <= (24 if widest <= 256 or (widest <= 576 and shape.dtype.size == 2) else 16)
 
 
 def test_the_work_of_every_shape_fits():
@@ -80,7 +87,10 @@ def test_the_work_of_every_shape_fits():
             assert columns * size in (4, 8, 16) and not any(dim % columns for dim in dims)
         assert GROUPS % variant.parts == 0 and variant.held * variant.strips <= HELD_FRAGMENTS
         widest = max(shape.head_dim, shape.v_head_dim)
-        assert variant.strips * -(-widest // (8 * variant.parts)) <= MANY_FRAGMENTS
+        fragments = variant.strips * -(-widest // (8 * variant.parts))
+        assert fragments <= (MANY_FRAGMENTS if variant.strips < 3 or size > 2 else MANY_FRAGMENTS_OF_16_BITS)
+        if group_fits(shape):
+            assert shape.group <= 8 * variant.strips  # a decode reads each key once, and stages none
         if shape.is_latent:
             assert variant.k_columns == variant.v_columns  # the same registers
             if shape.head_dim > shape.v_head_dim:
@@ -110,15 +120,22 @@ def test_lanes_load_as_much_as_they_can(head_dim, dtype, columns):
 
 
 def test_no_simd_group_has_too_much_of_a_wide_head():
-    """Sixteen fragments of the output and of the queries, eighteen of a latent, whatever the heads."""
+    """Sixteen fragments of the output and of the queries, eighteen of a latent, of up to 16 query heads."""
     for dtype in DTYPES:
-        for group in (1, 8, 16, 64):
+        for group in (1, 8, 16):
             for dims in ((192, 192), (192, 128), (256, 256), (512, 512)):
                 variant = variant_of(AttentionShape(dtype, *dims, group, 1, 16))
                 assert variant.strips * max(dims) // (8 * variant.parts) <= 16
                 assert not variant.staged_parts or max(dims) // (8 * variant.staged_parts) <= 16
         variant = variant_of(replace(LATENT, dtype=dtype))
         assert (variant.parts, variant.strips, variant.tile_rows) == (8, 2, 16)
+
+
+@pytest.mark.parametrize("num_heads, tile_rows", [(20, 24), (24, 24), (64, 24), (128, 24), (16, 16)])
+def test_tiles_of_latents(num_heads, tile_rows):
+    for dtype in (mx.float16, mx.bfloat16):
+        assert variant_of(replace(LATENT, num_heads=num_heads, dtype=dtype)).tile_rows == tile_rows
+    assert variant_of(replace(LATENT, num_heads=num_heads, dtype=mx.float32)).tile_rows == 16
 
 
 def test_step_and_arrays_must_agree():

@@ -47,15 +47,17 @@ def visible_keys(segments, window=None):
 DECODES = [(1, kv) for kv in (300, 77, 1, 640)]
 # The heads of real models, with no more rows in a token than a tile has.
 DECODED = [
-    *(Heads(64, 64, 2 * group, 2) for group in (1, 2, 4, 8, 9, 16, 24, 64)),
+    *(Heads(64, 64, 2 * group, 2) for group in (1, 2, 4, 8, 9, 16, 24, 25, 64)),
     *(Heads(dim, dim, 4, 2) for dim in (32, 80, 96, 100, 112, 120, 128, 160, 192, 256, 512)),
-    *(Heads(dim, dim, 16, 1) for dim in (96, 128, 160, 256, 512)),
+    *(Heads(dim, dim, group, 1) for dim in (96, 128, 160, 256, 512) for group in (16, 24)),
     Heads(192, 128, 4, 4),
-    Heads(576, 512, 16, 1, is_latent=True),
+    *(Heads(576, 512, heads, 1, is_latent=True) for heads in (16, 20)),
     Heads(48, 32, 4, 1, is_latent=True),
 ]
-A_FEW = [DECODED[2], Heads(128, 128, 4, 2), Heads(256, 256, 16, 1), Heads(100, 100, 4, 2), Heads(192, 128, 4, 4),
-         Heads(576, 512, 16, 1, is_latent=True)]  # fmt: skip
+A_FEW = [DECODED[2], Heads(128, 128, 4, 2),
+         Heads(256, 256, 16, 1), Heads(100, 100, 4, 2), Heads(192, 128, 4, 4),
+         Heads(576, 512, 16, 1, is_latent=True), Heads(576, 512, 20, 1, is_latent=True),
+         Heads(128, 128, 24, 1)]  # fmt: skip
 
 
 def those_in_full(heads):
@@ -73,7 +75,7 @@ def test_decode_reads_every_key_once_per_kv_head(heads):
     assert kv_read(heads.launches(DECODES + others)) - kv_read(heads.launches(others)) == bound
 
 
-@pytest.mark.parametrize("tiles, heads", [(2, Heads(576, 512, 20, 1, True)), (2, Heads(64, 64, 128, 1))])
+@pytest.mark.parametrize("tiles, heads", [(6, Heads(576, 512, 128, 1, True)), (2, Heads(64, 64, 128, 1))])
 def test_more_heads_than_a_tile_has_rows_read_once_per_tile(tiles, heads):
     assert -(-heads.num_heads // heads.num_kv_heads // heads.variant.tile_rows) == tiles
     assert kv_read(heads.launches([(1, 300)])) == tiles * 300 * heads.bytes_of_a_key

@@ -11,7 +11,7 @@ from metal_engine.attention.metal.backend import MetalBackend
 from tools.fixtures.packed_step import Step, make_step
 from tools.metal_sim import LaunchCounts, metal_kernel, record_launches
 
-TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 7e-4, mx.bfloat16: 4e-3}
 
 
 @cache

@@ -280,7 +280,7 @@ class Case:
     is_latent: bool = False
     scale: float = 0.2
     scores: tuple[float, float] | None = None  # of the first key of each request, and of all others; scale 1
-    tolerance: float = 2e-5
+    tolerance: float = 1e-5
 
 
 CASES = (
@@ -292,21 +292,21 @@ CASES = (
     # More splits than the merge has threads.
     Case([(1, 8448)], 1, 1, target_threadgroups=1000),
     # Parts that add their scores; scores far apart, so that a wrong peak overflows.
-    Case([(1, 520)] * 8 + [(40, 90)], 2, 1, target_threadgroups=1000, head_dim=256, scale=100.0, tolerance=1e-2),
+    Case([(1, 520)] * 8 + [(40, 90)], 2, 1, target_threadgroups=1000, head_dim=256, scale=100.0, tolerance=1e-4),
     # All scores far below zero.
-    Case([(1, 1100), (20, 90)], 2, 1, target_threadgroups=1000, scores=(-9_997.0, -10_000.0), tolerance=5e-3),
+    Case([(1, 1100), (20, 90)], 2, 1, target_threadgroups=1000, scores=(-9_997.0, -10_000.0), tolerance=5e-4),
     Case(
-        [(1, 1100), (20, 90)], 2, 1, target_threadgroups=1000, scores=(-9_997.0, -10_000.0), sinks=True, tolerance=5e-3
+        [(1, 1100), (20, 90)], 2, 1, target_threadgroups=1000, scores=(-9_997.0, -10_000.0), sinks=True, tolerance=5e-4
     ),
     # Half precision: other widths of loads and rows, rounded weights. Split, and with a tail of whole rows.
-    Case([(1, 1300), (3, 1100), (20, 90)], 4, 2, mx.float16, 1000, window=1250, tolerance=2e-3),
-    Case([(1, 1200), (2, 1030), (30, 90)], 3, 1, mx.bfloat16, 1000, head_dim=128, sinks=True, tolerance=1.5e-2),
+    Case([(1, 1300), (3, 1100), (20, 90)], 4, 2, mx.float16, 1000, window=1250, tolerance=7e-4),
+    Case([(1, 1200), (2, 1030), (30, 90)], 3, 1, mx.bfloat16, 1000, head_dim=128, sinks=True, tolerance=4e-3),
     # Weights that float16 would not hold.
-    Case([(1, 3000), (20, 2000)], 2, 1, mx.float16, 1000, sinks=True, scores=(17.0, 0.0), tolerance=2e-3),
-    Case([(1, 3000), (20, 2000)], 2, 1, mx.float16, scores=(17.0, 0.0), tolerance=2e-3),
+    Case([(1, 3000), (20, 2000)], 2, 1, mx.float16, 1000, sinks=True, scores=(17.0, 0.0), tolerance=7e-4),
+    Case([(1, 3000), (20, 2000)], 2, 1, mx.float16, scores=(17.0, 0.0), tolerance=7e-4),
     # Rows of the cache that are no multiple of 16 bytes; tiles that end within a token.
-    Case([(1, 77), (7, 30), (1, 9)], 40, 2, mx.float16, head_dim=100, tolerance=2e-3),
-    Case([(1, 77), (3, 30)], 4, 2, mx.float16, head_dim=100, tolerance=2e-3),
+    Case([(1, 77), (7, 30), (1, 9)], 40, 2, mx.float16, head_dim=100, tolerance=7e-4),
+    Case([(1, 77), (3, 30)], 4, 2, mx.float16, head_dim=100, tolerance=7e-4),
     # Two row fragments in a SIMD group. K and V of different sizes.
     Case([(1, 300), (2, 33), (7, 1100)], 16, 1, target_threadgroups=1000, head_dim=192, v_head_dim=128),
     Case([(1, 70), (15, 33)], 2, 1, head_dim=64, v_head_dim=128),
@@ -314,7 +314,7 @@ CASES = (
     Case([(1, 300), (3, 33), (1, 1100)], 12, 1, target_threadgroups=1000, head_dim=48, v_head_dim=32, is_latent=True),
     # A tile of 16 rows that begins at one token's head 16 and ends in the next token, at the edge of the window.
     Case([(3, 74), (1, 9)], 20, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
-    Case([(1, 300), (2, 33)], 20, 1, mx.float16, head_dim=576, v_head_dim=512, is_latent=True, tolerance=2e-3),
+    Case([(1, 300), (2, 33)], 20, 1, mx.float16, head_dim=576, v_head_dim=512, is_latent=True, tolerance=7e-4),
 )
 
 

@@ -67,6 +67,10 @@ MUTANTS = (
     # how many splits: what they cost
     Mutant(PLAN, "* splittable)", ")"),
     Mutant(PLAN, "-(-stages // longest)", "most"),
+    Mutant(PLAN, "WORTH_MERGING = 0.75", "WORTH_MERGING = 1.0"),
+    Mutant(PLAN, "WORTH_MERGING = 0.75", "WORTH_MERGING = 0.25"),
+    Mutant(PLAN, "np.maximum.reduceat(lengths, begins).take(tiles[:, 5])", "lengths.max()"),
+    Mutant(PLAN, "if len(begins) < len(tiles):", "if False:"),
     Mutant(PLAN, "-(-stages // most)", "stages // most"),
     Mutant(PLAN, "max(MIN_SPLIT_KEYS, 2 * key_step)", "MIN_SPLIT_KEYS"),
     Mutant(PLAN, "MIN_KEYS_TO_SPLIT = 512", "MIN_KEYS_TO_SPLIT = 1024"),
@@ -101,6 +105,7 @@ CASES = (
     ([*MIX, *DECODES], Options(group=24, tile_rows=16, target_threadgroups=1000)),
     ([(1, 600), (1, 40), (3, 1500)], Options(group=128, tile_rows=16, num_kv_heads=1, key_step=8)),
     ([(1, 600), (1, 40)], Options(group=40, tile_rows=32, num_kv_heads=1, key_step=8)),
+    ([(1, 3000), (600, 600), (512, 512)], Options(num_kv_heads=2, target_threadgroups=1000)),
     ([(1, 131_072), (1, 40)], Options(num_kv_heads=1, target_threadgroups=1000, key_step=128)),
 )
 

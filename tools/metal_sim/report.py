@@ -24,6 +24,25 @@ were alone, so the rows of 64 decodes say what that costs in company: the splits
 is needed to keep the device busy.
 In the rows "less these" K+V read is that of the mixed step less that of the chunk and the prompt in a step of their
 own, so what the decodes cost in company; the columns from *other* on count the whole mixed step.
+*Threadgroups* are those of the attention launch, where a GPU of unknown size is asked for 96. *Loads in flight* are
+those of K that a thread starts before it waits for one, and their bytes; V's are as many.
+"""
+BEFORE = """
+## Before
+
+The kernel that staged every item, copied in a loop of unknown length, and split a context at the step's fair share.
+Counted by the same simulator: 40 cores (320 threadgroups asked for), float16; each cell is before / now.
+
+| shape | threadgroups | longest item, keys | barriers of a threadgroup | threadgroup memory | loads in flight |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| decode at 1,000, 8 KV heads, group 4, head_dim 128 | 8 / 64 | 1,000 / 128 | 68 / 8 | 10.0 / 5.3 MB | 1 / 8 |
+| decode at 1,030, the same | 24 / 48 | 512 / 192 | 27 / 8 | 11.8 / 4.1 MB | 1 / 8 |
+| decode at 4,096, the same | 64 / 256 | 512 / 128 | 36 / 8 | 42.6 / 21.1 MB | 1 / 8 |
+| decode at 4,096, 4 KV heads, group 4, head_dim 256 | 32 / 128 | 512 / 128 | 72 / 10 | 41.8 / 11.1 MB | 1 / 8 |
+| decode at 4,096, 2 KV heads, group 16, head_dim 128 | 16 / 32 | 512 / 256 | 36 / 8 | 14.9 / 6.1 MB | 1 / 4 |
+| 64 decodes at 1,000, 2 KV heads, group 4, head_dim 64 | 286 / 868 | 1,023 / 192 | 34 / 4 | 92.8 / 51.6 MB | 1 / 8 |
+| prefill 512 on 512, 2 KV heads, group 4, head_dim 128 | 64 / 64 | 512 / 512 | 22 / 27 | 91.6 / 91.6 MB | 1 / 4 |
+| the same, head_dim 256: two SIMD groups share a row | 64 / 128 | 512 / 512 | 42 / 43 | 173 / 222 MB | 1 / 4 |
 """
 
 
@@ -73,13 +92,16 @@ SHAPES = (
     Shape("decode at 32,768, window 1,024, group 4", ((1, 32_768),), 4, 1.1, window=1024),
     Shape("decode at 32,768, group 4", ((1, 32_768),), 4, 1.05),
     *(Shape(f"decode at 4,096, group 4, head_dim {d}", ((1, 4096),), 4, 1.05, head_dim=d) for d in (128, 256, 512)),
-    *(Shape(f"decode at 4,096, group {g}, head_dim 128", ((1, 4096),), g, 1.05, head_dim=128) for g in (16, 24)),
+    *(Shape(f"decode at 4,096, group {g}, head_dim 128", ((1, 4096),), g, 1.05, head_dim=128) for g in (16, 24, 32)),
     Shape("decode at 4,096, K of 192 and V of 128", ((1, 4096),), 1, 1.05, num_kv_heads=16, head_dim=192,
           v_head_dim=128),
-    Shape("decode at 4,096, latent of 512 + 64, 16 heads", ((1, 4096),), 16, 1.05, head_dim=576, v_head_dim=512,
-          is_latent=True),
-    # Tiles of 16 rows, each of which reads the latent.
-    Shape("decode at 4,096, latent of 512 + 64, 128 heads", ((1, 4096),), 128, 8.05, head_dim=576, v_head_dim=512,
+    *(
+        Shape(f"decode at 4,096, latent of 512 + 64, {heads} heads", ((1, 4096),), heads, 1.05, head_dim=576,
+              v_head_dim=512, is_latent=True)
+        for heads in (16, 20)
+    ),
+    # Tiles of 24 rows, each of which reads the latent.
+    Shape("decode at 4,096, latent of 512 + 64, 128 heads", ((1, 4096),), 128, 6.05, head_dim=576, v_head_dim=512,
           is_latent=True),
     Shape("prefill 512 on 512, group 4, head_dim 256", ((512, 512),), 4, 0.55 * 64, head_dim=256),
 )  # fmt: skip
@@ -157,6 +179,31 @@ class Line:
         partial = [c.buffers[name] for c in self.launches for name in c.buffers if name.startswith("partial_")]
         return sum(b.read + b.written for b in partial)
 
+    @property
+    def loads_in_flight(self) -> str:
+        """Of K, of a thread before it waits for one, by its request with the fewest rows."""
+        from metal_engine.attention.metal.variants import THREADS, AttentionShape, variant_of
+
+        shape, size = self.shape, 2
+        latent = shape.v_head_dim if shape.is_latent and shape.v_head_dim else 0
+        v = variant_of(
+            AttentionShape(
+                dtype=mx.float16,
+                head_dim=shape.head_dim,
+                v_head_dim=shape.v_head_dim or shape.head_dim,
+                num_heads=shape.num_kv_heads * shape.group,
+                num_kv_heads=shape.num_kv_heads,
+                block_size=16,
+                is_latent=shape.is_latent,
+            )
+        )
+        rows = min(min(n for n, _ in shape.segments) * shape.group, v.tile_rows)
+        if rows <= 8 * v.strips:
+            columns = latent or shape.head_dim
+            return f"{v.held * -(-columns // (4 * v.k_columns * v.parts))} x {v.k_columns * size}"
+        piece = 16 if shape.head_dim * size % 16 == 0 else 8
+        return f"{-(-v.bk * shape.head_dim * size // (piece * THREADS))} x {piece}"
+
     def cells(self) -> list[str]:
         c = self.launches[0]
         return [
@@ -167,6 +214,8 @@ class Line:
             f"{self.shape.allowed:.2f}",
             f"{self.other:,}",
             f"{self.merging:,} ({self.merging / _kv_read(self.launches):.1%})",
+            f"{c.threadgroups:,}",
+            self.loads_in_flight,
             f"{c.threadgroup_read + c.threadgroup_written:,}",
             f"{c.products:,}",
             f"{c.barriers:,}",
@@ -176,12 +225,12 @@ class Line:
 
 
 COLUMNS = (
-    "shape", "K+V read", "bound", "ratio", "allowed", "other", "merging (of K+V)", "threadgroup memory",
-    "8x8 products", "barriers", "SIMD operations", "launches",
+    "shape", "K+V read", "bound", "ratio", "allowed", "other", "merging (of K+V)", "threadgroups", "loads in flight",
+    "threadgroup memory", "8x8 products", "barriers", "SIMD operations", "launches",
 )  # fmt: skip
 
 
 def table(shapes: tuple[Shape, ...] = SHAPES) -> tuple[str, list[Line]]:
     lines = [Line.of(s) for s in shapes]
     rows = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)], *(line.cells() for line in lines)]
-    return HEADER + "\n" + "\n".join("| " + " | ".join(r) + " |" for r in rows) + "\n", lines
+    return HEADER + "\n" + "\n".join("| " + " | ".join(r) + " |" for r in rows) + "\n" + BEFORE, lines

@@ -43,6 +43,8 @@ MIN_KEYS_TO_SPLIT = 512
 KEYS_PER_ROW = 32
 MIN_SPLIT_KEYS = 128
 SHORT_ENOUGH_KEYS = 256
+# Nor for less than a quarter of the time that a request's longest item takes.
+WORTH_MERGING = 0.75
 # Of a tile: a thread of the merge reads them one after the other. It reaches that kernel as a template argument.
 MAX_SPLITS = 128
 
@@ -94,6 +96,10 @@ def plan_work_items(
     most = np.maximum(1, np.minimum(np.minimum(fair, worth), MAX_SPLITS) * splittable)
     # A tile is done when its longest split is. Fewer splits that are no longer do as well.
     longest = -(-stages // most)
+    if len(begins) < len(tiles):
+        # A request is done when its longest item is, and a tile that stays whole may be nearly as long.
+        before, after = (np.maximum.reduceat(lengths, begins).take(tiles[:, 5]) for lengths in (stages, longest))
+        longest = np.where(after <= before * WORTH_MERGING, longest, stages)
     return _split_tiles(tiles, stages, -(-stages // longest), key_step)
 
 

@@ -22,9 +22,13 @@ STAGE_BYTES = 26 << 10  # most threadgroup memory for staged keys and their sums
 # Most fragments of the output in a SIMD group, and of the queries: each is two registers of every lane in float32. So
 # head dims from 164 on are shared out among SIMD groups.
 MANY_FRAGMENTS = 20
+# As many, in 16 bits and with the head shared out as far as it goes, for heads that would be read twice otherwise.
+MANY_FRAGMENTS_OF_16_BITS = 27
 TOO_WIDE_TO_STAGE = 256
+MAX_STRIPS = 3  # row fragments of a direct item: all of them leave through threadgroup memory together
 HELD_REGISTERS = 32  # for key fragments that are loaded together
-HELD_FRAGMENTS = 4  # key fragments times row fragments, which the exchange between parts has room for
+MOST_REGISTERS = 88  # for those, the queries and the output, if more than one is loaded
+HELD_FRAGMENTS = 6  # key fragments times row fragments, which the exchange between parts has room for
 
 
 class UnsupportedAttentionError(ValueError):
@@ -135,10 +139,8 @@ def check_supported(shape: AttentionShape) -> None:
 def variant_of(shape: AttentionShape) -> Variant:
     """How the kernel computes a shape that :func:`check_supported` lets pass."""
     widest = max(shape.head_dim, shape.v_head_dim)
-    if shape.is_latent or widest > TOO_WIDE_TO_STAGE:
-        staged_parts, strips = 0, 2
-    else:
-        staged_parts, strips = _parts(widest, 1), 2 if 8 < shape.group <= 16 else 1
+    staged_parts = 0 if shape.is_latent or widest > TOO_WIDE_TO_STAGE else _parts(widest, 1)
+    strips = _strips(shape, widest, is_staged=staged_parts > 0)
     parts = _parts(widest, strips)  # a SIMD group has all row fragments of a direct item: more of them, fewer columns
     rest = shape.head_dim - shape.v_head_dim if shape.is_latent else 0
     if shape.is_latent:
@@ -148,8 +150,18 @@ def variant_of(shape: AttentionShape) -> Variant:
         k_columns = rest_columns = _columns_of_load(shape.head_dim, shape, parts)
         v_columns = _columns_of_load(shape.v_head_dim, shape, parts)
     fragments = _fragments(shape.head_dim - rest, k_columns, parts) + _fragments(rest, rest_columns, parts)
-    registers = fragments * shape.dtype.size // 2
-    held = next(n for n in (4, 2, 1) if n == 1 or (n * strips <= HELD_FRAGMENTS and n * registers <= HELD_REGISTERS))
+    registers = fragments * shape.dtype.size // 2  # of the queries or keys; a fragment of the output has two
+    rows_registers = strips * (registers + 2 * _fragments(shape.v_head_dim, v_columns, parts))
+    held = next(
+        n
+        for n in (4, 2, 1)
+        if n == 1
+        or (
+            n * strips <= HELD_FRAGMENTS
+            and n * registers <= HELD_REGISTERS
+            and rows_registers + n * registers <= MOST_REGISTERS
+        )
+    )
     return Variant(
         strips=strips,
         parts=parts,
@@ -171,9 +183,23 @@ def fits_tensor_ops(shape: AttentionShape) -> bool:
     return is_half and has_whole_products and variant_of(shape).staged_parts == 1
 
 
+def _strips(shape: AttentionShape, widest: int, is_staged: bool) -> int:
+    """Row fragments of a direct item: all query heads of a KV head, so that a decode reads each key once.
+
+    As far as registers reach. More heads go the staged way, where there is one, and else as several items.
+    """
+    wanted = -(-shape.group // 8)
+    if is_staged:
+        return wanted if wanted <= MAX_STRIPS else 1
+    most = MANY_FRAGMENTS_OF_16_BITS if shape.dtype.size == 2 else MANY_FRAGMENTS
+    fitting = MAX_STRIPS if MAX_STRIPS * -(-widest // (8 * GROUPS)) <= most else 2
+    return max(2, min(wanted, fitting))
+
+
 def _parts(dim: int, strips: int) -> int:
     """SIMD groups among which ``dim`` columns of so many row fragments are shared out."""
-    return next(parts for parts in (1, 2, 4, GROUPS) if strips * -(-dim // (8 * parts)) <= MANY_FRAGMENTS)
+    few_enough = (parts for parts in (1, 2, 4) if strips * -(-dim // (8 * parts)) <= MANY_FRAGMENTS)
+    return next(few_enough, GROUPS)
 
 
 def _fragments(dim: int, columns: int, parts: int) -> int:

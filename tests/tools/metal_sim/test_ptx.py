@@ -6,7 +6,9 @@ No GPU is needed: what lanes do together (tools/metal_sim/cuda) also runs in the
 from __future__ import annotations
 
 import ctypes
+import platform
 import re
+import sys
 
 import mlx.core as mx
 import numpy as np
@@ -228,6 +230,12 @@ def test_every_kernel_becomes_ptx_that_assembles(kernel: str, dtype: str) -> Non
     if ptx.ptxas():
         assembled = assemble(made.text, variant.name)
         assert assembled.shared == shared and assembled.registers >= 8
+
+
+@pytest.mark.full
+@pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="its package is for such only")
+def test_an_assembler_is_at_hand() -> None:
+    assert ptx.ptxas()
 
 
 def test_what_breaks_ptx_is_seen() -> None:
