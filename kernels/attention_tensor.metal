@@ -14,6 +14,8 @@ constexpr int KEY_STRIPS = PRODUCT_COLUMNS / 8;
 constexpr int DK_PRODUCTS = DK / PRODUCT_INNER;
 constexpr int DV_PRODUCTS = DV / PRODUCT_COLUMNS;
 constexpr int WEIGHT_PRODUCTS = PRODUCT_COLUMNS / PRODUCT_INNER;
+static_assert(DK % PRODUCT_INNER == 0 && DV % PRODUCT_COLUMNS == 0, "products have no columns that a head has not");
+static_assert(BK % PRODUCT_COLUMNS == 0 && BK <= GROUPS / 4 * PRODUCT_COLUMNS, "each key has a SIMD group");
 
 const int row_groups = num_rows <= 16 ? 1 : num_rows <= 32 ? 2 : 4;
 const int slots = GROUPS / row_groups;

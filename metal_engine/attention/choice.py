@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -14,7 +14,7 @@ from metal_engine.attention.metal.variants import BLOCK_SIZES, UnsupportedAttent
 from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.trial import KernelFailedError, try_kernel
-from metal_engine.device.info import gpu_core_count
+from metal_engine.device.info import gpu_core_count, has_tensor_ops
 from metal_engine.errors import ConfigError, one_line
 from metal_engine.settings.config import AttentionLayers
 
@@ -64,6 +64,8 @@ class BackendChoice:
                 unsupported.append(str(kind))
                 not_covered[kind] = _what(kind, block_size)
             except KernelFailedError as error:
+                if self.metal.has_tensor_ops:
+                    return self._without_tensor_ops(kind, error).for_layers(kinds, block_size)
                 self._report(kind, block_size, error)
                 not_covered[kind] = f"{kind.head_dims}, for which the kernel {error}"
         num_portable = sum(kind in not_covered for kind in kinds)
@@ -81,6 +83,18 @@ class BackendChoice:
         if not not_covered:
             return ChosenAttention(self.metal, layers)
         return ChosenAttention(MixedBackend(self.metal, portable, frozenset(not_covered)), layers)
+
+    def _without_tensor_ops(self, kind: AttentionKind, error: KernelFailedError) -> BackendChoice:
+        """The kernel as other GPUs have it, and a word about why."""
+        assert self.metal is not None
+        logger.warning(
+            "the metal attention kernel %s, for layers with %s; trying without Metal's tensor operations, with which "
+            "prefill would be faster. Please report this with the output of `metal-engine doctor MODEL`:\n%s",
+            error,
+            kind,
+            error.report,
+        )
+        return replace(self, metal=self.metal.without_tensor_ops())
 
     def _report(self, kind: AttentionKind, block_size: int, error: KernelFailedError) -> None:
         """Log all of an error, once; raise it where nothing else may compute the layer."""
@@ -129,4 +143,6 @@ def choose_backend(setting: str, block_size: int) -> BackendChoice:
             f"{', '.join(map(str, BLOCK_SIZES))}, or --attention-backend mlx",
         )
     num_cores = gpu_core_count()
-    return BackendChoice(MetalBackend(target_threadgroups=num_cores and THREADGROUPS_PER_CORE * num_cores), is_strict)
+    target_threadgroups = num_cores and THREADGROUPS_PER_CORE * num_cores
+    metal = MetalBackend(target_threadgroups=target_threadgroups, tensor_ops=has_tensor_ops())
+    return BackendChoice(metal, is_strict)

@@ -3,7 +3,7 @@
 A Mac compiles a kernel when it is first used, and may then say that it cannot: an error of its compiler, a pipeline
 with too few threads, too much threadgroup memory. All variants that serving uses are used here, on random numbers: a
 decode of one row alone, and a step that has a decode whose context is split, so that splits are merged, beside a chunk
-and another decode. The portable backend has the right answers.
+and another decode; with tensor operations also a longer chunk. The portable backend has the right answers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from metal_engine.kv_cache.state import KVState, StateSnapshot
 # (tokens, tokens before them) of each request: long enough to be split, and the window, too.
 _ALONE = [(1, 20)]
 _IN_COMPANY = [(1, 1087), (11, 9), (1, 29)]
+_CHUNK = [(70, 130)]  # more than a tile of rows, over several stages of keys
 _WINDOW = 1060
 _SOFTCAP = 20.0
 # Of a row of one head, relative to its length. One key of the longest context more or less makes 3e-2.
@@ -57,7 +58,10 @@ def try_kernel(metal: MetalBackend, kind: AttentionKind, block_size: int) -> Non
             f"the metal attention backend does not support {kind}, over keys of {kind.spec.dtype}. "
             "Choose --attention-backend auto or mlx."
         )
-    for segments, backend in ((_ALONE, metal), (_IN_COMPANY, metal.splitting())):
+    steps = [(_ALONE, metal), (_IN_COMPANY, metal.splitting())]
+    if metal.has_tensor_ops:
+        steps.append((_CHUNK, metal))
+    for segments, backend in steps:
         rows = _rows(segments, block_size)
         state = _random_state(kind, rows)
         try:

@@ -25,6 +25,7 @@ from .variants import Recorder, Variant, record_variants
 ROOT = Path(__file__).resolve().parents[2]
 LISTING = ROOT / ".github" / "metal-kernels.txt"
 PREAMBLE = "mlx_preamble.h"
+TENSOR_OPS_HEADER = "#include <MetalPerformancePrimitives/"  # of kernels that need Metal 4 and a GPU with matrix units
 _UTILS = "mlx/backend/metal/kernels/utils.h"
 _INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[ \t]*$', re.M)
 
@@ -70,6 +71,7 @@ def manifest(recorder: Recorder) -> dict[str, object]:
                 "kernel": v.kernel,
                 "template": v.template,
                 "threads": v.threads,
+                "tensor_ops": TENSOR_OPS_HEADER in v.text,
                 "needed_by": sorted(v.needed_by, key=str.lower),
             }
             for v in variants

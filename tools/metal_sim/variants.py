@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.metal.backend import MetalBackend, shape_of
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.kv_cache.pool import make_state
 from metal_engine.kv_cache.rows import StepRows, step_rows
@@ -112,11 +112,10 @@ class Recorder:
         return kernel
 
     def record(self, layer: Layer, models: set[str], dtype: mx.Dtype) -> None:
-        """Note all variants for a layer."""
+        """Note all variants for a layer, as a GPU without tensor operations has them."""
         self.models = models
         if isinstance(layer, Attention):
-            default = EngineArgs(model="").block_size
-            for block_size in BLOCK_SIZES if layer == COMMON_LAYER else (default,):
+            for block_size in _block_sizes(layer):
                 try:
                     self._record_attention(layer, dtype, block_size)
                 except UnsupportedAttentionError as error:
@@ -124,7 +123,13 @@ class Recorder:
         else:
             _call_recurrence(MetalRecurrence(self), layer, dtype)
 
-    def _record_attention(self, layer: Attention, dtype: mx.Dtype, block_size: int) -> None:
+    def record_tensor_ops(self, layer: Attention, models: set[str], dtype: mx.Dtype) -> None:
+        """Note what a GPU with tensor operations has besides."""
+        self.models = models
+        for block_size in _block_sizes(layer):
+            self._record_attention(layer, dtype, block_size, tensor_ops=True)
+
+    def _record_attention(self, layer: Attention, dtype: mx.Dtype, block_size: int, tensor_ops: bool = False) -> None:
         spec = (
             LatentSpec(layer.head_dim, layer.rope_dim, dtype)
             if layer.is_latent
@@ -133,10 +138,12 @@ class Recorder:
         state = make_state(spec)
         assert isinstance(state, KVState)
         state.allocate(_NUM_BLOCKS, block_size)
-        backend = MetalBackend(self)
+        backend = MetalBackend(self, tensor_ops=tensor_ops)
         for segments in STEPS:
             rows = _rows(segments, block_size)
             q = mx.zeros((rows.num_tokens, layer.num_heads, layer.head_dim + layer.rope_dim), dtype)
+            if tensor_ops and not backend.uses_tensor_ops(shape_of(q, state)):
+                return
             backend.for_step(rows).attend(
                 q,
                 state,
@@ -145,6 +152,10 @@ class Recorder:
                 softcap=SOFTCAP if layer.softcap else None,
                 sinks=mx.zeros((layer.num_heads,), dtype) if layer.sinks else None,
             )
+
+
+def _block_sizes(layer: Attention) -> Sequence[int]:
+    return BLOCK_SIZES if layer == COMMON_LAYER else (EngineArgs(model="").block_size,)
 
 
 def _rows(segments: Sequence[tuple[int, int]], block_size: int) -> StepRows:
@@ -196,4 +207,6 @@ def record_variants(layers: dict[str, list[Layer]], dtypes: Sequence[mx.Dtype] =
     for layer, needed_by in models.items():
         for dtype in dtypes:
             recorder.record(layer, needed_by, dtype)
+            if isinstance(layer, Attention):
+                recorder.record_tensor_ops(layer, needed_by, dtype)
     return recorder

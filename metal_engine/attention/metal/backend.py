@@ -207,6 +207,11 @@ class MetalBackend:
             self._constants[key] = mx.array(values, dtype)
         return self._constants[key]
 
+    @property
+    def has_tensor_ops(self) -> bool:
+        """Whether some shapes use tensor operations."""
+        return self.tensor_attention is not None
+
     def uses_tensor_ops(self, shape: AttentionShape) -> bool:
         """Whether prefill of a shape is computed with tensor operations."""
         return self.tensor_attention is not None and fits_tensor_ops(shape)

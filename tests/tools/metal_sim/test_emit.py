@@ -101,7 +101,11 @@ def test_a_row_of_shapes_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", ["gated_delta", "merge_splits", "paged_attention", "short_convolution", "ssm_update"]
+    "kernel",
+    [
+        *("gated_delta", "merge_splits", "paged_attention", "paged_attention_tensor", "short_convolution"),
+        "ssm_update",
+    ],
 )
 def test_an_emitted_file_is_whole_and_legal(emitted, kernel: str) -> None:
     """The simulator's check pass takes the file as it is written, preamble included, and nothing else of MLX's."""
@@ -163,7 +167,7 @@ while [ "$1" != -o ]; do shift; done
 """
 
 
-def run_builder(tmp_path: Path, fail: str = "", extra: str = "") -> tuple[int, str, list[str]]:
+def run_builder(tmp_path: Path, *options: str, fail: str = "", extra: str = "") -> tuple[int, str, list[str]]:
     folder, log, bin_ = tmp_path / "metal", tmp_path / "log", tmp_path / "bin"
     if not folder.exists():
         recorder = emit(folder, SMALL)
@@ -175,7 +179,7 @@ def run_builder(tmp_path: Path, fail: str = "", extra: str = "") -> tuple[int, s
     listing.write_text((tmp_path / "list.txt").read_text() + extra)
     log.write_text("")
     done = subprocess.run(
-        [sys.executable, "-I", str(BUILDER), str(folder), "--list", str(listing)],
+        [sys.executable, "-I", str(BUILDER), str(folder), "--list", str(listing), *options],
         env={**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "XCRUN_LOG": str(log), "FAIL": fail},
         capture_output=True,
         text=True,
@@ -185,7 +189,7 @@ def run_builder(tmp_path: Path, fail: str = "", extra: str = "") -> tuple[int, s
 
 def test_the_mac_builds_every_file_for_every_gpu(tmp_path: Path) -> None:
     code, output, calls = run_builder(tmp_path)
-    names = [path.stem for path in (tmp_path / "metal").glob("*.metal")]
+    names = [variant["name"] for variant in manifest_of(tmp_path / "metal")["variants"] if not variant["tensor_ops"]]
     assert code == 0 and f"{len(names)} of {len(names)} kernels build" in output
     assert len(names) >= 6
     for name in names:
@@ -194,6 +198,22 @@ def test_the_mac_builds_every_file_for_every_gpu(tmp_path: Path) -> None:
         assert compiled.startswith("-sdk macosx metal -std=metal3.2 -fno-fast-math ")
         of_gpus = [call for call in calls if f"{name}.mtlp-json" in call and "metal-tt" in call]
         assert len({re.search(r"-arch (\w+) ", call)[1] for call in of_gpus}) == 5
+
+
+def test_kernels_with_tensor_operations_are_built_for_gpus_that_have_them(tmp_path: Path) -> None:
+    code, output, calls = run_builder(tmp_path, "--tensor-ops")
+    variants = manifest_of(tmp_path / "metal")["variants"]
+    names = [variant["name"] for variant in variants if variant["tensor_ops"]]
+    assert names == [variant["name"] for variant in variants if variant["kernel"] == "paged_attention_tensor"]
+    assert code == 0 and names and f"{len(names)} of {len(names)} kernels build" in output
+    for name in names:
+        (compiled,) = [call for call in calls if re.search(rf" -c \S*/{name}\.metal ", call)]
+        assert compiled.startswith("-sdk macosx metal -std=metal4.0 -mmacosx-version-min=26.2 -fno-fast-math ")
+        (of_gpu,) = [call for call in calls if f"{name}.mtlp-json" in call and "metal-tt" in call]
+        assert "-arch applegpu_g17g " in of_gpu
+    assert sum(" -c " in call for call in calls) == len(names) + 1  # and the probe
+    code, output, _ = run_builder(tmp_path, "--tensor-ops", fail="-arch applegpu_g17g .*probe")
+    assert code == 1 and "no GPU with matrix units" in output
 
 
 def test_a_kernel_without_enough_registers_fails_the_build(tmp_path: Path) -> None:
@@ -230,7 +250,7 @@ def test_the_workflow_is_well_formed_and_says_that_it_has_not_run() -> None:
         for path in workflow[True][event]["paths"]:
             assert list(ROOT.glob(path.removesuffix("/**"))), path
     for job in workflow["jobs"].values():
-        assert job["runs-on"] in ("ubuntu-latest", "macos-15") and job["timeout-minutes"]
+        assert job["runs-on"] in ("ubuntu-latest", "macos-15", "macos-26") and job["timeout-minutes"]
         assert job.get("needs", "emit") in workflow["jobs"]
         for step in job["steps"]:
             assert len({"uses", "run"} & set(step)) == 1
@@ -239,8 +259,9 @@ def test_the_workflow_is_well_formed_and_says_that_it_has_not_run() -> None:
     assert ".venv/bin/python -m tools.metal_sim emit --out build/metal" in commands["emit"]
     builder = f"python3 {BUILDER.relative_to(ROOT)} build/metal --list {LISTING.relative_to(ROOT)}"
     assert commands["build"][-1] == builder
-    given, taken = (
+    assert commands["build-tensor-ops"][-1] == f"{builder} --tensor-ops"
+    given, *others = (
         next(s["with"] for s in workflow["jobs"][job]["steps"] if "artifact" in s.get("uses", ""))
-        for job in ("emit", "build")
+        for job in ("emit", "build", "build-tensor-ops")
     )
-    assert given["name"] == taken["name"] and given["path"] == taken["path"]
+    assert all(given["name"] == taken["name"] and given["path"] == taken["path"] for taken in others)
