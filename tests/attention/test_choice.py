@@ -40,6 +40,7 @@ from tools.fixtures.fake_engine import fake_config, tiny_tokenizer
 from tools.fixtures.packed_step import make_step
 from tools.fixtures.tiny_models import random_model
 from tools.metal_sim import metal_kernel
+from tools.metal_sim.tensor_mutants import factory_in
 
 COMPILE_ERROR = """[metal::Device] Unable to build metal library from source
 program_source:88:14: error: use of undeclared identifier 'simdgroup_multiply'
@@ -177,6 +178,95 @@ def test_wrong_results_are_found_at_load(
     assert chosen.layers.portable == 1
     assert "gives wrong results on this device" in chosen.layers.not_covered[0]
     assert "gives wrong results" in caplog.text
+
+
+def tensor_kernel(call: Callable[..., list[mx.array]]) -> Callable[..., Any]:
+    """A factory whose kernel on tensor operations is ``call``, with the kernel that the simulator has as its first
+    argument. Its names go to ``factory.launched``.
+    """
+
+    def factory(**constructor: Any) -> Callable[..., Any]:
+        kernel = factory_in(1, metal_kernel)(**constructor)
+
+        def launch(**options: Any) -> list[mx.array]:
+            factory.launched.append(constructor["name"])  # type: ignore[attr-defined]
+            if constructor["name"] == "paged_attention_tensor":
+                return call(kernel, **options)
+            return kernel(**options)
+
+        return launch
+
+    factory.launched = []  # type: ignore[attr-defined]
+    return factory
+
+
+def test_tensor_operations_that_work_are_used(caplog: pytest.LogCaptureFixture) -> None:
+    """Tried over several tiles and stages, beside what every kernel is tried with. Other layers go on as ever."""
+    queries: list[int] = []
+
+    def call(kernel: Callable[..., Any], **launch: Any) -> list[mx.array]:
+        queries.append(launch["inputs"][0].shape[0])
+        return kernel(**launch)
+
+    factory = tensor_kernel(call)
+    metal = MetalBackend(factory, tensor_ops=True)
+    fitting = AttentionKind(
+        KVSpec(1, 64, 64, mx.float16), 4, mx.float16, has_window=True, has_softcap=True, sinks=mx.float16
+    )
+    chosen = BackendChoice(metal).for_layers([fitting, kind(64, mx.float32)], 16)
+    assert chosen.backend is metal and metal.has_tensor_ops
+    assert chosen.layers == AttentionLayers(metal=2)
+    assert queries == [1, 13, 70]
+    assert factory.launched.count("paged_attention") == 3  # type: ignore[attr-defined]
+    assert not caplog.records
+
+
+def fail(_: Callable[..., Any], **launch: Any) -> list[mx.array]:
+    raise RuntimeError(COMPILE_ERROR)
+
+
+def be_wrong(_: Callable[..., Any], **launch: Any) -> list[mx.array]:
+    return [
+        mx.ones(shape, dtype) for shape, dtype in zip(launch["output_shapes"], launch["output_dtypes"], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("call", [fail, be_wrong])
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_tensor_operations_that_do_not_work_leave_the_kernel(
+    call: Callable[..., list[mx.array]], is_strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All layers go on with the kernel of other GPUs, none with MLX's operations; one word about it."""
+    factory = tensor_kernel(call)
+    choice = BackendChoice(MetalBackend(factory, tensor_ops=True), is_strict)
+    chosen = choice.for_layers([kind(), kind(64, mx.float32), kind()], 16)
+    assert isinstance(chosen.backend, MetalBackend) and not chosen.backend.has_tensor_ops
+    assert chosen.layers == AttentionLayers(metal=3)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "without Metal's tensor operations" in record.message and "doctor" in record.message
+    assert call is be_wrong or COMPILE_ERROR in record.message
+    assert factory.launched.count("paged_attention_tensor") == 1  # type: ignore[attr-defined]
+    step = make_step([(40, 9)], head_dim=64, dtype=mx.float16)
+    chosen.backend.for_step(step.rows).attend(step.q, step.state, scale=1.0)
+    assert factory.launched[-1] == "paged_attention"  # type: ignore[attr-defined]
+
+
+def test_a_kernel_that_fails_without_tensor_operations_too_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    choice = BackendChoice(MetalBackend(failing(RuntimeError(COMPILE_ERROR)), tensor_ops=True))
+    assert choice.for_layers([kind()], 16).layers.portable == 1
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.ERROR]
+
+
+@pytest.mark.parametrize("has", [False, True])
+def test_tensor_operations_are_tried_where_the_device_has_them(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr("metal_engine.attention.choice.gpu_core_count", lambda: 10)
+    monkeypatch.setattr("metal_engine.attention.choice.has_tensor_ops", lambda: has)
+    for setting in ("auto", "metal"):
+        metal = choose_backend(setting, 16).metal
+        assert metal is not None and metal.has_tensor_ops == has
 
 
 @pytest.mark.parametrize("block_size, dtype", [(8, mx.float32), (32, mx.bfloat16)])

@@ -7,7 +7,7 @@ Every variant goes through `xcrun metal`, and then through `xcrun metal-tt` for 
 for that GPU as the driver would when it makes the pipeline: a kernel that needs more registers than the GPU has fails
 there. Needs Xcode and nothing else, no package of this project either.
 
-Variants on Metal's tensor operations are built with --tensor-ops and all others without: they need the SDK of macOS 26.2.
+Variants on Metal's tensor operations need the SDK of macOS 26.2: --tensor-ops builds these, and no others.
 
 It was written from Apple's documentation and has not run on a Mac yet.
 """

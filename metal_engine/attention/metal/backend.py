@@ -214,11 +214,13 @@ class MetalBackend:
 
     def uses_tensor_ops(self, shape: AttentionShape) -> bool:
         """Whether prefill of a shape is computed with tensor operations."""
-        return self.tensor_attention is not None and fits_tensor_ops(shape)
+        return self.attention_for(shape) is self.tensor_attention
 
     def attention_for(self, shape: AttentionShape) -> Callable[..., Any]:
         """The kernel for every step of a shape: decodes get the same one alone and beside prefills."""
-        return self.tensor_attention if self.uses_tensor_ops(shape) else self.attention
+        if self.tensor_attention is not None and fits_tensor_ops(shape):
+            return self.tensor_attention
+        return self.attention
 
     def without_tensor_ops(self) -> MetalBackend:
         """A backend with the same kernels but the one for tensor operations."""

@@ -174,6 +174,7 @@ def variant_of(shape: AttentionShape) -> Variant:
     )
 
 
+@cache
 def fits_tensor_ops(shape: AttentionShape) -> bool:
     """Whether the staged way can compute a shape on matrix units (attention_tensor.metal): in products of 16 columns of
     K and 32 of V, by SIMD groups that have all of them.

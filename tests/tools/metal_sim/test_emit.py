@@ -102,10 +102,7 @@ def test_a_row_of_shapes_is_read() -> None:
 
 @pytest.mark.parametrize(
     "kernel",
-    [
-        *("gated_delta", "merge_splits", "paged_attention", "paged_attention_tensor", "short_convolution"),
-        "ssm_update",
-    ],
+    [*("gated_delta", "merge_splits", "paged_attention", "paged_attention_tensor", "short_convolution"), "ssm_update"],
 )
 def test_an_emitted_file_is_whole_and_legal(emitted, kernel: str) -> None:
     """The simulator's check pass takes the file as it is written, preamble included, and nothing else of MLX's."""
