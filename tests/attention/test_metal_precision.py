@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from metal_engine.attention.metal.backend import MetalBackend
 from tests.support.simulated import attend, backend, every_row_by_itself, relative_error
 from tools.fixtures.packed_step import make_step
-from tools.metal_sim import metal_kernel
+from tools.metal_sim import FlushingKernel
 
 NO_SPLIT, SPLITS = 1, 1000  # threadgroups that are asked for
 
@@ -50,18 +49,7 @@ def test_large_negative_scores(heads, target, segments):
 @cache
 def flushing_backend(target_threadgroups: int) -> MetalBackend:
     """On a device whose float16 has no subnormal numbers."""
-
-    def factory(**arguments: Any) -> Any:
-        if arguments["name"] == "paged_attention":
-            text = arguments["source"]
-            assert text.count("const T w = T(") == 3  # one of them with tensor operations
-            arguments["source"] = text.replace("const T w = T(", "const T w = flushed<T>(")
-            arguments["header"] += """
-            template <typename T> T flushed(float x) { return x < 6.1035156e-05f ? T(0.0f) : T(x); }
-            """
-        return metal_kernel(**arguments)
-
-    return MetalBackend(factory, target_threadgroups)
+    return MetalBackend(FlushingKernel, target_threadgroups)
 
 
 @pytest.mark.parametrize("distance", [17.0, 11.0])

@@ -145,7 +145,8 @@ MUTANTS = (
     Mutant(DIRECT, "tile < key_end; tile", "tile + 8 <= key_end; tile"),
     Mutant(DIRECT, "tile += HELD * STEP", "tile += STEP"),
     Mutant(DIRECT, "if (begin < key_end) {", "{", which=0),
-    Mutant(DIRECT, "if (begin < key_end) {", "{", which=1),
+    Mutant(DIRECT, "if (begin < key_end) {", "{", which=1,
+           equivalent="no lane has a key there, so nothing is read"),
     Mutant(DIRECT, "if (begin < key_end) {", "{", which=2),
     Mutant(DIRECT, "begin + lane_row >= key_begin &&", "", which=0),
     Mutant(DIRECT, "&& begin + lane_row < key_end", ""),
@@ -280,7 +281,8 @@ class Case:
 
 
 CASES = (
-    Case([(1, 1), (1, 7), (5, 18), (33, 33), (1, 130), (40, 200)], 8, 2),
+    # Of the chunk of 10 the first row sees all keys of a stage but the last.
+    Case([(1, 1), (1, 7), (5, 18), (33, 33), (1, 130), (40, 200), (10, 72)], 8, 2),
     # The window begins where a fragment does.
     Case([(1, 300), (9, 18), (5, 76), (2, 73), (33, 150), (17, 130)], 1, 1, window=64, softcap=15.0, sinks=True),
     Case([(1, 1500), (6, 1300), (3, 20)], 2, 1, target_threadgroups=1000, sinks=True),
@@ -297,12 +299,19 @@ CASES = (
     # Half precision: other widths of loads and rows, rounded weights. Split, and with a tail of whole rows.
     Case([(1, 1300), (3, 1100), (20, 90)], 4, 2, mx.float16, 1000, window=1250, tolerance=7e-4),
     Case([(1, 1200), (2, 1030), (30, 90)], 3, 1, mx.bfloat16, 1000, head_dim=128, sinks=True, tolerance=4e-3),
+    # Sinks that count, among weights that are shifted.
+    Case([(1, 1100), (1, 300), (20, 90)], 2, 1, mx.float16, 1000, sinks=True, tolerance=7e-4),
     # Weights that float16 would not hold.
     Case([(1, 3000), (20, 2000)], 2, 1, mx.float16, 1000, sinks=True, scores=(17.0, 0.0), tolerance=7e-4),
     Case([(1, 3000), (20, 2000)], 2, 1, mx.float16, scores=(17.0, 0.0), tolerance=7e-4),
     # Rows of the cache that are no multiple of 16 bytes; tiles that end within a token.
     Case([(1, 77), (7, 30), (1, 9)], 40, 2, mx.float16, head_dim=100, tolerance=7e-4),
     Case([(1, 77), (3, 30)], 4, 2, mx.float16, head_dim=100, tolerance=7e-4),
+    # An odd number of rows, the last of all; columns that leave in pieces of unequal width, from two parts.
+    Case([(1, 77), (1, 30)], 3, 1, mx.float16, head_dim=100, tolerance=7e-4),
+    Case([(1, 77), (20, 40)], 2, 1, head_dim=208),
+    # Three row fragments in a SIMD group, and a fourth that is staged.
+    Case([(1, 77), (2, 600), (1, 9)], 24, 1, mx.float16, head_dim=128, window=550, tolerance=7e-4),
     # Two row fragments in a SIMD group. K and V of different sizes.
     Case([(1, 300), (2, 33), (7, 1100)], 16, 1, target_threadgroups=1000, head_dim=192, v_head_dim=128),
     Case([(1, 70), (15, 33)], 2, 1, head_dim=64, v_head_dim=128),
