@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,9 +12,11 @@ import pytest
 
 from metal_engine.attention.metal.backend import MetalBackend, shape_of
 from metal_engine.attention.metal.variants import AttentionShape, fits_tensor_ops
+from tests.attention.test_metal_host import arrays_in_memory
 from tests.support.simulated import every_row_by_itself
 from tools.fixtures.packed_step import Step, make_step
 from tools.metal_sim import LaunchCounts, metal_kernel, record_launches
+from tools.metal_sim.build import build
 from tools.metal_sim.tensor_mutants import LAYOUTS, MUTANTS, caught, factory_in
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -89,6 +92,17 @@ def test_products_and_barriers_are_counted() -> None:
     in_a_stage, before, after = 5, 1, 1
     of_results = 1 + 2 * (head_dim // 32) - 1  # 32 columns leave at a time
     assert launches[0].barriers == before + in_a_stage * stages + after + of_results
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_arrays_stay_in_registers(head_dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As of the ordinary kernel; [16 x float] is how the simulator hands a product's sums over."""
+    units: list[str] = []
+    monkeypatch.setattr("tools.metal_sim.kernel.build", lambda unit, name: units.append(unit) or build(unit, name))
+    step = make_step([(1, 7)], dtype=mx.float16, head_dim=head_dim)
+    MetalBackend(metal_kernel, tensor_ops=True).for_step(step.rows).attend(step.q, step.state, scale=1.0)
+    assert all(array.startswith("alloca [16 x float]") for array in arrays_in_memory(units[0], tmp_path))
 
 
 @pytest.mark.full
