@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.simulated import TOLERANCE, attend, backend, relative_error
 from tools.fixtures.attention_plan import Options, check_plan, rows_of, splits_of_tiles
 from tools.fixtures.packed_step import make_step
-from tools.metal_sim.kernel_mutants import Mutant
+from tools.metal_sim.mutants import Mutant
 from tools.metal_sim.planning_mutants import CASES, MUTANTS, caught
 
 FORTY_CORES = 8 * 40

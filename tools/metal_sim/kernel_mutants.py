@@ -8,7 +8,6 @@ Mutants that cannot matter are listed with the reason.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,33 +16,13 @@ import numpy as np
 
 from metal_engine.attention.metal.backend import MetalBackend, shape_of
 from metal_engine.attention.metal.variants import variant_of
-from metal_engine.device.metal_kernels import kernel_text
 from tools.fixtures.packed_step import Step, make_step
-from tools.metal_sim import LaunchCounts, MetalSimError, metal_kernel, record_launches
+from tools.metal_sim import LaunchCounts, MetalSimError, record_launches
 from tools.metal_sim.errors import CheckError
+from tools.metal_sim.mutants import Mutant, factory_of, run_mutants
 
 ROWS, ITEM, DIRECT, STAGED = "attention_rows", "paged_attention", "attention_direct", "attention_staged"
 MERGE = "merge_splits"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    kernel: str  # a file of kernels/, without .metal
-    old: str
-    new: str
-    which: int = 0  # which occurrence of ``old``
-    equivalent: str = ""  # why it cannot be caught
-
-    @property
-    def name(self) -> str:
-        return f"{self.kernel}: {self.old!r} -> {self.new!r} (occurrence {self.which})"
-
-    def apply(self, text: str) -> str:
-        parts = text.split(self.old)
-        assert len(parts) > self.which + 1, f"{self.name}: not in the kernel any more"
-        head, tail = self.old.join(parts[: self.which + 1]), self.old.join(parts[self.which + 1 :])
-        return head + self.new + tail
-
 
 _BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 _IN_SIMD_GROUP = "simdgroup_barrier(mem_flags::mem_threadgroup);"
@@ -246,20 +225,6 @@ MUTANTS = (
 )  # fmt: skip
 
 
-def factory_of(mutant: Mutant | None) -> Callable[..., Any]:
-    """A kernel factory whose kernels carry the mutation."""
-
-    def factory(**arguments: Any) -> Any:
-        if mutant:
-            text = kernel_text(f"{mutant.kernel}.metal")
-            for part in ("header", "source"):
-                if text in arguments.get(part, ""):
-                    arguments[part] = arguments[part].replace(text, mutant.apply(text))
-        return metal_kernel(**arguments)
-
-    return factory
-
-
 @dataclass(frozen=True)
 class Case:
     """A step, and how to attend over it."""
@@ -388,21 +353,6 @@ def caught(mutant: Mutant | None) -> str | None:
         if found := run_case(backend, case):
             return found
     return None
-
-
-def run_mutants(mutants: tuple[Mutant, ...], caught: Callable[[Mutant | None], str | None]) -> int:
-    """Print what notices each mutant, or those whose numbers the command names. 1 where one is missed."""
-    assert caught(None) is None, "the kernel itself fails"
-    chosen = [int(a) for a in sys.argv[1:]] or range(len(mutants))
-    missed = []
-    for i in chosen:
-        found = caught(mutants[i])
-        if found is None and not mutants[i].equivalent:
-            missed.append(i)
-        verdict = f"equivalent: {mutants[i].equivalent}" if found is None and mutants[i].equivalent else found
-        print(f"{i:3} {mutants[i].name}\n      {verdict or 'NOT CAUGHT'}", flush=True)
-    print(f"{len(list(chosen))} mutants, {len(missed)} not caught {missed or ''}")
-    return bool(missed)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 
 from metal_engine.attention.metal import planning
 from tools.fixtures.attention_plan import Options, Planner, check_plan, rows_of
-from tools.metal_sim.kernel_mutants import Mutant, run_mutants
+from tools.metal_sim.mutants import Mutant, run_mutants
 
 PLAN = "planning"
 SOURCE = Path(planning.__file__).read_text()

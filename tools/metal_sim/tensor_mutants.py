@@ -14,7 +14,8 @@ import mlx.core as mx
 
 from metal_engine.attention.metal.backend import MetalBackend
 
-from .kernel_mutants import ITEM, Case, Mutant, factory_of, run_case, run_mutants
+from .kernel_mutants import ITEM, Case, run_case
+from .mutants import Mutant, factory_of, run_mutants
 
 TENSOR, PRODUCTS = "attention_tensor", "attention_products"
 LAYOUTS = (1, 0)
