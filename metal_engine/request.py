@@ -22,12 +22,14 @@ class RequestOptions:
         cache_salt: requests share cached prefixes only with requests of the same salt.
         do_remote_prefill: another engine is computing the prompt's KV: wait for it to arrive from the store.
         do_remote_decode: another engine waits for the prompt's KV: save all of it, prefixes cached here included.
+        use_speculation: whether tokens of it may be proposed, where the engine speculates.
     """
 
     priority: int = 0
     cache_salt: str = ""
     do_remote_prefill: bool = False
     do_remote_decode: bool = False
+    use_speculation: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -74,6 +74,7 @@ class GenerationBody(RequestModel):
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    use_speculation: bool | None = None
     kv_transfer_params: KVTransferParams | None = None
     user: str | None = None
 

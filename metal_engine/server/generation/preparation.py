@@ -172,6 +172,7 @@ def _options(body: GenerationBody) -> RequestOptions:
         cache_salt=body.cache_salt or "",
         do_remote_prefill=transfer.do_remote_prefill,
         do_remote_decode=transfer.do_remote_decode,
+        use_speculation=body.use_speculation is not False,
     )
 
 

@@ -259,7 +259,7 @@ def test_many_outputs_and_long_replays_do_not_block_each_other() -> None:
     def serve() -> None:
         try:
             while True:
-                output_id, token_ids, ends = unpack_step(receive(theirs))
+                output_id, token_ids, _, ends = unpack_step(receive(theirs))
                 if not ends:
                     value = np.full(num_words, output_id + len(token_ids), np.int32)
                     theirs.sendall(framed(MASK + value.tobytes()))

@@ -72,7 +72,7 @@ def test_outputs_that_sit_out_steps_are_the_same(ahead: bool, block_size: int, m
     monkeypatch.setattr(
         GrammarMatcher,
         "fill_mask",
-        lambda self, mask, deadline: next(calls) % 5 in (1, 3) and fill_mask(self, mask, math.inf),
+        lambda self, mask, deadline, num_drafts: next(calls) % 5 in (1, 3) and fill_mask(self, mask, math.inf),
     )
     engine = tiny_engine(ahead=ahead, **sizes)
     together = run_all(engine, requests)
@@ -90,7 +90,7 @@ def test_all_grammars_of_a_step_share_one_wait(monkeypatch: pytest.MonkeyPatch) 
     engine = tiny_engine()
     asked: list[list[float]] = []
 
-    def late(self: GrammarMatcher, mask: np.ndarray, deadline: float) -> bool:
+    def late(self: GrammarMatcher, mask: np.ndarray, deadline: float, num_drafts: int) -> bool:
         asked[-1].append(deadline - time.monotonic())
         return False
 
