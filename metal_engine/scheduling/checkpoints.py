@@ -39,6 +39,7 @@ class _Held:
         left: (blocks, slot) of states that it has left behind and whose blocks' hashes are not known yet.
         interval: tokens between the checkpoints of its prompt that nobody has asked for.
         spaced: those: position -> hash.
+        has_end_left_only: whether all of its prompt but what follows its last checkpoint was planned at once.
         latest: hash of the checkpoint that its prompt has left at the last place wanted.
         rolling: hash of the checkpoint in its answer.
         is_written: whether there is a state in the slot: one that a planned step leaves, or a loaded one.
@@ -48,6 +49,7 @@ class _Held:
     slot: int
     interval: int
     is_written: bool = False
+    has_end_left_only: bool = False
     stops: tuple[int, ...] = ()
     left: list[tuple[int, int]] = field(default_factory=list)
     spaced: dict[int, bytes] = field(default_factory=dict)
@@ -130,7 +132,7 @@ class RequestStates:
     def want(self, request: Request, position: int) -> None:
         """Have a running request leave a checkpoint on its way: another waits for the prefix that both have."""
         held = self._held.get(request.request_id)
-        if held is not None and self._keeps_checkpoints and not self.has_only_its_end_left(request):
+        if held is not None and self._keeps_checkpoints and not held.has_end_left_only:
             held.stops = (*held.stops, position)
             held.spaced.pop(position, None)
 
@@ -148,20 +150,23 @@ class RequestStates:
         interval_end = num_computed - num_computed % interval + interval
         return min([interval_end, *(stop for stop in stops if stop > num_computed)]) - num_computed
 
-    def room_at_once(self, request: Request, num_computed: int) -> int:
-        """Tokens that may follow ``num_computed`` for want of a slot: up to the last place of a checkpoint.
+    def take_at_once(self, request: Request, num_computed: int) -> int:
+        """Have a prompt planned at once, for want of a slot; returns the tokens up to its last checkpoint.
 
-        What comes after it is as good as nothing, and takes no slot in the next step.
+        What comes after it is as good as nothing, and takes no slot in the next step. Nobody may want another
+        checkpoint there.
         """
         held = self._held.get(request.request_id)
-        stops = held.stops if held is not None and self._keeps_checkpoints else ()
-        last = max(stops, default=0)
+        if held is None or not self._keeps_checkpoints:
+            return request.num_tokens - num_computed
+        held.has_end_left_only = True
+        last = max(held.stops, default=0)
         return (last if num_computed < last < request.num_tokens else request.num_tokens) - num_computed
 
-    def has_only_its_end_left(self, request: Request) -> bool:
-        """Whether a prompt in progress has passed all places of checkpoints."""
+    def has_end_left_only(self, request: Request) -> bool:
+        """Whether a running request was planned at once, so that its prompt takes no slot."""
         held = self._held.get(request.request_id)
-        return held is not None and 0 < max(held.stops, default=0) <= request.num_computed_tokens
+        return held is not None and held.has_end_left_only
 
     def plan(self, plan: SchedulerOutput, request: Request) -> None:
         """Called when a step is to go on with a request, before its tokens are counted as computed."""

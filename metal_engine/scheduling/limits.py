@@ -115,7 +115,7 @@ class PrefillShares:
         step: what decodes left; reduced by what is given here.
         prefills: running requests with more than one token left to compute, for :meth:`take_turns`.
         room: how many tokens of a request may follow so many computed ones in one chunk.
-        room_at_once: the same for a prompt that is computed at once, for lack of a slot.
+        take_at_once: called when a prompt is to be computed at once, for lack of a slot; how many tokens that is.
 
     Attributes:
         shares: tokens for each request taken in, in the order of their turns.
@@ -129,14 +129,14 @@ class PrefillShares:
         config: SchedulerConfig,
         block_size: int,
         room: Callable[[Request, int], int] = lambda request, num_computed: request.num_tokens,
-        room_at_once: Callable[[Request, int], int] = lambda request, num_computed: request.num_tokens,
+        take_at_once: Callable[[Request, int], int] = lambda request, num_computed: request.num_tokens,
     ) -> None:
         self.step = step
         self.shares: dict[Request, int] = {}
         self._config = config
         self._block_size = block_size
         self._room = room
-        self._room_at_once = room_at_once
+        self._take_at_once = take_at_once
         self._unit = chunk_unit(config, block_size)
         self._unfinished: list[Request] = []  # taken in, with shares that do not complete their prompts
         # Running requests without a share in this step; those that have waited longest for one first.
@@ -213,7 +213,7 @@ class PrefillShares:
         self.shares[request] = 0
         num_computed = request.num_computed_tokens
         if whole:
-            share = min(remaining, self._room_at_once(request, num_computed))
+            share = min(remaining, self._take_at_once(request, num_computed))
         else:
             share = min(remaining, self._block_size, self.step.tokens, self._room(request, num_computed))
         self._give(request, share)

@@ -130,7 +130,7 @@ class Scheduler:
         budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work, prompt_rows)
         num_preemptions = self.num_preemptions
         partial = self._schedule_decodes(plan, budget)
-        rooms = self.states.room, self.states.room_at_once
+        rooms = self.states.room, self.states.take_at_once
         prefills = PrefillShares(budget, partial, self.config, self.blocks.block_size, *rooms)
         pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
         if not pool_is_full and prefills.is_turn_of_a_new_one(self._last_admission):
