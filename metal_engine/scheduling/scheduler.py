@@ -335,7 +335,7 @@ class Scheduler:
             The new tokens of each request and whether they end it; text and counts of tokens are not filled in.
         """
         outputs = self._finish_pooled(model_output)
-        drafts_of = plan.scheduled_spec_decode_tokens
+        accepted = {} if self.speculation is None else self.speculation.settle(plan, model_output, self.requests)
         for request_id, token_id in zip(plan.sampled_req_ids, model_output.sampled_token_ids, strict=True):
             request = self.requests.get(request_id)
             if request is None:
@@ -346,10 +346,7 @@ class Scheduler:
                 outputs.append(RequestOutput(request_id, finish_reason="error", error=error, caused_by_request=True))
                 continue
             request.num_output_placeholders -= 1
-            token_ids = [token_id]
-            if drafts_of and request_id in drafts_of:
-                assert self.speculation is not None
-                token_ids = self.speculation.settle(request, drafts_of[request_id], model_output) + token_ids
+            token_ids = [*accepted[request_id], token_id] if request_id in accepted else [token_id]
             if request_id in model_output.late_req_ids:
                 self._take_back_token(request)
                 continue

@@ -13,6 +13,7 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.ngram import NgramProposer
 from tests.engine.test_failed_steps import GREEDY, PROMPTS, VOCAB_SIZE, Fault, run_with_fault
 from tests.support.demo import engine_for
 from tests.support.running import run
@@ -50,6 +51,7 @@ def test_greedy_outputs_are_mlx_lms(
         max_num_seqs=8,
         speculative=speculative_config(num_drafts, longest=3, shortest=1),
     )
+    propose_from(engine, NgramProposer(speculative_config(num_drafts, longest=3, shortest=1)))
     outputs = run(engine, prompts, params, at_once=at_once)
     for prompt, output in zip(prompts, outputs, strict=True):
         golden = [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=num_tokens)]

@@ -14,6 +14,7 @@ from metal_engine.request import RequestOptions, RequestOutput
 from metal_engine.runner import logits_edits, sampler, step_sampling
 from metal_engine.runner.logits_edits import RequestEdits
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from metal_engine.scheduling.ngram import NgramProposer
 from tests.support.speculation import KnownOutputs, propose_from, speculative_config
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import byte_ids
@@ -160,6 +161,7 @@ def test_ngrams_find_what_repeats() -> None:
     """A greedy model with few tokens soon repeats itself."""
     requests = [(byte_ids("in the end"), params(temperature=0, max_tokens=80, allowed_token_ids=(97, 98, 99)))]
     engine = speculating(4)
+    propose_from(engine, NgramProposer(speculative_config(4)))
     check_same(run_all(engine, requests), run_all(tiny_engine(), requests))
     assert sum(engine.metrics.num_accepted_tokens) > 40
     assert engine.num_steps < 40

@@ -11,9 +11,9 @@ from metal_engine.request import Request, RequestOptions
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import ModelOutput
+from metal_engine.step import ModelOutput, SchedulerOutput
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
-from tests.support.speculation import speculative_config
+from tests.support.speculation import KnownTimes, speculative_config
 
 
 class RightDrafts:
@@ -46,12 +46,12 @@ def make_harness(
     harness = SchedulerHarness(
         SchedulerConfig(**limits, speculative=speculative_config(num_drafts)),
         CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=caching),
-        drafts=1,
+        drafts=0,
     )
     if right:
         blocks = harness.scheduler.blocks
         harness.proposer = None
-        harness.scheduler.speculation = Speculation(harness.config, blocks, RightDrafts(harness))
+        harness.scheduler.speculation = Speculation(harness.config, blocks, RightDrafts(harness), KnownTimes())
     return harness
 
 
@@ -95,8 +95,9 @@ def test_drafts_of_several_share_the_rows_that_sample() -> None:
     assert harness.config.max_sample_rows == 64
     for i in range(3):
         harness.submit(f"r{i}", make_prompt(i, 4), 100)
-    harness.step()
-    assert [len(d) for d in harness.step().scheduled_spec_decode_tokens.values()] == [60, 1]
+    for _ in range(4):
+        plan = harness.step()  # the first drafts are fewer, as little is known of what becomes of them
+    assert sum(len(d) for d in plan.scheduled_spec_decode_tokens.values()) == 61
     harness.drain()
 
 
@@ -165,19 +166,22 @@ def test_accepted_tokens_are_cached(block_size: int) -> None:
 
 
 def _accept_one_more(settle: Any) -> Any:
-    def wrong(self: Speculation, request: Request, drafts: list[int], output: ModelOutput) -> list[int]:
-        if output.num_accepted_tokens[request.request_id] < len(drafts):
-            output.num_accepted_tokens[request.request_id] += 1
-        return settle(self, request, drafts, output)
+    def wrong(self: Speculation, plan: SchedulerOutput, output: ModelOutput, requests: Any) -> dict[str, list[int]]:
+        for request_id, drafts in plan.scheduled_spec_decode_tokens.items():
+            if output.num_accepted_tokens[request_id] < len(drafts):
+                output.num_accepted_tokens[request_id] += 1
+        return settle(self, plan, output, requests)
 
     return wrong
 
 
 def _keep_rejected_rows(settle: Any) -> Any:
-    def wrong(self: Speculation, request: Request, drafts: list[int], output: ModelOutput) -> list[int]:
-        num_computed = request.num_computed_tokens
-        accepted = settle(self, request, drafts, output)
-        request.num_computed_tokens = min(num_computed, request.num_tokens + len(accepted) + 1)
+    def wrong(self: Speculation, plan: SchedulerOutput, output: ModelOutput, requests: Any) -> dict[str, list[int]]:
+        num_computed = {request_id: request.num_computed_tokens for request_id, request in requests.items()}
+        accepted = settle(self, plan, output, requests)
+        for request_id, drafts in accepted.items():
+            request = requests[request_id]
+            request.num_computed_tokens = min(num_computed[request_id], request.num_tokens + len(drafts) + 1)
         return accepted
 
     return wrong

@@ -21,6 +21,7 @@ from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import KVConnectorMetadata, ModelOutput, SchedulerOutput
 from tests.support.fake_kv_transfer import FakeTransfer
@@ -34,6 +35,7 @@ from tests.support.scheduling_checks import (
     was_passed_over,
     without_drafts,
 )
+from tests.support.speculation import KnownTimes
 
 # Large, so that a wrong token is not the right one by chance.
 VOCAB_SIZE = 1 << 30
@@ -382,7 +384,10 @@ class SchedulerHarness:
         self.tracked: dict[str, Tracked] = {}
         self.proposer = None if drafts is None else SomeRightDrafts(self.tracked, drafts)
         connector = transfer.connector() if transfer else None
-        self.scheduler = Scheduler(config, cache_config, connector, self.proposer)
+        self.scheduler = Scheduler(config, cache_config, connector)
+        if self.proposer is not None and drafts is not None:
+            times = KnownTimes(row_seconds=(0.0, 0.02, 0.2)[drafts % 3])
+            self.scheduler.speculation = Speculation(config, self.scheduler.blocks, self.proposer, times)
         save = transfer.store.__setitem__ if transfer else None
         self.runner = FakeKVRunner(cache_config, config.max_num_seqs, save)
         self._live: dict[str, None] = {}

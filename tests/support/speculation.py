@@ -6,7 +6,8 @@ import random
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import Request
-from metal_engine.scheduling.speculation import Speculation
+from metal_engine.scheduling.draft_lengths import StepTimes
+from metal_engine.scheduling.speculation import Proposer, Speculation
 from metal_engine.settings.config import SpeculativeConfig
 
 
@@ -17,6 +18,21 @@ def speculative_config(num_speculative_tokens: int = 4, longest: int = 4, shorte
         prompt_lookup_max=longest,
         prompt_lookup_min=shortest,
     )
+
+
+class KnownTimes(StepTimes):
+    """Steps that take as long as they are said to, so that plans do not depend on the machine.
+
+    Args:
+        row_seconds: what each row adds to a second.
+    """
+
+    def __init__(self, row_seconds: float = 0.0) -> None:
+        super().__init__()
+        self._row_seconds = row_seconds
+
+    def times(self, num_rows: int, most: int) -> list[float]:
+        return [1 + self._row_seconds * n for n in range(num_rows, num_rows + most + 1)]
 
 
 class KnownOutputs:
@@ -52,6 +68,7 @@ class KnownOutputs:
         """Nothing is kept of a request."""
 
 
-def propose_from(engine: EngineCore, proposer: KnownOutputs) -> None:
-    """Have an engine that speculates take its drafts from ``proposer``."""
-    engine.scheduler.speculation = Speculation(engine.config.scheduler, engine.scheduler.blocks, proposer)
+def propose_from(engine: EngineCore, proposer: Proposer) -> None:
+    """Have an engine that speculates take its drafts from ``proposer``, as if its rows cost nothing."""
+    scheduler = engine.scheduler
+    scheduler.speculation = Speculation(engine.config.scheduler, scheduler.blocks, proposer, KnownTimes())

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from metal_engine.request import RequestOptions
+from metal_engine.scheduling.ngram import NgramProposer
 from tests.server.status.test_metrics import scrape, value
 from tests.support.serving import MODEL, Served, serve
-from tests.support.speculation import speculative_config
+from tests.support.speculation import propose_from, speculative_config
 from tools.fixtures.fake_engine import echo, fake_config
 
 TEXT = "the first part, the second part, the third part: grüße, 東京 and 👩‍👩‍👧‍👦. the first part, the second end"
@@ -24,7 +25,9 @@ def plain() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def speculating() -> Iterator[Served]:
-    with serve(echo, config=fake_config(speculative=speculative_config(6, longest=4, shortest=2))) as served:
+    config = speculative_config(6, longest=4, shortest=2)
+    with serve(echo, config=fake_config(speculative=config)) as served:
+        propose_from(served.core, NgramProposer(config))
         yield served
 
 
