@@ -356,7 +356,7 @@ class Scheduler:
             if is_behind and request.status is RequestStatus.RUNNING:
                 self._publish(request)  # its last block was computed before its tokens were known
             num_cached, num_external = request.num_cached_tokens, request.num_external_tokens
-            output = RequestOutput(request_id, token_ids, num_cached, num_external)
+            output = RequestOutput(request_id, token_ids, num_cached, num_external, request.num_predicted_tokens)
             output.logprobs = model_output.logprobs.get(request_id)
             if status is not None:
                 output.finish_reason = status.finish_reason

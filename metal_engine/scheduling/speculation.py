@@ -30,6 +30,9 @@ class Proposer(Protocol):
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         """Returns what may follow the request's tokens, ``num_tokens`` tokens at most."""
 
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Called when the first ``num_drafts`` tokens of the last proposal have been tried."""
+
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a request; it has ended."""
 
@@ -185,6 +188,7 @@ class Speculation:
             accepted[request_id] = drafts[:num_accepted]
             if request_id not in model_output.late_req_ids and request_id not in model_output.errors:
                 self._acceptance.tried(request_id, len(drafts), num_accepted)
+                self._proposer.settled(request, len(drafts), num_accepted)
         return accepted
 
     def hold_up(self, request_id: str) -> None:

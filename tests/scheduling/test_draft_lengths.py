@@ -175,6 +175,9 @@ class Drafts:
         expected = self._harness.tracked[request.request_id].expected[request.num_output_tokens :]
         return expected[:num_tokens] if self._right else [token_id ^ 1 for token_id in expected[:num_tokens]]
 
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Nothing is counted here."""
+
     def forget(self, request_id: str) -> None:
         """Nothing is kept of a request."""
 

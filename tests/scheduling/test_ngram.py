@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metal_engine.request import Request
+from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling import ngram
-from metal_engine.scheduling.ngram import MAX_CANDIDATES, NgramIndex, NgramProposer
+from metal_engine.scheduling.ngram import MAX_CANDIDATES, NgramIndex, NgramProposer, Prediction
 from tests.support.speculation import speculative_config
 
 
@@ -50,7 +50,7 @@ def test_drafts_are_those_of_a_scan(
     while True:
         index.extend(known, len(known))
         assert index.num_missing(known) == 0
-        assert index.find(known) == naive_place(known, shortest, shortest + more)
+        assert index.find(known, known) == naive_place(known, shortest, shortest + more)
         assert index.propose(known, num_tokens) == naive_drafts(known, shortest, shortest + more, num_tokens)
         if len(known) == len(tokens):
             break
@@ -137,3 +137,50 @@ def test_an_index_takes_a_few_bytes_a_token_and_grows_with_them() -> None:
         sizes.append(len(index._heads))
         assert 4 * (len(index._heads) + len(index._earlier)) <= 12 * request.num_tokens
     assert sizes[0] == 1024 and sizes[-1] >= 4096 and len(set(sizes)) <= 4
+
+
+def test_a_prediction_is_followed_left_and_found_again() -> None:
+    prediction = Prediction(range(10, 30), speculative_config(shortest=2, longest=4), num_prompt_tokens=3)
+    prediction.index(100)
+    tokens = [1, 2, 3]
+    assert prediction.propose(tokens, 2) == [10, 11]
+    tokens += [10, 11, 12]
+    assert prediction.propose(tokens, 3) == [13, 14, 15]
+    tokens += [13, 99]  # another token than the text has
+    assert prediction.propose(tokens, 3) == []
+    tokens += [15, 16]  # its next ones, without the one that was replaced
+    assert prediction.propose(tokens, 3) == [17, 18, 19]
+    tokens += [17, 18, 24]
+    assert prediction.propose(tokens, 3) == []
+    tokens += [25, 26, 27, 28]  # a passage was left out
+    assert prediction.propose(tokens, 3) == [29]
+    tokens += [29]
+    assert prediction.propose(tokens, 3) == []
+
+
+def test_a_long_prediction_is_indexed_over_several_steps() -> None:
+    prediction = Prediction(range(50), speculative_config(shortest=2, longest=2), num_prompt_tokens=1)
+    assert [prediction.index(20) for _ in range(4)] == [20, 20, 8, 0]
+
+
+def test_drafts_are_predicted_or_repeated_and_the_former_are_counted() -> None:
+    proposer = NgramProposer(speculative_config(shortest=2, longest=3))
+    options = RequestOptions(predicted_token_ids=(20, 21, 22, 23, 24))
+    request = Request("a", [5, 6, 7, 8, 5, 6], SamplingParams(max_tokens=40), max_tokens=40, options=options)
+
+    def propose() -> list[int]:
+        proposer.begin_step()
+        return proposer.propose(request, 3)
+
+    assert propose() == [20, 21, 22]
+    proposer.settled(request, 3, 2)
+    request.token_ids += [20, 21, 5, 6]
+    assert propose() == [20, 21, 5]  # the latest place
+    proposer.settled(request, 3, 1)
+    assert request.num_predicted_tokens == (2, 1)
+    request.token_ids += [21, 22]
+    assert propose() == [23, 24]
+    proposer.settled(request, 1, 1)
+    assert request.num_predicted_tokens == (3, 1)
+    proposer.forget("a")
+    assert not proposer._indexes and not proposer._predictions

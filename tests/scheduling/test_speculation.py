@@ -29,6 +29,9 @@ class RightDrafts:
         expected = self._harness.tracked[request.request_id].expected
         return expected[request.num_output_tokens : request.num_output_tokens + num_tokens]
 
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Nothing is counted here."""
+
     def forget(self, request_id: str) -> None:
         """Nothing is kept of a request."""
 

@@ -354,6 +354,9 @@ class SomeRightDrafts:
         self.num_wrong += num_wrong
         return right + [self._random.randrange(VOCAB_SIZE) for _ in range(num_wrong)]
 
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Nothing is counted here."""
+
     def forget(self, request_id: str) -> None:
         self.known.discard(request_id)
 

@@ -64,6 +64,9 @@ class KnownOutputs:
                 self.num_right += 1
         return drafts
 
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Nothing is counted here."""
+
     def forget(self, request_id: str) -> None:
         """Nothing is kept of a request."""
 

@@ -12,7 +12,7 @@ from metal_engine.scheduling.ngram import NgramProposer
 from tests.server.status.test_metrics import scrape, value
 from tests.support.serving import MODEL, Served, serve
 from tests.support.speculation import propose_from, speculative_config
-from tools.fixtures.fake_engine import echo, fake_config
+from tools.fixtures.fake_engine import echo, fake_config, script
 
 TEXT = "the first part, the second part, the third part: grüße, 東京 and 👩‍👩‍👧‍👦. the first part, the second end"
 
@@ -102,3 +102,82 @@ def test_a_request_can_do_without(speculating: Served, monkeypatch: pytest.Monke
     assert [options.use_speculation for options in seen] == [False, True, True]
     response = speculating.post("/v1/completions", {"prompt": "a", "use_speculation": "maybe"})
     assert response.status_code == 400 and response.json()["error"]["param"] == "use_speculation"
+
+
+# --- predicted outputs --------------------------------------------------------------------------------------
+
+
+def chat(served: Served, **fields: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 60, "temperature": 0, **fields}
+    return dict(served.post("/v1/chat/completions", body).json())
+
+
+PREDICTED = "what is predicted comes first, and then some that is not; at the end it is right again."
+ANSWER = PREDICTED.replace("some that is not", "a surprise")
+
+
+@pytest.fixture(scope="module")
+def predicting() -> Iterator[Served]:
+    config = speculative_config(4, longest=3, shortest=2)
+    with serve(script(ANSWER), config=fake_config(speculative=config)) as served:
+        propose_from(served.core, NgramProposer(config))
+        yield served
+
+
+def test_a_prediction_is_proposed_and_counted(predicting: Served) -> None:
+    plain = chat(predicting, max_tokens=len(ANSWER))
+    steps = predicting.runner.num_steps
+    content: Any = PREDICTED
+    for content in (PREDICTED, [{"type": "text", "text": PREDICTED[:9]}, {"type": "text", "text": PREDICTED[9:]}]):
+        before = predicting.runner.num_steps
+        prediction = {"type": "content", "content": content}
+        answer = chat(predicting, max_tokens=len(ANSWER), prediction=prediction)
+        assert answer["choices"][0]["message"] == plain["choices"][0]["message"]
+        assert predicting.runner.num_steps - before < 0.6 * steps
+        usage, plain_usage = dict(answer["usage"]), dict(plain["usage"])
+        details, plain_details = usage.pop("completion_tokens_details"), plain_usage.pop("completion_tokens_details")
+        del usage["prompt_tokens_details"], plain_usage["prompt_tokens_details"]  # some of it is cached the second time
+        assert usage == plain_usage
+        accepted, rejected = details.pop("accepted_prediction_tokens"), details.pop("rejected_prediction_tokens")
+        assert details == plain_details == {"reasoning_tokens": 0}
+        assert 0.5 * len(PREDICTED) < accepted < len(ANSWER) and 0 < rejected < 20
+
+
+def test_a_stream_tells_the_same(predicting: Served) -> None:
+    prediction = {"type": "content", "content": PREDICTED}
+    known = chat(predicting, prediction=prediction)["usage"]["completion_tokens_details"]
+    body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 60, "temperature": 0}
+    chunks = list(
+        predicting.client().chat.completions.create(
+            model=MODEL,
+            stream=True,
+            stream_options={"include_usage": True},
+            prediction=prediction,  # type: ignore[arg-type]
+            **body,  # type: ignore[call-overload]
+        )
+    )
+    details = chunks[-1].usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == known["accepted_prediction_tokens"] > 20
+    assert details.rejected_prediction_tokens == known["rejected_prediction_tokens"]
+
+
+def test_without_speculation_a_prediction_has_no_effect(plain: Served) -> None:
+    prediction = {"type": "content", "content": PREDICTED}
+    assert chat(plain, prediction=prediction)["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        {"type": "content"},
+        {"type": "image", "content": "a"},
+        {"type": "content", "content": 5},
+        {"type": "content", "content": [{"type": "image_url", "text": "a"}]},
+        {"type": "content", "content": "too long " * 20_000},
+        "content",
+    ],
+    ids=lambda prediction: str(prediction)[:60],
+)
+def test_predictions_that_cannot_be_used(predicting: Served, prediction: Any) -> None:
+    error = chat(predicting, prediction=prediction)["error"]
+    assert error["type"] == "invalid_request_error" and error["param"].startswith("prediction")
