@@ -35,7 +35,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
     }
     if (speculative := scheduler.speculative) is not None:
         facts["speculation"] = (
-            f"{speculative.method}: {speculative.num_speculative_tokens} tokens a request and step at most, after "
+            f"{speculative.method}: up to {speculative.num_speculative_tokens} tokens a request and step, after "
             f"{speculative.prompt_lookup_min} to {speculative.prompt_lookup_max} tokens that were there before"
         )
     else:

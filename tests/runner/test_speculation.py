@@ -167,6 +167,12 @@ def test_ngrams_find_what_repeats() -> None:
     assert engine.num_steps < 40
 
 
+def test_outputs_do_not_depend_on_how_long_steps_take(without: list[list[RequestOutput]]) -> None:
+    """With n-grams, and as many drafts as pay on this machine at this time."""
+    engine = speculating(4)
+    check_same(run_all(engine, EVERYTHING), without)
+
+
 def test_some_requests_do_without(without: list[list[RequestOutput]]) -> None:
     engine = speculating(4)
     proposer = known(EVERYTHING, without, rightness=1.0)

@@ -162,18 +162,23 @@ def test_rows_that_cost_what_they_give_are_not_taken() -> None:
 
 
 class Drafts:
-    """Proposes what a request generates, or what it does not."""
+    """Proposes what a request generates, or what it does not.
 
-    def __init__(self, harness: SchedulerHarness, *, right: bool) -> None:
+    Args:
+        right_from: index of the first token that is proposed as it will be.
+    """
+
+    def __init__(self, harness: SchedulerHarness, *, right_from: int) -> None:
         self._harness = harness
-        self._right = right
+        self._right_from = right_from
 
     def begin_step(self) -> None:
         """Nothing here depends on the step."""
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         expected = self._harness.tracked[request.request_id].expected[request.num_output_tokens :]
-        return expected[:num_tokens] if self._right else [token_id ^ 1 for token_id in expected[:num_tokens]]
+        is_right = request.num_output_tokens >= self._right_from
+        return expected[:num_tokens] if is_right else [token_id ^ 1 for token_id in expected[:num_tokens]]
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Nothing is counted here."""
@@ -182,8 +187,15 @@ class Drafts:
         """Nothing is kept of a request."""
 
 
-def run(num_requests: int, right: bool | None, seconds: Callable[[int], float]) -> tuple[float, int]:
-    """Returns how long requests of 400 tokens take where a step of n rows takes ``seconds(n)``, and all rows."""
+NEVER = 1 << 30
+
+
+def run(num_requests: int, right_from: int | None, seconds: Callable[[int], float]) -> tuple[float, int]:
+    """Returns how long requests of 400 tokens take where a step of n rows takes ``seconds(n)``, and all rows.
+
+    Args:
+        right_from: of :class:`Drafts`; None for no drafts at all.
+    """
     harness = SchedulerHarness(
         SchedulerConfig(
             max_num_batched_tokens=128, max_num_seqs=num_requests, max_model_len=410, speculative=speculative_config(4)
@@ -191,8 +203,8 @@ def run(num_requests: int, right: bool | None, seconds: Callable[[int], float]) 
         CacheConfig(block_size=16, num_blocks=32 * num_requests, enable_prefix_caching=False),
     )
     clock = Clock()
-    if right is not None:
-        drafts = Drafts(harness, right=right)
+    if right_from is not None:
+        drafts = Drafts(harness, right_from=right_from)
         harness.scheduler.speculation = Speculation(harness.config, harness.scheduler.blocks, drafts, StepTimes(clock))
     execute, num_rows = harness.runner.execute, 0
 
@@ -222,20 +234,28 @@ def compute_bound(num_rows: int) -> float:
 @pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
 def test_wrong_drafts_cost_little(num_requests: int, seconds: Callable[[int], float]) -> None:
     without, _ = run(num_requests, None, seconds)
-    with_drafts, _ = run(num_requests, False, seconds)
+    with_drafts, _ = run(num_requests, NEVER, seconds)
     assert with_drafts <= (1.05 if num_requests == 1 else 1.02) * without
 
 
 def test_right_drafts_pay_where_rows_are_cheap() -> None:
     for num_requests, most in ((1, 0.27), (8, 0.5)):
         without, _ = run(num_requests, None, memory_bound)
-        with_drafts, _ = run(num_requests, True, memory_bound)
+        with_drafts, _ = run(num_requests, 0, memory_bound)
+        assert with_drafts <= most * without
+
+
+def test_drafts_come_back_when_they_are_right() -> None:
+    """Of answers that repeat something in their second half only."""
+    for num_requests, most in ((1, 0.66), (8, 0.8)):
+        without, _ = run(num_requests, None, memory_bound)
+        with_drafts, _ = run(num_requests, 200, memory_bound)
         assert with_drafts <= most * without
 
 
 def test_full_steps_have_no_drafts() -> None:
     """Where another row costs as much as it gives, few drafts are tried, and they cost next to nothing."""
     without, num_rows = run(16, None, compute_bound)
-    with_drafts, num_rows_with = run(16, True, compute_bound)
+    with_drafts, num_rows_with = run(16, 0, compute_bound)
     assert with_drafts <= 1.02 * without
     assert num_rows_with <= 1.05 * num_rows
