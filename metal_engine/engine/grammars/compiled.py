@@ -23,6 +23,7 @@ from metal_engine.engine.grammars.messages import (
     framed,
     pack_step,
     unpack_compiled,
+    unpack_masks,
 )
 from metal_engine.engine.grammars.tokenizer_process import GrammarProcessError
 
@@ -147,7 +148,9 @@ class CompiledGrammar:
             self.is_worn = True  # states met by one output stay with all
             raise ValueError(answer[1:].decode())
         self.is_worn |= answer[:1] == MASK_LAST
-        return np.frombuffer(answer, np.int32, offset=1).reshape(-1, self._num_words)
+        num_masks, masks = unpack_masks(answer)
+        # A mask may have words for more tokens than there are logits.
+        return np.frombuffer(masks, np.int32).reshape(num_masks, -1)[:, : self._num_words]
 
     def _exchange(self, seconds: float) -> bool:
         """Send and take in what can be, and wait so long for that. Returns whether there was anything."""

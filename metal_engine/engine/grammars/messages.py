@@ -2,7 +2,8 @@
 
 A message is its length and its bytes. The engine's first is the grammar, as JSON; the answer says how long it took to
 compile, or why it is refused (:func:`unpack_compiled`). After that the engine sends one for each output that goes on
-(:func:`pack_step`), and the answers come in the same order: a state byte, then the masks or the error.
+(:func:`pack_step`), and the answers come in the same order: a state byte, then the masks (:func:`pack_masks`) or the
+error.
 """
 
 from __future__ import annotations
@@ -55,3 +56,13 @@ def unpack_step(message: bytes) -> tuple[int, list[int], list[int], bool]:
     token_ids = packed.tolist()
     first_draft = len(token_ids) - num_drafts
     return output_id, token_ids[:first_draft], token_ids[first_draft:], ends
+
+
+def pack_masks(state: bytes, masks: Sequence[bytes]) -> bytes:
+    """An answer with masks of one size; ``state`` is ``MASK`` or ``MASK_LAST``. There are 255 at most."""
+    return state + bytes([len(masks)]) + b"".join(masks)
+
+
+def unpack_masks(answer: bytes) -> tuple[int, memoryview]:
+    """Returns how many masks there are, and all of them one after the other."""
+    return answer[1], memoryview(answer)[2:]

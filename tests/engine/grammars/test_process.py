@@ -15,7 +15,7 @@ import llguidance
 import pytest
 
 from metal_engine.engine.grammars import process
-from metal_engine.engine.grammars.messages import ERROR, MASK, framed, pack_step, unpack_step
+from metal_engine.engine.grammars.messages import ERROR, MASK, framed, pack_masks, pack_step, unpack_masks, unpack_step
 from tests.engine.grammars.hostile import NESTED_REPEATS, PATTERNS, cubic
 from tools.fixtures.fake_engine import byte_ids, tiny_tokenizer
 
@@ -110,9 +110,11 @@ def test_masks_after_drafts_leave_the_output_where_it_is(tokenizer: llguidance.L
         tokenizer, regex, pack_step(0, byte_ids("a"), byte_ids("bcz")), pack_step(0, byte_ids("b"))
     )
     assert status == 0 and answer[:1] == MASK
-    size = len(after_ab) - 1
-    masks = [answer[1 + i * size : 1 + (i + 1) * size] for i in range(4)]
-    assert masks[1:3] == [after_ab[1:], after_abc[1:]] and masks[3] == bytes(size)
+    num_masks, masks = unpack_masks(answer)
+    size = len(masks) // num_masks
+    assert num_masks == 4
+    masks_of = [bytes(masks[i * size : (i + 1) * size]) for i in range(4)]
+    assert [pack_masks(MASK, [mask]) for mask in masks_of[1:3]] == [after_ab, after_abc] and masks_of[3] == bytes(size)
     assert then == after_ab
 
 
