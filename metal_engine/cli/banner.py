@@ -21,7 +21,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "architecture": f"{model.model_type}, {model.num_layers} layers, {_count(model.num_params)} parameters",
         "dtype": model.dtype,
         "device": f"{config.device.name}: {config.device.compute}",
-        "attention": config.attention_backend,
+        "attention": config.attention,
         "memory": f"weights {format_size(model.weight_bytes)}, KV cache {format_size(config.kv_bytes)}{states}, "
         f"largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
         "KV cache": f"{cache.num_tokens:,} tokens in {cache.num_blocks:,} blocks of {cache.block_size}; "

@@ -113,7 +113,8 @@ class EngineArgs(Settings):
     )
     attention_backend: str = setting(
         "auto",
-        "What computes attention: auto (the fastest that runs here), metal or mlx.",
+        "What computes attention: metal (our kernel, or an error), mlx (MLX's operations), or auto: our kernel for the "
+        "layers that it does here, and MLX's operations for all others.",
         group=MODEL,
         choices=ATTENTION_BACKENDS,
     )

@@ -163,6 +163,19 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionLayers:
+    """How many layers' attention our Metal kernel computes, and how many MLX's operations do, the portable path.
+
+    ``not_covered`` says what it is about layers that keeps them from the kernel where others, or none, have it; empty
+    where nobody asked for it.
+    """
+
+    metal: int = 0
+    portable: int = 0
+    not_covered: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything resolved; nothing is "auto" any more."""
 
@@ -172,7 +185,17 @@ class EngineConfig:
     cache: CacheConfig
     attention_backend: str
     seed: int
+    attention_layers: AttentionLayers = AttentionLayers()
     step_bytes: int = 0  # what the largest step takes besides weights and KV cache, measured
+
+    @property
+    def attention(self) -> str:
+        """What computes attention, in words."""
+        layers = self.attention_layers
+        if not layers.not_covered:
+            return self.attention_backend
+        total, why = layers.metal + layers.portable, ", ".join(layers.not_covered)
+        return f"{self.attention_backend}; portable for {layers.portable} of {total} layers ({why})"
 
     @property
     def kv_bytes(self) -> int:

@@ -10,7 +10,14 @@ from dataclasses import replace
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.config import CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
+from metal_engine.settings.config import (
+    AttentionLayers,
+    CacheConfig,
+    DeviceInfo,
+    EngineConfig,
+    ModelInfo,
+    SchedulerConfig,
+)
 from metal_engine.settings.pool_size import affordable_states, pool_flag, pool_size, wanted_context
 from metal_engine.settings.speculative import check_speculation, speculative_config
 
@@ -22,6 +29,7 @@ _CPU_STEP_SECONDS = 1.0
 _ATTENTION_SECONDS = 1.0
 _CPU_SECONDS_PER_SCORE = 10e-9
 _GPU_ATTENTION_FLOPS = 2e12
+_NO_LAYERS = AttentionLayers()
 
 
 def resolve_config(
@@ -30,10 +38,12 @@ def resolve_config(
     device: DeviceInfo,
     attention_backend: str,
     measure_step: Callable[[int, int], int] = lambda num_tokens, num_seqs: 0,
+    attention_layers: AttentionLayers = _NO_LAYERS,
 ) -> EngineConfig:
     """Settle every "auto", now that model and device are known.
 
     Args:
+        attention_backend: its name; ``attention_layers`` says what serves which layers.
         measure_step: runs a step of (tokens, requests) and returns the bytes it took besides weights and KV cache.
 
     Raises:
@@ -85,6 +95,7 @@ def resolve_config(
         scheduler=replace(scheduler, max_model_len=_max_model_len(args, model, cache)),
         cache=cache,
         attention_backend=attention_backend,
+        attention_layers=attention_layers,
         seed=args.seed,
         step_bytes=step_bytes,
     )

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from metal_engine.device.blas.load import BlasInfo
-from metal_engine.device.info import device_info, gpu_core_count
+from metal_engine.device.info import device_info, gpu_core_count, has_tensor_ops
 from metal_engine.device.memory import available_memory_bytes, limit_device_memory
 from metal_engine.settings.config import MARGIN_BYTES
 from tools.fixtures.fake_engine import fake_config
@@ -171,6 +171,32 @@ def test_gpu_core_count(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpu_core_count() == count
     assert ("GPU cores is unknown" in caplog.text) == (count is None)
+
+
+@pytest.mark.parametrize(
+    "architecture, macos, has",
+    [
+        ("applegpu_g17g", "26.2", True),
+        ("applegpu_g17s", "26.10.1", True),
+        ("applegpu_g18p", "27.0", True),
+        ("applegpu_g17p", "26.2", False),  # a phone's, without matrix units
+        ("applegpu_g16s", "26.4", False),  # M4
+        ("applegpu_g17g", "26.1", False),
+        ("applegpu_g17g", "15.7.2", False),
+        ("applegpu_g17g", "", False),
+        ("applegpu_g17", "26.2", False),
+        ("", "26.2", False),
+        (None, "26.2", False),
+    ],
+)
+def test_tensor_operations(architecture: str | None, macos: str, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlx.core as mx
+
+    assert not has_tensor_ops() or mx.metal.is_available()
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda _: {} if architecture is None else {"architecture": architecture})
+    monkeypatch.setattr("platform.mac_ver", lambda: (macos, ("", "", ""), "arm64"))
+    assert has_tensor_ops() == has
 
 
 def test_on_metal_no_more_is_wired_and_kept_than_the_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:

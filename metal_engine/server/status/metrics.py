@@ -114,6 +114,11 @@ class _EngineCollector(Collector):
         transfer = metrics.kv_transfer
         for name, count in transfer.as_dict().items() if transfer is not None else ():
             yield self._counter(f"kv_transfer_{name}", "KV transfer, see docs/kv-transfer.md.", count)
+        layers, help_ = self._engine.config.attention_layers, "Layers by what computes their attention."
+        family = GaugeMetricFamily(PREFIX + "attention_layers", help_, labels=["model_name", "kernel"])
+        family.add_metric([self._model, "metal"], layers.metal)
+        family.add_metric([self._model, "portable"], layers.portable)
+        yield family
         yield self._by_label("step_rows", "Rows of packed steps, by kind.", "kind", dict(metrics.num_rows))
         for name, (help_, histogram) in _HISTOGRAMS.items():
             yield self._histogram(name, help_, histogram(metrics))
