@@ -118,4 +118,4 @@ def test_rows_that_sample(max_num_seqs: int, num_drafts: int, budget: int, rows:
 
 def test_the_banner_says_so() -> None:
     facts = startup_facts(fake_config(speculative=SpeculativeConfig(**GIVEN)), "http://127.0.0.1:1", ("fake",))
-    assert facts["speculation"].startswith("ngram: 4 tokens")
+    assert facts["speculation"].startswith("ngram: up to 4 tokens")
