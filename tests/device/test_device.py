@@ -199,7 +199,7 @@ def test_tensor_operations(architecture: str | None, macos: str, has: bool, monk
     assert has_tensor_ops() == has
 
 
-def test_on_metal_no_more_is_wired_and_kept_than_the_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_wired_and_kept_than_the_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     import mlx.core as mx
 
     limits: dict[str, int] = {}
@@ -210,7 +210,11 @@ def test_on_metal_no_more_is_wired_and_kept_than_the_engine_needs(monkeypatch: p
         config, step_bytes=GIB, model=replace(config.model, weight_bytes=4 * GIB, kv_bytes_per_token=1 << 17)
     )
     limit_device_memory(config)
-    assert not limits, "a CPU has nothing to wire"
+    assert limits == {"cache": 64 << 20}, "a CPU has nothing to wire"
+    limit_device_memory(replace(config, step_bytes=40 << 20))
+    assert limits == {"cache": 40 << 20}
+    limit_device_memory(replace(config, step_bytes=1))
+    assert limits == {"cache": 32 << 20}
     limit_device_memory(replace(config, device=replace(config.device, kind="metal", memory_bytes=16 * GIB)))
     assert limits == {"wired": 7 * GIB + MARGIN_BYTES, "cache": GIB + MARGIN_BYTES}
     limit_device_memory(replace(config, device=replace(config.device, kind="metal", memory_bytes=6 * GIB)))
