@@ -22,6 +22,7 @@ from metal_engine.kv_transfer.stores.choice import check_place, open_store
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.resolve import check_kv_cache, resolve_config
+from metal_engine.settings.speculative import speculative_config
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -48,6 +49,7 @@ def build_engine(args: EngineArgs) -> EngineCore:
     transfer = kv_transfer_config(args)
     if transfer is not None:
         check_place(transfer)
+    speculative_config(args)
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
     with keep_open_file_limit():

@@ -5,6 +5,7 @@ None stands for "auto"; :mod:`metal_engine.settings.resolve` settles what that c
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from math import inf
 from urllib.parse import urlsplit
@@ -166,8 +167,18 @@ class EngineArgs(Settings):
         False, "Plan the next step while the device still computes the last one.", group=SCHEDULING
     )
 
+    speculative_config: str | None = setting(
+        None,
+        "How to propose tokens ahead of the model, as JSON: method (ngram), num_speculative_tokens, prompt_lookup_max, "
+        "prompt_lookup_min (see docs/speculation.md). Answers stay the same.",
+        group=SCHEDULING,
+        kind="json",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.speculative_config, dict):  # as vLLM's LLM takes it
+            object.__setattr__(self, "speculative_config", json.dumps(self.speculative_config))
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
                 "--max-long-partial-prefills",

@@ -107,6 +107,8 @@ class _EngineCollector(Collector):
             yield self._counter("checkpoint_evictions", "Checkpoints that gave way.", stats.checkpoint_evictions)
         yield self._counter("failed_steps", "Steps that raised.", metrics.num_failed_steps)
         yield self._counter("late_masks", "Rows computed again: their grammars took long.", metrics.num_late_masks)
+        if self._engine.config.scheduler.speculative is not None:
+            yield from self._speculation(metrics)
         ended = dict(metrics.num_finished)
         yield self._by_label("request_success", "Requests that ended, by reason.", "finished_reason", ended)
         transfer = metrics.kv_transfer
@@ -121,6 +123,15 @@ class _EngineCollector(Collector):
         for name, (help_, histogram) in _HISTOGRAMS.items():
             yield self._histogram(name, help_, histogram(metrics))
         yield self._info()
+
+    def _speculation(self, metrics: EngineMetrics) -> Iterator[Metric]:
+        accepted = list(metrics.num_accepted_tokens)
+        yield self._counter("spec_decode_num_drafts", "Proposals: a request's in a step.", metrics.num_drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens proposed.", metrics.num_draft_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted.", sum(accepted))
+        by_position = {str(position): count for position, count in enumerate(accepted)}
+        help_ = "Proposed tokens that were accepted, by their position in the proposal."
+        yield self._by_label("spec_decode_num_accepted_tokens_per_pos", help_, "position", by_position)
 
     def _gauge(self, name: str, help_: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, help_, labels=["model_name"])
