@@ -54,14 +54,14 @@ class BackendChoice:
         if self.metal is None:
             return ChosenAttention(portable, AttentionLayers(portable=len(kinds)))
         not_covered: dict[AttentionKind, str] = {}  # and why
-        unsupported = []
+        unsupported: dict[AttentionKind, str] = {}
         for kind in dict.fromkeys(kinds):
             try:
                 try_kernel(self.metal, kind, block_size)
             except UnsupportedAttentionError:
                 if self.is_strict:
                     raise
-                unsupported.append(str(kind))
+                unsupported[kind] = str(kind)
                 not_covered[kind] = _what(kind, block_size)
             except KernelFailedError as error:
                 if self.metal.has_tensor_ops:
@@ -73,10 +73,10 @@ class BackendChoice:
             logger.warning(
                 "MLX's operations compute attention of %d of %d layers, which is slower: the metal kernel does not do "
                 "block size %d with %s",
-                num_portable,
+                sum(kind in unsupported for kind in kinds),
                 len(kinds),
                 block_size,
-                "; ".join(unsupported),
+                "; ".join(unsupported.values()),
             )
         reasons = tuple(dict.fromkeys(not_covered.values()))
         layers = AttentionLayers(metal=len(kinds) - num_portable, portable=num_portable, not_covered=reasons)

@@ -37,7 +37,8 @@ ITEM_FIELDS = 7
 # Merging is one more launch in every layer: not for less.
 MIN_KEYS_TO_SPLIT = 512
 # A split writes its rows' outputs in float32 and the merge reads them: for each row as many bytes as K and V of 2 keys
-# have in half precision. With KEYS_PER_ROW keys for each row that is a sixteenth of the K and V that the split reads.
+# have in half precision. With KEYS_PER_ROW keys for each row that is a sixteenth of the K and V that the split reads;
+# with 16 rows and SHORT_ENOUGH_KEYS an eighth, with more rows more.
 # The shortest split has so many, but at least MIN_SPLIT_KEYS, for fewer are not worth a threadgroup, and at most
 # SHORT_ENOUGH_KEYS, for one with many rows takes its time by computing.
 KEYS_PER_ROW = 32
