@@ -31,7 +31,7 @@ BEFORE = """
 ## Before
 
 The kernel that staged every item, copied in a loop of unknown length, and split a context at the step's fair share.
-Counted once by the same simulator, when the kernel changed: 40 cores (320 threadgroups asked for), float16; each cell is
+Counted by the same simulator once, when that changed: 40 cores (320 threadgroups asked for), float16; each cell is
 before / after.
 
 | shape | threadgroups | longest item, keys | barriers of a threadgroup | threadgroup memory | loads in flight |
