@@ -2,38 +2,48 @@
 //
 // metal_sim: never small: whole, partial_out, partial_lse, rows
 //
-// rows: per packed row (first partial row, splits, partial rows from a split to the next); 0 splits: a whole row.
-// Template: T, D, G, HAS_SINKS.
+// rows: per (packed token, query head of the group): first partial row, splits, partial rows from a split to the next.
+// 0 splits: a whole row. A threadgroup has one row of one head, and its threads share the log-sum-exps of the row's
+// splits: each is read once.
+//
+// Template: T, D, G, HAS_SINKS, MAX_SPLITS.
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LOWEST = -1e30f;  // as in paged_attention.metal
+
+threadgroup float logs[MAX_SPLITS];
 
 const int column = int(thread_position_in_grid.x);
 const int head = int(thread_position_in_grid.y);
 const int token = int(thread_position_in_grid.z);
 const int num_heads = int(threads_per_grid.y);
 const int num_kv_heads = num_heads / G;
-const int splits = rows[token * 3 + 1];
+const int row = (token * G + head % G) * 3;
+const int splits = rows[row + 1];
 const ulong at = (ulong(token) * num_heads + head) * D + column;
 
 if (splits == 0) {
   out[at] = whole[at];
 } else {
-  const int first = rows[token * 3] + head % G;
-  const int stride = rows[token * 3 + 2];
+  const int first = rows[row];
+  const int stride = rows[row + 2];
   const int kv_head = head / G;
   const float sink = HAS_SINKS ? float(sinks[head]) * LOG2E : LOWEST;
+  for (int s = int(thread_position_in_threadgroup.x); s < splits; s += int(threads_per_threadgroup.x)) {
+    logs[s] = partial_lse[(first + s * stride) * num_kv_heads + kv_head];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   float peak = sink;
   for (int s = 0; s < splits; ++s) {
-    peak = max(peak, partial_lse[(first + s * stride) * num_kv_heads + kv_head]);
+    peak = max(peak, logs[s]);
   }
   float total = HAS_SINKS ? fast::exp2(sink - peak) : 0.0f;
   float sum = 0.0f;
   for (int s = 0; s < splits; ++s) {
-    const int row = (first + s * stride) * num_kv_heads + kv_head;
-    const float weight = fast::exp2(partial_lse[row] - peak);
+    const int at_split = (first + s * stride) * num_kv_heads + kv_head;
+    const float weight = fast::exp2(logs[s] - peak);
     total += weight;
-    sum += weight * partial_out[ulong(row) * D + column];
+    sum += weight * partial_out[ulong(at_split) * D + column];
   }
   out[at] = T(sum / total);
 }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
 from metal_engine.device.descriptors import keep_open_file_limit
@@ -21,6 +22,7 @@ from metal_engine.kv_transfer.stores.choice import check_place, open_store
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.resolve import check_kv_cache, resolve_config
+from metal_engine.settings.speculative import speculative_config
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from metal_engine.settings.config import DeviceInfo
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def build_engine(args: EngineArgs) -> EngineCore:
@@ -45,6 +49,7 @@ def build_engine(args: EngineArgs) -> EngineCore:
     transfer = kv_transfer_config(args)
     if transfer is not None:
         check_place(transfer)
+    speculative_config(args)
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
     with keep_open_file_limit():
@@ -67,9 +72,10 @@ def _build(
     import mlx.core as mx
 
     from metal_engine.attention.choice import choose_backend
-    from metal_engine.attention.metal.backend import MetalBackend, UnsupportedAttentionError
+    from metal_engine.attention.metal.variants import UnsupportedAttentionError
     from metal_engine.checkpoints import loader
     from metal_engine.device.info import device_info
+    from metal_engine.models.attention_kinds import attention_kinds
     from metal_engine.models.check import check_paged_model
     from metal_engine.models.info import model_info
     from metal_engine.models.paged_model import PagedModel
@@ -77,7 +83,7 @@ def _build(
     from metal_engine.runner.model_runner import ModelRunner
     from metal_engine.runner.step_memory import measure_step_bytes
 
-    backend = choose_backend(args.attention_backend, args.block_size)
+    choice = choose_backend(args.attention_backend, args.block_size)
     device = device_info(blas)
 
     def check(facts: CheckpointFacts) -> None:
@@ -87,16 +93,14 @@ def _build(
     loaded = loader.load(args, device, check)
     logger.info("checking that %s runs right over a paged KV cache", loaded.name)
     try:
-        paged = PagedModel(loaded.model, MetalRecurrence() if isinstance(backend, MetalBackend) else None)
+        paged = PagedModel(loaded.model, MetalRecurrence() if choice.metal is not None else None)
         info = model_info(loaded, paged)
-        try:
-            check_paged_model(paged, backend, info.vocab_size)
-        except UnsupportedModelError as error:
-            if not paged.has_recurrence_kernels:
-                raise
-            logger.warning("without the kernels for recurrent layers, with which it does not run: %s", error)
-            paged.drop_recurrence_kernels()
-            check_paged_model(paged, backend, info.vocab_size)
+        kinds = _with_recurrence(paged, lambda: attention_kinds(paged))
+        attention = choice.for_layers(kinds, args.block_size)
+        backend = attention.backend
+        # Blocks of another size ask for longer requests, and only matter where kernels are compiled for them.
+        sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
+        _with_recurrence(paged, lambda: check_paged_model(paged, backend, *sizes))
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise _cannot_run(args, loaded.config, error) from error
     config = resolve_config(
@@ -105,6 +109,7 @@ def _build(
         device_info(blas),
         backend.name,
         lambda *size: measure_step_bytes(paged, backend, args.block_size, info.max_position_embeddings, *size),
+        attention.layers,
     )
     limit_device_memory(config)
     if chat_template is not None:
@@ -123,6 +128,18 @@ def _build(
         loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
     )
     return EngineCore(config, runner, tokenizer, scheduler_side)
+
+
+def _with_recurrence(paged: PagedModel, run: Callable[[], T]) -> T:
+    """Run something over a model; once more without the kernels for recurrent layers if it does not run with them."""
+    try:
+        return run()
+    except UnsupportedModelError as error:
+        if not paged.has_recurrence_kernels:
+            raise
+        logger.warning("without the kernels for recurrent layers, with which it does not run: %s", error)
+        paged.drop_recurrence_kernels()
+        return run()
 
 
 def check_before_loading(args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> int | None:

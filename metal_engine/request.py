@@ -22,12 +22,16 @@ class RequestOptions:
         cache_salt: requests share cached prefixes only with requests of the same salt.
         do_remote_prefill: another engine is computing the prompt's KV: wait for it to arrive from the store.
         do_remote_decode: another engine waits for the prompt's KV: save all of it, prefixes cached here included.
+        use_speculation: whether tokens of it may be proposed, where the engine speculates.
+        predicted_token_ids: a text that much of its output is expected to be; proposed where the engine speculates.
     """
 
     priority: int = 0
     cache_salt: str = ""
     do_remote_prefill: bool = False
     do_remote_decode: bool = False
+    use_speculation: bool = True
+    predicted_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +129,8 @@ class Request:
         sort_key: order of service; lower goes first.
         last_step: id of the last step that computed some of it; -1 before the first.
         num_preemptions: how often the request lost its blocks.
+        num_predicted_tokens: of the tokens that its client predicted, how many were proposed and accepted, and how many
+            proposed and rejected.
     """
 
     request_id: str
@@ -154,6 +160,7 @@ class Request:
     num_registered_blocks: int = field(default=0, init=False)
     sort_key: tuple[int, int] = field(default=(0, -1), init=False)
     last_step: int = field(default=-1, init=False)
+    num_predicted_tokens: tuple[int, int] = field(default=(0, 0), init=False)
 
     def __post_init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids = list(prompt_token_ids)
@@ -223,6 +230,7 @@ class RequestOutput:
         num_output_tokens: tokens generated so far, the new ones included.
         num_cached_tokens: prompt tokens whose KV was there: in the prefix cache, or in a store.
         num_external_tokens: of those, the tokens whose KV came from a store.
+        num_predicted_tokens: :attr:`Request.num_predicted_tokens` so far.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error`` on the last output, else None.
         stop_reason: the stop string or stop token id that ended generation, if one did.
         error: message, when ``finish_reason`` is ``error``.
@@ -239,6 +247,7 @@ class RequestOutput:
     token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
+    num_predicted_tokens: tuple[int, int] = (0, 0)
     text: str = ""
     token_ends: list[int] = field(default_factory=list)
     num_prompt_tokens: int = 0

@@ -33,13 +33,21 @@ MAX_N = 128
 class Matcher(Protocol):
     """Where one output stands in its grammar. Belongs to one request; used by one thread at a time."""
 
-    def consume(self, token_ids: Sequence[int]) -> None:
-        """Go on past tokens that the output has been given, and begin to compute what may come next."""
+    def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        """Go on past tokens that the output has been given, and begin to compute what may come next.
 
-    def fill_mask(self, mask: np.ndarray, deadline: float) -> bool:
+        Args:
+            drafts: tokens that may follow: what may come after each of them is wanted, too. The output does not go on
+                past them. There may be none where what was asked last has not been told yet.
+        """
+
+    def fill_mask(self, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
         """Write which tokens may come next: bit ``i % 32`` of word ``i // 32`` of ``mask``, [W] int32.
 
         Returns False, without writing, if that is not known at ``deadline``, a time of ``time.monotonic``.
+
+        Args:
+            num_drafts: after so many of the drafts. What comes after a draft that is not allowed may be anything.
 
         Raises:
             ValueError: the grammar forbids one of the output's tokens, or got too complex to go on.

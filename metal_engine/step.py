@@ -75,7 +75,8 @@ class SchedulerOutput:
 
     Attributes:
         step_id: counts steps from 0.
-        num_scheduled_tokens: request id -> query length, in packing order. A decode is a length of 1.
+        num_scheduled_tokens: request id -> query length, in packing order. A decode is a length of 1, and of 1 + k with
+            k drafts.
         new_requests: requests in this step that the runner does not hold.
         new_block_ids: request id -> blocks appended to the table of a request the runner holds.
         new_state_slots: request id -> slot in which a request that the runner holds leaves its recurrent states from
@@ -83,6 +84,8 @@ class SchedulerOutput:
         sampled_req_ids: requests whose last known token is in this step, so that it samples their next one,
             in packing order. An intermediate chunk is not among them, nor is a request to pool.
         pooled_req_ids: requests to pool whose prompts this step completes, in packing order.
+        scheduled_spec_decode_tokens: request id -> its drafts: tokens that may follow its last known one, which is in
+            this step, and that are computed as if they did. It samples after the last known token and after each draft.
         dropped_req_ids: requests the runner must forget before this step: finished, aborted or preempted.
         kv_connector_metadata: blocks to load and save with this step; None without KV transfer.
     """
@@ -94,6 +97,7 @@ class SchedulerOutput:
     new_state_slots: dict[str, int] = field(default_factory=dict)
     sampled_req_ids: list[str] = field(default_factory=list)
     pooled_req_ids: list[str] = field(default_factory=list)
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     dropped_req_ids: list[str] = field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
 
@@ -111,17 +115,21 @@ class ModelOutput:
     """What a step computed.
 
     Attributes:
-        sampled_token_ids: one token for each of ``SchedulerOutput.sampled_req_ids``, in that order.
-        logprobs: by request id, of the token it sampled, where asked for.
+        sampled_token_ids: one token for each of ``SchedulerOutput.sampled_req_ids``, in that order: of a request with
+            drafts, the one after those that are accepted.
+        num_accepted_tokens: by request id, of those with drafts: how many of them, from the first, are what was sampled
+            in their places. The rows of the others are void, and so are the blocks that only they took.
+        logprobs: by request id, of the tokens it is given, where asked for.
         prompt_logprobs: by request id, of the prompt tokens in this step, where asked for.
         errors: by request id, why what the request asks for must end it. Its sampled token is void.
         late_req_ids: sampling requests whose grammar has not told yet what it allows. Their sampled tokens are void,
-            and the last tokens that they have computed are to be computed again.
+            their drafts rejected, and the last tokens that they have computed are to be computed again.
         pooled: by request id, what each of ``SchedulerOutput.pooled_req_ids`` comes to, [D] float32.
     """
 
     sampled_token_ids: list[int]
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    num_accepted_tokens: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     late_req_ids: set[str] = field(default_factory=set)

@@ -2,12 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
 
 from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.spec import KVSpec, LatentSpec
 from metal_engine.kv_cache.state import KVState
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What sets a layer's attention apart from other layers': as far as kernels are compiled for it.
+
+    Attributes:
+        spec: what the layer keeps of a token.
+        num_heads: query heads.
+        dtype: of the queries.
+        has_window: whether it has a sliding window, of whatever size; ``has_softcap`` likewise.
+        sinks: dtype of its sinks; None where it has none.
+    """
+
+    spec: KVSpec | LatentSpec
+    num_heads: int
+    dtype: mx.Dtype
+    has_window: bool = False
+    has_softcap: bool = False
+    sinks: mx.Dtype | None = None
+
+    @classmethod
+    def of(
+        cls, q: mx.array, state: KVState, window: int | None, softcap: float | None, sinks: mx.array | None
+    ) -> AttentionKind:
+        """The kind of a call of :meth:`StepAttention.attend`."""
+        sinks_dtype = None if sinks is None else sinks.dtype
+        return cls(state.spec, q.shape[1], q.dtype, window is not None, bool(softcap), sinks_dtype)
+
+    @property
+    def head_dims(self) -> str:
+        """Its head dimensions, for people to read."""
+        spec = self.spec
+        if isinstance(spec, LatentSpec):
+            return f"latent {spec.latent_dim} + {spec.rope_dim}"
+        if spec.head_dim != spec.v_head_dim:
+            return f"head_dim {spec.head_dim} of K, {spec.v_head_dim} of V"
+        return f"head_dim {spec.head_dim}"
+
+    def __str__(self) -> str:
+        num_kv_heads = self.spec.num_kv_heads if isinstance(self.spec, KVSpec) else 1
+        extras = {"a window": self.has_window, "softcap": self.has_softcap, "sinks": self.sinks is not None}
+        names = [
+            f"{self.num_heads} query heads",
+            f"{num_kv_heads} KV heads",
+            self.head_dims,
+            *(name for name, has in extras.items() if has),
+            str(self.dtype).removeprefix("mlx.core."),
+        ]
+        return ", ".join(names)
 
 
 class StepAttention(Protocol):
@@ -30,7 +82,8 @@ class StepAttention(Protocol):
         """Attention of every packed row over its request's K and V, this step's included (written already).
 
         ``window`` w: the query at position p sees keys p - w + 1 ... p. ``softcap`` c: scores become
-        c * tanh(scores / c). ``sinks``: one logit per head that takes part in the softmax and adds no value.
+        c * tanh(scores / c). ``sinks``: one logit per head that takes part in the softmax and adds no value. Over
+        latents the output begins with their latent_dim columns; a backend may compute more, which nobody reads.
         """
         ...
 

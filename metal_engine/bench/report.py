@@ -46,6 +46,13 @@ def table(summary: Summary) -> str:
         lines.append(_line(f"Mean {name} (ms):", distribution.mean))
         lines.append(_line(f"Median {name} (ms):", distribution.median))
         lines += [_line(f"P{p:g} {name} (ms):", value) for p, value in distribution.percentiles.items()]
+    if (counts := summary.speculation) is not None:
+        lines.append("Speculative Decoding".center(WIDTH, "-"))
+        lines.append(_line("Acceptance rate (%):", counts.acceptance_rate))
+        lines.append(_line("Acceptance length:", counts.acceptance_length))
+        lines.append(_line("Drafts:", counts.num_drafts))
+        lines.append(_line("Draft tokens:", counts.num_draft_tokens))
+        lines.append(_line("Accepted tokens:", counts.num_accepted_tokens))
     lines.append("=" * WIDTH)
     return "\n".join(lines)
 

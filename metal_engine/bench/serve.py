@@ -21,6 +21,7 @@ from metal_engine.bench.datasets import BenchRequest, arrival_times, make_reques
 from metal_engine.bench.plots import check_plots, plot_run
 from metal_engine.bench.report import check_output, table, write_json
 from metal_engine.bench.server_memory import server_peak_bytes
+from metal_engine.bench.speculation import spec_decode_counts
 from metal_engine.bench.stats import Summary, summarize
 from metal_engine.bench.tokens import load_prompt_tokenizer
 from metal_engine.errors import ConfigError
@@ -99,8 +100,9 @@ async def measure(
     """Send all requests when they are due; returns their figures, and their records in order of the requests."""
     due = arrival_times(len(requests), args.request_rate, args.burstiness, args.seed)
     slots = asyncio.Semaphore(args.max_concurrency or len(requests))
-    async with BenchClient(args, model) as client:
+    async with BenchClient(args, model) as client, open_session(args) as session:
         await _warm_up(args, client, requests)
+        before = await spec_decode_counts(session, args.base_url)
         with _progress(args.progress) as progress:
             bar = progress.add_task("Requests", total=len(requests), running=0, rate=0.0)
             start = time.perf_counter()
@@ -120,11 +122,13 @@ async def measure(
                 return record
 
             records = await asyncio.gather(*(one(r, t) for r, t in zip(requests, due.tolist(), strict=True)))
+        after = await spec_decode_counts(session, args.base_url)
     summary = summarize(
         records,
         percentiles=args.percentile_values,
         goodput=args.goodput_limits,
         server_peak_bytes=server_peak_bytes(args.base_url),
+        speculation=None if after is None else after.since(before),
     )
     return summary, records
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from metal_engine.bench.client import RequestRecord
+from metal_engine.bench.speculation import SpecDecodeCounts
 
 MILLISECONDS = 1e3
 
@@ -55,6 +56,7 @@ class Summary:
     goodput: float | None = None  # requests a second that keep to every limit
     peak_concurrency: int = 0
     server_peak_bytes: int | None = None
+    speculation: SpecDecodeCounts | None = None
 
     def to_json(self) -> dict[str, Any]:
         result = asdict(self)
@@ -73,11 +75,14 @@ def summarize(
     percentiles: Sequence[float] = (99.0,),
     goodput: Mapping[str, float] | None = None,
     server_peak_bytes: int | None = None,
+    speculation: SpecDecodeCounts | None = None,
 ) -> Summary:
     """Returns figures of the requests that succeeded, and how many failed.
 
     Args:
         goodput: largest good value in milliseconds of ``ttft``, ``tpot`` or ``e2el``.
+        server_peak_bytes: the server's largest size; None if it is not known.
+        speculation: what the server has counted meanwhile; None if it does not speculate.
     """
     ok = [record for record in records if record.ok]
     duration = max(r.token_times[-1] for r in ok) - min(r.started for r in records) if ok else 0.0
@@ -103,6 +108,7 @@ def summarize(
         goodput=rate(sum(_is_good(r, goodput) for r in ok)) if goodput else None,
         peak_concurrency=peak_concurrency(records),
         server_peak_bytes=server_peak_bytes,
+        speculation=speculation,
     )
 
 

@@ -21,7 +21,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "architecture": f"{model.model_type}, {model.num_layers} layers, {_count(model.num_params)} parameters",
         "dtype": model.dtype,
         "device": f"{config.device.name}: {config.device.compute}",
-        "attention": config.attention_backend,
+        "attention": config.attention,
         "memory": f"weights {format_size(model.weight_bytes)}, KV cache {format_size(config.kv_bytes)}{states}, "
         f"largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
         "KV cache": f"{cache.num_tokens:,} tokens in {cache.num_blocks:,} blocks of {cache.block_size}; "
@@ -30,8 +30,16 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         f"{scheduler.max_num_seqs} for requests, the others for checkpoints",
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "
         f"{scheduler.max_num_batched_tokens:,} tokens a step",
+        "speculation": "",
         "URL": url,
     }
+    if (speculative := scheduler.speculative) is not None:
+        facts["speculation"] = (
+            f"{speculative.method}: up to {speculative.num_speculative_tokens} tokens a request and step, after "
+            f"{speculative.prompt_lookup_min} to {speculative.prompt_lookup_max} tokens that were there before"
+        )
+    else:
+        del facts["speculation"]
     if not config.state_bytes:
         del facts["states"]
     if not config.kv_bytes:

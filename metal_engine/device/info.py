@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import re
 import subprocess
 
 from metal_engine.device.blas.load import BlasInfo
@@ -55,3 +56,21 @@ def gpu_core_count() -> int | None:
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
         logger.warning("the number of GPU cores is unknown (%s: %s)", type(error).__name__, error)
         return None
+
+
+def has_tensor_ops() -> bool:
+    """Whether the GPU has matrix units that Metal's tensor operations use, and the macOS has these; no if in doubt.
+
+    MLX asks the same before it takes such kernels of its own: M5 or later, which is generation 17 (18 of the smallest
+    kind, "p"), and macOS 26.2. Imports MLX.
+    """
+    import mlx.core as mx
+
+    if not mx.metal.is_available():
+        return False
+    # "applegpu_g17s"
+    gpu = re.search(r"g(\d+)([a-z])$", str(mx.device_info(mx.gpu).get("architecture", "")))
+    macos = re.match(r"(\d+)\.(\d+)", platform.mac_ver()[0])
+    if gpu is None or macos is None:
+        return False
+    return int(gpu[1]) >= (18 if gpu[2] == "p" else 17) and (int(macos[1]), int(macos[2])) >= (26, 2)

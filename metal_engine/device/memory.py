@@ -13,6 +13,10 @@ from metal_engine.settings.config import MARGIN_BYTES, EngineConfig
 _CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
+# Freed buffers that MLX keeps on a CPU: what it keeps by itself, and what the demo model's prefill of 512 tokens needs.
+# A server gives others back to the system (allocator.py), which costs 0.2 s for such a prefill without this.
+_CPU_CACHE_BYTES = 32 << 20, 64 << 20
+
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
     """Bytes of RAM available: what the machine has left, or the container if that is less.
@@ -65,13 +69,15 @@ def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: 
 
 
 def limit_device_memory(config: EngineConfig) -> None:
-    """On Metal, wire what the engine holds and no more, and keep as many freed buffers as a step can use again.
+    """Keep as many freed buffers as a step can use again; on Metal, also wire what the engine holds and no more.
 
     Both are limits of the process: where it has several engines, the latest decides.
     """
-    if config.device.kind != "metal":
-        return
     import mlx.core as mx  # too early at the top: the BLAS is loaded first
 
+    if config.device.kind != "metal":
+        least, most = _CPU_CACHE_BYTES
+        mx.set_cache_limit(min(max(config.step_bytes, least), most))
+        return
     mx.set_wired_limit(min(config.peak_bytes + MARGIN_BYTES, config.device.memory_bytes))
     mx.set_cache_limit(config.step_bytes + MARGIN_BYTES)

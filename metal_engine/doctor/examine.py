@@ -160,4 +160,8 @@ def _try_model(model: str) -> Finding:
     ((_, text),) = generate(engine, [engine.tokenizer.encode(prompt)], max_tokens=6)
     info = engine.config.model
     wrong = model == "demo" and "Paris" not in text
-    return Finding(model, f"{info.model_type}, {info.dtype}: {prompt!r} -> {text!r}", FAILED if wrong else OK)
+    return Finding(
+        model,
+        f"{info.model_type}, {info.dtype}, attention by {engine.config.attention}: {prompt!r} -> {text!r}",
+        FAILED if wrong else OK,
+    )

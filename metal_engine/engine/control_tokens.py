@@ -23,6 +23,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.chat_template import Message, RenderedTooLongError, texts_of_template
 from metal_engine.engine.template_sandbox import STAND_INS
+from metal_engine.engine.word_cache import limit_word_cache
 from metal_engine.sizes import parts
 
 # Long texts are searched so many characters at a time: the search holds the interpreter.
@@ -375,4 +376,6 @@ def _without(backend: BackendTokenizer, marks: frozenset[str]) -> tuple[models.M
     if merges:
         model["merges"] = [pair for pair in merges if not made & {*pair, "".join(pair)}]
     bare = {**state, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-    return BackendTokenizer.from_str(json.dumps(bare)).model, made
+    renamed = BackendTokenizer.from_str(json.dumps(bare)).model
+    limit_word_cache(renamed)
+    return renamed, made

@@ -21,6 +21,7 @@ from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus, client_id
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+from metal_engine.scheduling.ngram import NgramProposer
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.stats import SchedulerStats
@@ -59,7 +60,9 @@ class EngineCore:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector)
+        speculative = config.scheduler.speculative
+        proposer = None if speculative is None else NgramProposer(speculative)
+        self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector, proposer)
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size)
@@ -320,6 +323,8 @@ class EngineCore:
             self._under_way.clear()
             return outputs
         self.metrics.num_late_masks += len(model_output.late_req_ids)
+        if plan.scheduled_spec_decode_tokens:
+            self.metrics.speculated(plan, model_output.num_accepted_tokens)
         for request_id, prompt_logprobs in model_output.prompt_logprobs.items():
             self._outputs.add_prompt_logprobs(request_id, prompt_logprobs)
         try:

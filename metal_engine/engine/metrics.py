@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from metal_engine.kv_transfer.stats import KVTransferStats
@@ -63,8 +63,9 @@ class EngineMetrics:
         num_generation_tokens: tokens sampled.
         num_cache_queries: tokens looked up in the prefix cache, at every admission.
         num_cache_hits: of those, the ones found.
-        num_rows: rows of packed steps, by what they were: ``decode`` (a request's only one), ``chunk`` (of a
-            prompt that was begun before) or ``fresh`` (the first of a request).
+        num_rows: rows of packed steps, by what they were: ``decode`` (a request's only one, without its drafts),
+            ``chunk`` (of a prompt that was begun before), ``fresh`` (the first of a request) or, where there have been
+            any, ``draft``.
         num_finished: requests by the reason they finished for.
         first_token: from arrival to the first token.
         inter_token: between two tokens of a request.
@@ -79,6 +80,9 @@ class EngineMetrics:
         step_time: from planning a step to its tokens.
         num_failed_steps: steps that raised.
         num_late_masks: rows computed again, because a grammar had not told in time what it allows.
+        num_drafts: proposals: requests of a step that had drafts.
+        num_draft_tokens: tokens proposed.
+        num_accepted_tokens: of those, the ones accepted, by their position in the proposal.
         kv_transfer: what KV transfer has done; None without it.
     """
 
@@ -86,6 +90,9 @@ class EngineMetrics:
         self.kv_transfer = kv_transfer
         self.num_failed_steps = 0
         self.num_late_masks = 0
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens: list[int] = []
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_cache_queries = 0
@@ -122,13 +129,28 @@ class EngineMetrics:
                 self.queue.add(now - times.arrival)
         lengths = list(plan.num_scheduled_tokens.values())
         total = sum(lengths)
+        self.step_tokens.add(total)
+        if drafts := plan.scheduled_spec_decode_tokens:
+            lengths = [n - len(drafts.get(r, ())) for r, n in plan.num_scheduled_tokens.items()]
+            num_drafts = total - sum(lengths)
+            self.num_rows["draft"] = self.num_rows.get("draft", 0) + num_drafts
+            total -= num_drafts
         num_decodes = lengths.count(1) - sum(
             plan.num_scheduled_tokens[new.request_id] == 1 for new in plan.new_requests
         )
         self.num_rows["decode"] += num_decodes
         self.num_rows["fresh"] += num_fresh
         self.num_rows["chunk"] += total - num_decodes - num_fresh
-        self.step_tokens.add(total)
+
+    def speculated(self, plan: SchedulerOutput, num_accepted_tokens: Mapping[str, int]) -> None:
+        """Count the drafts of a step, and how many of each request's were accepted."""
+        for request_id, drafts in plan.scheduled_spec_decode_tokens.items():
+            self.num_drafts += 1
+            self.num_draft_tokens += len(drafts)
+            missing = len(drafts) - len(self.num_accepted_tokens)
+            self.num_accepted_tokens += [0] * missing
+            for position in range(num_accepted_tokens[request_id]):
+                self.num_accepted_tokens[position] += 1
 
     def produced(self, outputs: Iterable[RequestOutput], started: float, now: float) -> None:
         """Count the outputs of a step, and the time since it ``started``."""

@@ -192,15 +192,15 @@ class OutputProcessor:
             shown += text
             if found is not None:
                 output.finish_reason, output.stop_reason = "stop", found
+                output.token_ids = visible[: i + 1]  # those behind it would not have been generated one by one
+                output.logprobs = None if output.logprobs is None else output.logprobs[: i + 1]
                 break
         state.text_end = text_end
         state.num_output_tokens += len(output.token_ids)
         is_last = output.finished
         text_logprobs = [] if output.logprobs is None else output.logprobs[: len(token_ends)]
         if stop_strings is not None:
-            if found is not None:  # tokens behind it have no text
-                token_ends += [text_end] * (len(visible) - len(token_ends))
-            elif is_last:
+            if found is None and is_last:
                 shown += stop_strings.flush()
             state.num_shown += len(shown)
             if state.held or state.num_shown != text_end:

@@ -22,6 +22,7 @@ from metal_engine.engine.detokenizer import Detokenizer
 from metal_engine.engine.infilling import Infilling
 from metal_engine.engine.long_text import TextTooLongError, around, encode
 from metal_engine.engine.message_rules import MessageRules
+from metal_engine.engine.word_cache import limit_word_cache
 from metal_engine.sizes import parts
 
 # How tokenizers without a byte alphabet spell a byte that is no character.
@@ -80,6 +81,7 @@ class Tokenizer:
         # Prompts are whole, and one by one.
         backend.no_truncation()
         backend.no_padding()
+        limit_word_cache(backend.model)
         self._control_tokens = ControlTokens(backend, self._templates.values())
         # One for all copies, so that the template is tried once.
         self.message_rules = MessageRules(lambda messages: self._rendered(messages, {"add_generation_prompt": True}))

@@ -9,7 +9,7 @@ from typing import Any
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
-from metal_engine.settings.fields import Setting, parse, setting, settings_of
+from metal_engine.settings.fields import Setting, read_object, setting, settings_of
 
 _FLAG = "--kv-transfer-config"
 _SHORT_FLAG = "--kv-cache-dir"
@@ -102,23 +102,9 @@ def _parse(text: str) -> KVTransferConfig:
     except ValueError as error:
         raise ConfigError(_FLAG, f"is not JSON: {error}") from error
     extra = given.pop("kv_connector_extra_config", {}) if isinstance(given, dict) else {}
-    own = _read(_FLAG, given, _OWN, required=("kv_connector", "kv_role"))
+    own = read_object(_FLAG, _FLAG, given, _OWN, required=("kv_connector", "kv_role"))
     of_store = _OF_STORE[own["kv_connector"]]
     where = f"kv_connector_extra_config in {_FLAG}"
-    parsed = _read(where, extra, [*_COMMON, *of_store], required=(of_store[0].name,))
+    parsed = read_object(_FLAG, where, extra, [*_COMMON, *of_store], required=(of_store[0].name,))
     options = {one.name: parsed.pop(one.name) for one in of_store if one.name in parsed}
     return KVTransferConfig(**own, options=options, **parsed)
-
-
-def _read(where: str, given: Any, settings: list[Setting], required: tuple[str, ...]) -> dict[str, Any]:
-    """The values of a JSON object, by key, each as its setting is read from a text or from YAML."""
-    if not isinstance(given, dict):
-        raise ConfigError(_FLAG, f"{where} must be a JSON object")
-    known = {one.name: one for one in settings}
-    for key in given:
-        if key not in known:
-            raise ConfigError(_FLAG, f"{where} has no {key!r}; it may have {', '.join(known)}")
-    for key in required:
-        if given.get(key) in (None, ""):
-            raise ConfigError(_FLAG, f"{where} needs {key!r}")
-    return {key: parse(known[key], value, f"{key} in {where}") for key, value in given.items()}

@@ -3,21 +3,26 @@ the model's own forward over its own cache."""
 
 from __future__ import annotations
 
+import logging
+
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
 from metal_engine.attention.backend import AttentionBackend
-from metal_engine.attention.metal.backend import UnsupportedAttentionError
+from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import NO_STATE
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.models.paged_model import PagedModel
 
-_NUM_TOKENS = 16
+logger = logging.getLogger(__name__)
+
+_NUM_TOKENS = 16  # of a request at least, and half a small block more than a block
 _BLOCK_SIZE = 8
+_MAX_BLOCK_SIZE = 32  # larger ones would only make the requests longer: no kernel does them
 # Of which the two requests use the last and the first: states must come from where they were left.
 _NUM_STATE_SLOTS = 3
 # A longer request, to cross a sliding window, is run if all of the check stays within so much work: a
@@ -38,12 +43,17 @@ class _LogitsDiffer(UnsupportedModelError):
     pass
 
 
-def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: int) -> None:
+def check_paged_model(
+    paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int = _BLOCK_SIZE
+) -> None:
     """Run two requests, each in two chunks and a decode, packed together; compare with mlx-lm's own forward.
 
-    Requests have 16 tokens; the first has more where that takes it past a sliding window at little cost.
-    The chunks are of unequal length and the requests' blocks interleave, so that positions, slots, block
+    Requests are a little longer than a block; the first is longer still where that takes it past a sliding window at
+    little cost. The chunks are of unequal length and the requests' blocks interleave, so that positions, slots, block
     tables and the causal edge all matter. Leaves ``paged`` without a cache.
+
+    Args:
+        block_size: the server's.
 
     Raises:
         UnsupportedModelError: the logits differ, or some layer did not write once a step and attend.
@@ -52,27 +62,30 @@ def check_paged_model(paged: PagedModel, backend: AttentionBackend, vocab_size: 
     attempts = _ATTEMPTS[paged.dtype]
     for seed in range(attempts):
         try:
-            return _check(paged, backend, vocab_size, np.random.default_rng(seed))
+            return _check(paged, backend, vocab_size, min(block_size, _MAX_BLOCK_SIZE), np.random.default_rng(seed))
         except _LogitsDiffer:
             if seed == attempts - 1:
                 raise
 
 
-def _check(paged: PagedModel, backend: AttentionBackend, vocab_size: int, rng: np.random.Generator) -> None:
-    lengths = (_first_length(paged), _NUM_TOKENS)
+def _check(
+    paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int, rng: np.random.Generator
+) -> None:
+    num_tokens = max(_NUM_TOKENS, block_size + _BLOCK_SIZE)
+    lengths = (_first_length(paged, num_tokens), num_tokens)
     tokens = [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
-    max_blocks = -(-lengths[0] // _BLOCK_SIZE)
+    max_blocks = -(-lengths[0] // block_size)
     # [2, max_blocks]: each request's blocks in falling order, the two taking turns.
     block_table = np.arange(2 * max_blocks, dtype=np.int32).reshape(max_blocks, 2).T[:, ::-1]
     # (first, end) of each request's share of the steps: two chunks, then a decode, in the other order.
-    cut, last = lengths[0] - 11, (lengths[0] - 1, _NUM_TOKENS - 1)
-    steps = (((0, cut), (0, 11)), ((cut, last[0]), (11, last[1])), ((last[0], lengths[0]), (last[1], _NUM_TOKENS)))
+    cut, last = lengths[0] - 11, (lengths[0] - 1, num_tokens - 1)
+    steps = (((0, cut), (0, 11)), ((cut, last[0]), (11, last[1])), ((last[0], lengths[0]), (last[1], num_tokens)))
     orders = ([0, 1], [0, 1], [1, 0])
     before = [(cache.num_writes, cache.num_reads) for cache in paged.layer_caches]
-    paged.pool.allocate(2 * max_blocks, _BLOCK_SIZE, _NUM_STATE_SLOTS)
+    paged.pool.allocate(2 * max_blocks, block_size, _NUM_STATE_SLOTS)
     try:
         got = [
-            _run_step(paged, backend, tokens, block_table, shares, order)
+            _run_step(paged, backend, tokens, block_table, block_size, shares, order)
             for shares, order in zip(steps, orders, strict=True)
         ]
         for layer, (cache, (num_writes, num_reads)) in enumerate(zip(paged.layer_caches, before, strict=True)):
@@ -85,9 +98,7 @@ def _check(paged: PagedModel, backend: AttentionBackend, vocab_size: int, rng: n
     except UnsupportedAttentionError:
         raise  # it says by itself what cannot be done
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        # MLX raises a RuntimeError for what a device cannot do, such as experts in half precision on a CPU.
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UnsupportedModelError(f"its forward does not run over a paged cache ({problem})") from error
+        raise forward_fails(error) from error
     finally:
         paged.pool.release()
     for request, sequence in enumerate(tokens):
@@ -102,14 +113,25 @@ def _check(paged: PagedModel, backend: AttentionBackend, vocab_size: int, rng: n
                 )
 
 
-def _first_length(paged: PagedModel) -> int:
-    """Tokens of the first request: past the largest window that is affordable."""
+def forward_fails(error: Exception) -> UnsupportedModelError:
+    """What to raise for an error of a packed forward. Logs a text of many lines, such as a compiler's, in full.
+
+    MLX raises a RuntimeError for what a device cannot do, such as experts in half precision on a CPU.
+    """
+    first, *others = f"{type(error).__name__}: {error}".splitlines()
+    if others:
+        logger.error("a packed forward fails: %s", "\n".join([first, *others]))
+    return UnsupportedModelError(f"its forward does not run over a paged cache ({first})")
+
+
+def _first_length(paged: PagedModel, least: int) -> int:
+    """Tokens of the first request: past the largest window that is affordable, and not less than asked for."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     # A product and a sum for each parameter and token, through the paged cache and again without.
     flops = _GPU_FLOPS if on_gpu else _CPU_FLOPS
-    affordable = flops / (4 * get_total_parameters(paged.model)) - _NUM_TOKENS
+    affordable = flops / (4 * get_total_parameters(paged.model)) - least
     lengths = [w + _BLOCK_SIZE for w in paged.windows if w <= _MAX_WINDOW and w + _BLOCK_SIZE <= affordable]
-    return max([_NUM_TOKENS, *lengths])
+    return max([least, *lengths])
 
 
 def _run_step(
@@ -117,6 +139,7 @@ def _run_step(
     backend: AttentionBackend,
     tokens: list[np.ndarray],
     block_table: np.ndarray,  # [2, max_blocks]
+    block_size: int,
     shares: tuple[tuple[int, int], ...],
     order: list[int],
 ) -> np.ndarray:
@@ -131,7 +154,7 @@ def _run_step(
     slots = np.array([_NUM_STATE_SLOTS, 1], np.int32)[order]
     state_slots = np.where(first > 0, slots, NO_STATE), slots
     lens = end - first
-    rows = step_rows(block_table[order], first, lens, _BLOCK_SIZE, state_slots=state_slots, make_writes=make_writes)
+    rows = step_rows(block_table[order], first, lens, block_size, state_slots=state_slots, make_writes=make_writes)
     input_ids = np.concatenate([tokens[request][slice(*shares[request])] for request in order])
     logits = paged(mx.array(input_ids), rows, backend.for_step(rows))
     if logits.shape[0] != len(shares):

@@ -134,9 +134,9 @@ class RequestTable:
         """Where a request is held, until it is removed."""
         return self._index_of[request_id]
 
-    def token_ids(self, index: int) -> np.ndarray:
-        """The tokens of a request that are known so far, [T] int32: a view."""
-        return self._token_ids[index, : self._num_tokens[index]]
+    def token_ids(self, index: int, num_drafts: int = 0) -> np.ndarray:
+        """The tokens of a request that are known so far, and so many of its drafts, [T] int32: a view."""
+        return self._token_ids[index, : self._num_tokens[index] + num_drafts]
 
     def num_prompt_tokens(self, index: int) -> int:
         return int(self._num_prompt_tokens[index])
@@ -147,7 +147,10 @@ class RequestTable:
         self._num_blocks[index] = start + len(block_ids)
 
     def append_tokens(self, request_ids: list[str], output: ModelOutput) -> None:
-        """Append its sampled token to each of a step's sampling requests that is still held, R of them."""
+        """Append what it is given to each of a step's sampling requests that is still held, R of them."""
+        for request_id, num_accepted in output.num_accepted_tokens.items():
+            if request_id in self._index_of:
+                self._settle_drafts(self._index_of[request_id], num_accepted)
         indices = np.fromiter((self._index_of.get(r, -1) for r in request_ids), np.int32, len(request_ids))
         token_ids = np.array(output.sampled_token_ids, np.int32)
         is_held = indices >= 0
@@ -158,6 +161,19 @@ class RequestTable:
         indices, token_ids = indices[is_held], token_ids[is_held]
         self._token_ids[indices, self._num_tokens[indices]] = token_ids
         self._num_tokens[indices] += 1
+
+    def _settle_drafts(self, index: int, num_accepted: int) -> None:
+        """Make the first drafts of a request tokens of it, and forget the others, with the blocks only they took."""
+        num_tokens = self._num_tokens[index] + num_accepted
+        self._num_tokens[index] = self._num_computed[index] = num_tokens
+        self._num_blocks[index] = -(-num_tokens // self.block_size)
+
+    def _take_in_drafts(self, drafts_of: dict[str, list[int]]) -> None:
+        """Write drafts behind their requests' known tokens; they count only where a step asks for them."""
+        for request_id, drafts in drafts_of.items():
+            index = self._index_of[request_id]
+            start = self._num_tokens[index]
+            self._token_ids[index, start : start + len(drafts)] = drafts
 
     def forget_samples(self) -> None:
         """Forget where the last step's samples are: it will not run, so no later step may ask for them."""
@@ -192,6 +208,12 @@ class RequestTable:
         # Tokens come back in packing order and are told apart by nothing else.
         if packed != plan.sampled_req_ids and [r for r in packed if r in sampled] != plan.sampled_req_ids:
             raise ValueError("bad plan: sampled_req_ids are not scheduled requests in packing order")
+        num_known = self._num_tokens[indices]
+        num_samples = samples
+        if drafts_of := plan.scheduled_spec_decode_tokens:
+            self._take_in_drafts(drafts_of)
+            num_drafts = np.fromiter((len(drafts_of.get(r, ())) for r in packed), np.int32, num_requests)
+            num_known, num_samples = num_known + num_drafts, samples + num_drafts
         num_computed = self._num_computed[indices]
         seq_lens = num_computed + query_lens
         if (seq_lens > self._num_blocks[indices] * self.block_size).any():
@@ -202,11 +224,11 @@ class RequestTable:
             num_computed,
             query_lens,
             self.block_size,
-            num_samples=samples,
+            num_samples=num_samples,
             state_slots=(self._state_reads[indices], self._state_writes[indices]),
             make_writes=self._make_writes,
         )
-        pending_rows, pending_samples = self._pending(indices, rows)
+        pending_rows, pending_samples = self._pending(indices, rows, num_known)
         self._num_computed[indices] = seq_lens
         self._state_reads[indices] = rows.state_writes
         input_ids = self._token_ids[indices[rows.request_of_row], rows.positions]
@@ -216,9 +238,13 @@ class RequestTable:
         self._last_sample[sample_indices] = np.arange(len(sample_indices), dtype=np.int32)
         return PackedBatch(input_ids, rows, sample_indices, pending_rows, pending_samples)
 
-    def _pending(self, indices: np.ndarray, rows: StepRows) -> tuple[np.ndarray, np.ndarray]:
-        """Packed rows [P] whose tokens are not known, and which samples of the step packed last they are."""
-        pending = np.flatnonzero(rows.seq_lens > self._num_tokens[indices])
+    def _pending(self, indices: np.ndarray, rows: StepRows, num_known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Packed rows [P] whose tokens are not known, and which samples of the step packed last they are.
+
+        Args:
+            num_known: [B] tokens of each request, drafts included.
+        """
+        pending = np.flatnonzero(rows.seq_lens > num_known)
         samples = self._last_sample[indices[pending]]
         # A sample continues what had been computed then, so it is the token of a query of one row.
         if (rows.query_lens[pending] > 1).any() or (samples < 0).any():

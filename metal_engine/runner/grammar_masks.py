@@ -24,22 +24,22 @@ class GrammarState:
         self._min_tokens = min_tokens
         self._num_tokens = 0
 
-    def consume(self, token_ids: Sequence[int]) -> None:
-        """Go on past generated tokens, and begin to compute what may come next."""
-        self._matcher.consume(token_ids)
+    def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        """Go on past generated tokens, and begin to compute what may come next, and after each draft."""
+        self._matcher.consume(token_ids, drafts)
         self._num_tokens += len(token_ids)
 
-    def fill_mask(self, mask: np.ndarray, deadline: float) -> bool:
-        """Write which tokens may come next: bit ``i % 32`` of word ``i // 32``, [W] int32.
+    def fill_mask(self, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
+        """Write which tokens may come next, or after so many drafts: bit ``i % 32`` of word ``i // 32``, [W] int32.
 
         Returns False, without writing, if that is not known at ``deadline``, a time of ``time.monotonic``.
 
         Raises:
             ValueError: the grammar forbids a token, or got too complex to go on.
         """
-        if not self._matcher.fill_mask(mask, deadline):
+        if not self._matcher.fill_mask(mask, deadline, num_drafts):
             return False
-        if self._num_tokens < self._min_tokens:
+        if self._num_tokens + num_drafts < self._min_tokens:
             others = without(mask, self._stop_token_ids)
             if others.any():  # else the grammar is at its end
                 mask[:] = others

@@ -7,7 +7,7 @@ without edits take no part in any of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -49,6 +49,19 @@ class _Counts:
     def __len__(self) -> int:
         return len(self._places)
 
+    def after(self, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns ``ids`` and ``counts`` as they are when so many more tokens of the output have been counted."""
+        counts = self.counts.copy()
+        new: dict[int, int] = {}
+        for token_id in token_ids:
+            place = self._places.get(token_id)
+            if place is None:
+                new[token_id] = new.get(token_id, 0) + 1
+            else:
+                counts[place] += 1
+        ids = np.concatenate([self.ids, np.fromiter(new, np.int32, len(new))])
+        return ids, np.concatenate([counts, np.fromiter(new.values(), np.float32, len(new))])
+
     @property
     def ids(self) -> np.ndarray:
         return self._ids[: len(self)]  # [U] int32
@@ -86,24 +99,25 @@ class RequestEdits:
         self._num_taken_in = num_prompt_tokens
         self._bad_word_lengths = sorted({len(before) for before in rules.bad_words})
 
-    def catch_up(self, token_ids: np.ndarray) -> None:
+    def catch_up(self, token_ids: np.ndarray, drafts: Sequence[int] = ()) -> None:
         """Take in the tokens generated since the last call.
 
         Args:
             token_ids: all of the request's tokens, [T] int32.
+            drafts: tokens that may follow, after each of which one is to be sampled in this step.
         """
         new = token_ids[self._num_taken_in :].tolist()
         self._num_taken_in = len(token_ids)
         if self.counts is not None:
             self.counts.add(new)
         if self.grammar is not None:
-            self.grammar.consume(new)
+            self.grammar.consume(new, drafts)
 
     def excluded(self, token_ids: np.ndarray, position: int) -> np.ndarray:
         """Returns the token ids, int32, that may not come next.
 
         Args:
-            token_ids: the request's tokens as far as they are known here, [T] int32.
+            token_ids: the request's tokens as far as they are known here, with the drafts before the row, [T] int32.
             position: index of the next token in the output.
 
         Raises:
@@ -129,21 +143,25 @@ class StepEdits:
 
     Attributes:
         rows: which of the step's rows of logits they are, E of them.
-        grammars: those of the E rows that have a grammar, and where each one's output stands in it.
+        grammars: those of the E rows that have a grammar, where each one's output stands in it, and after how many
+            drafts the row comes.
     """
 
     def __init__(self) -> None:
         self.rows: list[int] = []
-        self.grammars: list[tuple[int, GrammarState]] = []
+        self.grammars: list[tuple[int, GrammarState, int]] = []
         self._allowed: list[tuple[int, np.ndarray]] = []
-        self._penalties: list[tuple[int, _Counts, SamplingParams]] = []
+        self._penalties: list[tuple[int, np.ndarray, np.ndarray, SamplingParams]] = []  # row, ids, counts
         # What to add to single logits, in parts: rows (of E), token ids and values; -inf excludes a token.
         self._places: list[np.ndarray] = []
         self._ids: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
 
-    def add(self, row: int, edits: RequestEdits, token_ids: np.ndarray, position: int) -> None:
+    def add(self, row: int, edits: RequestEdits, token_ids: np.ndarray, position: int, num_drafts: int = 0) -> None:
         """Take in one row's edits; ``token_ids`` and ``position`` are those of :meth:`RequestEdits.excluded`.
+
+        Args:
+            num_drafts: how many of ``token_ids`` are drafts, the last ones.
 
         Raises:
             CannotGoOnError: no token is left; the row then takes no part.
@@ -157,10 +175,13 @@ class StepEdits:
         self._places.append(np.full(len(excluded) + len(rules.bias_ids), i, np.int32))
         self._ids += [excluded, rules.bias_ids]
         self._values += [np.full(len(excluded), -np.inf, np.float32), rules.biases]
-        if edits.counts:  # without tokens there is nothing to penalize
-            self._penalties.append((i, edits.counts, edits.params))
+        counts = edits.counts
+        if counts is not None and (counts or num_drafts):  # without tokens there is nothing to penalize
+            drafts = token_ids[len(token_ids) - num_drafts :].tolist()
+            ids_and_counts = counts.after(drafts) if drafts else (counts.ids, counts.counts)
+            self._penalties.append((i, *ids_and_counts, edits.params))
         if edits.grammar is not None:
-            self.grammars.append((i, edits.grammar))
+            self.grammars.append((i, edits.grammar, num_drafts))
 
     def apply(self, logits: mx.array, masks: np.ndarray) -> mx.array:
         """The edited logits: [E, V] float32 -> the same.
@@ -169,7 +190,7 @@ class StepEdits:
             masks: [G, W] int32, what each of ``grammars`` allows (:meth:`GrammarState.fill_mask`).
         """
         if self.grammars:
-            at = mx.array(np.array([i for i, _ in self.grammars], np.int32))
+            at = mx.array(np.array([i for i, _, _ in self.grammars], np.int32))
             logits[at] = apply_masks(logits[at], masks)
         if self._allowed:
             at = mx.array(np.array([i for i, _ in self._allowed], np.int32))
@@ -183,11 +204,11 @@ class StepEdits:
         return logits
 
     def _penalized(self, logits: mx.array) -> mx.array:
-        at = mx.array(np.array([i for i, _, _ in self._penalties], np.int32))
+        at = mx.array(np.array([i for i, _, _, _ in self._penalties], np.int32))
         # Padding repeats a row's first token, with its own count: it is given the same value twice.
-        ids = mx.array(_padded([counts.ids for _, counts, _ in self._penalties]))  # [P, U]
-        counts = mx.array(_padded([counts.counts for _, counts, _ in self._penalties]))  # [P, U]
-        params = [params for _, _, params in self._penalties]
+        ids = mx.array(_padded([ids for _, ids, _, _ in self._penalties]))  # [P, U]
+        counts = mx.array(_padded([counts for _, _, counts, _ in self._penalties]))  # [P, U]
+        params = [params for _, _, _, params in self._penalties]
         repetition = _column(p.repetition_penalty for p in params)
         presence = _column(p.presence_penalty for p in params)
         frequency = _column(p.frequency_penalty for p in params)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.kv_cache.rows import StepRows
+from metal_engine.request import TokenLogprobs
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.logits_edits import CannotGoOnError, StepEdits
 from metal_engine.runner.logprobs import LogprobArrays, compute_logprobs
@@ -54,6 +55,12 @@ class StepSampling:
         self._mask_seconds = _MASK_SECONDS if may_be_late else math.inf
         self._sampling = table.sampling
         self._req_ids = plan.sampled_req_ids
+        self._drafts = plan.scheduled_spec_decode_tokens
+        # Of each row of a step with drafts: whose it is, and how many drafts come before it.
+        self._rows: list[tuple[str, int]] = []
+        if self._drafts:
+            self._rows = [(r, i) for r in self._req_ids for i in range(1 + len(self._drafts.get(r, ())))]
+        self._usable: dict[str, int] = {}  # by request, how many drafts may be accepted, if not all
         self._indices = batch.sample_indices
         self._positions = table.output_positions(batch)
         # Taken now: the index may be another request's by the time of the result.
@@ -69,6 +76,10 @@ class StepSampling:
         self._logprobs: LogprobArrays | None = None
         self._prompt_logprobs: LogprobArrays | None = None
 
+    def _row(self, row: int) -> tuple[str, int]:
+        """Whose a row is, and how many drafts come before it."""
+        return self._rows[row] if self._drafts else (self._req_ids[row], 0)
+
     def _collect_edits(self, table: RequestTable) -> StepEdits | None:
         if not table.edits:
             return None
@@ -77,13 +88,26 @@ class StepSampling:
             request_edits = table.edits.get(index)
             if request_edits is None:
                 continue
-            token_ids = table.token_ids(index)
+            request_id, num_drafts = self._row(row)
+            token_ids = table.token_ids(index, num_drafts)
             try:
-                request_edits.catch_up(token_ids)
-                edits.add(row, request_edits, token_ids, int(self._positions[row]))
+                if num_drafts == 0:
+                    request_edits.catch_up(token_ids, self._drafts.get(request_id, ()))
+                edits.add(row, request_edits, token_ids, int(self._positions[row]), num_drafts)
             except CannotGoOnError as error:
-                self._errors[self._req_ids[row]] = str(error)
+                self._give_up(row, str(error))
         return edits if edits.rows else None
+
+    def _give_up(self, row: int, message: str) -> None:
+        """Nothing can be sampled at a row: its request ends, or, where drafts come before it, does not get there.
+
+        It is at the row with its next step then, if the drafts before are what it samples.
+        """
+        request_id, num_drafts = self._row(row)
+        if num_drafts:
+            self._usable[request_id] = min(num_drafts - 1, self._usable.get(request_id, num_drafts))
+        else:
+            self._errors[request_id] = message
 
     @property
     def has_masks(self) -> bool:
@@ -99,19 +123,19 @@ class StepSampling:
         if late and is_dispatched:
             mx.eval(logits)  # nobody is held up as long as the device is busy
             late = self._fill(masks, edits, late, time.monotonic())
-        self._late = {self._req_ids[edits.rows[edits.grammars[i][0]]] for i in late}
+        self._late = {self._row(edits.rows[edits.grammars[i][0]])[0] for i in late}
         return masks
 
     def _fill(self, masks: np.ndarray, edits: StepEdits, wanted: Iterable[int], deadline: float) -> list[int]:
         """Fill in the masks of the grammars ``wanted``; returns those that have not come at ``deadline``."""
         late = []
         for i in wanted:
-            row, grammar = edits.grammars[i]
+            row, grammar, num_drafts = edits.grammars[i]
             try:
-                if not grammar.fill_mask(masks[i], deadline):
+                if not grammar.fill_mask(masks[i], deadline, num_drafts):
                     late.append(i)
             except ValueError as error:
-                self._errors[self._req_ids[edits.rows[row]]] = f"structured output failed: {error}"
+                self._give_up(edits.rows[row], f"structured output failed: {error}")
         return late
 
     def build(self, logits: mx.array, *, is_dispatched: bool) -> None:
@@ -160,10 +184,14 @@ class StepSampling:
         """Returns the step's output. To be called when :attr:`arrays` are evaluated."""
         output = ModelOutput([] if self.tokens is None else np.array(self.tokens).tolist())
         output.errors, output.late_req_ids = self._errors, self._late
+        num_tops = self._num_top.tolist()
         if self._logprobs is not None:
-            wanted = [(r, k) for r, k in zip(self._req_ids, self._num_top.tolist(), strict=True) if k >= 0]
-            tokens = self._logprobs.on_host([k for _, k in wanted])
-            output.logprobs = {r: token for (r, _), token in zip(wanted, tokens, strict=True)}
+            tokens = self._logprobs.on_host([k for k in num_tops if k >= 0])
+            of_rows = iter(tokens)
+            if not self._drafts:
+                output.logprobs = {r: [next(of_rows)] for r, k in zip(self._req_ids, num_tops, strict=True) if k >= 0}
+        if self._drafts:
+            self._match(output, [None if k < 0 or self._logprobs is None else next(of_rows) for k in num_tops])
         if self._prompt_logprobs is not None:
             num_tops = [p.num_top for p in self._prompt_rows for _ in p.targets]
             tokens = self._prompt_logprobs.on_host(num_tops)
@@ -172,6 +200,35 @@ class StepSampling:
                 output.prompt_logprobs[part.request_id] = PromptLogprobs(part.start, tokens[:count])
                 tokens = tokens[count:]
         return output
+
+    def _match(self, output: ModelOutput, logprobs: list[TokenLogprobs | None]) -> None:
+        """Keep of the samples of each request those whose drafts before them are accepted.
+
+        A draft is accepted if it is what was sampled in its place, and all before it are::
+
+            rows      last token   draft 0   draft 1   draft 2
+            samples   = draft 0    = draft 1    x         -        2 accepted, and x follows them
+
+        Args:
+            output: has the samples of all rows, [R]; afterwards one of each request.
+            logprobs: of each row, [R].
+        """
+        samples, output.sampled_token_ids = output.sampled_token_ids, []
+        first = 0
+        for request_id in self._req_ids:
+            drafts = self._drafts.get(request_id, ())
+            num_accepted = 0
+            if request_id not in self._late and request_id not in self._errors:
+                usable = drafts[: self._usable.get(request_id, len(drafts))]
+                while num_accepted < len(usable) and usable[num_accepted] == samples[first + num_accepted]:
+                    num_accepted += 1
+            if drafts:
+                output.num_accepted_tokens[request_id] = num_accepted
+            end = first + num_accepted + 1
+            output.sampled_token_ids.append(samples[end - 1])
+            if of_request := [entry for entry in logprobs[first:end] if entry is not None]:
+                output.logprobs[request_id] = of_request
+            first += 1 + len(drafts)
 
 
 def _prompt_rows(table: RequestTable, plan: SchedulerOutput, rows: StepRows) -> list[_PromptRows]:

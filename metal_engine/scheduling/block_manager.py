@@ -62,6 +62,10 @@ class BlockManager:
         """Blocks that ``num_tokens`` tokens take."""
         return -(-num_tokens // self.block_size)
 
+    def num_held_tokens(self, request_id: str) -> int:
+        """Tokens that the request's blocks have room for."""
+        return len(self._tables.get(request_id, ())) * self.block_size
+
     def block_ids(self, request_id: str) -> list[int]:
         """The request's block table: logical -> physical."""
         return [block.block_id for block in self._tables.get(request_id, ())]
@@ -115,13 +119,22 @@ class BlockManager:
         Those that hold no cached prefix are reused before all others.
         """
         for block in reversed(self._tables.pop(request_id, ())):
-            block.ref_cnt -= 1
-            if block.ref_cnt:
-                continue
-            assert block not in self._free, f"{block} is free already"
-            self._free[block] = None
-            if self._cached and block.block_hash is None:
-                self._free.move_to_end(block, last=False)
+            self._let_go(block)
+
+    def trim(self, request_id: str, num_tokens: int) -> None:
+        """Give back the blocks that the request's first ``num_tokens`` tokens do not take."""
+        table = self._tables[request_id]
+        for _ in range(len(table) - self.blocks_for(num_tokens)):
+            self._let_go(table.pop())
+
+    def _let_go(self, block: Block) -> None:
+        block.ref_cnt -= 1
+        if block.ref_cnt:
+            return
+        assert block not in self._free, f"{block} is free already"
+        self._free[block] = None
+        if self._cached and block.block_hash is None:
+            self._free.move_to_end(block, last=False)
 
     # --- cached prefixes ------------------------------------------------------------------------------------
 

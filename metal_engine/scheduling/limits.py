@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import isqrt
 
+from metal_engine.errors import ContextLengthError, PromptError
 from metal_engine.request import Request
+from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.settings.config import SchedulerConfig
 
 # Rows of prompts with log probabilities in a step. With a vocabulary of 262,144 the logits of one row take a megabyte,
@@ -36,6 +38,31 @@ class StepBudget:
     tokens: int
     attention_work: int
     prompt_rows: int = MAX_PROMPT_ROWS
+
+
+def check_fits(num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig, blocks: BlockManager) -> None:
+    """Refuse a request of this size if it could never be served; one to pool has no ``max_tokens`` (0).
+
+    Raises:
+        ContextLengthError: it is longer than ``max_model_len``.
+        PromptError: the prompt is empty, or the request larger than the KV cache.
+    """
+    if num_prompt_tokens < 1:
+        raise PromptError("the prompt has no tokens")
+    total = num_prompt_tokens + max_tokens
+    if total > config.max_model_len:
+        raise ContextLengthError(
+            "max_tokens",
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: {total} tokens "
+            f"together, but the maximum context length is {config.max_model_len} tokens",
+        )
+    # The KV of the last token generated is never needed.
+    num_blocks = blocks.blocks_for(max(total - 1, num_prompt_tokens))
+    if num_blocks > blocks.num_blocks:
+        raise PromptError(
+            f"the request needs {num_blocks} KV cache blocks ({num_prompt_tokens} prompt tokens, "
+            f"max_tokens {max_tokens}), but the pool has only {blocks.num_blocks}"
+        )
 
 
 def num_remaining(request: Request, config: SchedulerConfig) -> int:

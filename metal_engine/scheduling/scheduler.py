@@ -8,15 +8,15 @@ admitted next in ``admission.py``.
 
 from __future__ import annotations
 
-from metal_engine.errors import ContextLengthError, PromptError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestOutput, RequestStatus
 from metal_engine.scheduling.admission import Admissions, Candidate
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.integrity import check_integrity
-from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillShares, StepBudget, num_remaining
+from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillShares, StepBudget, check_fits, num_remaining
 from metal_engine.scheduling.prefix_cache import PrefixCache
+from metal_engine.scheduling.speculation import Proposer, Speculation
 from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
@@ -36,10 +36,16 @@ class Scheduler:
 
     With a connector, a request whose prompt may have KV in a store is set aside (WAITING_FOR_REMOTE_KVS) until it has
     arrived in host memory, and takes its place in the queue then. It holds no blocks before it is admitted.
+
+    With a proposer, which takes ``config.speculative``, what is left of a step goes to drafts.
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache_config: CacheConfig, connector: KVConnectorScheduler | None = None
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        connector: KVConnectorScheduler | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.config = config
         self.blocks = BlockManager(cache_config.num_blocks, cache_config.block_size)
@@ -51,6 +57,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.admissions = Admissions(config, self.prefix_cache, cache_config.block_size, self.states, connector)
         self.running: dict[str, Request] = {}  # in order
+        self.speculation = None if proposer is None else Speculation(config, self.blocks, proposer)
         self.num_preemptions = 0
         self._num_arrivals = 0
         self._num_steps = 0
@@ -65,28 +72,8 @@ class Scheduler:
     # --- requests come and go -------------------------------------------------------------------------------
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Refuse a request of this size if it could never be served; one to pool has no ``max_tokens`` (0).
-
-        Raises:
-            ContextLengthError: it is longer than ``max_model_len``.
-            PromptError: the prompt is empty, or the request larger than the KV cache.
-        """
-        if num_prompt_tokens < 1:
-            raise PromptError("the prompt has no tokens")
-        total = num_prompt_tokens + max_tokens
-        if total > self.config.max_model_len:
-            raise ContextLengthError(
-                "max_tokens",
-                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: {total} tokens "
-                f"together, but the maximum context length is {self.config.max_model_len} tokens",
-            )
-        # The KV of the last token generated is never needed.
-        num_blocks = self.blocks.blocks_for(max(total - 1, num_prompt_tokens))
-        if num_blocks > self.blocks.num_blocks:
-            raise PromptError(
-                f"the request needs {num_blocks} KV cache blocks ({num_prompt_tokens} prompt tokens, "
-                f"max_tokens {max_tokens}), but the pool has only {self.blocks.num_blocks}"
-            )
+        """Raises what :func:`check_fits` raises for a request that could never be served."""
+        check_fits(num_prompt_tokens, max_tokens, self.config, self.blocks)
 
     def add_request(self, request: Request) -> None:
         """Queue a request for which :meth:`check_fits` holds. Raises ValueError if its id is in use."""
@@ -108,6 +95,8 @@ class Scheduler:
         self.admissions.remove(request_id)
         self.running.pop(request_id, None)
         self._release(request)
+        if self.speculation is not None:
+            self.speculation.forget(request_id)
 
     @property
     def has_requests(self) -> bool:
@@ -154,6 +143,8 @@ class Scheduler:
             self._use_up(plan, prefills)
         for request, share in prefills.shares.items():
             self._add_to_plan(plan, request, share)
+        if self.speculation is not None:
+            self.speculation.add_drafts(plan, budget, self.running)
         self._publish_prefixes()
         if plan.num_scheduled_tokens:  # an empty plan is not executed, so it must not carry the drops off
             plan.dropped_req_ids, self._dropped = self._dropped, []
@@ -301,7 +292,8 @@ class Scheduler:
         self.prefix_cache.forget()  # it shared blocks that nobody will write
         for request_id in (*plan.sampled_req_ids, *plan.pooled_req_ids):
             if request_id in self.requests:
-                self.requests[request_id].num_output_placeholders -= 1
+                num_drafts = len(plan.scheduled_spec_decode_tokens.get(request_id, ()))
+                self.requests[request_id].num_output_placeholders -= 1 + num_drafts
         planned = [self.running[r] for r in plan.num_scheduled_tokens if r in self.running]
         for request in sorted(planned, key=lambda r: r.sort_key, reverse=True):
             self._preempt(request)
@@ -343,6 +335,7 @@ class Scheduler:
             The new tokens of each request and whether they end it; text and counts of tokens are not filled in.
         """
         outputs = self._finish_pooled(model_output)
+        accepted = {} if self.speculation is None else self.speculation.settle(plan, model_output, self.requests)
         for request_id, token_id in zip(plan.sampled_req_ids, model_output.sampled_token_ids, strict=True):
             request = self.requests.get(request_id)
             if request is None:
@@ -353,17 +346,18 @@ class Scheduler:
                 outputs.append(RequestOutput(request_id, finish_reason="error", error=error, caused_by_request=True))
                 continue
             request.num_output_placeholders -= 1
+            token_ids = [*accepted[request_id], token_id] if request_id in accepted else [token_id]
             if request_id in model_output.late_req_ids:
                 self._take_back_token(request)
                 continue
-            request.token_ids.append(token_id)
+            request.token_ids += token_ids
             status = request.status_after(token_id)
-            if request.num_computed_tokens == request.num_tokens and request.status is RequestStatus.RUNNING:
-                self._publish(request)  # its last block was computed before this token was known
+            is_behind = len(token_ids) > 1 or request.num_computed_tokens == request.num_tokens
+            if is_behind and request.status is RequestStatus.RUNNING:
+                self._publish(request)  # its last block was computed before its tokens were known
             num_cached, num_external = request.num_cached_tokens, request.num_external_tokens
-            output = RequestOutput(request_id, [token_id], num_cached, num_external)
-            if (logprobs := model_output.logprobs.get(request_id)) is not None:
-                output.logprobs = [logprobs]
+            output = RequestOutput(request_id, token_ids, num_cached, num_external, request.num_predicted_tokens)
+            output.logprobs = model_output.logprobs.get(request_id)
             if status is not None:
                 output.finish_reason = status.finish_reason
                 if status is RequestStatus.FINISHED_STOPPED and token_id not in request.eos_token_ids:
@@ -374,6 +368,8 @@ class Scheduler:
 
     def _take_back_token(self, request: Request) -> None:
         """Have the last token of a running request computed again."""
+        if self.speculation is not None:
+            self.speculation.hold_up(request.request_id)
         if request.status is not RequestStatus.RUNNING:
             return
         if self.states.is_used:

@@ -15,6 +15,7 @@ from typing_extensions import TypedDict  # typing's own, which pydantic takes fr
 
 from metal_engine.server.json_parts import Placeholder
 from metal_engine.server.large_bodies import IN_PIECES
+from metal_engine.server.usage import Usage
 
 T = TypeVar("T")
 # One error for a list or an object, not one for each of its 100,000 elements.
@@ -74,6 +75,7 @@ class GenerationBody(RequestModel):
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    use_speculation: bool | None = None
     kv_transfer_params: KVTransferParams | None = None
     user: str | None = None
 
@@ -179,6 +181,18 @@ class NamedToolChoice(RequestModel):
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
+class PredictionPart(RequestModel):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(RequestModel):
+    """A text that much of the answer is expected to be."""
+
+    type: Literal["content"]
+    content: str | LongList[PredictionPart]
+
+
 class ChatCompletionBody(GenerationBody):
     """``POST /v1/chat/completions``."""
 
@@ -193,6 +207,7 @@ class ChatCompletionBody(GenerationBody):
     tools: LongList[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
 
     prompt_field = "messages"
     logprobs_field = "top_logprobs"
@@ -211,25 +226,6 @@ class ChatCompletionBody(GenerationBody):
 
 
 # --- responses ----------------------------------------------------------------------------------------------
-
-
-class PromptTokensDetails(BaseModel):
-    """``kv_store_tokens`` of the cached ones came from a KV store, the others were in the KV cache."""
-
-    cached_tokens: int = 0
-    kv_store_tokens: int = 0
-
-
-class CompletionTokensDetails(BaseModel):
-    reasoning_tokens: int = 0
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
 
 
 FinishReason = Literal["stop", "length"]

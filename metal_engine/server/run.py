@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.device.allocator import give_back_freed_memory
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ConfigError
 from metal_engine.server.app import create_app
@@ -250,6 +251,7 @@ def run_server(
     # What is loaded stays: the collector would look through it now and then, for 50 ms that no thread can interrupt.
     gc.collect()
     gc.freeze()
+    give_back_freed_memory()
     try:
         server.run(sockets=[listener.socket])
     except OSError as error:

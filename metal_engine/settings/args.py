@@ -5,6 +5,7 @@ None stands for "auto"; :mod:`metal_engine.settings.resolve` settles what that c
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from math import inf
 from urllib.parse import urlsplit
@@ -112,7 +113,8 @@ class EngineArgs(Settings):
     )
     attention_backend: str = setting(
         "auto",
-        "What computes attention: auto (the fastest that runs here), metal or mlx.",
+        "What computes attention: metal (our kernel, or an error), mlx (MLX's operations), or auto: our kernel for the "
+        "layers that it does here, and MLX's operations for all others.",
         group=MODEL,
         choices=ATTENTION_BACKENDS,
     )
@@ -165,8 +167,18 @@ class EngineArgs(Settings):
         False, "Plan the next step while the device still computes the last one.", group=SCHEDULING
     )
 
+    speculative_config: str | None = setting(
+        None,
+        "How to propose tokens ahead of the model, as JSON: method (ngram), num_speculative_tokens, prompt_lookup_max, "
+        "prompt_lookup_min (see docs/speculation.md). Answers stay the same.",
+        group=SCHEDULING,
+        kind="json",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.speculative_config, dict):  # as vLLM's LLM takes it
+            object.__setattr__(self, "speculative_config", json.dumps(self.speculative_config))
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
                 "--max-long-partial-prefills",

@@ -95,6 +95,27 @@ class DeviceInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are proposed. Names and meanings are vLLM's.
+
+    Attributes:
+        method: ``ngram``: what followed the last tokens where they stood before, in the prompt or the output.
+        num_speculative_tokens: drafts of a request in a step, at most.
+        prompt_lookup_max: last tokens that are compared.
+        prompt_lookup_min: of them, those that must agree.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_max: int
+    prompt_lookup_min: int
+
+
+# Rows that sample in a step of few requests with drafts: the logits of one are as large as the vocabulary.
+_MAX_ROWS_WITH_DRAFTS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Limits the scheduler holds. Tokens are counted per step, sequences at any one time.
 
@@ -111,6 +132,15 @@ class SchedulerConfig:
     scheduling_policy: str = "fcfs"
     max_attention_work: int = 1 << 62  # (query row, visible key) pairs of a step
     async_scheduling: bool = False  # a step is planned before the tokens of the one before it are known
+    speculative: SpeculativeConfig | None = None  # tokens are proposed, and computed before they are sampled
+
+    @property
+    def max_sample_rows(self) -> int:
+        """Rows of a step that sample, at most."""
+        if self.speculative is None:
+            return self.max_num_seqs
+        num_rows = self.max_num_seqs * (1 + self.speculative.num_speculative_tokens)
+        return min(num_rows, max(self.max_num_seqs, _MAX_ROWS_WITH_DRAFTS), self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +163,19 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionLayers:
+    """How many layers' attention our Metal kernel computes, and how many MLX's operations do, the portable path.
+
+    ``not_covered`` says what it is about layers that keeps them from the kernel where others, or none, have it; empty
+    where nobody asked for it.
+    """
+
+    metal: int = 0
+    portable: int = 0
+    not_covered: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything resolved; nothing is "auto" any more."""
 
@@ -142,7 +185,17 @@ class EngineConfig:
     cache: CacheConfig
     attention_backend: str
     seed: int
+    attention_layers: AttentionLayers = AttentionLayers()
     step_bytes: int = 0  # what the largest step takes besides weights and KV cache, measured
+
+    @property
+    def attention(self) -> str:
+        """What computes attention, in words."""
+        layers = self.attention_layers
+        if not layers.not_covered:
+            return self.attention_backend
+        total, why = layers.metal + layers.portable, ", ".join(layers.not_covered)
+        return f"{self.attention_backend}; portable for {layers.portable} of {total} layers ({why})"
 
     @property
     def kv_bytes(self) -> int:

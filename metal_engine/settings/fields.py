@@ -7,9 +7,10 @@ and the error messages are made from one declaration. :mod:`metal_engine.setting
 from __future__ import annotations
 
 import dataclasses
+import json
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +53,8 @@ def setting(
 
 @dataclass(frozen=True)
 class Setting:
-    """A field that users can set. ``kind`` is str, int, count (an int), float, bool, size (bytes) or
-    list (of texts)."""
+    """A field that users can set. ``kind`` is str, int, count (an int), float, bool, size (bytes), list (of texts) or
+    json (a text that is JSON)."""
 
     name: str
     kind: str
@@ -77,7 +78,9 @@ class Setting:
         """The word that stands for the value in ``--help``."""
         if self.choices:
             return "NAME"
-        return {"int": "N", "count": "N", "float": "X", "size": "BYTES", "bool": ""}.get(self.kind, "TEXT")
+        return {"int": "N", "count": "N", "float": "X", "size": "BYTES", "bool": "", "json": "JSON"}.get(
+            self.kind, "TEXT"
+        )
 
     def check(self, value: Any, source: str) -> None:
         """Raises ConfigError where a value is none of the choices or out of bounds; its ``flag`` is ``source``."""
@@ -178,6 +181,31 @@ def parse(setting: Setting, value: Any, source: str) -> Any:
     return parsed
 
 
+def read_object(
+    flag_: str, where: str, given: Any, settings: Iterable[Setting], required: tuple[str, ...]
+) -> dict[str, Any]:
+    """The values of a JSON object, by key, each as its setting is read from a text or from YAML.
+
+    Args:
+        flag_: what an error names as what to change.
+        where: what the object is, in an error.
+        required: keys that must be there.
+
+    Raises:
+        ConfigError: it is no object, a key is not known or missing, or a value not allowed.
+    """
+    if not isinstance(given, dict):
+        raise ConfigError(flag_, f"{where} must be a JSON object")
+    known = {one.name: one for one in settings}
+    for key in given:
+        if key not in known:
+            raise ConfigError(flag_, f"{where} has no {key!r}; it may have {', '.join(known)}")
+    for key in required:
+        if given.get(key) in (None, ""):
+            raise ConfigError(flag_, f"{where} needs {key!r}")
+    return {key: parse(known[key], value, f"{key} in {where}") for key, value in given.items()}
+
+
 def _got(setting: Setting, value: Any) -> str:
     return "" if setting.secret else f", got {value!r}"
 
@@ -212,6 +240,10 @@ def _parse_list(value: Any) -> tuple[str, ...]:
     return tuple(map(_parse_str, value)) if isinstance(value, list | tuple) else (_parse_str(value),)
 
 
+def _parse_json(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else _parse_str(value)
+
+
 # Kind of a setting -> how it is read, and what it must be.
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "str": (_parse_str, "a text"),
@@ -220,5 +252,6 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "bool": (_parse_bool, "true or false"),
     "count": (_text_or_int(parse_count), "a whole number such as 4096, 4k (4,000) or 4K (4,096)"),
     "size": (_text_or_int(parse_size), "a size such as 2GiB, 512MB or 1073741824"),
+    "json": (_parse_json, "JSON, or an object"),
     "list": (_parse_list, "a text or a list of texts"),
 }

@@ -10,8 +10,16 @@ from dataclasses import replace
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.config import CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
+from metal_engine.settings.config import (
+    AttentionLayers,
+    CacheConfig,
+    DeviceInfo,
+    EngineConfig,
+    ModelInfo,
+    SchedulerConfig,
+)
 from metal_engine.settings.pool_size import affordable_states, pool_flag, pool_size, wanted_context
+from metal_engine.settings.speculative import check_speculation, speculative_config
 
 # A step on a CPU should take about a second at most; two laptop-class cores reach about this rate.
 _CPU_FLOPS = 1.5e11
@@ -21,6 +29,7 @@ _CPU_STEP_SECONDS = 1.0
 _ATTENTION_SECONDS = 1.0
 _CPU_SECONDS_PER_SCORE = 10e-9
 _GPU_ATTENTION_FLOPS = 2e12
+_NO_LAYERS = AttentionLayers()
 
 
 def resolve_config(
@@ -29,10 +38,12 @@ def resolve_config(
     device: DeviceInfo,
     attention_backend: str,
     measure_step: Callable[[int, int], int] = lambda num_tokens, num_seqs: 0,
+    attention_layers: AttentionLayers = _NO_LAYERS,
 ) -> EngineConfig:
     """Settle every "auto", now that model and device are known.
 
     Args:
+        attention_backend: its name; ``attention_layers`` says what serves which layers.
         measure_step: runs a step of (tokens, requests) and returns the bytes it took besides weights and KV cache.
 
     Raises:
@@ -54,7 +65,22 @@ def resolve_config(
             f"({max_num_seqs} + {args.block_size}), got {budget}: decodes could leave less than a block for ever, "
             "and prompts would starve",
         )
-    step_bytes = measure_step(budget, max_num_seqs)
+    speculative = speculative_config(args)
+    check_speculation(speculative, model)
+    scheduler = SchedulerConfig(
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        max_model_len=0,  # the KV cache says
+        max_num_partial_prefills=args.max_num_partial_prefills,
+        max_long_partial_prefills=args.max_long_partial_prefills,
+        long_prefill_token_threshold=args.long_prefill_token_threshold or _long_threshold(args, budget),
+        page_aligned_scheduling=args.page_aligned_scheduling,
+        scheduling_policy=args.scheduling_policy,
+        max_attention_work=args.max_attention_work or _attention_work(model, device),
+        async_scheduling=args.async_scheduling,
+        speculative=speculative,
+    )
+    step_bytes = measure_step(budget, scheduler.max_sample_rows)
     pool = pool_size(args, model, device, max_num_seqs, step_bytes)
     cache = CacheConfig(
         block_size=args.block_size,
@@ -63,24 +89,13 @@ def resolve_config(
         model_fingerprint=_fingerprint(args, model),
         num_state_slots=pool.num_state_slots,
     )
-    max_model_len = _max_model_len(args, model, cache)
     return EngineConfig(
         model=model,
         device=device,
-        scheduler=SchedulerConfig(
-            max_num_batched_tokens=budget,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_num_partial_prefills=args.max_num_partial_prefills,
-            max_long_partial_prefills=args.max_long_partial_prefills,
-            long_prefill_token_threshold=args.long_prefill_token_threshold or _long_threshold(args, budget),
-            page_aligned_scheduling=args.page_aligned_scheduling,
-            scheduling_policy=args.scheduling_policy,
-            max_attention_work=args.max_attention_work or _attention_work(model, device),
-            async_scheduling=args.async_scheduling,
-        ),
+        scheduler=replace(scheduler, max_model_len=_max_model_len(args, model, cache)),
         cache=cache,
         attention_backend=attention_backend,
+        attention_layers=attention_layers,
         seed=args.seed,
         step_bytes=step_bytes,
     )

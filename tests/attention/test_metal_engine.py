@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from metal_engine.attention.backend import AttentionBackend, StepAttention
-from metal_engine.attention.metal.backend import MetalBackend, UnsupportedAttentionError
+from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
@@ -106,9 +107,9 @@ def test_greedy_tokens_on_a_mac() -> None:
 
 
 def test_a_shape_that_the_kernel_does_not_do_is_named_at_load() -> None:
-    """head_dim 36: the check at load passes on what the backend says, and no other backend is taken instead."""
-    paged = PagedModel(tiny_model(hidden_size=144))
-    with pytest.raises(UnsupportedAttentionError, match=r"head_dim 36.*--attention-backend mlx") as caught:
+    """head_dim 18: the check at load passes on what the backend says, and no other backend is taken instead."""
+    paged = PagedModel(tiny_model(hidden_size=72))
+    with pytest.raises(UnsupportedAttentionError, match=r"head_dim 18.*--attention-backend mlx") as caught:
         check_paged_model(paged, backend(), 256)
     assert str(caught.value).startswith("the metal attention backend does not support 4 query heads")
 

@@ -17,8 +17,10 @@ import pytest
 from metal_engine.bench.args import BenchServeArgs
 from metal_engine.bench.serve import bench_serve
 from metal_engine.errors import ConfigError
-from tests.support.serving import MODEL, Served
-from tools.fixtures.fake_engine import tiny_tokenizer
+from metal_engine.scheduling.ngram import NgramProposer
+from tests.support.serving import MODEL, Served, serve
+from tests.support.speculation import propose_from, speculative_config
+from tools.fixtures.fake_engine import fake_config, script, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -203,6 +205,26 @@ def test_the_command_loads_no_mlx(served: Served, tokenizer_folder: str) -> None
     )
     assert done.returncode == 0, done.stderr
     assert "Successful requests:" in done.stdout
+
+
+def test_what_the_server_accepts_is_told(
+    served: Served, tokenizer_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = speculative_config(4)
+    with serve(script("abc" * 20), config=fake_config(speculative=config)) as speculating:
+        propose_from(speculating.core, NgramProposer(config))
+        summary = bench_serve(args(speculating.url, tokenizer_folder, output_len=40))
+        metrics = speculating.core.metrics
+    printed = capsys.readouterr().out
+    counts = summary.speculation
+    assert counts is not None and counts.num_accepted_tokens > 100
+    # Those of the warm-up are not among them.
+    assert counts.num_accepted_tokens < sum(metrics.num_accepted_tokens)
+    assert counts.num_draft_tokens < metrics.num_draft_tokens
+    assert f"Acceptance rate (%):{counts.acceptance_rate:>38.2f}" in printed
+    assert counts.acceptance_length > 2 and "Acceptance length:" in printed
+    assert bench_serve(args(served.url, tokenizer_folder)).speculation is None
+    assert "Speculative" not in capsys.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells another process's peak memory")

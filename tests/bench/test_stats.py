@@ -12,6 +12,7 @@ from metal_engine.bench.args import BenchServeArgs
 from metal_engine.bench.client import RequestRecord
 from metal_engine.bench.datasets import arrival_times
 from metal_engine.bench.report import table
+from metal_engine.bench.speculation import SpecDecodeCounts, parse_counts
 from metal_engine.bench.stats import peak_concurrency, summarize
 from metal_engine.errors import ConfigError
 
@@ -132,3 +133,19 @@ def test_all_at_once() -> None:
 def test_settings_that_cannot_work(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BenchServeArgs(**settings)
+
+
+def test_counts_of_drafts_are_those_of_all_models() -> None:
+    text = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+vllm:spec_decode_num_drafts_total{engine="0",model_name="a"} 4.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="a"} 6.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="a"} 30.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="a"} 15.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 9.0
+"""
+    counts = parse_counts(text)
+    assert counts == SpecDecodeCounts(10, 30, 15)
+    assert counts.acceptance_rate == 50.0 and counts.acceptance_length == 2.5
+    assert counts.since(SpecDecodeCounts(1, 10, 15)) == SpecDecodeCounts(9, 20, 0) and counts.since(None) == counts
+    assert SpecDecodeCounts().acceptance_rate == 0.0 and SpecDecodeCounts().acceptance_length == 1.0
+    assert parse_counts("vllm:num_requests_running 3.0\n") is None

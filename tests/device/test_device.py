@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from metal_engine.device.blas.load import BlasInfo
-from metal_engine.device.info import device_info, gpu_core_count
+from metal_engine.device.info import device_info, gpu_core_count, has_tensor_ops
 from metal_engine.device.memory import available_memory_bytes, limit_device_memory
 from metal_engine.settings.config import MARGIN_BYTES
 from tools.fixtures.fake_engine import fake_config
@@ -173,7 +173,33 @@ def test_gpu_core_count(
     assert ("GPU cores is unknown" in caplog.text) == (count is None)
 
 
-def test_on_metal_no_more_is_wired_and_kept_than_the_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "architecture, macos, has",
+    [
+        ("applegpu_g17g", "26.2", True),
+        ("applegpu_g17s", "26.10.1", True),
+        ("applegpu_g18p", "27.0", True),
+        ("applegpu_g17p", "26.2", False),  # a phone's, without matrix units
+        ("applegpu_g16s", "26.4", False),  # M4
+        ("applegpu_g17g", "26.1", False),
+        ("applegpu_g17g", "15.7.2", False),
+        ("applegpu_g17g", "", False),
+        ("applegpu_g17", "26.2", False),
+        ("", "26.2", False),
+        (None, "26.2", False),
+    ],
+)
+def test_tensor_operations(architecture: str | None, macos: str, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlx.core as mx
+
+    assert not has_tensor_ops() or mx.metal.is_available()
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda _: {} if architecture is None else {"architecture": architecture})
+    monkeypatch.setattr("platform.mac_ver", lambda: (macos, ("", "", ""), "arm64"))
+    assert has_tensor_ops() == has
+
+
+def test_no_more_is_wired_and_kept_than_the_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     import mlx.core as mx
 
     limits: dict[str, int] = {}
@@ -184,7 +210,11 @@ def test_on_metal_no_more_is_wired_and_kept_than_the_engine_needs(monkeypatch: p
         config, step_bytes=GIB, model=replace(config.model, weight_bytes=4 * GIB, kv_bytes_per_token=1 << 17)
     )
     limit_device_memory(config)
-    assert not limits, "a CPU has nothing to wire"
+    assert limits == {"cache": 64 << 20}, "a CPU has nothing to wire"
+    limit_device_memory(replace(config, step_bytes=40 << 20))
+    assert limits == {"cache": 40 << 20}
+    limit_device_memory(replace(config, step_bytes=1))
+    assert limits == {"cache": 32 << 20}
     limit_device_memory(replace(config, device=replace(config.device, kind="metal", memory_bytes=16 * GIB)))
     assert limits == {"wired": 7 * GIB + MARGIN_BYTES, "cache": GIB + MARGIN_BYTES}
     limit_device_memory(replace(config, device=replace(config.device, kind="metal", memory_bytes=6 * GIB)))

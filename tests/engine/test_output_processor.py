@@ -202,6 +202,8 @@ def test_several_tokens_in_one_step() -> None:
     assert processor.process(RequestOutput("r", token_ids=byte_ids("é日"))).text == "é日"
     output = processor.process(RequestOutput("r", token_ids=byte_ids("abc")))
     assert (output.text, output.finish_reason) == ("a", "stop")
+    assert output.token_ids == byte_ids("ab"), "what comes after a stop string is not generated"
+    assert output.num_output_tokens == len(byte_ids("é日ab"))
 
 
 def test_requests_do_not_mix() -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import random
+import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +76,27 @@ def test_the_vocabulary_is_gone_through_once(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(3):
         tokenizer.limited(100).encode("a")
     assert len(looked) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_few_words_are_remembered() -> None:
+    """However many come: all of these would take 32 MiB, in each thread."""
+    tokenizer = tiny_tokenizer()
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=250)) for _ in range(4_000)]
+    grown: list[int] = []
+
+    def encode() -> None:
+        before = resident()
+        for word in words:
+            tokenizer.encode(word)
+        grown.append(resident() - before)
+
+    def resident() -> int:
+        ctypes.CDLL(None).malloc_trim(0)
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    thread.join()
+    assert grown[0] < 16 << 20

@@ -17,10 +17,12 @@ from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.scheduling.test_scheduler_stateful import _QUICK, SchedulerMachine
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 from tests.support.fake_kv_transfer import FakeTransfer
+from tests.support.speculation import speculative_config
 
 
 class KVMachine(SchedulerMachine):
     is_recurrent = False
+    is_speculative = False
 
     @initialize(data=st.data())
     def start_engine(self, data: st.DataObject) -> None:  # type: ignore[override]
@@ -35,6 +37,7 @@ class KVMachine(SchedulerMachine):
         self.transfer = FakeTransfer(config)
         max_num_seqs = draw(st.integers(1, 8), "max_num_seqs")
         num_slots = draw(st.integers(max_num_seqs, 4 * max_num_seqs), "num_slots") if self.is_recurrent else 0
+        self.drafts = draw(st.integers(0, 1 << 16), "drafts") if self.is_speculative else None
         self.engine = (
             SchedulerConfig(
                 max_num_batched_tokens=draw(st.one_of(st.integers(1, 64), st.just(512)), "budget"),
@@ -42,6 +45,7 @@ class KVMachine(SchedulerMachine):
                 max_model_len=400,
                 max_num_partial_prefills=partial,
                 scheduling_policy=draw(st.sampled_from(["fcfs", "priority"]), "policy"),
+                speculative=None if self.drafts is None else speculative_config(draw(st.integers(1, 6), "num_drafts")),
             ),
             CacheConfig(
                 block_size=block_size,
@@ -51,13 +55,13 @@ class KVMachine(SchedulerMachine):
                 num_state_slots=num_slots,
             ),
         )
-        self.depth = draw(st.integers(1, 3), "depth")
+        self.depth = 1 if self.is_speculative else draw(st.integers(1, 3), "depth")
         self.capacity = min(400, block_size * num_blocks + 1)
         self.num_requests = 0
         self.start()
 
     def start(self) -> None:
-        self.harness = SchedulerHarness(*self.engine, depth=self.depth, transfer=self.transfer)
+        self.harness = SchedulerHarness(*self.engine, depth=self.depth, transfer=self.transfer, drafts=self.drafts)
 
     def submit(self, prompt: list[int], max_tokens: int, **kwargs: object) -> None:  # type: ignore[override]
         digest = len(prompt) * 31 + max_tokens * 7 + self.num_requests
@@ -134,12 +138,28 @@ class RecurrentKVMachine(KVMachine):
     is_recurrent = True
 
 
+class SpeculativeKVMachine(KVMachine):
+    """Requests have drafts, some of which are rejected: what those leave behind never gets into the store."""
+
+    is_speculative = True
+
+
 class TestKV(KVMachine.TestCase):
     settings = _KV_QUICK
 
 
 class TestRecurrentKV(RecurrentKVMachine.TestCase):
     settings = _KV_QUICK
+
+
+class TestSpeculativeKV(SpeculativeKVMachine.TestCase):
+    settings = settings(_KV_QUICK, max_examples=20)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+class TestSpeculativeKVFull(SpeculativeKVMachine.TestCase):
+    settings = settings(_KV_QUICK, max_examples=500, stateful_step_count=60)
 
 
 @pytest.mark.full

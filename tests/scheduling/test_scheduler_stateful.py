@@ -16,6 +16,7 @@ from metal_engine.pooling_params import POOLING_TYPES
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
 from tests.support.fake_kv_runner import VOCAB_SIZE, FakeKVRunner, FakeStep, SchedulerHarness, make_prompt
+from tests.support.speculation import speculative_config
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -23,6 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     depths = st.just(1)
     is_recurrent = False
+    is_speculative = False
 
     @initialize(
         data=st.data(),
@@ -44,17 +46,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_state_slots = 0
         if self.is_recurrent:
             num_state_slots = data.draw(st.integers(max_num_seqs, 4 * max_num_seqs), label="num_state_slots")
+        speculative, caches, drafts = None, self.is_recurrent, None
+        if self.is_speculative:
+            speculative = speculative_config(data.draw(st.integers(1, 6), label="num_speculative_tokens"))
+            caches = data.draw(st.booleans(), label="enable_prefix_caching")
+            drafts = data.draw(st.integers(0, 1 << 16), label="drafts")
         self.harness = SchedulerHarness(
             SchedulerConfig(
-                max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                speculative=speculative,
             ),
             CacheConfig(
                 block_size=block_size,
                 num_blocks=num_blocks,
-                enable_prefix_caching=self.is_recurrent,
+                enable_prefix_caching=caches,
                 num_state_slots=num_state_slots,
             ),
             depth=data.draw(self.depths, label="depth"),
+            drafts=drafts,
         )
         if self.is_recurrent:
             self.harness.scheduler.states.interval = block_size * data.draw(st.integers(1, 8), label="interval")
@@ -175,6 +186,20 @@ class RecurrentSchedulerMachine(SchedulerMachine):
     is_recurrent = True
 
 
+class SpeculativeSchedulerMachine(SchedulerMachine):
+    """Requests have drafts, some of which are accepted; and some go on from what others have generated."""
+
+    is_speculative = True
+
+    @precondition(lambda self: self.harness.tracked)
+    @rule(data=st.data(), max_tokens=st.integers(1, 20))
+    def arrive_with_what_another_has_generated(self, data: st.DataObject, max_tokens: int) -> None:
+        before = data.draw(st.sampled_from(list(self.harness.tracked.values())), label="before")
+        prompt = before.request.token_ids[: before.request.num_prompt_tokens] + before.token_ids
+        prompt = prompt[: data.draw(st.integers(1, len(prompt)), label="prompt length")]
+        self.submit(prompt, max_tokens)
+
+
 # The health checks measure generation against execution; here execution is the point.
 _QUICK = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 _FULL = settings(_QUICK, max_examples=250, stateful_step_count=80)
@@ -190,6 +215,16 @@ class TestPipelinedScheduler(PipelinedSchedulerMachine.TestCase):
 
 class TestRecurrentScheduler(RecurrentSchedulerMachine.TestCase):
     settings = _QUICK
+
+
+class TestSpeculativeScheduler(SpeculativeSchedulerMachine.TestCase):
+    settings = _QUICK
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+class TestSpeculativeSchedulerFull(SpeculativeSchedulerMachine.TestCase):
+    settings = _FULL
 
 
 @pytest.mark.full

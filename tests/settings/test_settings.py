@@ -43,10 +43,19 @@ def test_precedence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("one", SETTINGS, ids=lambda one: one.name)
 def test_every_setting_from_everywhere(one: Any, tmp_path: Path) -> None:
-    given = {"int": "7", "count": "7", "float": "0.5", "size": "2KiB", "bool": "true", "str": "x", "list": "x"}[
+    given = {
+        "int": "7",
+        "count": "7",
+        "float": "0.5",
+        "size": "2KiB",
+        "bool": "true",
+        "str": "x",
+        "list": "x",
+        "json": "x",
+    }[one.kind]
+    wanted = {"int": 7, "count": 7, "float": 0.5, "size": 2048, "bool": True, "str": "x", "list": ("x",), "json": "x"}[
         one.kind
     ]
-    wanted = {"int": 7, "count": 7, "float": 0.5, "size": 2048, "bool": True, "str": "x", "list": ("x",)}[one.kind]
     if one.choices:
         given = wanted = one.choices[-1]
     key = one.flag.removeprefix("--")

@@ -20,7 +20,14 @@ from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.model_runner import ModelRunner
-from metal_engine.settings.config import CacheConfig, DeviceInfo, EngineConfig, ModelInfo, SchedulerConfig
+from metal_engine.settings.config import (
+    CacheConfig,
+    DeviceInfo,
+    EngineConfig,
+    ModelInfo,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 
 MakeEngine = Callable[..., EngineCore]
 
@@ -77,6 +84,7 @@ def engine_for(
     connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None = None,
     fingerprint: str = "",
     attention: AttentionBackend | None = None,
+    speculative: SpeculativeConfig | None = None,
 ) -> EngineCore:
     """An engine on a model.
 
@@ -114,6 +122,7 @@ def engine_for(
             max_model_len=min(8192, cache.num_tokens),
             async_scheduling=ahead,
             max_num_partial_prefills=1 if connector is None else 4,
+            speculative=speculative,
         ),
         cache=cache,
         attention_backend=attention.name,

@@ -8,8 +8,9 @@ the request's next tokens differ from those it gets alone, which have a closed f
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +21,21 @@ from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import KVConnectorMetadata, ModelOutput, SchedulerOutput
 from tests.support.fake_kv_transfer import FakeTransfer
-from tests.support.scheduling_checks import check_fcfs, check_plan, demand_of, is_plain, max_steps, was_passed_over
+from tests.support.scheduling_checks import (
+    check_drafts,
+    check_fcfs,
+    check_plan,
+    demand_of,
+    is_plain,
+    max_steps,
+    was_passed_over,
+    without_drafts,
+)
+from tests.support.speculation import KnownTimes
 
 # Large, so that a wrong token is not the right one by chance.
 VOCAB_SIZE = 1 << 30
@@ -86,6 +98,7 @@ class _Held:
     has_grammar: bool
     pooling_params: PoolingParams | None
     state_slots: tuple[int, int] = (0, 0)  # that the next step reads, and writes
+    drafts: list[int] = field(default_factory=list)  # of the step under way
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [blocks * block_size]
 
 
@@ -140,14 +153,16 @@ class FakeKVRunner:
         for request_id, share in plan.num_scheduled_tokens.items():
             held = self.held[request_id]
             start, stop = held.num_computed_tokens, held.num_computed_tokens + share
+            num_known = len(held.token_ids) + len(held.drafts)
             assert share >= 1, f"{request_id}: share {share}"
-            assert stop <= len(held.token_ids), f"{request_id}: tokens up to {stop} of {len(held.token_ids)}"
+            assert stop <= num_known, f"{request_id}: tokens up to {stop} of {num_known}"
+            assert stop == num_known or not held.drafts, f"{request_id}: drafts that are not computed"
             assert stop <= len(held.slots), f"{request_id}: tokens up to {stop}, slots for {len(held.slots)}"
             ranges[request_id] = start, stop
             for block_id in held.block_ids[start // self.block_size : -(-stop // self.block_size)]:
                 assert self.num_holders[block_id] == 1, f"{request_id} writes to block {block_id}, which is shared"
                 assert block_id not in meta.loads, f"block {block_id} is loaded and computed"
-        done = [r for r, (_, stop) in ranges.items() if stop == len(self.held[r].token_ids)]
+        done = [r for r, (_, stop) in ranges.items() if stop >= len(self.held[r].token_ids)]
         to_pool = {r for r in done if self.held[r].pooling_params is not None}
         assert plan.sampled_req_ids == [r for r in done if r not in to_pool], (
             "sampled_req_ids are not the requests whose last token is in the step, in packing order"
@@ -190,8 +205,11 @@ class FakeKVRunner:
             if held.pooling_params is not None:
                 output.pooled[request_id] = np.array([_sampled(self._digest(held, stop))])
                 continue
-            output.sampled_token_ids.append(_sampled(self._digest(held, stop)))
-            if held.has_grammar and self.num_late:
+            is_late = held.has_grammar and self.num_late > 0
+            if held.drafts:
+                output.num_accepted_tokens[request_id] = self._settle_drafts(request_id, none=is_late)
+            output.sampled_token_ids.append(_sampled(self._digest(held, held.num_computed_tokens)))
+            if is_late:
                 self.num_late -= 1
                 held.num_computed_tokens -= 1
                 output.late_req_ids.add(request_id)
@@ -199,6 +217,23 @@ class FakeKVRunner:
                 held.token_ids.append(output.sampled_token_ids[-1])
         self.num_steps += 1
         return FakeStep(output)
+
+    def _settle_drafts(self, request_id: str, *, none: bool) -> int:
+        """Make the drafts that are what is sampled in their places tokens of the request; returns how many."""
+        held = self.held[request_id]
+        drafts, held.drafts = held.drafts, []
+        num_known, num_accepted = len(held.token_ids), 0
+        while not none and num_accepted < len(drafts):
+            if _sampled(self._kv_digest(held, num_known + num_accepted)) != drafts[num_accepted]:
+                break
+            num_accepted += 1
+        held.token_ids += drafts[:num_accepted]
+        held.num_computed_tokens = len(held.token_ids)
+        num_blocks = -(-len(held.token_ids) // self.block_size)
+        self.num_holders.subtract(held.block_ids[num_blocks:])
+        del held.block_ids[num_blocks:]
+        self._append_blocks(request_id, [])
+        return num_accepted
 
     def _check_state_slots(self, ranges: dict[str, tuple[int, int]]) -> None:
         if len(self.states) == 1:
@@ -233,6 +268,9 @@ class FakeKVRunner:
         for request_id, block_ids in plan.new_block_ids.items():
             assert block_ids and request_id in plan.num_scheduled_tokens
             self._append_blocks(request_id, block_ids)
+        for request_id, drafts in plan.scheduled_spec_decode_tokens.items():
+            assert drafts and request_id in plan.sampled_req_ids and len(self.states) == 1
+            self.held[request_id].drafts = list(drafts)
         for request_id, slot in plan.new_state_slots.items():
             assert request_id in plan.num_scheduled_tokens
             self.held[request_id].state_slots = (self.held[request_id].state_slots[0], slot)
@@ -255,8 +293,9 @@ class FakeKVRunner:
 
     def _forward(self, held: _Held, start: int, stop: int, digest: int) -> list[int]:
         values = []
+        token_ids = held.token_ids + held.drafts if held.drafts else held.token_ids
         for position in range(start, stop):
-            value = _kv(held.token_ids[position], position, digest)
+            value = _kv(token_ids[position], position, digest)
             digest = (digest + _WEIGHTS[position] * value) & _MASK64
             values.append(value)
         return values
@@ -293,6 +332,35 @@ class Tracked:
         return self.finish_reason is None
 
 
+class SomeRightDrafts:
+    """Proposes what a request will generate, up to some token; what comes after that is wrong."""
+
+    def __init__(self, tracked: Mapping[str, Tracked], seed: int) -> None:
+        self._tracked = tracked
+        self._random = random.Random(seed)
+        self.known: set[str] = set()  # requests that it keeps something of
+        self.num_right = self.num_wrong = 0
+
+    def begin_step(self) -> None:
+        """Nothing here depends on the step."""
+
+    def propose(self, request: Request, num_tokens: int) -> list[int]:
+        self.known.add(request.request_id)
+        assert num_tokens > 0 and request.num_output_placeholders == 1
+        right = self._tracked[request.request_id].expected[request.num_output_tokens :]
+        right = right[: self._random.randint(0, num_tokens)]
+        num_wrong = self._random.randint(0, num_tokens - len(right))
+        self.num_right += len(right)
+        self.num_wrong += num_wrong
+        return right + [self._random.randrange(VOCAB_SIZE) for _ in range(num_wrong)]
+
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Nothing is counted here."""
+
+    def forget(self, request_id: str) -> None:
+        self.known.discard(request_id)
+
+
 class SchedulerHarness:
     """A real scheduler over the fake runner; checks every invariant at every step, and every token.
 
@@ -300,6 +368,7 @@ class SchedulerHarness:
         depth: steps that may be under way at once; 1 is the plain loop, 2 schedules step k+1 before the
             update for step k.
         transfer: where KV comes from and goes to; None for an engine without.
+        drafts: a seed for drafts some of which are right; None for an engine that does not speculate.
     """
 
     def __init__(
@@ -309,15 +378,21 @@ class SchedulerHarness:
         *,
         depth: int = 1,
         transfer: FakeTransfer | None = None,
+        drafts: int | None = None,
     ) -> None:
         self.config = config
         self.cache_config = cache_config
         self.depth = depth
         self.transfer = transfer
-        self.scheduler = Scheduler(config, cache_config, transfer.connector() if transfer else None)
+        self.tracked: dict[str, Tracked] = {}
+        self.proposer = None if drafts is None else SomeRightDrafts(self.tracked, drafts)
+        connector = transfer.connector() if transfer else None
+        self.scheduler = Scheduler(config, cache_config, connector)
+        if self.proposer is not None and drafts is not None:
+            times = KnownTimes(row_seconds=(0.0, 0.02, 0.2)[drafts % 3])
+            self.scheduler.speculation = Speculation(config, self.scheduler.blocks, self.proposer, times)
         save = transfer.store.__setitem__ if transfer else None
         self.runner = FakeKVRunner(cache_config, config.max_num_seqs, save)
-        self.tracked: dict[str, Tracked] = {}
         self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
         self.plans: list[SchedulerOutput] = []
@@ -426,12 +501,15 @@ class SchedulerHarness:
         self.scheduler.check_integrity()
         self.check_limits(plan)
         num_preemptions = self.scheduler.num_preemptions - num_preemptions
-        check_plan(self.scheduler, plan, before, context_lens)
-        passed_over = not num_preemptions and was_passed_over(self.scheduler, plan, before, context_lens)
+        check_drafts(self.scheduler, plan, context_lens)
+        # What the others get does not depend on drafts.
+        undrafted = without_drafts(plan)
+        check_plan(self.scheduler, undrafted, before, context_lens)
+        passed_over = not num_preemptions and was_passed_over(self.scheduler, undrafted, before, context_lens)
         self._steps_passed_over = self._steps_passed_over + 1 if passed_over else 0
         assert self._steps_passed_over <= self.config.max_num_partial_prefills, "a free slot stays free"
         if is_plain(self.config, self.cache_config) and not self.cache_config.num_state_slots:
-            check_fcfs(self.scheduler, plan, before, context_lens, num_preemptions, self.depth)
+            check_fcfs(self.scheduler, undrafted, before, context_lens, num_preemptions, self.depth)
         is_idle = not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions
         if is_idle and not self.scheduler.admissions.loading:
             assert not self.live, "nothing is under way, and nothing is planned"
@@ -498,6 +576,7 @@ class SchedulerHarness:
             assert not self.transfer.tickets, "loads leaked"
             assert not self.transfer.held, "host memory leaked"
         assert self.scheduler.blocks.num_used_blocks == 0, "blocks leaked"
+        assert self.proposer is None or not self.proposer.known, "what drafts are made of leaked"
         for tracked in self.tracked.values():
             if tracked.finish_reason not in ("abort", "error"):
                 assert tracked.token_ids == tracked.expected
@@ -513,11 +592,11 @@ class SchedulerHarness:
         tracked = self.tracked[output.request_id]
         assert tracked.is_live, f"{output.request_id} has finished, and got {output}"
         is_pooled = tracked.request.pooling_params is not None
-        assert (output.pooled is not None) == is_pooled and len(output.token_ids) == (not is_pooled)
+        assert (output.pooled is not None) == is_pooled == (not output.token_ids)
         new = output.token_ids if output.pooled is None else output.pooled.tolist()
         tracked.token_ids += new
         n = len(tracked.token_ids)
-        assert new == tracked.expected[n - 1 : n], f"{output.request_id}: wrong token {n} of {tracked.expected}"
+        assert new == tracked.expected[n - len(new) : n], f"{output.request_id}: wrong token {n} of {tracked.expected}"
         assert output.finish_reason == (tracked.expected_reason if n == len(tracked.expected) else None)
         tracked.finish_reason = output.finish_reason
         if not tracked.is_live:

@@ -1,8 +1,8 @@
 """``metal-engine serve`` in a process of its own, with probes within (:mod:`tests.support.probes`).
 
 Run as ``python -m tests.support.probed_server serve MODEL ...``: the command itself, unchanged. The process says its
-port in its first line; then each line that it reads is ``reset``, ``trim`` or ``read``, and it answers with a line of
-JSON.
+port in its first line; then each line that it reads is ``reset``, ``trim``, ``read`` or ``in use``, and it answers with
+a line of JSON.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ class ProbedServer:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
+    def bytes_in_use(self) -> dict[str, int]:
+        """See :func:`tests.support.probes.bytes_in_use`."""
+        return self._ask("in use")
+
     def health(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/health", timeout=DEADLINE).raise_for_status().json()
 
@@ -106,7 +110,7 @@ def main() -> None:
     os.dup2(2, 1)
     from metal_engine.cli.main import app
     from metal_engine.server.run import Server
-    from tests.support.probes import Probes
+    from tests.support.probes import Probes, bytes_in_use
 
     probes = Probes()
     probes.install()
@@ -115,9 +119,10 @@ def main() -> None:
 
     def obey() -> None:
         for line in sys.stdin:
-            if (command := line.strip()) != "read":
+            command = line.strip()
+            if command in ("reset", "trim"):
                 probes.reset(trim=command == "trim")
-            print(json.dumps(probes.read()), file=answers)
+            print(json.dumps(bytes_in_use() if command == "in use" else probes.read()), file=answers)
         os._exit(1)  # the test has ended without ending the server
 
     async def watched_startup(self: Server, sockets: Any = None) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import re
 import resource
 import sys
 import threading
@@ -104,6 +105,26 @@ class Probes:
         """``loop``, ``steps`` and ``lock`` in seconds, ``memory`` in bytes."""
         names = ("loop", "steps", "lock")
         return {name: self._values.get(name, 0.0) for name in names} | {"memory": peak_resident() - self._resident}
+
+
+def bytes_in_use() -> dict[str, int]:
+    """What is in use of memory, in bytes, whatever the allocators keep beside it (glibc only).
+
+    ``malloc`` is what glibc has given out. ``python`` is the most that the blocks of Python's own allocator have, which
+    are of up to 512 bytes; it has them from the system, not from glibc, and keeps most of what it ever had at once.
+    """
+    libc = ctypes.CDLL(None)
+    libc.open_memstream.restype = ctypes.c_void_p
+    text, size = ctypes.c_void_p(), ctypes.c_size_t()
+    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+    libc.malloc_info(0, stream)
+    libc.fclose(stream)
+    of_all_arenas = ctypes.string_at(text.value or 0, size.value).decode().rpartition("</heap>")[2]
+    libc.free(text)
+    found = re.findall(r'<(?:total|system) type="(\w+)".* size="(\d+)"', of_all_arenas)
+    sizes = {name: int(value) for name, value in found}
+    malloc = sizes["current"] - sizes["fast"] - sizes["rest"] + sizes["mmap"]
+    return {"malloc": malloc, "python": sys.getallocatedblocks() * 512}
 
 
 def peak_resident() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.limits import MAX_PROMPT_ROWS
 from metal_engine.scheduling.scheduler import Scheduler
@@ -78,6 +80,37 @@ def check_plan(
     if work > max(0, work_left) and not first_alone:
         # Only the first in turn may exceed the cap, by its smallest share; nobody else gets anything then.
         raise AssertionError(f"attention work {work} of {work_left}, {prefills}, first {first_over}")
+
+
+def without_drafts(plan: SchedulerOutput) -> SchedulerOutput:
+    """The plan as it is without its drafts, but for the blocks that they take."""
+    drafts = plan.scheduled_spec_decode_tokens
+    shares = {r: n - len(drafts.get(r, ())) for r, n in plan.num_scheduled_tokens.items()}
+    return replace(plan, num_scheduled_tokens=shares, scheduled_spec_decode_tokens={})
+
+
+def check_drafts(scheduler: Scheduler, plan: SchedulerOutput, context_lens: dict[str, int]) -> None:
+    """Assert that drafts take what is left: rows, attention work and free blocks; and end where the request does."""
+    config = scheduler.config
+    drafts_of = plan.scheduled_spec_decode_tokens
+    if not drafts_of:
+        return
+    assert config.speculative is not None
+    num_rows = len(plan.sampled_req_ids) + sum(map(len, drafts_of.values()))
+    assert num_rows <= config.max_sample_rows
+    cached = {new.request_id: new.num_computed_tokens for new in plan.new_requests}
+    work = 0
+    for request_id, n in plan.num_scheduled_tokens.items():
+        context_len = cached[request_id] if request_id in cached else context_lens[request_id]
+        work += n * context_len + n * (n + 1) // 2
+    assert work <= config.max_attention_work
+    for request_id, drafts in drafts_of.items():
+        request = scheduler.requests[request_id]
+        assert 1 <= len(drafts) <= config.speculative.num_speculative_tokens
+        assert plan.num_scheduled_tokens[request_id] == 1 + len(drafts)
+        assert request.num_output_tokens + 1 + len(drafts) <= request.max_tokens
+        assert not request.stop_token_id_set.intersection(drafts), "nothing comes after a token that ends a request"
+        assert request.num_registered_blocks * scheduler.blocks.block_size <= request.num_tokens
 
 
 def was_passed_over(

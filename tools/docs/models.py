@@ -86,8 +86,14 @@ Tests run each of these {count} with small random weights: three requests that a
 shuffled blocks and slots of states, and longer than the sliding windows. The relative logit error against mlx-lm's own
 forward is below 1e-4.
 
-| `model_type` | attention | layers |
-| --- | --- | --- |
+*Heads* are those of one published model: query heads / KV heads x head dimension; of latent attention, the latent and
+its position part. *On Metal* says what `--attention-backend auto` computes such layers with: our kernel
+([kernels.md](kernels.md)), or, slower, MLX's operations. Tests run each architecture with such heads through the
+kernel, simulated. Other models of an architecture may have other heads: the start-up block, `/health` and
+`metal-engine doctor MODEL` say what a model's layers get.
+
+| `model_type` | attention | layers | heads | on Metal |
+| --- | --- | --- | --- | --- |
 """
 
 _UNSUPPORTED = """
@@ -155,7 +161,10 @@ def models_doc() -> str:
     from metal_engine.checkpoints.gguf.tokenizer import PRE_TOKENIZERS
     from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED
 
-    rows = [f"| `{name}` | {_attention(name)} | {_layers(name)} |" for name in sorted(SUPPORTED, key=str.lower)]
+    rows = [
+        f"| `{name}` | {_attention(name)} | {_layers(name)} | {_heads(name)} | {_served_by(name)} |"
+        for name in sorted(SUPPORTED, key=str.lower)
+    ]
     refused = [f"| `{name}` | {_REFUSED[name]} | {_refusal(name)} |" for name in sorted(UNSUPPORTED)]
     supported = _SUPPORTED.format(count=len(SUPPORTED))
     tail = _TAIL.format(gguf=_gguf_table(), splits=", ".join(f"`{name}`" for name in PRE_TOKENIZERS))
@@ -212,6 +221,32 @@ def _layers(model_type: str) -> str:
     model = random_model(configuration(model_type))
     experts = (switch_layers.SwitchLinear, switch_layers.QuantizedSwitchLinear)
     return "mixture of experts" if any(isinstance(m, experts) for m in model.modules()) else "dense"
+
+
+def _heads(model_type: str) -> str:
+    from tools.fixtures.published_heads import PUBLISHED
+
+    published = PUBLISHED[model_type]
+    if published is None:
+        return "no published model is known here"
+    heads = "; ".join(map(str, published.heads))
+    return f"{heads} ({published.model})" if heads else "none"
+
+
+def _served_by(model_type: str) -> str:
+    from tools.fixtures.published_heads import PUBLISHED, is_covered, published_kinds
+
+    if PUBLISHED[model_type] is None:
+        return "see `doctor`"
+    kinds = published_kinds(model_type)
+    if not kinds:
+        return "-"
+    dims = list(dict.fromkeys(kind.head_dims for kind in kinds if not is_covered(kind)))
+    if not dims:
+        return "kernel"
+    if not any(map(is_covered, kinds)):
+        return "MLX's operations"
+    return f"kernel; MLX's operations for {', '.join(dims)}"
 
 
 def _parameters(model: object) -> list[tuple[str, object]]:

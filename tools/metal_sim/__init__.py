@@ -7,12 +7,13 @@ reads of memory that nothing wrote, races, divergent barriers. See docs/kernels.
 """
 
 from .errors import CheckError, MetalSimError, ToolchainError
-from .kernel import SimulatedKernel, metal_kernel
+from .kernel import FlushingKernel, SimulatedKernel, metal_kernel
 from .launch import LaunchCounts, last_launches, record_launches
 from .raw import RawKernel
 
 __all__ = [
     "CheckError",
+    "FlushingKernel",
     "LaunchCounts",
     "MetalSimError",
     "RawKernel",

@@ -1,4 +1,4 @@
-"""``python -m tools.metal_sim report [--write]``, ``... doctor``."""
+"""``python -m tools.metal_sim``: ``report [--write]``, ``emit [--out FOLDER] [--write-list]``, ``cuda``, ``doctor``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "kernel_bytes.md"
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "docs" / "kernel_bytes.md"
+BUILD = ROOT / "build" / "metal"
 
 
 def report(write: bool) -> int:
@@ -26,9 +28,50 @@ def report(write: bool) -> int:
     return bool(bad)
 
 
+def emit_files(folder: Path, write_list: bool) -> int:
+    from .emit import LISTING, emit, write_listing
+    from .errors import ToolchainError
+
+    try:
+        recorder = emit(folder)
+    except ToolchainError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{len(recorder.variants)} variants in {folder}")
+    if refused := dict.fromkeys(layer.split()[0] for _, layer, _ in recorder.refused):
+        print(f"no kernel for {', '.join(refused)}: see its manifest.json")
+    if write_list:
+        write_listing(recorder)
+        print(f"listed in {LISTING}")
+    return 0
+
+
+def cuda() -> int:
+    """Run every kernel on a CUDA GPU and compare with float64."""
+    from .cases import CASES
+    from .errors import ToolchainError
+    from .nvidia import cuda_kernel, driver
+
+    try:
+        print(driver().name)
+        wrong = 0
+        for case in CASES:
+            error = case.error(cuda_kernel)
+            ok = error <= case.allowed
+            wrong += not ok
+            print(
+                f"{case.name}: largest relative error {error:.1e}, allowed {case.allowed:.0e}{'' if ok else ': WRONG'}"
+            )
+    except ToolchainError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return bool(wrong)
+
+
 def doctor() -> int:
     """Is everything there that the simulator needs?"""
     from .errors import ToolchainError
+    from .ptx import ptxas
     from .source import mlx_headers, mlx_version
     from .toolchain import cache_dir, clang, runtime_library, symbolizer
 
@@ -38,6 +81,7 @@ def doctor() -> int:
         print(f"runtime     {runtime_library()}")
         print(f"MLX         {mlx_version()}, headers {mlx_headers()}")
         print(f"cache       {cache_dir()}")
+        print(f"ptxas       {ptxas() or 'none: PTX is written, and not assembled'}")
     except ToolchainError as error:
         print(error, file=sys.stderr)
         return 1
@@ -49,9 +93,21 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     sub = commands.add_parser("report", help="bytes that the attention kernel moves, beside the lower bound")
     sub.add_argument("--write", action="store_true", help="also write docs/kernel_bytes.md")
+    sub = commands.add_parser("emit", help="write every kernel variant as Metal source, for Apple's compilers")
+    sub.add_argument("--out", type=Path, default=BUILD, metavar="FOLDER", help="where to (default: build/metal)")
+    sub.add_argument("--write-list", action="store_true", help="also write .github/metal-kernels.txt")
+    commands.add_parser("cuda", help="run the engine's kernels on a CUDA GPU, against float64")
     commands.add_parser("doctor", help="is everything there that the simulator needs")
     options = parser.parse_args()
-    return report(options.write) if options.command == "report" else doctor()
+    match options.command:
+        case "report":
+            return report(options.write)
+        case "emit":
+            return emit_files(options.out, options.write_list)
+        case "cuda":
+            return cuda()
+        case _:
+            return doctor()
 
 
 if __name__ == "__main__":

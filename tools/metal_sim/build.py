@@ -7,6 +7,7 @@ Only then comes the optimiser, and after it the instrumentation, so that the cou
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import tempfile
@@ -29,6 +30,16 @@ LANGUAGE = [
 GAP = 128  # bytes on both sides of a threadgroup variable
 # Unrolled loops take minutes to instrument and compute the same. The check pass keeps the requests.
 _UNROLLING = re.compile(r"^[ \t]*#pragma clang loop unroll.*$", re.M)
+# The smallest normal half is 2^-14; the IR spells numbers as doubles.
+_FLUSHED = """
+define internal float @ms_flushed(float %x) alwaysinline {
+  %below = fcmp olt float %x, 0x3F10000000000000
+  %above = fcmp ogt float %x, 0xBF10000000000000
+  %small = and i1 %below, %above
+  %result = select i1 %small, float 0.0, float %x
+  ret float %result
+}
+"""
 _NO_VECTORS = ["-fno-vectorize", "-fno-slp-vectorize"]
 
 
@@ -73,9 +84,24 @@ def _arena(ir: str) -> tuple[str, list[str]]:
     return ir, names
 
 
-def build(unit: str, name: str) -> Built:
-    """Compile for the host, or take it from the cache."""
-    key = key_of("run", unit)
+def _flush_half(ir: str) -> str:
+    """Have every conversion from float to half give zero for what would be subnormal; of IR before its optimiser."""
+    count = itertools.count()
+
+    def flushed(found: re.Match[str]) -> str:
+        number = f"%ms_flushed{next(count)}"
+        return f"{found[1]}{number} = call float @ms_flushed(float {found[3]})\n{found[1]}{found[2]}{number} to half"
+
+    return re.sub(r"^( +)(%\S+ = fptrunc float )(\S+) to half", flushed, ir, flags=re.M) + _FLUSHED
+
+
+def build(unit: str, name: str, *, flushes_half: bool = False) -> Built:
+    """Compile for the host, or take it from the cache.
+
+    Args:
+        flushes_half: as on a GPU that makes subnormal numbers zero when it rounds to half.
+    """
+    key = key_of("run", unit, *(["flushes half"] if flushes_half else []))
     library = cache_dir() / f"{key}.so"
     listing = cache_dir() / f"{key}.variables"
     if library.exists() and listing.exists():
@@ -96,6 +122,8 @@ def build(unit: str, name: str) -> Built:
         if done.returncode:
             raise CheckError(f"{name} does not compile:\n{done.stderr}")
         text, names = _arena(Path(raw).read_text())
+        if flushes_half:
+            text = _flush_half(text)
         Path(ir).write_text(text)
         instrument = []
         for option in (

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .build import build
+from .build import Built, build
 from .check import check
 from .errors import CheckError
 from .launch import BufferSpec, LoadedKernel, check_sizes
@@ -42,6 +42,8 @@ def _numpy_dtype(dtype: mx.Dtype) -> np.dtype:
 
 class SimulatedKernel:
     """One kernel; compiled once per combination of dtypes, sizes' classes and template arguments."""
+
+    flushes_half = False
 
     def __init__(
         self,
@@ -132,8 +134,11 @@ class SimulatedKernel:
             for other in self._other_classes(described):
                 self._unit_of(self._request(other, output_dtypes, template))
             unit, name, parameters = self._unit_of(request)
-            self._compiled[key] = (LoadedKernel(self.name, build(unit, name)), parameters)
+            self._compiled[key] = (LoadedKernel(self.name, self._build(unit, name)), parameters)
         return self._compiled[key]
+
+    def _build(self, unit: str, name: str) -> Built:
+        return build(unit, name, flushes_half=True) if self.flushes_half else build(unit, name)
 
     def _other_classes(self, inputs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """The same call with all arrays small, and with all arrays large.
@@ -161,6 +166,13 @@ class SimulatedKernel:
             "outputs": [_name(d) for d in output_dtypes],
             "template": [(n, {"dtype": _name(v)} if isinstance(v, mx.Dtype) else v) for n, v in template],
         }
+
+    def metal_source(
+        self, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence[tuple[str, Any]]
+    ) -> tuple[str, str, list[str]]:
+        """What MLX would compile for a call: the text after its preamble, the function's name, template arguments."""
+        described = [_class_of(a.dtype, a.ndim, a.size) for a in inputs]
+        return generated_source(self._request(described, output_dtypes, template))
 
     def _unit_of(self, request: dict[str, Any]) -> tuple[str, str, tuple[Parameter, ...]]:
         """Generated source -> checked translation unit."""
@@ -198,6 +210,12 @@ def _class_of(dtype: mx.Dtype, ndim: int, size: int) -> dict[str, Any]:
     if ndim and size >= CONSTANT_ELEMENTS:
         shape[0] = CONSTANT_ELEMENTS
     return {"dtype": _name(dtype), "shape": shape}
+
+
+class FlushingKernel(SimulatedKernel):
+    """On a GPU whose half has no subnormal numbers: rounding to it makes them zero."""
+
+    flushes_half = True
 
 
 def metal_kernel(*args: Any, **kwargs: Any) -> SimulatedKernel:

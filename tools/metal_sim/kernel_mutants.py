@@ -8,144 +8,221 @@ Mutants that cannot matter are listed with the reason.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.metal.backend import MetalBackend, stage_keys
-from metal_engine.device.metal_kernels import kernel_text
-from tools.fixtures.packed_step import make_step
-from tools.metal_sim import MetalSimError, metal_kernel, record_launches
+from metal_engine.attention.metal.backend import MetalBackend, shape_of
+from metal_engine.attention.metal.variants import variant_of
+from tools.fixtures.packed_step import Step, make_step
+from tools.metal_sim import LaunchCounts, MetalSimError, record_launches
 from tools.metal_sim.errors import CheckError
+from tools.metal_sim.mutants import Mutant, factory_of, run_mutants
 
-ATTENTION, MERGE = "paged_attention", "merge_splits"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    kernel: str
-    old: str
-    new: str
-    which: int = 0  # which occurrence of ``old``
-    equivalent: str = ""  # why it cannot be caught
-
-    @property
-    def name(self) -> str:
-        return f"{self.kernel}: {self.old!r} -> {self.new!r} (occurrence {self.which})"
-
-    def apply(self, text: str) -> str:
-        parts = text.split(self.old)
-        assert len(parts) > self.which + 1, f"{self.name}: not in the kernel any more"
-        head, tail = self.old.join(parts[: self.which + 1]), self.old.join(parts[self.which + 1 :])
-        return head + self.new + tail
-
+ROWS, ITEM, DIRECT, STAGED = "attention_rows", "paged_attention", "attention_direct", "attention_staged"
+MERGE = "merge_splits"
 
 _BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+_IN_SIMD_GROUP = "simdgroup_barrier(mem_flags::mem_threadgroup);"
 MUTANTS = (
-    # barriers: stage reuse, K staged, K read, V staged, row state, carried written twice
-    *(Mutant(ATTENTION, _BARRIER, "", which=i) for i in range(7)),
-    Mutant(ATTENTION, _BARRIER, "threadgroup_barrier(mem_flags::mem_none);", which=1),
-    Mutant(ATTENTION, _BARRIER, "threadgroup_barrier(mem_flags::mem_device);", which=3),
-    Mutant(ATTENTION, _BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", which=1),
-    Mutant(ATTENTION, _BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", which=4),
-    Mutant(ATTENTION, _BARRIER, f"if (slots > 1) {_BARRIER}", which=2),
-    # causal edge, window, key range
-    Mutant(ATTENTION, "key <= position", "key < position"),
-    Mutant(ATTENTION, "key <= position", "key <= position + 1"),
-    Mutant(ATTENTION, "key > position - window", "key >= position - window"),
-    Mutant(ATTENTION, "key > position - window", "key > position - window + 1"),
-    Mutant(ATTENTION, "tile > last_position - window", "tile > first_position - window"),
-    Mutant(ATTENTION, "tile + BK - 1 <= first_position", "tile + BK - 1 <= last_position"),
-    Mutant(ATTENTION, "if (tile + key < key_end)", "if (true)", which=0),
-    Mutant(ATTENTION, "if (tile + key < key_end)", "if (true)", which=1),
-    Mutant(ATTENTION, "if (tile + key < key_end)", "if (tile + key < key_end - 1)", which=0),
-    Mutant(ATTENTION, "if (tile + key < key_end)", "if (tile + key < key_end - 1)", which=1),
-    Mutant(ATTENTION, "key_begin + tid < key_end", "true"),
-    Mutant(ATTENTION, "tile + BK + tid < key_end", "true"),
-    Mutant(ATTENTION, "tile < key_end; tile += BK", "tile + BK <= key_end; tile += BK"),
-    Mutant(ATTENTION, "int tile = key_begin", "int tile = 0"),
-    # addresses
-    Mutant(ATTENTION, "(v_cache + key", "(k_cache + key"),
-    Mutant(ATTENTION, "(k_cache + key", "(v_cache + key"),
-    Mutant(ATTENTION, "key % BLOCK_SIZE;", "key % BLOCK_SIZE + 1;", which=0),
-    Mutant(ATTENTION, "key / BLOCK_SIZE", "key / (BLOCK_SIZE * 2)", which=1),
-    Mutant(ATTENTION, "kv_head * D))", "0))", which=0),
-    Mutant(ATTENTION, "STRIDE = D + VECTOR", "STRIDE = D"),
-    Mutant(ATTENTION, "f * 8 * STRIDE", "f * STRIDE", which=1),
-    Mutant(ATTENTION, "STRIDE, ulong2(0, 0), true", "STRIDE, ulong2(0, 0), false"),
-    Mutant(ATTENTION, "kv_head * G + row % G", "kv_head * G"),
-    Mutant(ATTENTION, "first_position + row / G", "first_position + row"),
-    Mutant(ATTENTION, "i += THREADS", "i += THREADS / 2", which=2),
-    Mutant(ATTENTION, "if (row_exists) {", "{"),
-    # softmax
-    Mutant(ATTENTION, "total *= shrink;", ""),
-    Mutant(ATTENTION, "output[d].thread_elements()[1] *= shrink;", ""),
-    Mutant(ATTENTION, "peak = new_peak;", ""),
-    Mutant(ATTENTION, "numbers[0] * LOG2E;", "numbers[0];"),
-    Mutant(ATTENTION, "numbers[1] * LOG2E;", "numbers[1];"),
-    Mutant(ATTENTION, "ushort(8)", "ushort(16)", which=0),
-    Mutant(ATTENTION, "ushort(8)", "ushort(2)", which=1),
-    Mutant(ATTENTION, "ushort(1)", "ushort(4)", which=0),
-    Mutant(ATTENTION, "ushort(1)", "ushort(3)", which=1),
-    Mutant(ATTENTION, "(lane >> 1) & 3", "(lane >> 2) & 3"),
-    Mutant(ATTENTION, "((lane >> 2) & 2) * 2", "((lane >> 2) & 2)"),
-    Mutant(ATTENTION, "if (f % slots == slot)", "if (f % slots == 0)", which=0),
-    Mutant(
-        ATTENTION,
-        "const T w = T(fast::exp2(scores[f].thread_elements()[e] - peak));\n"
-        "        weights[f].thread_elements()[e] = w;",
-        "const float w = fast::exp2(scores[f].thread_elements()[e] - peak);\n"
-        "        weights[f].thread_elements()[e] = T(w);",
-        equivalent="moves a result by half a unit in its last place at most: no more than rounding the output does",
-    ),
-    Mutant(ATTENTION, "f < KEY_FRAGMENTS", "f <= KEY_FRAGMENTS", which=0),
-    Mutant(ATTENTION, "f < KEY_FRAGMENTS", "f <= KEY_FRAGMENTS", which=1),
-    Mutant(ATTENTION, "f < KEY_FRAGMENTS", "f <= KEY_FRAGMENTS", which=2),
-    # merging slots and splits
-    Mutant(ATTENTION, "if (first > 0) {", "if (false) {"),
-    Mutant(
-        ATTENTION, "(ulong(partial_row + r) * num_kv_heads + kv_head) * D", "(ulong(partial_row + r) + kv_head) * D"
-    ),
-    Mutant(ATTENTION, "(partial_row + row) * num_kv_heads + kv_head]", "(partial_row + row) + kv_head]"),
-    Mutant(ATTENTION, "* CARRIED_STRIDE + column", "* COLUMNS + column"),
-    Mutant(ATTENTION, "/ (GROUPS * 8);", "/ (GROUPS * 8) + 1;"),
-    Mutant(ATTENTION, "int s = 0; s < slots", "int s = 1; s < slots", which=0),
-    Mutant(ATTENTION, "int s = 0; s < slots", "int s = 1; s < slots", which=1),
-    Mutant(ATTENTION, "int s = 0; s < slots", "int s = 1; s < slots", which=2),
-    Mutant(ATTENTION, "&& partial_row < 0) {", ") {"),
-    Mutant(
-        ATTENTION,
-        "row_peak = max(row_peak, sink);",
-        "",
-        equivalent="the peak only keeps 2^x from overflowing, and where the sink's does, the true output is 0 too",
-    ),
-    Mutant(ATTENTION, "row_peak + precise::log2(row_total)", "row_peak"),
-    Mutant(ATTENTION, "lane_column == 0) {", "lane_column == 2) {", equivalent="all lanes of a row hold the same"),
-    Mutant(ATTENTION, "num_rows <= 8 ? 1", "num_rows <= 9 ? 1"),
-    Mutant(ATTENTION, "num_rows <= 16 ? 2", "num_rows <= 17 ? 2"),
-    Mutant(ATTENTION, "num_rows <= 32 ? 4", "num_rows <= 33 ? 4"),
+    # The item.
+    Mutant(ITEM, "item + 1]", "item + 1] - 1"),
+    Mutant(ITEM, "item + 4]", "item + 4] - 1"),
+    Mutant(ITEM, "item + 3]", "item + 3] + 1"),
+    Mutant(ITEM, "(first_row + num_rows - 1) / G", "(first_row + num_rows) / G",
+           equivalent="asks the mask about keys that all rows see, and it says so"),
+    Mutant(ITEM, "(first_row + num_rows - 1) / G - first_token", "(num_rows - 1) / G"),
+    Mutant(ITEM, "last_position - window + 1) : key_begin", "first_position - window + 1) : key_begin"),
+    Mutant(ITEM, "last_position - window + 1)", "last_position - window)"),
+    Mutant(ITEM, "min(key_end, first_position + 1)", "min(key_end, last_position + 1)"),
+    Mutant(ITEM, "min(key_end, first_position + 1)", "min(key_end, first_position + 2)"),
+    Mutant(ITEM, "min(key_end, first_position + 1)", "first_position + 1"),
+    Mutant(ITEM, "numbers[0] * LOG2E;", "numbers[0];"),
+    Mutant(ITEM, "numbers[1] * LOG2E;", "numbers[1];"),
+    Mutant(ITEM, "(lane >> 1) & 3", "(lane >> 2) & 3"),
+    Mutant(ITEM, "((lane >> 2) & 2) * 2", "((lane >> 2) & 2)"),
+    Mutant(ITEM, "num_rows <= STRIPS * 8", "num_rows <= STRIPS * 8 + 1"),
+    Mutant(ITEM, "? 14.0f : 0.0f", "? 0.0f : 0.0f"),
+    Mutant(ITEM, "? 14.0f : 0.0f", "? 17.0f : 0.0f"),
+    Mutant(ITEM, "* 8 + 16 / sizeof(T);", "* 8;", equivalent="rows share banks, which only takes time"),
+    *(Mutant(ITEM, "K_FRAGMENTS > V_FRAGMENTS ? K_FRAGMENTS : V_FRAGMENTS", n) for n in ("K_FRAGMENTS", "V_FRAGMENTS")),
+    Mutant(ITEM, "EXCHANGE_BYTES = 2 *", "EXCHANGE_BYTES ="),
+    Mutant(ITEM, "STAGED_BYTES > DIRECT_BYTES ? STAGED_BYTES", "STAGED_BYTES > DIRECT_BYTES ? DIRECT_BYTES"),
+    # Loads by lanes.
+    Mutant(ROWS, "key % BLOCK_SIZE;", "key % BLOCK_SIZE + 1;"),
+    Mutant(ROWS, "key / BLOCK_SIZE", "key / (BLOCK_SIZE * 2)"),
+    Mutant(ROWS, "if (exists && column < END)", "if (exists)"),
+    Mutant(ROWS, "if (exists && column < END)", "if (column < END)"),
+    Mutant(ROWS, "Piece piece = Piece(0);", "Piece piece = Piece(0x7fc07fc0);"),
+    Mutant(ROWS, "lane_column / 2) * COLUMNS;", "lane_column) * COLUMNS;"),
+    Mutant(ROWS, "(first + chunk) * 4", "chunk * 4"),
+    Mutant(ROWS, "lane_row / 2) * COLUMNS + f", "lane_row) * COLUMNS + f"),
+    Mutant(ROWS, "(first + f / (COLUMNS / 2)) * 4", "(f / (COLUMNS / 2)) * 4"),
+    Mutant(ROWS, "f % (COLUMNS / 2) * 2 + lane_row % 2", "f % (COLUMNS / 2) * 2 + lane_row / 4"),
+    Mutant(ROWS, "exists0 && column < END", "exists0"),
+    Mutant(ROWS, "exists1 && column < END", "exists1"),
+    Mutant(ROWS, "exists0 && column < END", "column < END"),
+    Mutant(ROWS, "exists1 && column < END", "column < END"),
+    Mutant(ROWS, "both >> 16", "both"),
+    Mutant(ROWS, "2 * i + 1));", "2 * i));"),
+    # Loads to the stage.
+    Mutant(ROWS, "key < BK && key < num_keys", "key < BK"),
+    Mutant(ROWS, "key < num_keys && column < END", "key < num_keys"),
+    Mutant(ROWS, "pieces[i] = Piece(0);", ""),
+    Mutant(ROWS, "num_kv_heads + kv_head) * END", "num_kv_heads) * END"),
+    Mutant(ROWS, "% ROW_PIECES * COLUMNS;", "% ROW_PIECES;"),
+    Mutant(ROWS, "(tid + i * THREADS) % ROW_PIECES * COLUMNS) = pieces[i]", "tid % ROW_PIECES * COLUMNS) = pieces[i]"),
+    # Merging slots, writing rows.
+    Mutant(ROWS, _BARRIER, "", which=0),
+    Mutant(ROWS, _BARRIER, "", which=1),
+    Mutant(ROWS, _BARRIER, "", which=2),
+    Mutant(ROWS, _BARRIER, _IN_SIMD_GROUP, which=2),
+    Mutant(ROWS, "if (first > 0) {", "if (false) {"),
+    Mutant(ROWS, "ushort(1)", "ushort(3)"),
+    Mutant(ROWS, "ushort(8)", "ushort(2)"),
+    Mutant(ROWS, "lane_column == 0) {", "lane_column == 2) {", equivalent="all lanes of a row hold the same"),
+    Mutant(ROWS, "int s = 0; s < share.slots", "int s = 1; s < share.slots", which=0),
+    Mutant(ROWS, "int s = 0; s < share.slots", "int s = 1; s < share.slots", which=1),
+    Mutant(ROWS, "int s = 0; s < share.slots", "int s = 1; s < share.slots", which=2),
+    Mutant(ROWS, "share.parts * STRIPS * 16;", "STRIPS * 16;"),
+    Mutant(ROWS, "HAS_SINKS ? sink[strip] : LOWEST", "LOWEST",
+           equivalent="the peak only keeps 2^x from overflowing, and where the sink's does, the true output is 0 too"),
+    Mutant(ROWS, "HAS_SINKS ? sink[strip] : LOWEST", "HAS_SINKS ? sink[strip] : 0.0f"),
+    Mutant(ROWS, "LOWEST = -1e30f", "LOWEST = -1e4f"),
+    Mutant(ROWS, "- row_peak + weight_shift) : 0.0f", "- row_peak) : 0.0f"),
+    Mutant(ROWS, "precise::log2(row_total) - weight_shift", "precise::log2(row_total)"),
+    Mutant(ROWS, "row_peak + precise::log2(row_total)", "row_peak"),
+    Mutant(ROWS, "[1] *= factor", "[1] *= 1.0f"),
+    Mutant(ROWS, "&& row < tile.num_rows) {", ") {"),
+    Mutant(ROWS, "(tile.partial_row + row) * tile.num_kv_heads", "(tile.partial_row + row)"),
+    Mutant(ROWS, "d < first + CARRIED; ++d", "d < first + CARRIED - 1; ++d"),
+    Mutant(ROWS, "/ (COLUMNS / 2) * COLUMNS * 4", "/ (COLUMNS / 2) * COLUMNS * 2"),
+    Mutant(ROWS, "lane_column / 2 * COLUMNS + d", "lane_column * COLUMNS + d"),
+    Mutant(ROWS, "(WIDTH - first < CARRIED ? WIDTH - first : CARRIED) * 8", "CARRIED * 8"),
+    Mutant(ROWS, "i += THREADS", "i += THREADS / 2"),
+    Mutant(ROWS, "if (column < DV) {", "if (true) {"),
+    Mutant(ROWS, "row / 8 % STRIPS", "0"),
+    Mutant(ROWS, "row / 8 / STRIPS) * share.parts", "row / 8) * share.parts"),
+    Mutant(ROWS, "* tile.num_kv_heads + tile.kv_head) * DV", "+ tile.kv_head) * DV"),
+    Mutant(ROWS, "* G + flat % G) * DV", "* G + row % G) * DV"),
+    # Direct: who takes which keys, and which rows see them.
+    Mutant(DIRECT, "position - window + 1)", "position - window)"),
+    Mutant(DIRECT, "position - window + 1)", "position - window + 2)"),
+    Mutant(DIRECT, "min(key_end, position + 1)", "min(key_end, position + 2)"),
+    Mutant(DIRECT, "min(key_end, position + 1)", "min(key_end, position)"),
+    Mutant(DIRECT, "min(key_end, position + 1)", "position + 1"),
+    Mutant(DIRECT, "row / G - first_token;", "(row - first_row) / G;"),
+    Mutant(DIRECT, "&& partial_row < 0) {", ") {"),
+    Mutant(DIRECT, "kv_head * G + row % G", "kv_head * G"),
+    Mutant(DIRECT, "left > 0, left > 1, part * K_CHUNKS", "true, true, part * K_CHUNKS"),
+    Mutant(DIRECT, "key_begin / 8 * 8", "key_begin"),
+    Mutant(DIRECT, "int tile = first_key", "int tile = 0"),
+    Mutant(DIRECT, "if (next < key_end) {", "{"),
+    Mutant(DIRECT, "(HELD + h) * STEP", "h * STEP"),
+    Mutant(DIRECT, "tile < key_end; tile", "tile + 8 <= key_end; tile"),
+    Mutant(DIRECT, "tile += HELD * STEP", "tile += STEP"),
+    Mutant(DIRECT, "if (begin < key_end) {", "{", which=0),
+    Mutant(DIRECT, "if (begin < key_end) {", "{", which=1,
+           equivalent="no lane has a key there, so nothing is read"),
+    Mutant(DIRECT, "if (begin < key_end) {", "{", which=2),
+    Mutant(DIRECT, "begin + lane_row >= key_begin &&", "", which=0),
+    Mutant(DIRECT, "&& begin + lane_row < key_end", ""),
+    Mutant(DIRECT, "num_kv_heads + kv_head;", "num_kv_heads;"),
+    Mutant(DIRECT, "key + SPLIT_AT, part", "key, part"),
+    Mutant(DIRECT, "v_cache + at[h]", "k_cache + at[h]"),
+    Mutant(DIRECT, "part * V_CHUNKS, lane_column, exists[h]", "part * V_CHUNKS, lane_column, true"),
+    Mutant(DIRECT, "if (strip * 8 < num_rows) {", "if (strip == 0) {", which=0),
+    Mutant(DIRECT, "if (strip * 8 < num_rows) {", "if (strip == 0) {", which=1),
+    # Direct: the exchange.
+    Mutant(DIRECT, _BARRIER, ""),
+    Mutant(DIRECT, _BARRIER, _IN_SIMD_GROUP),
+    Mutant(DIRECT, _IN_SIMD_GROUP, ""),
+    Mutant(DIRECT, "if (PARTS > 1) {", "if (false) {"),
+    Mutant(DIRECT, "parity = 1 - parity;", ""),
+    Mutant(DIRECT, "lane_column * 8 + lane_row;", "lane_row * 8 + lane_column;"),
+    Mutant(DIRECT, "parts[to + 8]", "parts[to + 1]"),
+    Mutant(DIRECT, "int p = 0; p < PARTS", "int p = 1; p < PARTS"),
+    Mutant(DIRECT, "(h * STRIPS + strip) * 64", "h * 64", which=1),
+    # Direct: the softmax.
+    Mutant(DIRECT, "begin >= all_see &&", ""),
+    Mutant(DIRECT, "&& begin + 8 <= all_see_end", ""),
+    Mutant(DIRECT, "begin + 8 <= all_see_end", "begin + 7 <= all_see_end"),
+    Mutant(DIRECT, "key >= sees[strip] &&", ""),
+    Mutant(DIRECT, "peak[strip] = LOWEST;", "peak[strip] = 0.0f;"),
+    Mutant(DIRECT, "float tile_peak = LOWEST;", "float tile_peak = 0.0f;"),
+    Mutant(DIRECT, "max(peak[strip], tile_peak)", "tile_peak"),
+    Mutant(DIRECT, "ushort(1)", "ushort(4)"),
+    Mutant(DIRECT, "ushort(8)", "ushort(16)"),
+    Mutant(DIRECT, "peak[strip] = new_peak;", ""),
+    Mutant(DIRECT, "total[strip] *= shrink;", ""),
+    Mutant(DIRECT, "thread_elements()[1] *= shrink;", "thread_elements()[1] *= 1.0f;"),
+    Mutant(DIRECT, "LATENT ? keys[h][d]", "LATENT ? keys[h][d + REST_CHUNKS]"),
+    # Staged.
+    *(Mutant(STAGED, _BARRIER, "", which=i) for i in range(6)),
+    Mutant(STAGED, _BARRIER, "threadgroup_barrier(mem_flags::mem_none);", which=2),
+    Mutant(STAGED, _BARRIER, "threadgroup_barrier(mem_flags::mem_device);", which=5),
+    Mutant(STAGED, _BARRIER, _IN_SIMD_GROUP, which=2),
+    Mutant(STAGED, _BARRIER, _IN_SIMD_GROUP, which=3),
+    Mutant(STAGED, _BARRIER, f"if (slots > 1) {_BARRIER}", which=4),
+    Mutant(STAGED, "num_rows <= 16 ? 2", "num_rows <= 17 ? 2"),
+    Mutant(STAGED, "num_rows <= 32 ? 4", "num_rows <= 33 ? 4"),
+    Mutant(STAGED, "position - window + 1)", "position - window)"),
+    Mutant(STAGED, "position - window + 1)", "position - window + 2)"),
+    Mutant(STAGED, "min(key_end, position + 1)", "min(key_end, position + 2)"),
+    Mutant(STAGED, "min(key_end, position + 1)", "min(key_end, position)"),
+    Mutant(STAGED, "row / G - first_token", "row_of_tile / G"),
+    Mutant(STAGED, "kv_head * G + row % G", "kv_head * G"),
+    Mutant(STAGED, "if (row_exists && column < DK) {", "if (column < DK) {"),
+    Mutant(STAGED, "if (row_exists && column < DK) {", "if (row_exists) {"),
+    Mutant(ITEM, "divided_up(BK * K_ROW, THREADS)", "BK * K_ROW / THREADS"),
+    Mutant(ITEM, "divided_up(BK * V_ROW, THREADS)", "BK * V_ROW / THREADS"),
+    Mutant(STAGED, "key_begin + tid < key_end", "true"),
+    Mutant(STAGED, "tile + BK + tid < key_end", "true"),
+    Mutant(STAGED, "tile + BK + tid);", "tile + tid);"),
+    Mutant(STAGED, "key_begin + tid);", "tid);"),
+    Mutant(STAGED, "tile < key_end; tile += BK", "tile + BK <= key_end; tile += BK"),
+    Mutant(STAGED, "int tile = key_begin", "int tile = 0"),
+    *(Mutant(STAGED, "key_end - tile, n", f"{n}, n", which=i) for i in (0, 1) for n in ("BK", "key_end - tile - 1")),
+    Mutant(STAGED, "k_cache, key_slots", "v_cache, key_slots"),
+    Mutant(STAGED, "v_cache, key_slots", "k_cache, key_slots"),
+    Mutant(STAGED, "f % slots == slot", "f % slots == 0"),
+    Mutant(STAGED, "f < KEY_FRAGMENTS", "f <= KEY_FRAGMENTS", which=0),
+    Mutant(STAGED, "f < KEY_FRAGMENTS", "f <= KEY_FRAGMENTS", which=3),
+    Mutant(STAGED, "STRIDE, ulong2(0, 0), true", "STRIDE, ulong2(0, 0), false"),
+    Mutant(STAGED, "f * 8 * STRIDE", "f * STRIDE", which=1),
+    Mutant(STAGED, "(group - part + p)", "(group - part)"),
+    Mutant(STAGED, "int p = 0; p < PARTS_OF_STAGED", "int p = 1; p < PARTS_OF_STAGED"),
+    Mutant(STAGED, "tile >= all_see &&", ""),
+    Mutant(STAGED, "tile + BK <= all_see_end", "tile + BK - 1 <= all_see_end"),
+    Mutant(STAGED, "key >= sees &&", ""),
+    Mutant(STAGED, "float peak = LOWEST;", "float peak = 0.0f;"),
+    Mutant(STAGED, "float tile_peak = LOWEST;", "float tile_peak = 0.0f;"),
+    Mutant(STAGED, "ushort(8)", "ushort(16)"),
+    Mutant(STAGED, "ushort(1)", "ushort(4)"),
+    Mutant(STAGED, "peak = new_peak;", ""),
+    Mutant(STAGED, "total *= shrink;", ""),
+    Mutant(STAGED, "output[d].thread_elements()[1] *= shrink;", ""),
+    Mutant(STAGED, "row_exists && partial_row < 0", "row_exists"),
+    Mutant(STAGED, "const T w = T(fast::exp2(scores[f].thread_elements()[e] - peak + WEIGHT_SHIFT));",
+           "const T w = T(fast::exp2(scores[f].thread_elements()[e] - peak));"),
+    # The merge of splits.
     Mutant(MERGE, "int s = 0; s < splits", "int s = 1; s < splits", which=0),
     Mutant(MERGE, "int s = 0; s < splits", "int s = 1; s < splits", which=1),
+    Mutant(MERGE, _BARRIER, ""),
+    Mutant(MERGE, _BARRIER, _IN_SIMD_GROUP),
+    Mutant(MERGE, "int(thread_position_in_threadgroup.x);", "0;"),
+    Mutant(MERGE, "s += int(threads_per_threadgroup.x)", "s += MAX_SPLITS"),
+    Mutant(MERGE, "logs[s] - peak", "logs[0] - peak"),
     Mutant(MERGE, "sum / total", "sum"),
-    Mutant(MERGE, "+ head % G", ""),
+    Mutant(MERGE, "* G + head % G)", "* G)"),
     Mutant(MERGE, "HAS_SINKS ? fast::exp2(sink - peak) : 0.0f", "0.0f"),
     Mutant(MERGE, "s * stride", "s", which=0),
     Mutant(MERGE, "s * stride", "s", which=1),
-)
-
-
-def factory_of(mutant: Mutant | None) -> Callable[..., Any]:
-    """A kernel factory whose kernels carry the mutation."""
-
-    def factory(**arguments: Any) -> Any:
-        if mutant and arguments["name"] == mutant.kernel:
-            arguments["source"] = mutant.apply(kernel_text(f"{mutant.kernel}.metal"))
-        return metal_kernel(**arguments)
-
-    return factory
+    Mutant(MERGE, "LOWEST = -1e30f", "LOWEST = -1e4f"),
+    Mutant(MERGE, "float peak = sink;", "float peak = 0.0f;"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -161,29 +238,53 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     head_dim: int = 64
+    v_head_dim: int | None = None
+    is_latent: bool = False
     scale: float = 0.2
-    tolerance: float = 2e-5
+    scores: tuple[float, float] | None = None  # of the first key of each request, and of all others; scale 1
+    tolerance: float = 1e-5
 
 
 CASES = (
-    Case([(1, 1), (1, 7), (5, 18), (33, 33), (1, 130), (40, 200)], 8, 2),
-    Case([(1, 300), (9, 18), (33, 150), (17, 100)], 1, 1, window=40, softcap=15.0, sinks=True),
+    # Of the chunk of 10 the first row sees all keys of a stage but the last.
+    Case([(1, 1), (1, 7), (5, 18), (33, 33), (1, 130), (40, 200), (10, 72)], 8, 2),
+    # The window begins where a fragment does.
+    Case([(1, 300), (9, 18), (5, 76), (2, 73), (33, 150), (17, 130)], 1, 1, window=64, softcap=15.0, sinks=True),
     Case([(1, 1500), (6, 1300), (3, 20)], 2, 1, target_threadgroups=1000, sinks=True),
     Case([(11, 1700)], 3, 1, target_threadgroups=1000, window=1690),
-    # Outputs that leave in several pieces; scores far apart, so that a wrong peak overflows.
-    Case([(1, 1100)] * 4 + [(40, 90)], 2, 1, target_threadgroups=1000, head_dim=256, scale=100.0, tolerance=1e-2),
-    # Half precision: other widths of loads and rows, rounded weights. Split, and with a tail of whole rows.
-    Case([(1, 1300), (3, 1100), (20, 90)], 4, 2, mx.float16, target_threadgroups=1000, window=1250, tolerance=2e-3),
+    # More splits than the merge has threads.
+    Case([(1, 8448)], 1, 1, target_threadgroups=1000),
+    # Parts that add their scores; scores far apart, so that a wrong peak overflows.
+    Case([(1, 520)] * 8 + [(40, 90)], 2, 1, target_threadgroups=1000, head_dim=256, scale=100.0, tolerance=1e-4),
+    # All scores far below zero.
+    Case([(1, 1100), (20, 90)], 2, 1, target_threadgroups=1000, scores=(-9_997.0, -10_000.0), tolerance=5e-4),
     Case(
-        [(1, 1200), (2, 1030), (1, 9)],
-        3,
-        1,
-        mx.bfloat16,
-        target_threadgroups=1000,
-        head_dim=128,
-        sinks=True,
-        tolerance=1.5e-2,
+        [(1, 1100), (20, 90)], 2, 1, target_threadgroups=1000, scores=(-9_997.0, -10_000.0), sinks=True, tolerance=5e-4
     ),
+    # Half precision: other widths of loads and rows, rounded weights. Split, and with a tail of whole rows.
+    Case([(1, 1300), (3, 1100), (20, 90)], 4, 2, mx.float16, 1000, window=1250, tolerance=7e-4),
+    Case([(1, 1200), (2, 1030), (30, 90)], 3, 1, mx.bfloat16, 1000, head_dim=128, sinks=True, tolerance=4e-3),
+    # Sinks that count, among weights that are shifted.
+    Case([(1, 1100), (1, 300), (20, 90)], 2, 1, mx.float16, 1000, sinks=True, tolerance=7e-4),
+    # Weights that float16 would not hold.
+    Case([(1, 3000), (20, 2000)], 2, 1, mx.float16, 1000, sinks=True, scores=(17.0, 0.0), tolerance=7e-4),
+    Case([(1, 3000), (20, 2000)], 2, 1, mx.float16, scores=(17.0, 0.0), tolerance=7e-4),
+    # Rows of the cache that are no multiple of 16 bytes; tiles that end within a token.
+    Case([(1, 77), (7, 30), (1, 9)], 40, 2, mx.float16, head_dim=100, tolerance=7e-4),
+    Case([(1, 77), (3, 30)], 4, 2, mx.float16, head_dim=100, tolerance=7e-4),
+    # An odd number of rows, the last of all; columns that leave in pieces of unequal width, from two parts.
+    Case([(1, 77), (1, 30)], 3, 1, mx.float16, head_dim=100, tolerance=7e-4),
+    Case([(1, 77), (20, 40)], 2, 1, head_dim=208),
+    # Three row fragments in a SIMD group, and a fourth that is staged.
+    Case([(1, 77), (2, 600), (1, 9)], 24, 1, mx.float16, head_dim=128, window=550, tolerance=7e-4),
+    # Two row fragments in a SIMD group. K and V of different sizes.
+    Case([(1, 300), (2, 33), (7, 1100)], 16, 1, target_threadgroups=1000, head_dim=192, v_head_dim=128),
+    Case([(1, 70), (15, 33)], 2, 1, head_dim=64, v_head_dim=128),
+    # Latents.
+    Case([(1, 300), (3, 33), (1, 1100)], 12, 1, target_threadgroups=1000, head_dim=48, v_head_dim=32, is_latent=True),
+    # A tile of 16 rows that begins at one token's head 16 and ends in the next token, at the edge of the window.
+    Case([(3, 74), (1, 9)], 20, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
+    Case([(1, 300), (2, 33)], 20, 1, mx.float16, head_dim=576, v_head_dim=512, is_latent=True, tolerance=7e-4),
 )
 
 
@@ -194,11 +295,20 @@ def run_case(backend: MetalBackend, case: Case) -> str | None:
         num_heads=case.num_heads,
         num_kv_heads=case.num_kv_heads,
         head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        is_latent=case.is_latent,
         dtype=case.dtype,
         window=case.window,
+        poison=case.scores is None,
     )
-    sinks = mx.array(np.linspace(-1, 9, case.num_heads).astype(np.float32)) if case.sinks else None
     options: dict[str, Any] = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
+    if case.scores is not None:
+        # Of one sign, so that they add up; the key with another score has none.
+        values = np.abs(np.array(step.v_cache.astype(mx.float32))) * 100
+        values[step.rows.block_table[:, 0], 0] = 0.0
+        step = replace(step, v_cache=mx.array(values).astype(case.dtype)).with_scores(*case.scores)
+        options["scale"] = 1.0
+    sinks = mx.array(np.linspace(-1, 9, case.num_heads).astype(np.float32)) if case.sinks else None
     backend.target_threadgroups = case.target_threadgroups
     try:
         with record_launches() as launches:
@@ -207,19 +317,31 @@ def run_case(backend: MetalBackend, case: Case) -> str | None:
         return str(error)
     expected = step.reference(sinks=None if sinks is None else np.array(sinks), **options)
     got = np.array(out.astype(mx.float32))
-    errors = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+    # A sink may leave nothing.
+    sizes = np.maximum(np.linalg.norm(expected, axis=-1), 1e-6)
+    errors = np.linalg.norm(got - expected, axis=-1) / sizes
     if not errors.max() <= case.tolerance:
         return f"relative error {errors.max():.2g} in {int((~(errors <= case.tolerance)).sum())} of {errors.size} rows"
-    # A tile reads no key twice and none outside its range; the planner's table says how many that are.
-    attention = backend.for_step(step.rows)
-    keys = stage_keys(case.dtype, case.head_dim)
-    table = attention._items(case.num_heads // case.num_kv_heads, case.num_kv_heads, case.window, keys).items.table
-    item_keys = int((table[:, 4] - table[:, 3]).sum()) * case.num_kv_heads
-    bound = item_keys * 2 * case.head_dim * case.dtype.size
-    buffers = launches[0].buffers
-    if buffers["k_cache"].read + buffers["v_cache"].read != bound:
+    return _wrong_reads(backend, step, case, launches[0])
+
+
+def _wrong_reads(backend: MetalBackend, step: Step, case: Case, launch: LaunchCounts) -> str | None:
+    """A tile reads no key twice and none outside its range; the planner's table says how many that are."""
+    shape = shape_of(step.q, step.state)
+    variant = variant_of(shape)
+    table = backend.for_step(step.rows)._items(shape, variant, case.window).items.table
+    begins, ends = table[:, 3], table[:, 4]
+    item_keys = int((ends - begins).sum()) * shape.num_kv_heads
+    buffers = launch.buffers
+    k_bound = item_keys * shape.head_dim * case.dtype.size
+    v_bound = 0 if shape.is_latent else item_keys * shape.v_head_dim * case.dtype.size
+    if (buffers["k_cache"].read, buffers["v_cache"].read) != (k_bound, v_bound):
         return "reads more or less of K and V than its items name"
-    if buffers["block_table"].read != item_keys * 4:
+    # A staged item looks up each key once, a direct one a fragment in every lane of each part.
+    is_direct = table[:, 1] <= variant.strips * 8
+    fragments = -(-ends // 8) - begins // 8
+    lookups = np.where(is_direct, fragments * variant.parts * 32, ends - begins).sum() * shape.num_kv_heads
+    if buffers["block_table"].read != lookups * 4:
         return "looks up more or fewer keys than its items name"
     return None
 
@@ -231,21 +353,6 @@ def caught(mutant: Mutant | None) -> str | None:
         if found := run_case(backend, case):
             return found
     return None
-
-
-def run_mutants(mutants: tuple[Mutant, ...], caught: Callable[[Mutant | None], str | None]) -> int:
-    """Print what notices each mutant, or those whose numbers the command names. 1 where one is missed."""
-    assert caught(None) is None, "the kernel itself fails"
-    chosen = [int(a) for a in sys.argv[1:]] or range(len(mutants))
-    missed = []
-    for i in chosen:
-        found = caught(mutants[i])
-        if found is None and not mutants[i].equivalent:
-            missed.append(i)
-        verdict = f"equivalent: {mutants[i].equivalent}" if found is None and mutants[i].equivalent else found
-        print(f"{i:3} {mutants[i].name}\n      {verdict or 'NOT CAUGHT'}", flush=True)
-    print(f"{len(list(chosen))} mutants, {len(missed)} not caught {missed or ''}")
-    return bool(missed)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from metal_engine.recurrence.metal import MetalRecurrence
 from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, SSMStep, relative_errors
 from tools.metal_sim import MetalSimError, record_launches
 from tools.metal_sim.errors import CheckError
-from tools.metal_sim.kernel_mutants import Mutant, factory_of, run_mutants
+from tools.metal_sim.mutants import Mutant, factory_of, run_mutants
 
 DELTA, SSM, CONVOLUTION = "gated_delta", "ssm_update", "short_convolution"
 KERNEL_OF = {GatedDeltaStep: DELTA, SSMStep: SSM, ConvolutionStep: CONVOLUTION}

@@ -16,10 +16,34 @@ HEADER = """\
 Written by `python -m tools.metal_sim report --write`; counted by the simulator, so the same on every machine.
 
 *K+V read* counts every load from the cache. *Bound* is each visible byte of K and V once per KV head (for a
-prefill, too: one pass over K and V). *Ratio* is their quotient, and *allowed* what the tests hold it to.
+prefill, too: one pass over K and V; of latents K alone, which is V as well). *Ratio* is their quotient, and *allowed*
+what the tests hold it to.
 *Other* is everything else that goes to or from device memory: queries, outputs, tables, and splits' partial results.
+*Merging* is the part of it that splits cost: their partial results, written and read again. A request is split as if it
+were alone, so the rows of 64 decodes say what that costs in company: the splits are as short as they can be, and none
+is needed to keep the device busy.
 In the rows "less these" K+V read is that of the mixed step less that of the chunk and the prompt in a step of their
 own, so what the decodes cost in company; the columns from *other* on count the whole mixed step.
+*Threadgroups* are those of the attention launch, where a GPU of unknown size is asked for 96. *Loads in flight* are
+those of K that a thread starts before it waits for one, and their bytes; V's are as many.
+"""
+BEFORE = """
+## Before
+
+The kernel that staged every item, copied in a loop of unknown length, and split a context at the step's fair share.
+Counted by the same simulator once, when that changed: 40 cores (320 threadgroups asked for), float16; each cell is
+before / after.
+
+| shape | threadgroups | longest item, keys | barriers of a threadgroup | threadgroup memory | loads in flight |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| decode at 1,000, 8 KV heads, group 4, head_dim 128 | 8 / 64 | 1,000 / 128 | 68 / 8 | 10.0 / 5.3 MB | 1 / 8 |
+| decode at 1,030, the same | 24 / 48 | 512 / 192 | 27 / 8 | 11.8 / 4.1 MB | 1 / 8 |
+| decode at 4,096, the same | 64 / 256 | 512 / 128 | 36 / 8 | 42.6 / 21.1 MB | 1 / 8 |
+| decode at 4,096, 4 KV heads, group 4, head_dim 256 | 32 / 128 | 512 / 128 | 72 / 10 | 41.8 / 11.1 MB | 1 / 8 |
+| decode at 4,096, 2 KV heads, group 16, head_dim 128 | 16 / 32 | 512 / 256 | 36 / 8 | 14.9 / 6.1 MB | 1 / 4 |
+| 64 decodes at 1,000, 2 KV heads, group 4, head_dim 64 | 286 / 868 | 1,023 / 192 | 34 / 4 | 92.8 / 51.6 MB | 1 / 8 |
+| prefill 512 on 512, 2 KV heads, group 4, head_dim 128 | 64 / 64 | 512 / 512 | 22 / 27 | 91.6 / 91.6 MB | 1 / 4 |
+| the same, head_dim 256: two SIMD groups share a row | 64 / 128 | 512 / 512 | 42 / 43 | 173 / 222 MB | 1 / 4 |
 """
 
 
@@ -33,9 +57,17 @@ class Shape:
     allowed: float
     num_kv_heads: int = 1
     head_dim: int = 64
+    v_head_dim: int | None = None  # None: as head_dim
+    is_latent: bool = False
     window: int | None = None
     # Requests that are in the step as well: what they cost in a step of their own is taken off.
     others: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def bytes_of_a_key(self) -> int:
+        """Of K and V of all KV heads, in float16; of a latent once."""
+        v_head_dim = 0 if self.is_latent else self.v_head_dim or self.head_dim
+        return (self.head_dim + v_head_dim) * self.num_kv_heads * 2
 
     @property
     def visible_keys(self) -> int:
@@ -54,8 +86,25 @@ SHAPES = (
         Shape(f"prefill 2,048 on 2,048, group {g}", ((2048, 2048),), g, 0.55 * -(-2048 * g // 64))
         for g in (1, 2, 4)
     ),
+    *(
+        Shape(f"decode, 64 requests of about 1,000, group {g}", tuple((1, 1000 + i) for i in range(64)), g, 1.05)
+        for g in (4, 16)
+    ),
     Shape("decode at 32,768, window 1,024, group 4", ((1, 32_768),), 4, 1.1, window=1024),
     Shape("decode at 32,768, group 4", ((1, 32_768),), 4, 1.05),
+    *(Shape(f"decode at 4,096, group 4, head_dim {d}", ((1, 4096),), 4, 1.05, head_dim=d) for d in (128, 256, 512)),
+    *(Shape(f"decode at 4,096, group {g}, head_dim 128", ((1, 4096),), g, 1.05, head_dim=128) for g in (16, 24, 32)),
+    Shape("decode at 4,096, K of 192 and V of 128", ((1, 4096),), 1, 1.05, num_kv_heads=16, head_dim=192,
+          v_head_dim=128),
+    *(
+        Shape(f"decode at 4,096, latent of 512 + 64, {heads} heads", ((1, 4096),), heads, 1.05, head_dim=576,
+              v_head_dim=512, is_latent=True)
+        for heads in (16, 20)
+    ),
+    # Tiles of 24 rows, each of which reads the latent.
+    Shape("decode at 4,096, latent of 512 + 64, 128 heads", ((1, 4096),), 128, 6.05, head_dim=576, v_head_dim=512,
+          is_latent=True),
+    Shape("prefill 512 on 512, group 4, head_dim 256", ((512, 512),), 4, 0.55 * 64, head_dim=256),
 )  # fmt: skip
 
 
@@ -63,7 +112,7 @@ def run(shape: Shape) -> list[LaunchCounts]:
     """One layer of the shape, its others included, through the simulated backend, in float16."""
     from metal_engine.attention.metal.backend import MetalBackend
     from metal_engine.kv_cache.rows import step_rows
-    from tools.fixtures.packed_step import kv_state
+    from tools.fixtures.packed_step import kv_state, latent_state
 
     block_size = 16
     query_lens, seq_lens = np.array((*shape.segments, *shape.others), np.int32).T
@@ -74,13 +123,17 @@ def run(shape: Shape) -> list[LaunchCounts]:
         row[:n] = [next(order) for _ in range(n)]
     rows = step_rows(table, seq_lens - query_lens, query_lens, block_size)
     mx.random.seed(0)
-    cache = (int(blocks.sum()), block_size, shape.num_kv_heads, shape.head_dim)
-    k, v = (mx.random.normal(cache).astype(mx.float16) for _ in range(2))
+    v_head_dim = shape.v_head_dim or shape.head_dim
+    k, v = (
+        mx.random.normal((int(blocks.sum()), block_size, shape.num_kv_heads, dim)).astype(mx.float16)
+        for dim in (shape.head_dim, v_head_dim)
+    )
+    state = latent_state(k, v_head_dim) if shape.is_latent else kv_state(k, v)
     heads = shape.num_kv_heads * shape.group
     q = mx.random.normal((rows.num_tokens, heads, shape.head_dim)).astype(mx.float16)
     with record_launches() as launches:
         attention = MetalBackend(metal_kernel).for_step(rows)
-        attention.attend(q, kv_state(k, v), scale=shape.head_dim**-0.5, window=shape.window)
+        attention.attend(q, state, scale=shape.head_dim**-0.5, window=shape.window)
     return launches
 
 
@@ -110,7 +163,7 @@ class Line:
 
     @property
     def bound(self) -> int:
-        return self.shape.visible_keys * 2 * self.shape.num_kv_heads * self.shape.head_dim * 2
+        return self.shape.visible_keys * self.shape.bytes_of_a_key
 
     @property
     def ratio(self) -> float:
@@ -121,6 +174,37 @@ class Line:
         moved = sum(b.read + b.written for c in self.launches for b in c.buffers.values())
         return moved - _kv_read(self.launches)
 
+    @property
+    def merging(self) -> int:
+        """Bytes of partial results, written by the splits and read by the merge."""
+        partial = [c.buffers[name] for c in self.launches for name in c.buffers if name.startswith("partial_")]
+        return sum(b.read + b.written for b in partial)
+
+    @property
+    def loads_in_flight(self) -> str:
+        """Of K, of a thread before it waits for one, by its request with the fewest rows."""
+        from metal_engine.attention.metal.variants import THREADS, AttentionShape, variant_of
+
+        shape, size = self.shape, 2
+        latent = shape.v_head_dim if shape.is_latent and shape.v_head_dim else 0
+        v = variant_of(
+            AttentionShape(
+                dtype=mx.float16,
+                head_dim=shape.head_dim,
+                v_head_dim=shape.v_head_dim or shape.head_dim,
+                num_heads=shape.num_kv_heads * shape.group,
+                num_kv_heads=shape.num_kv_heads,
+                block_size=16,
+                is_latent=shape.is_latent,
+            )
+        )
+        rows = min(min(n for n, _ in shape.segments) * shape.group, v.tile_rows)
+        if rows <= 8 * v.strips:
+            columns = latent or shape.head_dim
+            return f"{v.held * -(-columns // (4 * v.k_columns * v.parts))} x {v.k_columns * size}"
+        piece = 16 if shape.head_dim * size % 16 == 0 else 8
+        return f"{-(-v.bk * shape.head_dim * size // (piece * THREADS))} x {piece}"
+
     def cells(self) -> list[str]:
         c = self.launches[0]
         return [
@@ -130,6 +214,9 @@ class Line:
             f"{self.ratio:.3f}",
             f"{self.shape.allowed:.2f}",
             f"{self.other:,}",
+            f"{self.merging:,} ({self.merging / _kv_read(self.launches):.1%})",
+            f"{c.threadgroups:,}",
+            self.loads_in_flight,
             f"{c.threadgroup_read + c.threadgroup_written:,}",
             f"{c.products:,}",
             f"{c.barriers:,}",
@@ -139,12 +226,12 @@ class Line:
 
 
 COLUMNS = (
-    "shape", "K+V read", "bound", "ratio", "allowed", "other", "threadgroup memory", "8x8 products", "barriers",
-    "SIMD operations", "launches",
+    "shape", "K+V read", "bound", "ratio", "allowed", "other", "merging (of K+V)", "threadgroups", "loads in flight",
+    "threadgroup memory", "8x8 products", "barriers", "SIMD operations", "launches",
 )  # fmt: skip
 
 
 def table(shapes: tuple[Shape, ...] = SHAPES) -> tuple[str, list[Line]]:
     lines = [Line.of(s) for s in shapes]
     rows = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)], *(line.cells() for line in lines)]
-    return HEADER + "\n" + "\n".join("| " + " | ".join(r) + " |" for r in rows) + "\n", lines
+    return HEADER + "\n" + "\n".join("| " + " | ".join(r) + " |" for r in rows) + "\n" + BEFORE, lines

@@ -12,6 +12,7 @@ What C++ for OpenCL cannot say is rewritten, and nothing else:
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from .signature import ATTRIBUTES, Parameter, Signature, find_kernel, matching
 from .toolchain import cache_dir, key_of
 
 VECTOR = r"(?:bool|char|uchar|short|ushort|int|uint|long|ulong|half|float|bfloat)[234]"
+KERNEL_ATTRIBUTE = r"^\[\[kernel[^\]]*\]\]"
 # MLX versions whose generated source and headers this was tried with.
 TRIED_MLX = ("0.32.4",)
 
@@ -68,12 +70,17 @@ def _rewrite_vec(text: str) -> str:
     return "".join([*out, text[last:]])
 
 
+def mlx_include() -> Path:
+    """The include directory of the installed wheel."""
+    import mlx.core as mx
+
+    return Path(mx.__file__).parent / "include"
+
+
 @cache
 def mlx_headers() -> Path:
     """MLX's kernel headers from the installed wheel, rewritten, as an include directory."""
-    import mlx.core as mx
-
-    root = Path(mx.__file__).parent / "include"
+    root = mlx_include()
     kernels = root / "mlx" / "backend" / "metal" / "kernels"
     if not (kernels / "utils.h").exists():
         raise ToolchainError(f"MLX {mlx_version()} ships no Metal headers in its wheel")
@@ -106,7 +113,8 @@ def _literal(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _id_expression(p: Parameter) -> str:
+def id_expression(p: Parameter) -> str:
+    """A thread attribute out of ``ids``, the table of a thread's ids."""
     row = ATTRIBUTES[p.attribute or ""]
     base = p.type.replace("const", "").strip()
     width = int(base[-1]) if base[-1] in "23" else 1
@@ -119,7 +127,7 @@ def _thunk(signature: Signature) -> str:
     arguments, number = [], 0
     for p in signature.parameters:
         if p.attribute:
-            arguments.append(_id_expression(p))
+            arguments.append(id_expression(p))
             continue
         if p.type.endswith("&"):
             arguments.append(f"*({p.type[:-1].strip()}*)a[{number}]")
@@ -131,17 +139,24 @@ def _thunk(signature: Signature) -> str:
     return f'extern "C" void ms_entry(const ulong* a, const uint* ids) {{ {signature.name}({", ".join(arguments)}); }}'
 
 
+def _simulated(signature: Signature, text: str) -> str:
+    """The kernel as it stands, and the function that the runtime calls."""
+    return f"{re.sub(KERNEL_ATTRIBUTE, 'kernel', text, count=1)} {_thunk(signature)}"
+
+
 def translation_unit(
     text: str,
     kernel: str,
     template_arguments: list[str] | None = None,
     function_constants: dict[str, object] | None = None,
     include: str | None = None,
+    entry: Callable[[Signature, str], str] = _simulated,
 ) -> tuple[str, Signature]:
     """The C++ for OpenCL text of one kernel with its template arguments bound, and its signature.
 
     ``text`` holds whatever the kernel needs after the preamble; it may carry ``#line`` directives. ``include``
-    replaces the preamble.
+    replaces the preamble. ``entry`` makes of the kernel's signature and its text from ``[[kernel]]`` to the closing
+    brace what is compiled in its place.
     """
     # MLX's explicit instantiation has done its work: the arguments are in template_arguments.
     text = re.sub(r"template\s*\[\[host_name\([^\n]*\n", "\n", text)
@@ -158,15 +173,13 @@ def translation_unit(
     )
     # The template line gives way; its newlines stay, so that the lines after it keep their numbers.
     newlines = "\n" * text[signature.start : signature.declaration].count("\n")
-    body = re.sub(r"^\[\[kernel[^\]]*\]\]", "kernel", text[signature.declaration : signature.end])
+    body = entry(signature, text[signature.declaration : signature.end])
     # Other kernels of the same text are plain functions that nobody calls; they may hold threadgroup variables
     # and templates, which only a kernel may: drop them.
     before = _drop_kernels(text[: signature.start])
     after = _drop_kernels(text[signature.end :])
-    unit = (
-        f"{include if include is not None else preamble()}{before}{newlines}namespace ms_instance {{ {binding}{body} "
-        f"{_thunk(signature)} }}{after}\n"
-    )
+    preface = include if include is not None else preamble()
+    unit = f"{preface}{before}{newlines}namespace ms_instance {{ {binding}{body} }}{after}\n"
     return unit, signature
 
 

@@ -19,6 +19,8 @@ from .errors import ToolchainError
 
 HERE = Path(__file__).parent
 INCLUDE = HERE / "include"
+# Modules that shape compiled code.
+CODE = ("build", "check", "ptx", "signature", "source", "toolchain", "trace", "trace_child")
 # Older ones lack the C++ for OpenCL 2021 that the check pass rests on.
 OLDEST_CLANG = 16
 INSTALL_HINT = (
@@ -66,8 +68,9 @@ def cache_dir() -> Path:
 def fingerprint() -> str:
     """Changes whenever the clang, the machine's kind or a file that shapes compiled code does."""
     h = hashlib.sha256()
-    code = [HERE / f"{n}.py" for n in ("build", "check", "signature", "source", "toolchain", "trace", "trace_child")]
-    for path in sorted([*INCLUDE.rglob("*"), *(HERE / "runtime").rglob("*"), *code]):
+    code = [HERE / f"{n}.py" for n in CODE]
+    headers = [path for folder in (INCLUDE, HERE / "cuda", HERE / "runtime") for path in folder.rglob("*")]
+    for path in sorted([*headers, *code]):
         if path.is_file():
             h.update(path.name.encode())
             h.update(path.read_bytes())

@@ -7,61 +7,29 @@ host code is the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.metal.planning import ITEM_FIELDS, WorkItems, plan_work_items
-from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, DTYPES, kernel_text
+from metal_engine.attention.metal.planning import ITEM_FIELDS, MAX_SPLITS, WorkItems, plan_work_items
+from metal_engine.attention.metal.variants import (
+    THREADS,
+    AttentionShape,
+    Variant,
+    check_supported,
+    fits_tensor_ops,
+    variant_of,
+)
+from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, kernel_text
 from metal_engine.kv_cache.rows import StepRows
-from metal_engine.kv_cache.state import KVState
+from metal_engine.kv_cache.state import KVState, LatentState
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-BLOCK_SIZES = (8, 16, 32)
-MAX_GROUP = 16
-THREADS = 256  # of a threadgroup: 8 SIMD groups, GROUPS in the kernel
-STAGE_BYTES = 26 << 10  # most threadgroup memory for staged keys, of Metal's 32 KiB
 # Threadgroups for each core of a GPU, to keep it busy: their memory lets two run at a time, the others follow.
 THREADGROUPS_PER_CORE = 8
 UNKNOWN_GPU_CORES = 12
-
-
-class UnsupportedAttentionError(ValueError):
-    """An attention shape that the kernel cannot compute; the message names it."""
-
-
-def stage_keys(dtype: mx.Dtype, head_dim: int) -> int:
-    """Keys that are staged at a time: as many as fit, at most 64."""
-    row_bytes = head_dim * dtype.size + 16
-    return next(keys for keys in (64, 32, 16, 8) if keys * row_bytes <= STAGE_BYTES)
-
-
-def check_supported(
-    *, dtype: mx.Dtype, head_dim: int, v_head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
-) -> None:
-    """Raise UnsupportedAttentionError, naming the shape, unless the kernel covers it."""
-    shape = (
-        f"{num_heads} query heads, {num_kv_heads} KV heads, head_dim {head_dim}, V head_dim {v_head_dim}, "
-        f"block size {block_size}, {dtype}"
-    )
-
-    def refuse(why: str) -> None:
-        raise UnsupportedAttentionError(
-            f"the metal attention backend does not support {shape}: {why}. Choose --attention-backend mlx."
-        )
-
-    if head_dim != v_head_dim:
-        refuse("K and V head dims differ")
-    if head_dim not in HEAD_DIMS:
-        refuse(f"head_dim must be one of {HEAD_DIMS}")
-    if block_size not in BLOCK_SIZES:
-        refuse(f"block size must be one of {BLOCK_SIZES}")
-    if dtype not in DTYPES:
-        refuse("dtype must be float32, float16 or bfloat16")
-    if num_heads % num_kv_heads or not 1 <= num_heads // num_kv_heads <= MAX_GROUP:
-        refuse(f"query heads must be 1 to {MAX_GROUP} times the KV heads")
 
 
 def _on_device(table: np.ndarray) -> mx.array:
@@ -71,13 +39,27 @@ def _on_device(table: np.ndarray) -> mx.array:
     return mx.array(np.pad(table, ((0, rows), (0, 0))) if rows else table)
 
 
+def shape_of(q: mx.array, state: KVState) -> AttentionShape:
+    """What a layer's attention computes, from its queries, [N, Hq, D], and its state."""
+    _, block_size, num_kv_heads, head_dim = state.key_blocks.shape
+    return AttentionShape(
+        dtype=q.dtype,
+        head_dim=head_dim,
+        v_head_dim=state.spec.latent_dim if isinstance(state, LatentState) else state.values.shape[-1],
+        num_heads=q.shape[1],
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        is_latent=isinstance(state, LatentState),
+    )
+
+
 @dataclass
 class _Uploaded:
     """Work items on the device."""
 
     items: WorkItems
     table: mx.array
-    rows: mx.array
+    rows: mx.array | None  # for the merge; None where nothing is split
 
 
 @dataclass
@@ -89,18 +71,20 @@ class MetalStep:
     _uploaded: dict[tuple[object, ...], _Uploaded] = field(default_factory=dict)
     _block_table: mx.array | None = None
 
-    def _items(self, group: int, num_kv_heads: int, window: int | None, key_step: int) -> _Uploaded:
-        key = (group, num_kv_heads, window, key_step)
+    def _items(self, shape: AttentionShape, variant: Variant, window: int | None) -> _Uploaded:
+        key = (shape.group, shape.num_kv_heads, window, variant.bk, variant.tile_rows)
         if key not in self._uploaded:
             items = plan_work_items(
                 self.rows,
-                group=group,
-                num_kv_heads=num_kv_heads,
+                group=shape.group,
+                num_kv_heads=shape.num_kv_heads,
                 window=window,
                 target_threadgroups=self.backend.target_threadgroups,
-                key_step=key_step,
+                key_step=variant.bk,
+                tile_rows=variant.tile_rows,
             )
-            self._uploaded[key] = _Uploaded(items, _on_device(items.table), _on_device(items.rows))
+            rows = _on_device(items.rows) if items.is_split else None
+            self._uploaded[key] = _Uploaded(items, _on_device(items.table), rows)
         return self._uploaded[key]
 
     def attend(
@@ -112,91 +96,103 @@ class MetalStep:
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [Hq]
-    ) -> mx.array:  # [N, Hq, D], dtype of q
+    ) -> mx.array:  # [N, Hq, Dv], dtype of q; of latents their latent_dim columns
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`."""
-        keys, values = state.key_blocks, state.value_blocks
-        self._check(q, keys, values, window)
-        num_tokens, num_heads, head_dim = q.shape
-        _, block_size, num_kv_heads, _ = keys.shape
-        group = num_heads // num_kv_heads
-        staged_keys = stage_keys(q.dtype, head_dim)
-        uploaded = self._items(group, num_kv_heads, window, staged_keys)
+        shape = shape_of(q, state)
+        self._check(q, state, shape, window)
+        variant = variant_of(shape)
+        uploaded = self._items(shape, variant, window)
         if self._block_table is None:
             self._block_table = _on_device(self.rows.block_table)
         sink_values = sinks if sinks is not None else self.backend.no_sinks
-        shared = [("T", q.dtype), ("D", head_dim), ("G", group), ("HAS_SINKS", sinks is not None)]
         # MLX has no outputs without elements, and the merge takes these as inputs.
         partial_rows = max(DEVICE_ELEMENTS, uploaded.items.num_partial_rows)
         numbers = self.backend.constant([scale, softcap or 0.0], mx.float32)
         window_size = self.backend.constant([window or 0], mx.int32)
-        out, partial_out, partial_lse = self.backend.attention(
-            inputs=[q, keys, values, self._block_table, uploaded.table, numbers, window_size, sink_values],
+        partial_shape = (partial_rows, shape.num_kv_heads, shape.v_head_dim)
+        out_shape = (*q.shape[:2], shape.v_head_dim)
+        out, partial_out, partial_lse = self.backend.attention_for(shape)(
+            inputs=[
+                *(q, state.key_blocks, state.value_blocks),
+                *(self._block_table, uploaded.table, numbers, window_size, sink_values),
+            ],
             template=[
-                *shared,
-                ("BLOCK_SIZE", block_size),
-                ("BK", staged_keys),
+                *shape.template,
+                *variant.template,
                 ("ITEM_FIELDS", ITEM_FIELDS),
                 ("HAS_WINDOW", window is not None),
                 ("HAS_SOFTCAP", bool(softcap)),
+                ("HAS_SINKS", sinks is not None),
             ],
-            grid=(len(uploaded.items.table) * THREADS, num_kv_heads, 1),
+            grid=(len(uploaded.items.table) * THREADS, shape.num_kv_heads, 1),
             threadgroup=(THREADS, 1, 1),
-            output_shapes=[q.shape, (partial_rows, num_kv_heads, head_dim), (partial_rows, num_kv_heads)],
+            output_shapes=[out_shape, partial_shape, partial_shape[:2]],
             output_dtypes=[q.dtype, mx.float32, mx.float32],
         )
-        if not uploaded.items.is_split:
+        if uploaded.rows is None:
             return out
         (merged,) = self.backend.merge(
             inputs=[out, partial_out, partial_lse, uploaded.rows, sink_values],
-            template=shared,
-            grid=(head_dim, num_heads, num_tokens),
-            threadgroup=(min(head_dim, THREADS), 1, 1),
-            output_shapes=[q.shape],
+            template=[
+                ("T", shape.dtype),
+                ("D", shape.v_head_dim),
+                ("G", shape.group),
+                ("HAS_SINKS", sinks is not None),
+                ("MAX_SPLITS", MAX_SPLITS),
+            ],
+            grid=(shape.v_head_dim, shape.num_heads, self.rows.num_tokens),
+            threadgroup=(min(shape.v_head_dim, THREADS), 1, 1),
+            output_shapes=[out_shape],
             output_dtypes=[q.dtype],
         )
         return merged
 
-    def _check(self, q: mx.array, keys: mx.array, values: mx.array, window: int | None) -> None:
-        _, block_size, num_kv_heads, _ = keys.shape
-        check_supported(
-            dtype=q.dtype,
-            head_dim=q.shape[2],
-            v_head_dim=values.shape[3],
-            num_heads=q.shape[1],
-            num_kv_heads=num_kv_heads,
-            block_size=block_size,
-        )
-        if q.shape[0] != self.rows.num_tokens or block_size != self.rows.block_size:
+    def _check(self, q: mx.array, state: KVState, shape: AttentionShape, window: int | None) -> None:
+        check_supported(shape)
+        keys, values = state.keys, state.values
+        if q.shape[0] != self.rows.num_tokens or shape.block_size != self.rows.block_size:
             raise ValueError(f"q {q.shape} and keys {keys.shape} do not belong to this step")
-        if keys.dtype != q.dtype or values.dtype != q.dtype or values.shape != keys.shape:
-            raise ValueError(f"q is {q.dtype}; keys {keys.dtype} {keys.shape}, values {values.dtype}")
+        if keys.dtype != q.dtype or values.dtype != q.dtype or values.shape[:2] != keys.shape[:2]:
+            raise ValueError(f"q is {q.dtype}; keys {keys.dtype} {keys.shape}, values {values.dtype} {values.shape}")
+        if q.shape[2] != shape.head_dim:
+            raise ValueError(f"q {q.shape} does not go with keys {keys.shape}")
         if window is not None and window < 1:
             raise ValueError(f"window must be at least 1, not {window}")
 
 
 class MetalBackend:
-    """Makes each step's attention. Holds the two kernels; MLX compiles each variant at its first use.
+    """Makes each step's attention. Holds the kernels; MLX compiles each variant at its first use.
 
     Args:
         kernel_factory: ``mx.fast.metal_kernel`` or the simulator's.
-        target_threadgroups: contexts are split until a step has about so many; None: as unknown GPUs get.
+        target_threadgroups: each request is split until it has about so many; None: as unknown GPUs get.
+        tensor_ops: compute prefill with Metal's tensor operations, for the shapes that fit. The GPU must have them.
     """
 
     name = "metal"
 
     def __init__(
-        self, kernel_factory: Callable[..., Any] = mx.fast.metal_kernel, target_threadgroups: int | None = None
+        self,
+        kernel_factory: Callable[..., Any] = mx.fast.metal_kernel,
+        target_threadgroups: int | None = None,
+        *,
+        tensor_ops: bool = False,
     ):
         self._constants: dict[tuple[object, ...], mx.array] = {}
         # Made of data, once: mx.zeros would be one more kernel for the GPU in every layer.
         self.no_sinks = mx.array([0.0], mx.float32)
         self.target_threadgroups = target_threadgroups or THREADGROUPS_PER_CORE * UNKNOWN_GPU_CORES
-        self.attention = kernel_factory(
-            name="paged_attention",
-            input_names=["q", "k_cache", "v_cache", "block_table", "items", "numbers", "window_size", "sinks"],
-            output_names=["out", "partial_out", "partial_lse"],
-            source=kernel_text("paged_attention.metal"),
-        )
+        arguments = {
+            "input_names": ["q", "k_cache", "v_cache", "block_table", "items", "numbers", "window_size", "sinks"],
+            "output_names": ["out", "partial_out", "partial_lse"],
+            "source": kernel_text("paged_attention.metal"),
+        }
+        header = kernel_text("attention_rows.metal")
+        self.attention = kernel_factory(name="paged_attention", header=header, **arguments)
+        self.tensor_attention = None
+        if tensor_ops:
+            header = f"#define TENSOR_OPS\n{header}{kernel_text('attention_products.metal')}"
+            self.tensor_attention = kernel_factory(name="paged_attention_tensor", header=header, **arguments)
         self.merge = kernel_factory(
             name="merge_splits",
             input_names=["whole", "partial_out", "partial_lse", "rows", "sinks"],
@@ -210,6 +206,33 @@ class MetalBackend:
         if key not in self._constants:
             self._constants[key] = mx.array(values, dtype)
         return self._constants[key]
+
+    @property
+    def has_tensor_ops(self) -> bool:
+        """Whether some shapes use tensor operations."""
+        return self.tensor_attention is not None
+
+    def uses_tensor_ops(self, shape: AttentionShape) -> bool:
+        """Whether prefill of a shape is computed with tensor operations."""
+        return self.attention_for(shape) is self.tensor_attention
+
+    def attention_for(self, shape: AttentionShape) -> Callable[..., Any]:
+        """The kernel for every step of a shape: decodes get the same one alone and beside prefills."""
+        if self.tensor_attention is not None and fits_tensor_ops(shape):
+            return self.tensor_attention
+        return self.attention
+
+    def without_tensor_ops(self) -> MetalBackend:
+        """A backend with the same kernels but the one for tensor operations."""
+        other = copy(self)
+        other.tensor_attention = None
+        return other
+
+    def splitting(self) -> MetalBackend:
+        """A backend with the same kernels that splits every context that may be split."""
+        other = copy(self)
+        other.target_threadgroups = 1 << 30
+        return other
 
     def for_step(self, rows: StepRows) -> MetalStep:
         """A step's attention; work items are planned when the first layer of a kind attends."""

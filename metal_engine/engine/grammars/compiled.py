@@ -23,6 +23,7 @@ from metal_engine.engine.grammars.messages import (
     framed,
     pack_step,
     unpack_compiled,
+    unpack_masks,
 )
 from metal_engine.engine.grammars.tokenizer_process import GrammarProcessError
 
@@ -112,15 +113,15 @@ class CompiledGrammar:
         weakref.finalize(matcher, self._ended.append, matcher.output_id)
         return matcher
 
-    def ask(self, output_id: int, token_ids: Sequence[int]) -> None:
-        """Send an output's tokens, and have its next mask computed."""
+    def ask(self, output_id: int, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        """Send an output's tokens, and have its next mask computed, and those after each draft."""
         messages = []
         while self._ended:
             ended = self._ended.popleft()
             self._live.remove(ended)
             self._answers.pop(ended, None)
             messages.append(pack_step(ended, (), ends=True))
-        messages.append(pack_step(output_id, token_ids))
+        messages.append(pack_step(output_id, token_ids, drafts))
         if not self._asked:
             self._heard_at = time.monotonic()
         self._asked.append(output_id)
@@ -128,7 +129,9 @@ class CompiledGrammar:
         self._exchange(0.0)
 
     def answer(self, output_id: int, deadline: float) -> np.ndarray | None:
-        """The mask last asked for, [W] int32; None if it has not come at ``deadline``, a time of ``time.monotonic``.
+        """The masks last asked for, [1 + k, W] int32; None if they have not come at ``deadline``.
+
+        A deadline is a time of ``time.monotonic``.
 
         Raises:
             ValueError: the output cannot go on.
@@ -145,7 +148,9 @@ class CompiledGrammar:
             self.is_worn = True  # states met by one output stay with all
             raise ValueError(answer[1:].decode())
         self.is_worn |= answer[:1] == MASK_LAST
-        return np.frombuffer(answer, np.int32, self._num_words, offset=1)
+        num_masks, masks = unpack_masks(answer)
+        # A mask may have words for more tokens than there are logits.
+        return np.frombuffer(masks, np.int32).reshape(num_masks, -1)[:, : self._num_words]
 
     def _exchange(self, seconds: float) -> bool:
         """Send and take in what can be, and wait so long for that. Returns whether there was anything."""
@@ -190,19 +195,22 @@ class GrammarMatcher:
         self._grammar = grammar
         self.output_id = output_id
         self._is_asked = False
-        self._mask: np.ndarray | None = None
+        self._masks: np.ndarray | None = None  # [1 + k, W]
 
-    def consume(self, token_ids: Sequence[int]) -> None:
-        if token_ids or not (self._is_asked or self._mask is not None):
-            self._grammar.ask(self.output_id, token_ids)
-            self._is_asked, self._mask = True, None
+    def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        assert not (drafts and self._is_asked), "drafts, but what was asked before them has not been told"
+        if token_ids or drafts or not (self._is_asked or self._masks is not None):
+            self._grammar.ask(self.output_id, token_ids, drafts)
+            self._is_asked, self._masks = True, None
 
-    def fill_mask(self, mask: np.ndarray, deadline: float) -> bool:
+    def fill_mask(self, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
         self.consume(())
-        if self._mask is None:
-            self._mask = self._grammar.answer(self.output_id, deadline)
-        if self._mask is None:
+        if self._masks is None:
+            self._masks = self._grammar.answer(self.output_id, deadline)
+        if self._masks is None:
             return False
         self._is_asked = False
-        mask[:] = self._mask
+        if num_drafts >= len(self._masks):
+            raise ValueError("what comes after a draft is too complex to be computed")
+        mask[:] = self._masks[num_drafts]
         return True

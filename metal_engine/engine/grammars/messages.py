@@ -2,7 +2,8 @@
 
 A message is its length and its bytes. The engine's first is the grammar, as JSON; the answer says how long it took to
 compile, or why it is refused (:func:`unpack_compiled`). After that the engine sends one for each output that goes on
-(:func:`pack_step`), and the answers come in the same order: a state byte, then the mask or the error.
+(:func:`pack_step`), and the answers come in the same order: a state byte, then the masks (:func:`pack_masks`) or the
+error.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Sequence
 # Of a socket: room for a dozen masks, so that a process rarely waits for the engine to read one.
 BUFFER_BYTES = 1 << 18
 LENGTH = struct.Struct("<I")
-# Which output; whether that ends it.
-_STEP = struct.Struct("<I?")
+# Which output; whether that ends it; how many of the tokens that follow are drafts, the last ones.
+_STEP = struct.Struct("<I?I")
 
-# The first byte of an answer: a mask follows, an error follows, or (with a mask) the process has grown much and should
-# be given no new outputs.
+# The first byte of an answer: masks follow, an error follows, or (with masks) the process has grown much and should be
+# given no new outputs. The masks are as many as there are drafts, and one more; fewer if some cannot be computed.
 MASK, ERROR, MASK_LAST = b"m", b"e", b"l"
 
 
@@ -39,14 +40,29 @@ def unpack_compiled(answer: bytes | None) -> tuple[float, str]:
     return (float(answer), "") if answer[:1] == b"+" else (0.0, answer.decode())
 
 
-def pack_step(output_id: int, token_ids: Sequence[int], *, ends: bool = False) -> bytes:
-    """An output has been given tokens; its next mask is wanted, or, where that ``ends`` it, no answer at all."""
-    return _STEP.pack(output_id, ends) + array("I", token_ids).tobytes()
+def pack_step(output_id: int, token_ids: Sequence[int], drafts: Sequence[int] = (), *, ends: bool = False) -> bytes:
+    """An output has been given tokens; its next mask is wanted, and those after each draft if they come next.
+
+    Where that ``ends`` it, there is no answer at all.
+    """
+    return _STEP.pack(output_id, ends, len(drafts)) + array("I", [*token_ids, *drafts]).tobytes()
 
 
-def unpack_step(message: bytes) -> tuple[int, list[int], bool]:
-    """Returns the output's id, the tokens, and whether it ends, as :func:`pack_step` was given them."""
-    output_id, ends = _STEP.unpack_from(message)
-    token_ids = array("I")
-    token_ids.frombytes(message[_STEP.size :])
-    return output_id, token_ids.tolist(), ends
+def unpack_step(message: bytes) -> tuple[int, list[int], list[int], bool]:
+    """Returns the output's id, the tokens, the drafts, and whether it ends, as :func:`pack_step` was given them."""
+    output_id, ends, num_drafts = _STEP.unpack_from(message)
+    packed = array("I")
+    packed.frombytes(message[_STEP.size :])
+    token_ids = packed.tolist()
+    first_draft = len(token_ids) - num_drafts
+    return output_id, token_ids[:first_draft], token_ids[first_draft:], ends
+
+
+def pack_masks(state: bytes, masks: Sequence[bytes]) -> bytes:
+    """An answer with masks of one size; ``state`` is ``MASK`` or ``MASK_LAST``. There are 255 at most."""
+    return state + bytes([len(masks)]) + b"".join(masks)
+
+
+def unpack_masks(answer: bytes) -> tuple[int, memoryview]:
+    """Returns how many masks there are, and all of them one after the other."""
+    return answer[1], memoryview(answer)[2:]

@@ -30,7 +30,16 @@ import time
 
 import llguidance
 
-from metal_engine.engine.grammars.messages import ERROR, LENGTH, MASK, MASK_LAST, framed, pack_compiled, unpack_step
+from metal_engine.engine.grammars.messages import (
+    ERROR,
+    LENGTH,
+    MASK,
+    MASK_LAST,
+    framed,
+    pack_compiled,
+    pack_masks,
+    unpack_step,
+)
 from metal_engine.engine.grammars.source import grammar_source
 
 COMPILE_CPU_SECONDS = 1.0
@@ -99,8 +108,8 @@ class GrammarServer:
         self._credit = BURST_CPU_SECONDS
 
     def answer(self, message: bytes) -> bytes | None:
-        """Take in an output's tokens; returns its next mask, or why it cannot go on, or nothing where it ends."""
-        output_id, token_ids, ends = unpack_step(message)
+        """Take in an output's tokens; returns its next masks, or why it cannot go on, or nothing where it ends."""
+        output_id, token_ids, drafts, ends = unpack_step(message)
         if ends:
             self._matchers.pop(output_id, None)
             return None
@@ -108,10 +117,12 @@ class GrammarServer:
         if matcher is None:
             matcher = self._matchers[output_id] = self._compiled.deep_copy()
         try:
-            mask = self._next_mask(matcher, token_ids)
+            masks = [self._next_mask(matcher, token_ids)]
+            if drafts:
+                masks += self._masks_after(matcher, drafts, len(masks[0]))
         except (ValueError, EffortError) as error:
             return ERROR + str(error).encode()
-        return (MASK_LAST if self._growth.num_bytes > _MUCH_GROWTH else MASK) + mask
+        return pack_masks(MASK_LAST if self._growth.num_bytes > _MUCH_GROWTH else MASK, masks)
 
     def _next_mask(self, matcher: llguidance.LLMatcher, token_ids: list[int]) -> bytes:
         started = time.process_time()
@@ -132,6 +143,23 @@ class GrammarServer:
         if self._growth.num_bytes > MAX_GROWTH:
             os._exit(1)
         return mask
+
+    def _masks_after(self, matcher: llguidance.LLMatcher, drafts: list[int], size: int) -> list[bytes]:
+        """Returns the masks after each draft, ``size`` bytes each; the matcher stays where it is.
+
+        They end where one cannot be computed. After a draft that is not allowed they are empty: nobody asks for them.
+        """
+        ahead = matcher.deep_copy()  # not to be rolled back: a draft may lead to a state that is too complex
+        signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
+        num_allowed = ahead.validate_tokens(drafts)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        masks: list[bytes] = []
+        try:
+            for draft in drafts[:num_allowed]:
+                masks.append(self._next_mask(ahead, [draft]))
+        except (ValueError, EffortError):
+            return masks
+        return masks + [bytes(size)] * (len(drafts) - num_allowed)
 
 
 def first_line(message: str) -> str:

@@ -14,7 +14,7 @@ from metal_engine.server.generation.generation import Arrived, Choice, Generatio
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.openai.conversation import Conversation
-from metal_engine.server.protocol import Usage
+from metal_engine.server.usage import Usage
 
 Event = dict[str, Any]
 

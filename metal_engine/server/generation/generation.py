@@ -18,7 +18,8 @@ from metal_engine.server.errors import SHUTTING_DOWN, APIError, engine_dead, inv
 from metal_engine.server.generation.logprobs import num_entries, prompt_logprobs_json
 from metal_engine.server.json_parts import JSONParts, Placeholder
 from metal_engine.server.logs import note
-from metal_engine.server.protocol import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
+from metal_engine.server.protocol import FinishReason
+from metal_engine.server.usage import CompletionTokensDetails, PredictedTokensDetails, PromptTokensDetails, Usage
 
 # Log probabilities of one answer that is no stream, or of its prompts: 100 bytes each while they are collected, and as
 # many as JSON.
@@ -242,13 +243,22 @@ class Generation:
             cached_tokens=sum(choice.latest.num_cached_tokens for choice in firsts),
             kv_store_tokens=sum(choice.latest.num_external_tokens for choice in firsts),
         )
-        reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self.choices)
+        completion_details = CompletionTokensDetails(
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices)
+        )
+        if self.options.predicted_token_ids:
+            counts = [choice.latest.num_predicted_tokens for choice in self.choices]
+            completion_details = PredictedTokensDetails(
+                **completion_details.model_dump(),
+                accepted_prediction_tokens=sum(num_accepted for num_accepted, _ in counts),
+                rejected_prediction_tokens=sum(num_rejected for _, num_rejected in counts),
+            )
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=details,
-            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning_tokens),
+            completion_tokens_details=completion_details,
         )
 
     @property

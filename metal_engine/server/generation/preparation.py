@@ -26,7 +26,8 @@ from metal_engine.server.generation.notices import Notices
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
 from metal_engine.server.generation.streaming import EVENT_STREAM, sse
-from metal_engine.server.protocol import GenerationBody, KVTransferParams, Usage
+from metal_engine.server.protocol import GenerationBody, KVTransferParams
+from metal_engine.server.usage import Usage
 from metal_engine.server.workers import Weight, Workers
 
 # Sequences of one request; each takes memory before it runs.
@@ -89,6 +90,10 @@ class Endpoint(ABC, Generic[BodyT]):
     def echoes(self, body: BodyT, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str] | None:
         """Each prompt's text, if the answer is to begin with it; runs in a thread."""
         return None
+
+    def predicted(self, body: BodyT, tokenizer: Tokenizer) -> list[int]:
+        """Token ids of the text that the client expects; runs in a thread. Raises APIError if it is too long."""
+        return []
 
     def adjust(self, params: SamplingParams) -> SamplingParams:
         """The parameters with what the prompt asks of sampling; the same ones if that is nothing.
@@ -156,7 +161,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, n
         request_id=f"{endpoint.id_prefix}-{uuid.uuid4().hex}",
         model=served.names[0],
         requests=requests,
-        options=_options(body),
+        options=_options(body, preparation.predicted_token_ids),
         timeout=served.admission.request_timeout,
         echoes=echoes,
         is_echo_only=echoes is not None and body.max_tokens == 0,
@@ -165,13 +170,15 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, n
     )
 
 
-def _options(body: GenerationBody) -> RequestOptions:
+def _options(body: GenerationBody, predicted_token_ids: list[int]) -> RequestOptions:
     transfer = body.kv_transfer_params or KVTransferParams()
     return RequestOptions(
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         do_remote_prefill=transfer.do_remote_prefill,
         do_remote_decode=transfer.do_remote_decode,
+        use_speculation=body.use_speculation is not False,
+        predicted_token_ids=tuple(predicted_token_ids),
     )
 
 
@@ -182,6 +189,7 @@ class _Preparation(Generic[BodyT]):
 
     Attributes:
         needs_grammar: whether there is a grammar to compile; known after :meth:`begin`.
+        predicted_token_ids: what the client expects, where tokens are proposed; known after :meth:`begin`.
         requests: one for each prompt, in the end.
         echoes: the prompts' texts if they are wanted back, in the end.
     """
@@ -195,6 +203,7 @@ class _Preparation(Generic[BodyT]):
         self._rules: TokenRules | None = None
         self._is_forced = False  # the grammar is that of tool calls
         self.needs_grammar = False
+        self.predicted_token_ids: list[int] = []
         self.requests: list[PreparedRequest] = []
         self.echoes: list[str] | None = None
 
@@ -226,6 +235,8 @@ class _Preparation(Generic[BodyT]):
         if body.truncate_prompt_tokens is None:
             tokenizer = served.engine.tokenizer.limited(config.scheduler.max_model_len)
         self._prompts = endpoint.tokenize(body, tokenizer)
+        if config.scheduler.speculative is not None:
+            self.predicted_token_ids = endpoint.predicted(body, tokenizer)
         if len(self._prompts) * params.n > MAX_SEQUENCES:
             raise invalid(f"n times the number of prompts may be {MAX_SEQUENCES} at most", param="n")
         self._is_forced = True  # what fails in `adjust` is what tool calls ask for

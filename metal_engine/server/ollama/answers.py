@@ -24,7 +24,7 @@ from metal_engine.server.ollama.protocol import (
 )
 from metal_engine.server.openai.completions import CompletionEndpoint
 from metal_engine.server.openai.conversation import Conversation
-from metal_engine.server.protocol import Usage
+from metal_engine.server.usage import Usage
 
 NDJSON = "application/x-ndjson"
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from metal_engine.answers.deltas import AnswerDelta, CallStart, TextDelta
+from metal_engine.engine.long_text import TextTooLongError
+from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import TokenLogprobs
+from metal_engine.server.errors import invalid_prompt
 from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
 from metal_engine.server.generation.logprobs import chat_logprobs, chat_logprobs_json
 from metal_engine.server.generation.preparation import ServedModel
@@ -16,12 +19,13 @@ from metal_engine.server.protocol import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
+    ChatCompletionBody,
     ChatCompletionChunk,
     ChatLogprobs,
     Delta,
     FunctionCallDelta,
-    Usage,
 )
+from metal_engine.server.usage import Usage
 
 
 class ChatEndpoint(Conversation):
@@ -32,6 +36,16 @@ class ChatEndpoint(Conversation):
     def __init__(self, served: ServedModel) -> None:
         super().__init__(served)
         self._templates: dict[int, ChunkTemplate] = {}
+
+    def predicted(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[int]:
+        if body.prediction is None:
+            return []
+        content = body.prediction.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        try:
+            return tokenizer.encode(text, add_special_tokens=False)
+        except TextTooLongError as error:
+            raise invalid_prompt(error, "prediction") from error
 
     def response(self, generation: Generation) -> BaseModel:
         choices = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from typing import Any
 
 from metal_engine.answers.chat_answers import AnswerReader, ChatAnswers
 from metal_engine.answers.deltas import AnswerDelta, assemble
@@ -36,6 +38,20 @@ _REORDERED = (
 )
 # Templates and schemas make JSON of all tools in one call: 10 ms, and 40 MiB where a character is beyond U+FFFF.
 MAX_TOOL_CHARACTERS = 1 << 21
+
+
+def check_size_of_tools(tools: Iterable[dict[str, Any]]) -> None:
+    """Raise APIError, a 400, if tools have too many characters together.
+
+    Takes one after the other, up to those that are too many: what is made of ten thousand at once takes long to be
+    freed, and longer to be looked through by the garbage collector, which lets no other thread run.
+    """
+    left = MAX_TOOL_CHARACTERS
+    for tool in tools:
+        left -= num_characters(tool)
+        if left < 0:
+            problem = f" may have {MAX_TOOL_CHARACTERS} characters together, 64 for each value besides"
+            raise invalid(problem, where="tools")
 
 
 class Conversation(Endpoint[ChatCompletionBody]):
@@ -78,11 +94,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
         return [prompt]
 
     def _tool_plan(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolPlan:
-        # One after the other: what is made of ten thousand at once takes long to be freed.
-        if sum(num_characters(tool.model_dump()) for tool in body.tools or ()) > MAX_TOOL_CHARACTERS:
-            raise invalid(
-                f" may have {MAX_TOOL_CHARACTERS} characters together, 64 for each value besides", where="tools"
-            )
+        check_size_of_tools(tool.model_dump() for tool in body.tools or ())
         choice = body.tool_choice
         name = choice.function.name if isinstance(choice, NamedToolChoice) else None
         try:

@@ -18,7 +18,8 @@ from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.openai.conversation import Conversation, message_of
 from metal_engine.server.openai.response_items import Event, ResponseItems
 from metal_engine.server.openai.responses_protocol import Message, Response, ResponsesBody, namespaces, to_chat
-from metal_engine.server.protocol import ChatCompletionBody, Usage
+from metal_engine.server.protocol import ChatCompletionBody
+from metal_engine.server.usage import Usage
 from metal_engine.sizes import num_characters
 
 # What a response tells of its request as it came, or by Response's default.

@@ -107,15 +107,31 @@ class _EngineCollector(Collector):
             yield self._counter("checkpoint_evictions", "Checkpoints that gave way.", stats.checkpoint_evictions)
         yield self._counter("failed_steps", "Steps that raised.", metrics.num_failed_steps)
         yield self._counter("late_masks", "Rows computed again: their grammars took long.", metrics.num_late_masks)
+        if self._engine.config.scheduler.speculative is not None:
+            yield from self._speculation(metrics)
         ended = dict(metrics.num_finished)
         yield self._by_label("request_success", "Requests that ended, by reason.", "finished_reason", ended)
         transfer = metrics.kv_transfer
         for name, count in transfer.as_dict().items() if transfer is not None else ():
             yield self._counter(f"kv_transfer_{name}", "KV transfer, see docs/kv-transfer.md.", count)
+        layers, help_ = self._engine.config.attention_layers, "Layers by what computes their attention."
+        family = GaugeMetricFamily(PREFIX + "attention_layers", help_, labels=["model_name", "kernel"])
+        family.add_metric([self._model, "metal"], layers.metal)
+        family.add_metric([self._model, "portable"], layers.portable)
+        yield family
         yield self._by_label("step_rows", "Rows of packed steps, by kind.", "kind", dict(metrics.num_rows))
         for name, (help_, histogram) in _HISTOGRAMS.items():
             yield self._histogram(name, help_, histogram(metrics))
         yield self._info()
+
+    def _speculation(self, metrics: EngineMetrics) -> Iterator[Metric]:
+        accepted = list(metrics.num_accepted_tokens)
+        yield self._counter("spec_decode_num_drafts", "Proposals: a request's in a step.", metrics.num_drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens proposed.", metrics.num_draft_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted.", sum(accepted))
+        by_position = {str(position): count for position, count in enumerate(accepted)}
+        help_ = "Proposed tokens that were accepted, by their position in the proposal."
+        yield self._by_label("spec_decode_num_accepted_tokens_per_pos", help_, "position", by_position)
 
     def _gauge(self, name: str, help_: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, help_, labels=["model_name"])

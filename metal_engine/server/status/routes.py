@@ -98,6 +98,7 @@ def add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle, m
             running=stats.num_running,
             waiting=stats.num_waiting,
             kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
+            attention=engine.config.attention,
             preemptions=stats.num_preemptions,
             failed_steps=engine.metrics.num_failed_steps,
             num_unknown_parameters=sum(unknown.values()),

@@ -21,7 +21,7 @@ from metal_engine.engine.grammars import compiled as compiled_module
 from metal_engine.engine.grammars import compiler as compiler_module
 from metal_engine.engine.grammars.compiled import CompiledGrammar
 from metal_engine.engine.grammars.compiler import GrammarCompiler
-from metal_engine.engine.grammars.messages import MASK, framed, unpack_step
+from metal_engine.engine.grammars.messages import MASK, framed, pack_masks, unpack_step
 from metal_engine.engine.grammars.process import receive
 from metal_engine.errors import OverloadedError, ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -259,10 +259,10 @@ def test_many_outputs_and_long_replays_do_not_block_each_other() -> None:
     def serve() -> None:
         try:
             while True:
-                output_id, token_ids, ends = unpack_step(receive(theirs))
+                output_id, token_ids, _, ends = unpack_step(receive(theirs))
                 if not ends:
                     value = np.full(num_words, output_id + len(token_ids), np.int32)
-                    theirs.sendall(framed(MASK + value.tobytes()))
+                    theirs.sendall(framed(pack_masks(MASK, [value.tobytes()])))
         except EOFError:
             pass
 

@@ -13,7 +13,7 @@ import pytest
 
 from metal_engine.engine.grammars import compiled as compiled_module
 from metal_engine.engine.grammars.compiled import CompiledGrammar, GrammarMatcher
-from metal_engine.engine.grammars.messages import MASK, framed
+from metal_engine.engine.grammars.messages import MASK, framed, pack_masks
 from metal_engine.runner import step_sampling
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
@@ -37,9 +37,25 @@ def test_a_mask_that_is_late_comes_later(grammar: tuple[CompiledGrammar, socket.
     for deadline in (0.0, time.monotonic(), time.monotonic() + 0.01):
         assert not matcher.fill_mask(mask, deadline)
     assert not mask.any()
-    process.sendall(framed(MASK + np.full(NUM_WORDS, 7, np.int32).tobytes()))
+    process.sendall(framed(pack_masks(MASK, [np.full(NUM_WORDS, 7, np.int32).tobytes()])))
     assert matcher.fill_mask(mask, math.inf) and (mask == 7).all()
     assert len(process.recv(1 << 16)) < 50  # it was asked once
+
+
+@pytest.mark.parametrize("num_more_words", [0, 1])
+def test_masks_after_drafts_may_be_wider_than_the_logits(
+    grammar: tuple[CompiledGrammar, socket.socket], num_more_words: int
+) -> None:
+    compiled, process = grammar
+    matcher = compiled.matcher()
+    matcher.consume([1], [2, 3])
+    masks = [np.full(NUM_WORDS + num_more_words, value, np.int32) for value in (5, 6)]  # the third is too complex
+    process.sendall(framed(pack_masks(MASK, [one.tobytes() for one in masks])))
+    mask = np.zeros(NUM_WORDS, np.int32)
+    for num_drafts, value in ((0, 5), (1, 6), (0, 5)):
+        assert matcher.fill_mask(mask, math.inf, num_drafts) and (mask == value).all()
+    with pytest.raises(ValueError, match="too complex"):
+        matcher.fill_mask(mask, math.inf, 2)
 
 
 def test_a_process_that_never_answers_ends_its_output(
@@ -72,7 +88,7 @@ def test_outputs_that_sit_out_steps_are_the_same(ahead: bool, block_size: int, m
     monkeypatch.setattr(
         GrammarMatcher,
         "fill_mask",
-        lambda self, mask, deadline: next(calls) % 5 in (1, 3) and fill_mask(self, mask, math.inf),
+        lambda self, mask, deadline, num_drafts: next(calls) % 5 in (1, 3) and fill_mask(self, mask, math.inf),
     )
     engine = tiny_engine(ahead=ahead, **sizes)
     together = run_all(engine, requests)
@@ -90,7 +106,7 @@ def test_all_grammars_of_a_step_share_one_wait(monkeypatch: pytest.MonkeyPatch) 
     engine = tiny_engine()
     asked: list[list[float]] = []
 
-    def late(self: GrammarMatcher, mask: np.ndarray, deadline: float) -> bool:
+    def late(self: GrammarMatcher, mask: np.ndarray, deadline: float, num_drafts: int) -> bool:
         asked[-1].append(deadline - time.monotonic())
         return False
 

@@ -15,7 +15,7 @@ import llguidance
 import pytest
 
 from metal_engine.engine.grammars import process
-from metal_engine.engine.grammars.messages import ERROR, MASK, framed, pack_step, unpack_step
+from metal_engine.engine.grammars.messages import ERROR, MASK, framed, pack_masks, pack_step, unpack_masks, unpack_step
 from tests.engine.grammars.hostile import NESTED_REPEATS, PATTERNS, cubic
 from tools.fixtures.fake_engine import byte_ids, tiny_tokenizer
 
@@ -92,8 +92,30 @@ def test_masks_that_take_long_on_average_end_their_output(
 
 
 def test_steps_are_packed_and_unpacked() -> None:
-    assert unpack_step(pack_step(7, [1, 2**31, 3])) == (7, [1, 2**31, 3], False)
-    assert unpack_step(pack_step(2**32 - 1, (), ends=True)) == (2**32 - 1, [], True)
+    assert unpack_step(pack_step(7, [1, 2**31, 3])) == (7, [1, 2**31, 3], [], False)
+    assert unpack_step(pack_step(7, [1, 2], [2**31, 3])) == (7, [1, 2], [2**31, 3], False)
+    assert unpack_step(pack_step(7, [], [5])) == (7, [], [5], False)
+    assert unpack_step(pack_step(2**32 - 1, (), ends=True)) == (2**32 - 1, [], [], True)
+
+
+def test_masks_after_drafts_leave_the_output_where_it_is(tokenizer: llguidance.LLTokenizer) -> None:
+    """Drafts up to the end of the grammar, and past it; then other tokens than they were."""
+    regex = {"regex": "ab?c|xy"}
+    steps = [pack_step(0, byte_ids("ab")), pack_step(0, byte_ids("c"))]
+    _, _, before, after_ab, after_abc = run_forked(
+        tokenizer, regex, pack_step(0, []), pack_step(1, byte_ids("a")), *steps
+    )[0][:5]
+    del before
+    (_, answer, then), status, _ = run_forked(
+        tokenizer, regex, pack_step(0, byte_ids("a"), byte_ids("bcz")), pack_step(0, byte_ids("b"))
+    )
+    assert status == 0 and answer[:1] == MASK
+    num_masks, masks = unpack_masks(answer)
+    size = len(masks) // num_masks
+    assert num_masks == 4
+    masks_of = [bytes(masks[i * size : (i + 1) * size]) for i in range(4)]
+    assert [pack_masks(MASK, [mask]) for mask in masks_of[1:3]] == [after_ab, after_abc] and masks_of[3] == bytes(size)
+    assert then == after_ab
 
 
 def test_the_process_loads_nothing_heavy() -> None:

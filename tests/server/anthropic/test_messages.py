@@ -10,6 +10,8 @@ import anthropic
 import httpx
 import pytest
 
+from metal_engine.server.anthropic import protocol
+from metal_engine.server.errors import APIError
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import MODEL, Served, serve
 from tests.support.splitting import answer_format
@@ -197,3 +199,19 @@ def test_unicode_survives() -> None:
             text = "".join(stream.text_stream)
         assert text == "é 日本語 😀\u2028 done" and len(byte_ids(text)) > len(text)
         served.settle()
+
+
+def test_too_many_tools_are_refused_before_all_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    converted: list[int] = []
+    convert = protocol._tool
+
+    def counted(i: int, tool: protocol.AnthropicTool) -> dict[str, Any]:
+        converted.append(i)
+        return convert(i, tool)
+
+    monkeypatch.setattr(protocol, "_tool", counted)
+    tools = [{"name": f"tool_{i}", "input_schema": {"type": "object"}} for i in range(10_000)]
+    body = protocol.CountTokensBody.model_validate({"model": MODEL, "messages": USER, "tools": tools})
+    with pytest.raises(APIError, match="characters together"):
+        protocol.to_chat(body)
+    assert len(converted) < 5_000

@@ -90,6 +90,8 @@ def said(job: Job, answer: bytes) -> Said:
         reasons: dict[int, str | None] = {}
         assert answer.endswith(b"data: [DONE]\n\n"), answer[-300:]
         for event in answer.decode().split("\n\n")[:-2]:
+            if event == ": keep-alive":  # nothing came for a while, on a slow machine
+                continue
             for choice in json.loads(event.removeprefix("data: "))["choices"]:
                 new = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
                 index = choice["index"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -12,10 +13,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as PrometheusHistogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from metal_engine.cli.banner import startup_facts
 from metal_engine.engine.metrics import Histogram
 from metal_engine.server.logs import JSONFormatter, RequestIdFilter, current_request
 from metal_engine.server.status.stats_log import StatsLog
 from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.config import AttentionLayers
 from tests.support.serving import MODEL, Served, serve, wait_until
 from tools.docs import dashboard
 from tools.fixtures.fake_engine import byte_ids, fake_config
@@ -52,6 +55,17 @@ def value(samples: dict[str, dict[tuple[str, ...], float]], name: str, *labels: 
 
 def test_names(served: Served) -> None:
     assert scrape(served).keys() >= VLLM_NAMES
+
+
+def test_layers_by_what_computes_their_attention() -> None:
+    """As the start-up block and /health say it in words."""
+    layers = AttentionLayers(metal=24, portable=4, not_covered=("head_dim 512",))
+    config = replace(fake_config(), attention_backend="metal", attention_layers=layers)
+    with serve(config=config) as served:
+        assert scrape(served)["attention_layers"] == {("metal",): 24, ("portable",): 4}
+        words = "metal; portable for 4 of 28 layers (head_dim 512)"
+        assert httpx.get(served.url + "/health").json()["attention"] == words
+    assert startup_facts(config, served.url, ("demo",))["attention"] == words
 
 
 def test_formats(served: Served) -> None:

@@ -61,6 +61,7 @@ def test_health(served: Served) -> None:
         "running": 0,
         "waiting": 0,
         "kv_cache_usage": 0.0,
+        "attention": "fake",
         "preemptions": served.engine.stats.num_preemptions,
         "failed_steps": 0,
         "unknown_parameters": response.json()["unknown_parameters"],

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.tools.metal_sim.helpers import run
+from tools.metal_sim import FlushingKernel, metal_kernel
 
 
 def _all_halves():
@@ -246,3 +247,17 @@ def test_header_functions_and_structs():
         source, {"inp": np.arange(8, dtype=np.float32)}, {"out": ((1,), mx.float32)}, grid=(1, 1, 1), header=header
     )
     np.testing.assert_array_equal(out, [2 + 2 + 2.5])
+
+
+@pytest.mark.parametrize("factory, smallest", [(metal_kernel, 2.0**-24), (FlushingKernel, 2.0**-14)])
+def test_half_with_and_without_subnormal_numbers(factory, smallest):
+    numbers = np.array([1.0, 2.0**-14, 2.0**-15, 2.0**-24, 0.0, -(2.0**-14), -(2.0**-24), 60_000.0], np.float32)
+    kernel = factory(
+        name="halved", input_names=["inp"], output_names=["out"],
+        source="out[thread_position_in_grid.x] = half(inp[thread_position_in_grid.x]);",
+    )  # fmt: skip
+    (out,) = kernel(
+        inputs=[mx.array(numbers)], output_shapes=[(8,)], output_dtypes=[mx.float16],
+        grid=(8, 1, 1), threadgroup=(8, 1, 1),
+    )  # fmt: skip
+    np.testing.assert_array_equal(out, np.where(np.abs(numbers) < smallest, 0.0, numbers).astype(np.float16))

@@ -316,3 +316,30 @@ extern "C" void __ms_multiply_accumulate(const float* in, float* out) {
   }
   memcpy(out, x->data[lane], 8);
 }
+
+struct TensorParts {  // mirrors ms_tensor_parts in the stand-in for mpp::tensor_ops
+  float left[8], right[16], sum[16];
+  uint16_t left_at[8], right_at[16], sum_at[16];
+};
+struct TensorOperands {
+  float left[16][16], right[16][32];
+};
+
+extern "C" void __ms_tensor_product(const TensorParts* in, float* out) {
+  static TensorOperands operands[kMaxGroups][2];  // two in turn, as for other operations
+  uint32_t me = g.current / kLanes;
+  Group& group = g.groups[me];
+  TensorOperands& x = operands[me][group.parity & 1];
+  for (int i = 0; i < 8; ++i) x.left[in->left_at[i] / 16][in->left_at[i] % 16] = in->left[i];
+  for (int i = 0; i < 16; ++i) x.right[in->right_at[i] / 32][in->right_at[i] % 32] = in->right[i];
+  if (meet_lanes(kSimdOperation, "matmul2d", CALLER)) {
+    if (group.size != kLanes) stop(kMissingLane, CALLER, "a tensor operation in a SIMD group of %u threads", group.size);
+    group.parity++;
+    g.launch->counts.products += 16;
+  }
+  for (int i = 0; i < 16; ++i) {
+    float sum = in->sum[i];
+    for (int k = 0; k < 16; ++k) sum += x.left[in->sum_at[i] / 32][k] * x.right[k][in->sum_at[i] % 32];
+    out[i] = sum;
+  }
+}

@@ -12,7 +12,12 @@
 struct ms_operands {
   float a[2], b[2], c[2];
 };
+#ifdef METAL_SIM_CUDA
+#include "../../cuda/matrix.h"
+#define __ms_multiply_accumulate ms_warp_multiply_accumulate
+#else
 extern "C" void __ms_multiply_accumulate(const ms_operands* in, float* out);
+#endif
 
 namespace metal {
 

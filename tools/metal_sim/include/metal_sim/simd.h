@@ -1,25 +1,18 @@
 // Barriers, and operations across the lanes of a SIMD group.
-//
-// Every lane hands its value to the runtime and waits for the other lanes of its group; then it computes its
-// own result from all values. The runtime checks that all lanes came to the same call.
 #pragma once
 
-// What one SIMD operation exchanges. It lies in memory that the run pass does not instrument.
-struct ms_exchange {
-  uint count;  // lanes of this group that exist: 32, or fewer in the last group of a ragged threadgroup
-  uint done;   // a lane has put the group's common result in `result`
-  uchar result[32];
-  uchar data[32][32];
-};
-
 extern "C" {
-ms_exchange* __ms_simd(const constant char* name, const void* value, uint size);
 void __ms_group(const constant char* name);
 void __ms_threadgroup_barrier(uint flags);
 void __ms_simdgroup_barrier(uint flags);
 uint __ms_lane();
-void __ms_missing_lane(const constant char* name, uint lane);
 }
+#ifdef METAL_SIM_CUDA
+#include "../../cuda/warp.h"
+#include "../../cuda/simd.h"
+#else
+#include "metal_sim/exchange.h"
+#endif
 
 METAL_FUNC ushort __metal_get_thread_index_in_simdgroup(ushort = 0) { return ushort(__ms_lane()); }
 METAL_FUNC ushort __metal_get_simdgroup_size(ushort = 0) { return 32; }
@@ -38,32 +31,6 @@ constexpr METAL_FUNC mem_flags operator|(mem_flags a, mem_flags b) { return mem_
 METAL_FUNC void threadgroup_barrier(mem_flags flags) { __ms_threadgroup_barrier(uint(flags)); }
 METAL_FUNC void simdgroup_barrier(mem_flags flags) { __ms_simdgroup_barrier(uint(flags)); }
 
-template <class T>
-METAL_FUNC T ms_at(const constant char* name, ms_exchange* x, uint lane) {
-  static_assert(sizeof(T) <= 32, "SIMD operation on a type that is too large");
-  if (lane >= x->count) __ms_missing_lane(name, lane);
-  return *reinterpret_cast<T*>(x->data[lane]);
-}
-
-// result = v[0] op v[1] op ..., as a tree; the first lane to come back computes it for all.
-#define MS_REDUCE(name, step)                                         \
-  template <class T>                                                  \
-  METAL_FUNC T name(T value) {                                        \
-    ms_exchange* x = __ms_simd(#name, &value, sizeof(T));             \
-    if (!x->done) {                                                   \
-      T v[32];                                                        \
-      for (uint i = 0; i < x->count; ++i) v[i] = ms_at<T>(#name, x, i); \
-      for (uint n = x->count; n > 1; n = (n + 1) / 2) {               \
-        for (uint i = 0; i < n / 2; ++i) {                            \
-          T a = v[i], b = v[i + (n + 1) / 2];                         \
-          v[i] = step;                                                \
-        }                                                             \
-      }                                                               \
-      *reinterpret_cast<T*>(x->result) = v[0];                        \
-      x->done = 1;                                                    \
-    }                                                                 \
-    return *reinterpret_cast<T*>(x->result);                          \
-  }
 MS_REDUCE(simd_sum, a + b)
 MS_REDUCE(simd_product, a* b)
 MS_REDUCE(simd_max, max(a, b))
@@ -73,31 +40,12 @@ MS_REDUCE(simd_or, a | b)
 MS_REDUCE(simd_xor, a ^ b)
 #undef MS_REDUCE
 
-#define MS_PREFIX(name, op, identity, last)                           \
-  template <class T>                                                  \
-  METAL_FUNC T name(T value) {                                        \
-    ms_exchange* x = __ms_simd(#name, &value, sizeof(T));             \
-    uint lane = __ms_lane();                                          \
-    T sum = T(identity);                                              \
-    for (uint i = 0; i < lane + last; ++i) sum = sum op ms_at<T>(#name, x, i); \
-    return sum;                                                       \
-  }
 MS_PREFIX(simd_prefix_inclusive_sum, +, 0, 1)
 MS_PREFIX(simd_prefix_exclusive_sum, +, 0, 0)
 MS_PREFIX(simd_prefix_inclusive_product, *, 1, 1)
 MS_PREFIX(simd_prefix_exclusive_product, *, 1, 0)
 #undef MS_PREFIX
 
-// Result of this lane = value of lane `from`, or `fallback` where `from` lies outside the group.
-#define MS_SHUFFLE(name, params, from, outside, fallback)             \
-  template <class T>                                                  \
-  METAL_FUNC T name params {                                          \
-    ms_exchange* x = __ms_simd(#name, &value, sizeof(T));             \
-    uint lane = __ms_lane();                                          \
-    (void)lane;                                                       \
-    if (outside) return fallback;                                     \
-    return ms_at<T>(#name, x, (from));                                \
-  }
 MS_SHUFFLE(simd_shuffle, (T value, ushort source), source, false, value)
 MS_SHUFFLE(simd_broadcast, (T value, ushort source), source, false, value)
 MS_SHUFFLE(simd_broadcast_first, (T value), 0, false, value)
@@ -113,32 +61,11 @@ MS_SHUFFLE(quad_shuffle_down, (T value, ushort delta), lane + delta, (lane & 3) 
 MS_SHUFFLE(quad_shuffle_up, (T value, ushort delta), lane - delta, (lane & 3) < delta, value)
 #undef MS_SHUFFLE
 
-#define MS_FILL(name, from, outside, fill)                            \
-  template <class T>                                                  \
-  METAL_FUNC T name(T value, T filling, ushort delta, ushort modulo = 32) { \
-    ms_exchange* x = __ms_simd(#name, &value, sizeof(T));             \
-    ms_exchange* f = __ms_simd(#name, &filling, sizeof(T));           \
-    uint lane = __ms_lane(), at = lane & (modulo - 1u);               \
-    if (outside) return ms_at<T>(#name, f, (fill));                   \
-    return ms_at<T>(#name, x, (from));                                \
-  }
 // The lanes shifted in come from the other end of `filling`.
 MS_FILL(simd_shuffle_and_fill_down, lane + delta, at + delta >= modulo, lane + delta - modulo)
 MS_FILL(simd_shuffle_and_fill_up, lane - delta, at < delta, lane + modulo - delta)
 #undef MS_FILL
 
-#define MS_QUAD(name, step)                                           \
-  template <class T>                                                  \
-  METAL_FUNC T name(T value) {                                        \
-    ms_exchange* x = __ms_simd(#name, &value, sizeof(T));             \
-    uint base = __ms_lane() & ~3u;                                    \
-    T a = ms_at<T>(#name, x, base);                                   \
-    for (uint i = 1; i < 4; ++i) {                                    \
-      T b = ms_at<T>(#name, x, base + i);                             \
-      a = step;                                                       \
-    }                                                                 \
-    return a;                                                         \
-  }
 MS_QUAD(quad_sum, a + b)
 MS_QUAD(quad_max, max(a, b))
 MS_QUAD(quad_min, min(a, b))
@@ -156,13 +83,6 @@ class simd_vote {
   vote_t bits;
 };
 
-METAL_FUNC ulong ms_ballot(const constant char* name, bool predicate) {
-  uchar mine = predicate;
-  ms_exchange* x = __ms_simd(name, &mine, 1);
-  ulong bits = 0;
-  for (uint i = 0; i < x->count; ++i) bits |= ulong(ms_at<uchar>(name, x, i)) << i;
-  return bits;
-}
 METAL_FUNC simd_vote simd_ballot(bool predicate) { return simd_vote(ms_ballot("simd_ballot", predicate)); }
 METAL_FUNC bool simd_any(bool predicate) { return ms_ballot("simd_any", predicate) != 0; }
 METAL_FUNC bool simd_all(bool predicate) { return ms_ballot("simd_all", !predicate) == 0; }

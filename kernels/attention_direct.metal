@@ -1,0 +1,195 @@
+// The direct way through paged_attention.metal: each SIMD group loads its keys and values itself.
+//
+// It holds HELD key fragments at a time, with the columns of its part, as [keys x columns], and multiplies them with
+// the transposed queries. The transposed scores go through `exchange`, where the parts' scores are added; what comes
+// back is turned. So for a latent the same registers are multiplied as values. With one part no other SIMD group has
+// anything to do with it, and there is no barrier; else there is one for the keys that are held.
+//
+// Each SIMD group has all STRIPS row fragments, so that every key is loaded by one slot only.
+
+constexpr int SLOTS = GROUPS / PARTS;
+// Columns of K up to SPLIT_AT are loaded in pieces of K_COLUMNS, the rest (a latent's position part) of REST_COLUMNS.
+constexpr int SPLIT_AT = LATENT ? DV : DK;
+constexpr int K_CHUNKS = divided_up(SPLIT_AT, K_COLUMNS * 4 * PARTS);
+constexpr int REST_CHUNKS = divided_up(DK - SPLIT_AT, REST_COLUMNS * 4 * PARTS);
+constexpr int V_CHUNKS = divided_up(DV, V_COLUMNS * 4 * PARTS);
+constexpr int REST = K_CHUNKS * (K_COLUMNS / 2);             // where the rest's fragments begin
+constexpr int DK_PART = REST + REST_CHUNKS * (REST_COLUMNS / 2);
+constexpr int DV_PART = V_CHUNKS * (V_COLUMNS / 2);
+const int part = group % PARTS;
+const int slot = group / PARTS;
+
+simdgroup_matrix<T, 8, 8> queries[STRIPS][DK_PART];          // [columns x rows]
+simdgroup_matrix<float, 8, 8> output[STRIPS * DV_PART];      // [rows x columns]
+float peak[STRIPS], total[STRIPS], sink[STRIPS];
+int sees[STRIPS], sees_end[STRIPS];                          // keys that this lane's row sees
+#pragma clang loop unroll(full)
+for (int strip = 0; strip < STRIPS; ++strip) {
+  const int row = first_row + strip * 8 + lane_row;
+  const int position = first_position + row / G - first_token;
+  sees[strip] = HAS_WINDOW ? max(key_begin, position - window + 1) : key_begin;
+  sees_end[strip] = min(key_end, position + 1);
+  peak[strip] = LOWEST;   // over the keys of this slot
+  total[strip] = 0.0f;    // of this lane's columns only, until the end
+  sink[strip] = LOWEST;
+  if (HAS_SINKS && strip * 8 + lane_row < num_rows && partial_row < 0) {
+    sink[strip] = float(sinks[kv_head * G + row % G]) * LOG2E;
+  }
+  ulong at[2];
+  #pragma clang loop unroll(full)
+  for (int e = 0; e < 2; ++e) {
+    const int column_row = first_row + strip * 8 + lane_column + e;
+    at[e] = ((ulong(column_row / G) * num_kv_heads + kv_head) * G + column_row % G) * DK;
+  }
+  const int left = num_rows - strip * 8 - lane_column;
+  load_queries<T, K_COLUMNS, K_CHUNKS, SPLIT_AT>(
+      q, at[0], at[1], left > 0, left > 1, part * K_CHUNKS, lane_row, queries[strip]);
+  load_queries<T, REST_COLUMNS, REST_CHUNKS, DK - SPLIT_AT>(
+      q + SPLIT_AT, at[0], at[1], left > 0, left > 1, part * REST_CHUNKS, lane_row, queries[strip] + REST);
+  #pragma clang loop unroll(full)
+  for (int d = 0; d < DV_PART; ++d) {
+    output[strip * DV_PART + d] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  }
+}
+
+threadgroup float* exchange = (threadgroup float*)shared;  // [2, SLOTS, PARTS, HELD, STRIPS, 8 rows, 8 keys]
+constexpr int EXCHANGED = HELD * STRIPS * 64;
+constexpr int STEP = SLOTS * 8;
+int parity = 0;
+// Fragments begin at multiples of 8, and so each lies in one block.
+const int first_key = key_begin / 8 * 8;
+int cache_slot[HELD];  // of each fragment's first key, looked up ahead: loads of keys need not wait for it
+#pragma clang loop unroll(full)
+for (int h = 0; h < HELD; ++h) {
+  const int begin = first_key + h * STEP + slot * 8;
+  if (begin < key_end) {
+    cache_slot[h] = slot_of<BLOCK_SIZE>(block_table, table_row, begin);
+  }
+}
+for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
+  simdgroup_matrix<T, 8, 8> keys[HELD][DK_PART];  // [keys x columns]
+  ulong at[HELD];                                 // of this lane's key of each fragment in the cache
+  bool exists[HELD];
+  #pragma clang loop unroll(full)
+  for (int h = 0; h < HELD; ++h) {
+    const int begin = tile + h * STEP + slot * 8;
+    if (begin < key_end) {
+      at[h] = ulong(cache_slot[h] + lane_row) * num_kv_heads + kv_head;
+      exists[h] = begin + lane_row >= key_begin && begin + lane_row < key_end;
+      const device T* key = k_cache + at[h] * DK;
+      load_row<T, K_COLUMNS, K_CHUNKS, SPLIT_AT>(key, part * K_CHUNKS, lane_column, exists[h], keys[h]);
+      load_row<T, REST_COLUMNS, REST_CHUNKS, DK - SPLIT_AT>(
+          key + SPLIT_AT, part * REST_CHUNKS, lane_column, exists[h], keys[h] + REST);
+    }
+    const int next = tile + (HELD + h) * STEP + slot * 8;
+    if (next < key_end) {
+      cache_slot[h] = slot_of<BLOCK_SIZE>(block_table, table_row, next);
+    }
+  }
+  threadgroup float* parts = exchange + (parity * SLOTS + slot) * PARTS * EXCHANGED;
+  #pragma clang loop unroll(full)
+  for (int h = 0; h < HELD; ++h) {
+    if (tile + h * STEP + slot * 8 < key_end) {
+      #pragma clang loop unroll(full)
+      for (int strip = 0; strip < STRIPS; ++strip) {
+        if (strip * 8 < num_rows) {
+          // Transposed scores, so that keys lie as the product with the weights wants values.
+          simdgroup_matrix<float, 8, 8> scores = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+          #pragma clang loop unroll(full)
+          for (int d = 0; d < DK_PART; ++d) {
+            simdgroup_multiply_accumulate(scores, keys[h][d], queries[strip][d], scores);
+          }
+          const int to = part * EXCHANGED + (h * STRIPS + strip) * 64 + lane_column * 8 + lane_row;
+          parts[to] = scores.thread_elements()[0];
+          parts[to + 8] = scores.thread_elements()[1];
+        }
+      }
+    }
+  }
+  simdgroup_matrix<T, 8, 8> values[LATENT ? 1 : HELD][DV_PART];
+  if (!LATENT) {
+    #pragma clang loop unroll(full)
+    for (int h = 0; h < HELD; ++h) {
+      if (tile + h * STEP + slot * 8 < key_end) {
+        load_row<T, V_COLUMNS, V_CHUNKS, DV>(
+            v_cache + at[h] * DV, part * V_CHUNKS, lane_column, exists[h], values[LATENT ? 0 : h]);
+      }
+    }
+  }
+  if (PARTS > 1) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // the other half of `exchange` is for the next keys
+  } else {
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  parity = 1 - parity;
+
+  #pragma clang loop unroll(full)
+  for (int strip = 0; strip < STRIPS; ++strip) {
+    if (strip * 8 < num_rows) {
+      float scores[HELD][2];
+      float tile_peak = LOWEST;
+      #pragma clang loop unroll(full)
+      for (int h = 0; h < HELD; ++h) {
+        const int begin = tile + h * STEP + slot * 8;
+        const bool all_visible = begin >= all_see && begin + 8 <= all_see_end;
+        #pragma clang loop unroll(full)
+        for (int e = 0; e < 2; ++e) {
+          float s = LOWEST;
+          if (begin < key_end) {
+            s = 0.0f;
+            #pragma clang loop unroll(full)
+            for (int p = 0; p < PARTS; ++p) {
+              s += parts[p * EXCHANGED + (h * STRIPS + strip) * 64 + lane_row * 8 + lane_column + e];
+            }
+            s *= scale;
+            if (HAS_SOFTCAP) {
+              s = precise::tanh(s) * softcap;
+            }
+            if (!all_visible) {
+              const int key = begin + lane_column + e;
+              s = key >= sees[strip] && key < sees_end[strip] ? s : LOWEST;
+            }
+          }
+          scores[h][e] = s;
+          tile_peak = max(tile_peak, s);
+        }
+      }
+      // The four lanes of a row differ in bits 0 and 3.
+      tile_peak = max(tile_peak, simd_shuffle_xor(tile_peak, ushort(1)));
+      tile_peak = max(tile_peak, simd_shuffle_xor(tile_peak, ushort(8)));
+      const float new_peak = max(peak[strip], tile_peak);
+      // A row that has seen no key yet has weights 2^0; `shrink` makes them 0 when it sees one, and if it sees none
+      // in this slot or split, the merge gives the whole 2^LOWEST = 0.
+      const float shrink = fast::exp2(peak[strip] - new_peak);
+      peak[strip] = new_peak;
+      total[strip] *= shrink;
+      #pragma clang loop unroll(full)
+      for (int d = 0; d < DV_PART; ++d) {
+        output[strip * DV_PART + d].thread_elements()[0] *= shrink;
+        output[strip * DV_PART + d].thread_elements()[1] *= shrink;
+      }
+      #pragma clang loop unroll(full)
+      for (int h = 0; h < HELD; ++h) {
+        if (tile + h * STEP + slot * 8 < key_end) {
+          simdgroup_matrix<T, 8, 8> weights;
+          #pragma clang loop unroll(full)
+          for (int e = 0; e < 2; ++e) {
+            const T w = T(fast::exp2(scores[h][e] - new_peak + WEIGHT_SHIFT));
+            weights.thread_elements()[e] = w;
+            total[strip] += float(w);  // the rounded weight, as the product below takes it
+          }
+          #pragma clang loop unroll(full)
+          for (int d = 0; d < DV_PART; ++d) {
+            simdgroup_multiply_accumulate(
+                output[strip * DV_PART + d], weights, LATENT ? keys[h][d] : values[LATENT ? 0 : h][d],
+                output[strip * DV_PART + d]);
+          }
+        }
+      }
+    }
+  }
+}
+const Share share = {PARTS, 1, SLOTS, part, 0, slot};
+write_rows<T, G, DV, STRIPS, DV_PART, V_COLUMNS, HAS_SINKS>(
+    rows_of_tile, share, output, peak, total, sink, WEIGHT_SHIFT, tid, group, lane_row, lane_column,
+    (threadgroup float*)shared, row_state, out, partial_out, partial_lse);

@@ -1,0 +1,52 @@
+"""The kernel for most layers of a model, and MLX's operations for those that it does not do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from metal_engine.attention.backend import AttentionBackend, AttentionKind, StepAttention
+from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.state import KVState
+
+
+@dataclass(frozen=True)
+class MixedStep:
+    """A step's attention by both backends; each plans its own when the first layer asks it."""
+
+    metal: StepAttention
+    portable: StepAttention
+    on_portable: frozenset[AttentionKind]
+
+    def attend(
+        self,
+        q: mx.array,  # [N, Hq, D]
+        state: KVState,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,  # [Hq]
+    ) -> mx.array:  # [N, Hq, Dv], dtype of q
+        """See :meth:`metal_engine.attention.backend.StepAttention.attend`."""
+        is_portable = AttentionKind.of(q, state, window, softcap, sinks) in self.on_portable
+        step = self.portable if is_portable else self.metal
+        return step.attend(q, state, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+
+@dataclass
+class MixedBackend:
+    """Which layers go which way does not change: what fails in a step is a step that failed.
+
+    Attributes:
+        on_portable: the kinds of layers that the portable backend computes.
+    """
+
+    metal: AttentionBackend
+    portable: AttentionBackend
+    on_portable: frozenset[AttentionKind]
+    name: str = "metal"
+
+    def for_step(self, rows: StepRows) -> MixedStep:
+        return MixedStep(self.metal.for_step(rows), self.portable.for_step(rows), self.on_portable)

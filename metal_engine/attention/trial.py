@@ -1,0 +1,127 @@
+"""Tries the kernel on this device, at load, for each kind of layer that a model has.
+
+A Mac compiles a kernel when it is first used, and may then say that it cannot: an error of its compiler, a pipeline
+with too few threads, too much threadgroup memory. All variants that serving uses are used here, on random numbers: a
+decode of one row alone, and a step that has a decode whose context is split, so that splits are merged, beside a chunk
+and another decode; with tensor operations also a longer chunk. The portable backend has the right answers.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.backend import AttentionBackend, AttentionKind
+from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.metal.variants import UnsupportedAttentionError
+from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.device.streams import synchronize
+from metal_engine.kv_cache.pool import make_state
+from metal_engine.kv_cache.rows import StepRows, step_rows
+from metal_engine.kv_cache.spec import LatentSpec
+from metal_engine.kv_cache.state import KVState, StateSnapshot
+
+# (tokens, tokens before them) of each request: long enough to be split, and the window, too.
+_ALONE = [(1, 20)]
+_IN_COMPANY = [(1, 1087), (11, 9), (1, 29)]
+_CHUNK = [(70, 130)]  # more than a tile of rows, over several stages of keys
+_WINDOW = 1060
+_SOFTCAP = 20.0
+# Of a row of one head, relative to its length. One key of the longest context more or less makes 3e-2.
+_TOLERANCE = {mx.float32: 5e-3, mx.float16: 5e-3, mx.bfloat16: 2e-2}
+
+
+class KernelFailedError(Exception):
+    """The kernel does not work for a kind of layer on this device.
+
+    Attributes:
+        report: all that is known, Metal's own text included; may have many lines.
+    """
+
+    def __init__(self, summary: str, report: str) -> None:
+        super().__init__(summary)
+        self.report = report
+
+
+def try_kernel(metal: MetalBackend, kind: AttentionKind, block_size: int) -> None:
+    """Compute small steps of a kind of layer, and compare.
+
+    Args:
+        block_size: the server's.
+
+    Raises:
+        UnsupportedAttentionError: the kernel does not do the shape.
+        KernelFailedError: it does not build or run here, or its results are wrong.
+    """
+    if kind.dtype != kind.spec.dtype:
+        raise UnsupportedAttentionError(
+            f"the metal attention backend does not support {kind}, over keys of {kind.spec.dtype}. "
+            "Choose --attention-backend auto or mlx."
+        )
+    steps = [(_ALONE, metal), (_IN_COMPANY, metal.splitting())]
+    if metal.has_tensor_ops:
+        steps.append((_CHUNK, metal))
+    for segments, backend in steps:
+        rows = _rows(segments, block_size)
+        state = _random_state(kind, rows)
+        try:
+            out = _attend(backend, kind, rows, state)
+        except UnsupportedAttentionError:
+            raise
+        # ValueError: MLX raises it for a threadgroup larger than the pipeline's maxTotalThreadsPerThreadgroup.
+        except (RuntimeError, ValueError) as error:
+            _forget_errors()
+            raise KernelFailedError("does not run on this device", f"{type(error).__name__}: {error}") from error
+        expected = _attend(PortableBackend(), kind, rows, state)
+        gaps = np.linalg.norm(out - expected, axis=-1) / np.linalg.norm(expected, axis=-1)  # [N, Hq]
+        if not gaps.max() <= _TOLERANCE[kind.dtype]:  # NaN too
+            summary = f"gives wrong results on this device, off by {gaps.max():.1g} of their size"
+            raise KernelFailedError(summary, f"queries and contexts of {segments}: {summary}")
+
+
+def _rows(segments: list[tuple[int, int]], block_size: int) -> StepRows:
+    """Requests whose blocks are shuffled."""
+    query_lens, context_lens = np.array(segments, np.int32).T
+    num_blocks = -(-(query_lens + context_lens) // block_size)
+    block_table = np.zeros((len(segments), num_blocks.max()), np.int32)
+    used = np.arange(num_blocks.max()) < num_blocks[:, None]
+    block_table[used] = np.random.default_rng(0).permutation(num_blocks.sum())
+    return step_rows(block_table, context_lens, query_lens, block_size)
+
+
+def _random_state(kind: AttentionKind, rows: StepRows) -> KVState:
+    state = make_state(kind.spec)
+    assert isinstance(state, KVState)
+    state.allocate(int(rows.block_table.max()) + 1, rows.block_size)
+    arrays = {name: _random(array.shape, array.dtype, seed) for seed, (name, array) in enumerate(state.arrays.items())}
+    state.restore(StateSnapshot(arrays))
+    return state
+
+
+def _random(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def _attend(backend: AttentionBackend, kind: AttentionKind, rows: StepRows, state: KVState) -> np.ndarray:
+    """[N, Hq, Dv] float32; of latents what their reader takes."""
+    head_dim = state.keys.shape[-1]
+    out = backend.for_step(rows).attend(
+        _random((rows.num_tokens, kind.num_heads, head_dim), kind.dtype, 2),
+        state,
+        scale=head_dim**-0.5,
+        window=_WINDOW if kind.has_window else None,
+        softcap=_SOFTCAP if kind.has_softcap else None,
+        sinks=None if kind.sinks is None else _random((kind.num_heads,), kind.sinks, 3),
+    )
+    if isinstance(kind.spec, LatentSpec):
+        out = out[..., : kind.spec.latent_dim]
+    mx.eval(out)  # which raises what an operation raised, as the conversion would not
+    return np.array(out.astype(mx.float32))
+
+
+def _forget_errors() -> None:
+    """A stream keeps an error until somebody waits for it: the next step must not meet this one's."""
+    try:
+        synchronize()
+    except (RuntimeError, ValueError):
+        synchronize()

@@ -1,0 +1,58 @@
+"""What attention a model's layers ask for."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.backend import AttentionKind
+from metal_engine.kv_cache.rows import step_rows
+from metal_engine.kv_cache.segments import NO_STATE
+from metal_engine.kv_cache.state import KVState
+from metal_engine.models.check import forward_fails
+from metal_engine.models.paged_model import PagedModel
+
+_BLOCK_SIZE = 8
+
+
+class _Looking:
+    """Attention that notes the kind of every call, and answers zeros."""
+
+    def __init__(self) -> None:
+        self.kinds: list[AttentionKind] = []
+
+    def attend(
+        self,
+        q: mx.array,  # [N, num_heads, head_dim]
+        state: KVState,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,  # [num_heads]
+    ) -> mx.array:  # [N, num_heads, v_head_dim]
+        self.kinds.append(AttentionKind.of(q, state, window, softcap, sinks))
+        return mx.zeros((*q.shape[:2], state.values.shape[-1]), q.dtype)
+
+
+def attention_kinds(paged: PagedModel) -> list[AttentionKind]:
+    """The kind of each attention of a model, in the order of its forward. Layers that share K and V attend, too.
+
+    A step of one token is built, and not computed. Leaves ``paged`` without a cache.
+
+    Raises:
+        UnsupportedModelError: its forward does not run over a paged cache.
+    """
+    looking = _Looking()
+    state_slots = np.array([NO_STATE], np.int32), np.array([1], np.int32)
+    block_table, contexts = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
+    rows = step_rows(block_table, contexts, [1], _BLOCK_SIZE, state_slots=state_slots)
+    paged.pool.allocate(1, _BLOCK_SIZE, 1)
+    try:
+        paged(mx.zeros((1,), mx.int32), rows, looking)
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise forward_fails(error) from error
+    finally:
+        for state in paged.pool.states:  # at once: they are small
+            state.release()
+    return looking.kinds

@@ -1,0 +1,188 @@
+"""How many drafts pay: from how long steps take, and from how many of a request's drafts have been accepted.
+
+A step of n rows takes T(n) and gives, of each request that samples, one token and its accepted drafts. As many drafts
+are taken as make expected tokens / T(n) largest. Where another row costs as much as it gives, that is none.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# Drafts that are less likely to be accepted are not worth a guess at what they cost.
+MIN_GAIN = 0.05
+# How much a step changes what is known of its size, at least; and after how many steps half of it is forgotten.
+_STEP_WEIGHT = 0.25
+_HALF_LIFE = 512
+# A step that takes so many times as long as it should has been held up by something else.
+_HELD_UP = 1.5
+# Steps of so many rows are tried right away.
+_ALWAYS_TRIED = 8
+# How much one draft changes what is expected of its request's next, and of requests that are new.
+_DRAFT_WEIGHT = 0.2
+_SHARED_WEIGHT = 0.02
+_FIRST_GUESS = 0.7
+
+
+@dataclass(slots=True)
+class _Size:
+    """Steps of some size.
+
+    Attributes:
+        seconds: that they take.
+        last: the measured step, counted from 0, that was the last of this size.
+        is_sure: whether there was more than one: the first may have compiled something.
+    """
+
+    seconds: float
+    last: int
+    is_sure: bool = False
+
+
+class StepTimes:
+    """How long steps take that only decode, by their number of rows, drafts included.
+
+    What has not been measured for long counts for less and less beside the time of a step without drafts, so it is
+    tried again, about once in a thousand steps.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sizes: dict[int, _Size] = {}
+        self._num_measured = 0
+        self._started = 0.0
+        self._num_rows = 0
+
+    def start(self) -> None:
+        """A step is being planned."""
+        self._started = self._clock()
+        self._num_rows = 0
+
+    def planned(self, num_rows: int) -> None:
+        """The step decodes so many rows, and does nothing else."""
+        self._num_rows = num_rows
+
+    def end(self) -> None:
+        """The step has ended."""
+        num_rows, self._num_rows = self._num_rows, 0
+        if num_rows:
+            self._add(_size(num_rows), max(self._clock() - self._started, 1e-9))
+
+    def _add(self, size: int, seconds: float) -> None:
+        self._num_measured += 1
+        known = self._sizes.get(size)
+        if known is None:
+            self._sizes[size] = _Size(seconds, self._num_measured)
+            return
+        if not known.is_sure:
+            known.seconds, known.is_sure = min(known.seconds, seconds), True
+        else:
+            weight = max(_STEP_WEIGHT, 1 - self._remembered(known))
+            known.seconds += weight * (min(seconds, _HELD_UP * known.seconds) - known.seconds)
+        known.last = self._num_measured
+
+    def _remembered(self, size: _Size) -> float:
+        return float(0.5 ** ((self._num_measured - size.last) / _HALF_LIFE))
+
+    def times(self, num_rows: int, most: int) -> list[float]:
+        """Returns how long steps of ``num_rows``, ``num_rows + 1``, ... ``num_rows + most`` rows take, in seconds.
+
+        Empty if no step of so few rows has been measured. Sizes in between lie on a line. Somewhat larger ones than any
+        are taken to cost nothing more, so they are tried; the list ends with those.
+        """
+        known = sorted((size, entry) for size, entry in self._sizes.items() if entry.is_sure)
+        above = bisect_right(known, num_rows, key=lambda pair: pair[0])
+        if not above:
+            return []
+        size, entry = known[above - 1]
+        base = entry.seconds
+        if above < len(known):
+            next_size, following = known[above]
+            base += max(0.0, following.seconds - base) * (num_rows - size) / (next_size - size)
+        times = [base]
+        for size, entry in known[above:]:
+            seconds = base + max(0.0, entry.seconds - base) * self._remembered(entry)
+            missing = size - num_rows + 1 - len(times)
+            slope = max(0.0, seconds - times[-1]) / missing
+            times += [times[-1] + slope * (i + 1) for i in range(missing)]
+        largest = max(num_rows, known[-1][0])
+        num_untried = max(_ALWAYS_TRIED, largest * 5 // 4) - largest
+        return (times + [times[-1]] * num_untried)[: most + 1]
+
+
+def _size(num_rows: int) -> int:
+    """The number of rows, rounded down to 4 binary digits: sizes that are much the same are one."""
+    shift = max(0, num_rows.bit_length() - 4)
+    return num_rows >> shift << shift
+
+
+class Acceptance:
+    """How likely it is that a request's next draft is accepted, if those before it are."""
+
+    def __init__(self) -> None:
+        self._shared = _FIRST_GUESS
+        self._of_request: dict[str, float] = {}
+
+    def of(self, request_id: str) -> float:
+        return self._of_request.get(request_id, self._shared)
+
+    def tried(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        """Take in what became of some drafts; those after the first that was rejected say nothing."""
+        probability = self.of(request_id)
+        for i in range(min(num_drafts, num_accepted + 1)):
+            is_right = float(i < num_accepted)
+            probability += _DRAFT_WEIGHT * (is_right - probability)
+            self._shared += _SHARED_WEIGHT * (is_right - self._shared)
+        self._of_request[request_id] = probability
+
+    def forget(self, request_id: str) -> None:
+        self._of_request.pop(request_id, None)
+
+
+def least_gain(num_sampling: int, times: Sequence[float]) -> float:
+    """Returns how likely drafts must be accepted, at least, for any number of them to pay.
+
+    Args:
+        num_sampling: tokens that the step gives without drafts.
+        times: of :meth:`StepTimes.times`.
+    """
+    costs = [(seconds - times[0]) / num_drafts for num_drafts, seconds in enumerate(times[1:], start=1)]
+    return max(MIN_GAIN, num_sampling * min(costs) / times[0]) if costs else math.inf
+
+
+def best_lengths(
+    acceptances: Sequence[float], limits: Sequence[int], num_sampling: int, times: Sequence[float]
+) -> list[int]:
+    """Returns how many drafts each request should have.
+
+    Args:
+        acceptances: of each request, the probability that its next draft is accepted.
+        limits: of each request, how many drafts there are.
+        num_sampling: tokens that the step gives without drafts.
+        times: of :meth:`StepTimes.times`: without drafts, with one, and so on to the most that the step may
+            have.
+    """
+    # The draft after j others is accepted with them: that of a request comes after its earlier ones here.
+    gains = sorted(
+        (
+            (p ** (j + 1), -i)
+            for i, (p, limit) in enumerate(zip(acceptances, limits, strict=True))
+            for j in range(limit)
+        ),
+        reverse=True,
+    )
+    lengths = [0] * len(limits)
+    expected = best_expected = float(num_sampling)
+    best_seconds, num_taken = times[0], 0
+    for num_drafts, ((gain, _), seconds) in enumerate(zip(gains, times[1:], strict=False), start=1):
+        if gain < MIN_GAIN:
+            break
+        expected += gain
+        if expected * best_seconds > best_expected * seconds:
+            best_expected, best_seconds, num_taken = expected, seconds, num_drafts
+    for _, i in gains[:num_taken]:
+        lengths[-i] += 1
+    return lengths

@@ -1,0 +1,122 @@
+"""What the simulated kernel reads, and how often its threads wait for each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import pytest
+
+from metal_engine.attention.metal.variants import GROUPS, AttentionShape, Variant, variant_of
+from tests.support.simulated import check
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A layer's heads, in float16."""
+
+    head_dim: int
+    v_head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    is_latent: bool = False
+
+    @property
+    def bytes_of_a_key(self) -> int:
+        """Of K and V of all KV heads; of a latent once."""
+        return (self.head_dim + (0 if self.is_latent else self.v_head_dim)) * self.num_kv_heads * 2
+
+    @property
+    def variant(self) -> Variant:
+        return variant_of(AttentionShape(mx.float16, **vars(self), block_size=16))
+
+    def launches(self, segments, **options):
+        return check(segments, dtype=mx.float16, **vars(self), **options)
+
+
+def kv_read(launches):
+    buffers = launches[0].buffers
+    return buffers["k_cache"].read + buffers["v_cache"].read
+
+
+def visible_keys(segments, window=None):
+    """Keys that some row of each request sees."""
+    return sum(kv if window is None else min(kv, n + window - 1) for n, kv in segments)
+
+
+DECODES = [(1, kv) for kv in (300, 77, 1, 640)]
+# The heads of real models, with no more rows in a token than a tile has.
+DECODED = [
+    *(Heads(64, 64, 2 * group, 2) for group in (1, 2, 4, 8, 9, 16, 24, 25, 64)),
+    *(Heads(dim, dim, 4, 2) for dim in (32, 80, 96, 100, 112, 120, 128, 160, 192, 256, 512)),
+    *(Heads(dim, dim, group, 1) for dim in (96, 128, 160, 256, 512) for group in (16, 24)),
+    Heads(192, 128, 4, 4),
+    *(Heads(576, 512, heads, 1, is_latent=True) for heads in (16, 20)),
+    Heads(48, 32, 4, 1, is_latent=True),
+]
+A_FEW = [DECODED[2], Heads(128, 128, 4, 2),
+         Heads(256, 256, 16, 1), Heads(100, 100, 4, 2), Heads(192, 128, 4, 4),
+         Heads(576, 512, 16, 1, is_latent=True), Heads(576, 512, 20, 1, is_latent=True),
+         Heads(128, 128, 24, 1)]  # fmt: skip
+
+
+def those_in_full(heads):
+    return [
+        pytest.param(h, marks=[] if h in A_FEW else [pytest.mark.full], id=str(tuple(vars(h).values()))) for h in heads
+    ]
+
+
+@pytest.mark.parametrize("heads", those_in_full(DECODED))
+def test_decode_reads_every_key_once_per_kv_head(heads):
+    bound = visible_keys(DECODES) * heads.bytes_of_a_key
+    assert kv_read(heads.launches(DECODES)) == bound
+    # And the same for decodes beside chunks and fresh prompts.
+    others = [(50, 130), (64, 64)]
+    assert kv_read(heads.launches(DECODES + others)) - kv_read(heads.launches(others)) == bound
+
+
+@pytest.mark.parametrize("tiles, heads", [(6, Heads(576, 512, 128, 1, True)), (2, Heads(64, 64, 128, 1))])
+def test_more_heads_than_a_tile_has_rows_read_once_per_tile(tiles, heads):
+    assert -(-heads.num_heads // heads.num_kv_heads // heads.variant.tile_rows) == tiles
+    assert kv_read(heads.launches([(1, 300)])) == tiles * 300 * heads.bytes_of_a_key
+
+
+@pytest.mark.parametrize("heads", [Heads(64, 64, 4, 1), Heads(256, 256, 4, 1)], ids=["64", "256"])
+def test_windowed_decode_reads_the_window(heads):
+    for kv in (5000, 5003):  # the window begins within a fragment, and with one
+        assert kv_read(heads.launches([(1, kv)], window=256)) == 256 * heads.bytes_of_a_key
+
+
+def test_prefill_reads_less_than_half_the_square():
+    length, heads = 384, Heads(64, 64, 2, 1)
+    launches = heads.launches([(length, length)], target_threadgroups=1)
+    tiles = -(-length * 2 // 64)
+    # Tile i of n reads i / n of the keys: (n + 1) / 2 of them in all.
+    assert kv_read(launches) <= 1.001 * (tiles + 1) / 2 * length * heads.bytes_of_a_key
+
+
+@pytest.mark.parametrize("heads", those_in_full(DECODED))
+def test_decode_waits_once_for_the_keys_that_are_held(heads):
+    """And never where a SIMD group needs nobody else's scores."""
+    variant = heads.variant
+    if heads.num_heads // heads.num_kv_heads > 8 * variant.strips:
+        pytest.skip("more rows than go the direct way")
+    keys = variant.held * 8 * GROUPS // variant.parts
+
+    def barriers(stages):
+        (launch,) = heads.launches([(1, stages * keys)], target_threadgroups=1)
+        return launch.barriers // launch.threadgroups
+
+    for_three_stages = barriers(4) - barriers(1)
+    assert for_three_stages == (3 if variant.parts > 1 else 0)
+
+
+@pytest.mark.parametrize("heads", [Heads(64, 64, 2, 1), Heads(256, 256, 2, 1)], ids=["64", "256"])
+def test_prefill_waits_four_times_a_stage(heads):
+    """Parts need no barrier of their own to add their scores."""
+
+    def barriers(stages):
+        (launch,) = heads.launches([(10, stages * heads.variant.bk)], target_threadgroups=1)
+        return launch.barriers // launch.threadgroups
+
+    assert barriers(4) - barriers(1) == 3 * 4

@@ -1,0 +1,82 @@
+"""How exact the simulated kernel is where numbers are extreme."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_engine.attention.metal.backend import MetalBackend
+from tests.support.simulated import attend, backend, every_row_by_itself, relative_error
+from tools.fixtures.packed_step import make_step
+from tools.metal_sim import FlushingKernel
+
+NO_SPLIT, SPLITS = 1, 1000  # threadgroups that are asked for
+
+
+def test_large_scores_and_equal_scores():
+    """Softmax at its ends: one key that takes all the weight, and all keys alike."""
+    step = make_step([(9, 70)], num_heads=2, num_kv_heads=1, head_dim=64)
+    for scale in (50.0, 0.0):
+        out, _ = attend(step, scale=scale)
+        expected = step.reference(scale=scale)
+        assert np.abs(out - expected).max() <= 1e-3 * np.abs(expected).max()
+
+
+HEADS = {
+    "direct": {"head_dim": 64, "num_heads": 2},
+    "parts": {"head_dim": 256, "num_heads": 2},
+    "latent": {"head_dim": 48, "v_head_dim": 32, "is_latent": True, "num_heads": 12},
+}
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("target", [NO_SPLIT, SPLITS])
+@pytest.mark.parametrize("segments", [[(1, 1500)], [(40, 1400)]], ids=["decode", "chunk"])
+def test_large_negative_scores(heads, target, segments):
+    """All keys near -1e4: nothing in the kernel or the merge may take them for keys that are not seen."""
+    step = make_step(segments, num_kv_heads=1, poison=False, **HEADS[heads])
+    step = step.with_scores(-9_997.0, -10_000.0)
+    out, launches = attend(step, target, scale=1.0)
+    assert len(launches) == (1 if target == NO_SPLIT else 2)
+    # A float32 of this size is exact to 1e-3.
+    assert every_row_by_itself(out, step.reference(scale=1.0)).max() <= 5e-3
+
+
+@cache
+def flushing_backend(target_threadgroups: int) -> MetalBackend:
+    """On a device whose float16 has no subnormal numbers."""
+    return MetalBackend(FlushingKernel, target_threadgroups)
+
+
+@pytest.mark.parametrize("distance", [17.0, 11.0])
+@pytest.mark.parametrize("flushes", [False, True])
+@pytest.mark.parametrize("heads, length", [("direct", 1), ("direct", 20), ("latent", 1)])
+def test_many_keys_of_small_weight(heads, length, flushes, distance):
+    """One key that takes nearly all of the weight and has no value, and 3,000 keys that each have e^-distance of it.
+
+    In float16 such weights would be subnormal or zero.
+    """
+    step = make_step([(length, 3001)], num_kv_heads=1, dtype=mx.float16, poison=False, **HEADS[heads])
+    values = np.array(step.v_cache.astype(mx.float32)) * 100 + 100
+    values[step.rows.block_table[:, 0], 0] = 0.0
+    step = replace(step, v_cache=mx.array(values).astype(mx.float16)).with_scores(distance, 0.0)
+    for target in (NO_SPLIT, SPLITS):
+        attention = flushing_backend(target) if flushes else backend(target)
+        out = np.array(attention.for_step(step.rows).attend(step.q, step.state, scale=1.0).astype(mx.float32))
+        expected = step.reference(scale=1.0)
+        ideal = relative_error(expected.astype(np.float16), expected)
+        assert relative_error(out, expected) <= 2 * ideal
+
+
+def test_sinks_take_part_in_the_small_weights():
+    """The sum of weights has the factor that keeps them from vanishing, and the sink must have it too."""
+    sinks = np.array([17.0, -3.0], np.float32)
+    for target in (NO_SPLIT, SPLITS):
+        step = make_step([(1, 3000), (20, 1500)], num_kv_heads=1, dtype=mx.float16, poison=False, **HEADS["direct"])
+        step = replace(step, v_cache=step.v_cache * 100 + 100).with_scores(0.0, 0.0)
+        out, _ = attend(step, target, scale=1.0, sinks=mx.array(sinks))
+        assert every_row_by_itself(out, step.reference(scale=1.0, sinks=sinks)).max() <= 1e-3

@@ -1,0 +1,137 @@
+"""Speculation in the whole engine: against mlx-lm, through aborts, failed steps, next turns and the server."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.ngram import NgramProposer
+from tests.engine.test_failed_steps import GREEDY, PROMPTS, VOCAB_SIZE, Fault, run_with_fault
+from tests.support.demo import engine_for
+from tests.support.running import run
+from tests.support.speculation import KnownOutputs, propose_from, speculative_config
+from tests.support.tiny_engine import run_all, tiny_engine, token_ids
+from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.fake_engine import byte_ids, tiny_tokenizer
+from tools.fixtures.tiny_models import tiny_model
+
+TASKS = [
+    "Repeat this: the quick brown fox jumps over the lazy dog. The quick brown fox",
+    "1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3,",
+    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
+    "Once upon a time",
+]
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "budget", "at_once"),
+    [(4, 512, 2), pytest.param(2, 16, 4, marks=pytest.mark.full), pytest.param(8, 61, 3, marks=pytest.mark.full)],
+)
+def test_greedy_outputs_are_mlx_lms(
+    paged_demo: PagedModel, demo_tokenizer: Tokenizer, reference_model: Any, num_drafts: int, budget: int, at_once: int
+) -> None:
+    num_tokens = 8 if at_once == 2 else 40
+    prompts = [demo_tokenizer.encode(text) for text in TASKS[:at_once]]
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    engine = engine_for(
+        paged_demo,
+        demo_tokenizer,
+        vocab_size=49152,
+        budget=budget,
+        block_size=16,
+        num_blocks=128,
+        max_num_seqs=8,
+        speculative=speculative_config(num_drafts, longest=3, shortest=1),
+    )
+    propose_from(engine, NgramProposer(speculative_config(num_drafts, longest=3, shortest=1)))
+    outputs = run(engine, prompts, params, at_once=at_once)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        golden = [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=num_tokens)]
+        assert compare_outputs(reference_model, prompt, golden, output).equal
+    metrics = engine.metrics
+    assert 0 < sum(metrics.num_accepted_tokens) < metrics.num_draft_tokens
+
+
+def known_to(requests: list[tuple[list[int], SamplingParams]], outputs: list[list[int]]) -> KnownOutputs:
+    return KnownOutputs({tuple(prompt): tokens for (prompt, _), tokens in zip(requests, outputs, strict=True)})
+
+
+def requests_of(seed: int, num: int = 12) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(seed)
+    return [
+        (byte_ids(f"{i} " + "prompt " * rng.randrange(6)), SamplingParams(seed=i, max_tokens=40, ignore_eos=True))
+        for i in range(num)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_aborts(seed: int) -> None:
+    """Requests that leave in the middle change nothing for the others, and leave nothing behind."""
+    requests = requests_of(seed)
+    expected = [token_ids(outputs) for outputs in run_all(tiny_engine(), requests)]
+    engine = tiny_engine(speculative=speculative_config(5), num_blocks=40)
+    propose_from(engine, known_to(requests, expected))
+    rng = random.Random(seed)
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), engine.prepare(prompt, params))
+    found: list[list[int]] = [[] for _ in requests]
+    gone: set[int] = set()
+    while engine.has_requests:
+        for output in engine.step():
+            found[int(output.request_id)] += output.token_ids
+        if rng.random() < 0.2 and engine.request_ids:
+            victim = rng.choice(engine.request_ids)
+            engine.abort_request(victim)
+            gone.add(int(victim))
+        if rng.random() < 0.1:
+            engine.scheduler.preempt_all()
+        engine.scheduler.check_integrity()
+    assert 0 < len(gone) < len(requests) and engine.stats.num_used_blocks == 0
+    for i, tokens in enumerate(expected):
+        assert found[i] == (tokens[: len(found[i])] if i in gone else tokens)
+
+
+def test_next_turns_find_what_was_accepted() -> None:
+    """Prompts that go on from outputs use their cached blocks, and get what they get without."""
+    requests = requests_of(5, num=4)
+    engines: list[EngineCore] = [
+        tiny_engine(num_blocks=400),
+        tiny_engine(speculative=speculative_config(5), num_blocks=400),
+    ]
+    firsts = [token_ids(outputs) for outputs in run_all(engines[0], requests)]
+    propose_from(engines[1], known_to(requests, firsts))
+    assert [token_ids(outputs) for outputs in run_all(engines[1], requests)] == firsts
+    turns = [([*p, *tokens, *byte_ids(" and?")], params) for (p, params), tokens in zip(requests, firsts, strict=True)]
+    plain = run_all(engines[0], turns)
+    propose_from(engines[1], known_to(turns, [token_ids(outputs) for outputs in plain]))
+    ours = run_all(engines[1], turns)
+    assert [token_ids(outputs) for outputs in ours] == [token_ids(outputs) for outputs in plain]
+    cached = [[outputs[0].num_cached_tokens for outputs in of] for of in (ours, plain)]
+    assert cached[0] == cached[1] and min(cached[0]) >= 40
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_step"), [("build", 2), ("build", 5), pytest.param("eval", 5, marks=pytest.mark.own_process)]
+)
+def test_the_engine_goes_on_after_a_step_that_fails(kind: str, at_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
+    fault = Fault()
+    fault.install(model, monkeypatch)
+    sizes = {"vocab_size": VOCAB_SIZE, "budget": 16, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
+    paged = PagedModel(model)
+    expected = dict(zip("0123", run(engine_for(paged, tiny_tokenizer(), **sizes), PROMPTS, GREEDY), strict=True))
+    engine = engine_for(paged, tiny_tokenizer(), **sizes, speculative=speculative_config(3))
+    known = KnownOutputs({tuple(prompt): expected[str(i)] for i, prompt in enumerate(PROMPTS)})
+    propose_from(engine, known)
+    failed, outputs = run_with_fault(engine, fault, kind, at_step)
+    assert failed and "3" not in failed and known.num_right
+    assert outputs == {i: tokens for i, tokens in expected.items() if i not in failed}
+    assert dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True)) == expected

@@ -1,0 +1,261 @@
+"""How many drafts pay: measured step times, what is expected of drafts, and whole runs in simulated time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metal_engine.request import Request
+from metal_engine.scheduling.draft_lengths import Acceptance, StepTimes, best_lengths, least_gain
+from metal_engine.scheduling.speculation import Speculation
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.speculation import speculative_config
+
+
+class Clock:
+    """A clock that stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def measure(times: StepTimes, clock: Clock, num_rows: int, seconds: float, *, repeat: int = 2) -> None:
+    for _ in range(repeat):
+        times.start()
+        times.planned(num_rows)
+        clock.now += seconds
+        times.end()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def times(clock: Clock) -> StepTimes:
+    return StepTimes(clock)
+
+
+def test_nothing_is_known_without_a_step_of_so_few_rows(times: StepTimes, clock: Clock) -> None:
+    assert times.times(1, 4) == []
+    measure(times, clock, 4, 1.0)
+    assert times.times(3, 4) == []
+    assert times.times(4, 3) == [1.0] * 4
+
+
+def test_larger_steps_are_tried_little_by_little(times: StepTimes, clock: Clock) -> None:
+    measure(times, clock, 16, 1.0)
+    assert times.times(16, 64) == [1.0] * 5
+    measure(times, clock, 20, 2.0)
+    assert len(times.times(16, 64)) == 25 - 16 + 1
+    assert len(times.times(40, 64)) == 50 - 40 + 1
+
+
+def test_the_first_step_of_a_size_may_have_compiled_something(times: StepTimes, clock: Clock) -> None:
+    measure(times, clock, 1, 9.0, repeat=1)
+    assert times.times(1, 1) == []
+    measure(times, clock, 1, 1.0, repeat=1)
+    assert times.times(1, 1) == [1.0, 1.0]
+
+
+def test_sizes_in_between_lie_on_a_line(times: StepTimes, clock: Clock) -> None:
+    for num_rows, seconds in ((1, 1.0), (5, 2.0), (8, 1.5), (9, 3.0)):
+        measure(times, clock, num_rows, seconds)
+    assert times.times(1, 10) == pytest.approx([1, 1.25, 1.5, 1.75, 2, 2, 2, 2, 3, 3, 3], rel=0.02)
+    assert times.times(3, 2) == pytest.approx([1.5, 1.75, 2], rel=0.02)
+    assert times.times(1, 0) == pytest.approx([1], rel=0.02)
+
+
+def test_sizes_that_are_much_the_same_are_one(times: StepTimes, clock: Clock) -> None:
+    measure(times, clock, 33, 1.0, repeat=1)
+    measure(times, clock, 35, 1.0, repeat=1)
+    assert times.times(32, 0) == [1.0]
+
+
+def test_a_step_that_was_held_up_changes_little(times: StepTimes, clock: Clock) -> None:
+    measure(times, clock, 1, 1.0, repeat=5)
+    measure(times, clock, 1, 60.0, repeat=1)
+    assert times.times(1, 0)[0] < 1.15
+    measure(times, clock, 1, 4.0, repeat=30)  # contexts have grown
+    assert times.times(1, 0)[0] == pytest.approx(4.0, rel=0.05)
+
+
+def test_what_was_measured_long_ago_is_tried_again(times: StepTimes, clock: Clock) -> None:
+    measure(times, clock, 1, 1.0)
+    measure(times, clock, 5, 9.0)
+    assert times.times(1, 4)[4] == pytest.approx(9, rel=0.01)
+    measure(times, clock, 1, 1.0, repeat=3000)
+    assert times.times(1, 4)[4] < 1.2
+    measure(times, clock, 5, 2.0, repeat=1)
+    assert times.times(1, 4)[4] == pytest.approx(2, rel=0.1)
+
+
+def test_steps_that_do_more_than_decode_are_not_measured(times: StepTimes, clock: Clock) -> None:
+    measure(times, clock, 1, 1.0)
+    times.start()
+    clock.now += 100
+    times.end()
+    assert times.times(1, 0) == [1.0]
+
+
+def test_acceptance_follows_what_is_accepted() -> None:
+    acceptance = Acceptance()
+    first = acceptance.of("new")
+    for _ in range(30):
+        acceptance.tried("right", 4, 4)
+        acceptance.tried("wrong", 4, 0)
+    assert acceptance.of("right") > 0.99 and acceptance.of("wrong") < 0.01
+    acceptance.tried("half", 8, 1)  # the six after the first that was wrong say nothing
+    assert first < acceptance.of("right") and 0.1 < acceptance.of("half") < 0.9
+    for _ in range(200):
+        acceptance.tried("wrong", 4, 0)
+    assert acceptance.of("new") < 0.05, "who comes next is expected to be like those before"
+    acceptance.forget("right")
+    assert acceptance.of("right") == acceptance.of("new")
+
+
+@given(
+    requests=st.lists(st.tuples(st.floats(0.06, 1.0), st.integers(0, 4)), min_size=1, max_size=4),
+    steps=st.lists(st.floats(0.0, 0.5), max_size=10),
+)
+def test_lengths_are_those_that_give_most_tokens_a_second(
+    requests: list[tuple[float, int]], steps: list[float]
+) -> None:
+    seconds = list(itertools.accumulate([1.0, *steps]))
+    acceptances, limits = [p for p, _ in requests], [limit for _, limit in requests]
+
+    def rate(lengths: tuple[int, ...]) -> float:
+        if sum(lengths) >= len(seconds):
+            return 0.0
+        tokens = sum(sum(p**j for j in range(n + 1)) for p, n in zip(acceptances, lengths, strict=True))
+        return tokens / seconds[sum(lengths)]
+
+    ours = best_lengths(acceptances, limits, len(requests), seconds)
+    assert all(0 <= n <= limit for n, limit in zip(ours, limits, strict=True))
+    # Drafts that are almost never accepted are not even considered.
+    considered = [
+        range(1 + sum(p ** (j + 1) >= 0.05 for j in range(limit))) for p, limit in zip(acceptances, limits, strict=True)
+    ]
+    assert rate(tuple(ours)) == pytest.approx(max(map(rate, itertools.product(*considered))))
+    if sum(ours):
+        assert max(acceptances) >= least_gain(len(requests), seconds) - 1e-9
+
+
+def test_rows_that_cost_what_they_give_are_not_taken() -> None:
+    proportional = [float(n) for n in range(16, 80)]
+    assert least_gain(16, proportional) == pytest.approx(1.0)
+    assert best_lengths([0.9] * 16, [4] * 16, 16, proportional) == [0] * 16
+    assert best_lengths([0.9] * 16, [4] * 16, 16, [1.0] * 65) == [4] * 16
+    assert best_lengths([0.9], [4], 1, [1.0]) == [0]
+
+
+# --- runs ---------------------------------------------------------------------------------------------------
+
+
+class Drafts:
+    """Proposes what a request generates, or what it does not.
+
+    Args:
+        right_from: index of the first token that is proposed as it will be.
+    """
+
+    def __init__(self, harness: SchedulerHarness, *, right_from: int) -> None:
+        self._harness = harness
+        self._right_from = right_from
+
+    def begin_step(self) -> None:
+        """Nothing here depends on the step."""
+
+    def propose(self, request: Request, num_tokens: int) -> list[int]:
+        expected = self._harness.tracked[request.request_id].expected[request.num_output_tokens :]
+        is_right = request.num_output_tokens >= self._right_from
+        return expected[:num_tokens] if is_right else [token_id ^ 1 for token_id in expected[:num_tokens]]
+
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Nothing is counted here."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept of a request."""
+
+
+NEVER = 1 << 30
+
+
+def run(num_requests: int, right_from: int | None, seconds: Callable[[int], float]) -> tuple[float, int]:
+    """Returns how long requests of 400 tokens take where a step of n rows takes ``seconds(n)``, and all rows.
+
+    Args:
+        right_from: of :class:`Drafts`; None for no drafts at all.
+    """
+    harness = SchedulerHarness(
+        SchedulerConfig(
+            max_num_batched_tokens=128, max_num_seqs=num_requests, max_model_len=410, speculative=speculative_config(4)
+        ),
+        CacheConfig(block_size=16, num_blocks=32 * num_requests, enable_prefix_caching=False),
+    )
+    clock = Clock()
+    if right_from is not None:
+        drafts = Drafts(harness, right_from=right_from)
+        harness.scheduler.speculation = Speculation(harness.config, harness.scheduler.blocks, drafts, StepTimes(clock))
+    execute, num_rows = harness.runner.execute, 0
+
+    def timed(plan: object) -> object:
+        nonlocal num_rows
+        rows = sum(plan.num_scheduled_tokens.values())  # type: ignore[attr-defined]
+        num_rows += rows
+        clock.now += seconds(rows)
+        return execute(plan)  # type: ignore[arg-type]
+
+    harness.runner.execute = timed  # type: ignore[assignment,method-assign]
+    for i in range(num_requests):
+        harness.submit(f"r{i}", make_prompt(i, 4), 400)
+    harness.drain()
+    return clock.now, num_rows
+
+
+def memory_bound(num_rows: int) -> float:
+    return 1.0 + 0.05 * num_rows
+
+
+def compute_bound(num_rows: int) -> float:
+    return 0.1 * max(num_rows, 10)
+
+
+@pytest.mark.parametrize("num_requests", [1, 16])
+@pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
+def test_wrong_drafts_cost_little(num_requests: int, seconds: Callable[[int], float]) -> None:
+    without, _ = run(num_requests, None, seconds)
+    with_drafts, _ = run(num_requests, NEVER, seconds)
+    assert with_drafts <= (1.05 if num_requests == 1 else 1.02) * without
+
+
+def test_right_drafts_pay_where_rows_are_cheap() -> None:
+    for num_requests, most in ((1, 0.27), (8, 0.5)):
+        without, _ = run(num_requests, None, memory_bound)
+        with_drafts, _ = run(num_requests, 0, memory_bound)
+        assert with_drafts <= most * without
+
+
+def test_drafts_come_back_when_they_are_right() -> None:
+    """Of answers that repeat something in their second half only."""
+    for num_requests, most in ((1, 0.66), (8, 0.8)):
+        without, _ = run(num_requests, None, memory_bound)
+        with_drafts, _ = run(num_requests, 200, memory_bound)
+        assert with_drafts <= most * without
+
+
+def test_full_steps_have_no_drafts() -> None:
+    """Where another row costs as much as it gives, few drafts are tried, and they cost next to nothing."""
+    without, num_rows = run(16, None, compute_bound)
+    with_drafts, num_rows_with = run(16, 0, compute_bound)
+    assert with_drafts <= 1.02 * without
+    assert num_rows_with <= 1.05 * num_rows

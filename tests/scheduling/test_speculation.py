@@ -1,0 +1,207 @@
+"""Drafts in plans: what they may take, what becomes of it, and that the harness notices when that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from metal_engine.request import Request, RequestOptions
+from metal_engine.scheduling.block_manager import BlockManager
+from metal_engine.scheduling.speculation import Speculation
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from metal_engine.step import ModelOutput, SchedulerOutput
+from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.speculation import KnownTimes, speculative_config
+
+
+class RightDrafts:
+    """Proposes what a request generates."""
+
+    def __init__(self, harness: SchedulerHarness) -> None:
+        self._harness = harness
+
+    def begin_step(self) -> None:
+        """Nothing here depends on the step."""
+
+    def propose(self, request: Request, num_tokens: int) -> list[int]:
+        expected = self._harness.tracked[request.request_id].expected
+        return expected[request.num_output_tokens : request.num_output_tokens + num_tokens]
+
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Nothing is counted here."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept of a request."""
+
+
+def make_harness(
+    *,
+    num_drafts: int = 4,
+    num_blocks: int = 40,
+    block_size: int = 4,
+    caching: bool = False,
+    right: bool = True,
+    **config: Any,
+) -> SchedulerHarness:
+    limits = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 150, **config}
+    harness = SchedulerHarness(
+        SchedulerConfig(**limits, speculative=speculative_config(num_drafts)),
+        CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=caching),
+        drafts=0,
+    )
+    if right:
+        blocks = harness.scheduler.blocks
+        harness.proposer = None
+        harness.scheduler.speculation = Speculation(harness.config, blocks, RightDrafts(harness), KnownTimes())
+    return harness
+
+
+def test_right_drafts_are_generated_at_once() -> None:
+    harness = make_harness(num_drafts=4)
+    harness.submit("a", make_prompt(0, 6), 21)
+    assert harness.run() == 1 + 4  # the prompt, and 5 tokens a step
+    assert [sum(plan.num_scheduled_tokens.values()) for plan in harness.plans] == [6, 5, 5, 5, 5]
+    harness.drain()
+
+
+def test_the_last_tokens_are_not_drafted_beyond_the_end() -> None:
+    harness = make_harness(num_drafts=6)
+    harness.submit("a", make_prompt(0, 6), 10)
+    harness.run()
+    assert [len(p.scheduled_spec_decode_tokens.get("a", ())) for p in harness.plans] == [0, 6, 1]
+    harness.drain()
+
+
+def test_a_token_that_ends_a_request_is_sampled_and_not_drafted() -> None:
+    harness = make_harness(num_drafts=6)
+    harness.submit("a", make_prompt(0, 6), 20, stop_after=4)
+    harness.run()
+    assert [len(p.scheduled_spec_decode_tokens.get("a", ())) for p in harness.plans] == [0, 2]
+    assert harness.tracked["a"].finish_reason == "stop"
+    harness.drain()
+
+
+def test_drafts_take_what_prompts_leave() -> None:
+    harness = make_harness(num_drafts=4, max_num_batched_tokens=8)
+    harness.submit("a", make_prompt(0, 4), 40)
+    harness.step()
+    harness.submit("b", make_prompt(1, 19), 4)
+    shares = [dict(harness.step().num_scheduled_tokens) for _ in range(4)]
+    assert shares == [{"a": 1, "b": 7}, {"a": 1, "b": 7}, {"a": 3, "b": 5}, {"a": 5, "b": 3}]
+    harness.drain()
+
+
+def test_drafts_of_several_share_the_rows_that_sample() -> None:
+    harness = make_harness(num_drafts=60, max_num_batched_tokens=128, max_num_seqs=4, num_blocks=100)
+    assert harness.config.max_sample_rows == 64
+    for i in range(3):
+        harness.submit(f"r{i}", make_prompt(i, 4), 100)
+    for _ in range(4):
+        plan = harness.step()  # the first drafts are fewer, as little is known of what becomes of them
+    assert sum(len(d) for d in plan.scheduled_spec_decode_tokens.values()) == 61
+    harness.drain()
+
+
+def test_drafts_take_free_blocks_and_nobody_else_s() -> None:
+    harness = make_harness(num_drafts=8, num_blocks=5, block_size=4, max_num_seqs=2, max_model_len=20)
+    harness.submit("a", make_prompt(0, 7), 13)
+    harness.submit("b", make_prompt(1, 7), 4)
+    harness.step()
+    assert harness.scheduler.blocks.num_free_blocks == 1
+    # Row 8 of each is in a block it has; a takes the free one, b has what is left of its own.
+    plan = harness.step()
+    assert {r: len(d) for r, d in plan.scheduled_spec_decode_tokens.items()} == {"a": 4}
+    assert harness.scheduler.num_preemptions == 0
+    harness.drain()
+
+
+def test_blocks_of_rejected_drafts_are_free_again() -> None:
+    harness = make_harness(num_drafts=8, right=False)
+    assert harness.proposer is not None
+    harness.submit("a", make_prompt(0, 7), 40)
+    while harness.live:
+        harness.step()
+        used, request = harness.scheduler.blocks.num_used_blocks, harness.tracked["a"].request
+        assert used <= harness.scheduler.blocks.blocks_for(request.num_tokens)
+    assert harness.proposer.num_wrong
+    harness.drain()
+
+
+def test_a_request_can_do_without() -> None:
+    harness = make_harness()
+    harness.submit("a", make_prompt(0, 6), 10, options=RequestOptions(use_speculation=False))
+    harness.run()
+    assert not any(plan.scheduled_spec_decode_tokens for plan in harness.plans)
+    harness.drain()
+
+
+def test_a_token_that_is_computed_again_has_no_drafts() -> None:
+    harness = make_harness()
+    harness.submit("a", make_prompt(0, 6), 20, needs_token_on_host=True)
+    harness.step()
+    harness.runner.num_late = 2
+    num_drafts = [len(harness.step().scheduled_spec_decode_tokens.get("a", ())) for _ in range(4)]
+    assert num_drafts == [4, 0, 0, 4]
+    harness.drain()
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_accepted_tokens_are_cached(block_size: int) -> None:
+    """A second turn finds all that the first has computed, as it does without speculation."""
+    found = []
+    for num_drafts in (None, 5):
+        harness = make_harness(num_drafts=num_drafts or 1, block_size=block_size, num_blocks=160, caching=True)
+        if num_drafts is None:
+            harness.scheduler.speculation = None
+        first = harness.submit("a", make_prompt(0, 6), 33)
+        harness.run()
+        again = harness.submit("b", [*make_prompt(0, 6), *harness.tracked["a"].token_ids, 5], 3)
+        harness.run()
+        assert first.num_output_tokens == 33
+        found.append(again.num_cached_tokens)
+        harness.drain()
+    assert found[0] == found[1] == 38 // block_size * block_size
+
+
+# --- the harness must notice --------------------------------------------------------------------------------
+
+
+def _accept_one_more(settle: Any) -> Any:
+    def wrong(self: Speculation, plan: SchedulerOutput, output: ModelOutput, requests: Any) -> dict[str, list[int]]:
+        for request_id, drafts in plan.scheduled_spec_decode_tokens.items():
+            if output.num_accepted_tokens[request_id] < len(drafts):
+                output.num_accepted_tokens[request_id] += 1
+        return settle(self, plan, output, requests)
+
+    return wrong
+
+
+def _keep_rejected_rows(settle: Any) -> Any:
+    def wrong(self: Speculation, plan: SchedulerOutput, output: ModelOutput, requests: Any) -> dict[str, list[int]]:
+        num_computed = {request_id: request.num_computed_tokens for request_id, request in requests.items()}
+        accepted = settle(self, plan, output, requests)
+        for request_id, drafts in accepted.items():
+            request = requests[request_id]
+            request.num_computed_tokens = min(num_computed[request_id], request.num_tokens + len(drafts) + 1)
+        return accepted
+
+    return wrong
+
+
+@pytest.mark.parametrize("mutate", [_accept_one_more, _keep_rejected_rows, None])
+def test_harness_notices(mutate: Callable[[Any], Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> None:
+        harness = make_harness(right=False, caching=True, num_blocks=30, max_model_len=100)
+        for i in range(4):
+            harness.submit(f"r{i}", make_prompt(i, 5 + i), 30)
+        harness.drain()
+
+    run()
+    if mutate is None:  # blocks of rejected drafts are kept
+        monkeypatch.setattr(BlockManager, "trim", lambda self, request_id, num_tokens: None)
+    else:
+        monkeypatch.setattr(Speculation, "settle", mutate(Speculation.settle))
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        run()

@@ -1,0 +1,77 @@
+"""Speculation in tests: its configuration, and drafts that are right as far as they are meant to be."""
+
+from __future__ import annotations
+
+import random
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.request import Request
+from metal_engine.scheduling.draft_lengths import StepTimes
+from metal_engine.scheduling.speculation import Proposer, Speculation
+from metal_engine.settings.config import SpeculativeConfig
+
+
+def speculative_config(num_speculative_tokens: int = 4, longest: int = 4, shortest: int = 2) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=num_speculative_tokens,
+        prompt_lookup_max=longest,
+        prompt_lookup_min=shortest,
+    )
+
+
+class KnownTimes(StepTimes):
+    """Steps that take as long as they are said to, so that plans do not depend on the machine.
+
+    Args:
+        row_seconds: what each row adds to a second.
+    """
+
+    def __init__(self, row_seconds: float = 0.0) -> None:
+        super().__init__()
+        self._row_seconds = row_seconds
+
+    def times(self, num_rows: int, most: int) -> list[float]:
+        return [1 + self._row_seconds * n for n in range(num_rows, num_rows + most + 1)]
+
+
+class KnownOutputs:
+    """Proposes the outputs that requests are known to have, each draft right with a probability.
+
+    Args:
+        outputs: by prompt.
+        seed: of what is right.
+        rightness: probability that a draft is right, where those before it are.
+    """
+
+    def __init__(self, outputs: dict[tuple[int, ...], list[int]], seed: int = 0, rightness: float = 0.7) -> None:
+        self._outputs = outputs
+        self._random = random.Random(seed)
+        self._rightness = rightness
+        self.num_right = self.num_wrong = 0
+
+    def begin_step(self) -> None:
+        """Nothing here depends on the step."""
+
+    def propose(self, request: Request, num_tokens: int) -> list[int]:
+        output = self._outputs[tuple(request.token_ids[: request.num_prompt_tokens])]
+        drafts = output[request.num_output_tokens : request.num_output_tokens + num_tokens]
+        for i, token_id in enumerate(drafts):
+            if self._random.random() > self._rightness:
+                self.num_wrong += 1
+                drafts[i] = token_id ^ 1
+            else:
+                self.num_right += 1
+        return drafts
+
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Nothing is counted here."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept of a request."""
+
+
+def propose_from(engine: EngineCore, proposer: Proposer) -> None:
+    """Have an engine that speculates take its drafts from ``proposer``, as if its rows cost nothing."""
+    scheduler = engine.scheduler
+    scheduler.speculation = Speculation(engine.config.scheduler, scheduler.blocks, proposer, KnownTimes())

@@ -1,0 +1,264 @@
+"""Sources for Apple's compilers: every variant that docs/models.md's architectures need, as the workflow lists them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+import yaml
+
+from tools.fixtures.architectures import SUPPORTED
+from tools.metal_sim.check import check
+from tools.metal_sim.emit import LISTING, PREAMBLE, emit
+from tools.metal_sim.errors import CheckError, ToolchainError
+from tools.metal_sim.shapes import Attention, Convolution, attention_layers, layers_by_model
+from tools.metal_sim.source import rewrite, translation_unit
+from tools.metal_sim.variants import DTYPES, Recorder
+
+ROOT = Path(__file__).resolve().parents[3]
+WORKFLOW = ROOT / ".github" / "workflows" / "metal-kernels.yml"
+BUILDER = ROOT / "tools" / "metal_sim" / "compile_on_mac.py"
+SMALL = {"lfm2": [Attention(32, 8, 64, 64), Convolution(3, bias=False)]}
+
+
+@pytest.fixture(scope="module")
+def emitted(tmp_path_factory):
+    """All variants, in a folder, with what was recorded."""
+    folder = tmp_path_factory.mktemp("metal")
+    return folder, emit(folder)
+
+
+def manifest_of(folder: Path) -> dict:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def listed_names() -> list[str]:
+    return [line for line in LISTING.read_text().splitlines() if not line.startswith("#")]
+
+
+def test_the_workflow_lists_every_file_that_is_emitted(emitted) -> None:
+    folder, _ = emitted
+    names = [variant["name"] for variant in manifest_of(folder)["variants"]]
+    assert names == sorted(path.stem for path in folder.glob("*.metal"))
+    assert names == sorted(path.stem for path in folder.glob("*.mtlp-json"))
+    assert listed_names() == names, "run python -m tools.metal_sim emit --write-list"
+
+
+def test_every_layer_of_every_architecture_has_variants_or_a_reason(emitted) -> None:
+    _, recorder = emitted
+    needed_by = {model for variant in recorder.variants.values() for model in variant.needed_by}
+    refused = {model for models, _, _ in recorder.refused for model in models}
+    with_layers = {model for model, layers in layers_by_model().items() if layers}
+    assert needed_by | refused == with_layers
+    for layer in {layer for layers in layers_by_model().values() for layer in layers if isinstance(layer, Attention)}:
+        why = [text for _, text, _ in recorder.refused if text.startswith(f"{layer} ")]
+        assert not why or len(why) >= len(DTYPES), f"{layer} is refused in some dtypes only"
+    assert {variant.kernel for variant in recorder.variants.values()} == recorder.kernels
+    assert len(recorder.kernels) >= 5
+
+
+def test_shapes_are_those_that_the_documentation_names() -> None:
+    layers = layers_by_model()
+    assert set(layers) == set(SUPPORTED)
+    page = (ROOT / "docs" / "models.md").read_text().split("## GGUF files")[0]
+    for model_type, found in layers.items():
+        (row,) = re.findall(rf"^\| `{re.escape(model_type)}` \|(.*)$", page, re.M)
+        attention = [layer for layer in found if isinstance(layer, Attention)]
+        assert ("none: recurrent state" in row) == (not attention), model_type
+        for word, has in {
+            "sliding window": any(layer.window for layer in attention),
+            "softcap": any(layer.softcap for layer in attention),
+            "sinks": any(layer.sinks for layer in attention),
+            "latent (MLA": any(layer.is_latent for layer in attention),
+            "K and V of different sizes": any(layer.head_dim != layer.v_head_dim for layer in attention),
+        }.items():
+            assert (word in row) == has, f"{model_type}: {word}"
+        # 32 / 8 x 128; 16 / 16 x 192, V 128; 128 / 1 x (512 + 64)
+        for heads, kv_heads, latent, rope, head_dim, v_head_dim in re.findall(
+            r"(\d+) / (\d+) x (?:\((\d+) \+ (\d+)\)|(\d+)(?:, V (\d+))?)", row
+        ):
+            dims = (latent, latent, rope) if latent else (head_dim, v_head_dim or head_dim, 0)
+            named = (int(heads), int(kv_heads), *map(int, dims))
+            assert named in {(a.num_heads, a.num_kv_heads, a.head_dim, a.v_head_dim, a.rope_dim) for a in attention}, (
+                row
+            )
+
+
+def test_a_row_of_shapes_is_read() -> None:
+    first, second, third, fourth = attention_layers("32/8x64:48 8xlatent512+64 | full window+sinks")
+    assert first == Attention(32, 8, 64, 48) and str(first) == "32/8x64:48"
+    assert second == Attention(32, 8, 64, 48, window=True, sinks=True)
+    assert third == Attention(8, 1, 512, 512, rope_dim=64) and third.is_latent
+    assert str(fourth) == "8xlatent512+64+window+sinks"
+    with pytest.raises(ValueError, match="no attention shape"):
+        list(attention_layers("32x128"))
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [*("gated_delta", "merge_splits", "paged_attention", "paged_attention_tensor", "short_convolution"), "ssm_update"],
+)
+def test_an_emitted_file_is_whole_and_legal(emitted, kernel: str) -> None:
+    """The simulator's check pass takes the file as it is written, preamble included, and nothing else of MLX's."""
+    folder, recorder = emitted
+    variant = next(v for v in sorted(recorder.variants.values(), key=lambda v: v.name) if v.kernel == kernel)
+    preamble, text = (folder / PREAMBLE).read_text(), (folder / f"{variant.name}.metal").read_text()
+    assert '#include "' not in preamble
+    assert re.findall('#include "(.*)"', text) == [PREAMBLE]
+    # What the pipeline asks for is what the file exports.
+    pipeline = json.loads((folder / f"{variant.name}.mtlp-json").read_text())
+    (function,) = re.findall(r'host_name\("(\w+)"\)', text)
+    assert pipeline == {"pipelines": {"compute_pipelines": [{"compute_function": function}]}}
+
+    def unit_of(preamble: str) -> str:
+        include = '#pragma clang diagnostic ignored "-Weverything"\n' + rewrite(preamble).replace("#pragma once\n", "")
+        body = text.replace(f'#include "{PREAMBLE}"\n', "")
+        return translation_unit(body, function, list(variant.template.values()), include=include)[0]
+
+    check(unit_of(preamble), variant.name, own_files=False)
+    if kernel == "paged_attention":  # it is this preamble that makes it so
+        with pytest.raises(CheckError):
+            check(unit_of("#include <metal_math>\n"), variant.name, own_files=False)
+
+
+def test_emitting_again_writes_the_same_and_removes_what_is_gone(tmp_path: Path) -> None:
+    emit(tmp_path, SMALL)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "older.metal").write_text("")
+    emit(tmp_path, SMALL)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ToolchainError, match=r"notes\.txt"):
+        emit(tmp_path, SMALL)
+
+
+def test_variants_are_whatever_the_host_code_calls() -> None:
+    """No name of a template argument is known here."""
+    recorder = Recorder()
+    kernel = recorder(name="other", input_names=["x"], output_names=["y"], source="y[0] = T(x[0]) + T(NEW);")
+    for new in (1, 2, 2):
+        recorder.models = {f"model{new}"}
+        options = {"grid": (1, 1, 1), "threadgroup": (64, 2, 1), "output_shapes": [(3,)], "output_dtypes": [mx.float16]}
+        (y,) = kernel(inputs=[mx.zeros((9,))], template=[("T", mx.float16), ("NEW", new)], **options)
+        assert y.shape == (3,) and y.dtype == mx.float16
+    one, two = recorder.variants.values()
+    assert [one.template["NEW"], two.template["NEW"]] == ["1", "2"]
+    assert one.name != two.name and one.threads == 128 and two.needed_by == {"model2"}
+
+
+# What the workflow runs on a Mac, with a stand-in for xcrun that fails where FAIL matches its arguments.
+XCRUN = """#!/bin/sh
+echo "$@" >> "$XCRUN_LOG"
+if [ -n "$FAIL" ] && echo "$@" | grep -Eq -e "$FAIL"; then
+    echo "Compute function exceeds available temporary registers" >&2
+    exit 1
+fi
+while [ "$1" != -o ]; do shift; done
+: > "$2"
+"""
+
+
+def run_builder(tmp_path: Path, *options: str, fail: str = "", extra: str = "") -> tuple[int, str, list[str]]:
+    folder, log, bin_ = tmp_path / "metal", tmp_path / "log", tmp_path / "bin"
+    if not folder.exists():
+        recorder = emit(folder, SMALL)
+        (tmp_path / "list.txt").write_text("# kernels\n" + "".join(f"{v.name}\n" for v in recorder.variants.values()))
+        bin_.mkdir()
+        (bin_ / "xcrun").write_text(XCRUN)
+        (bin_ / "xcrun").chmod(0o755)
+    listing = tmp_path / "given.txt"
+    listing.write_text((tmp_path / "list.txt").read_text() + extra)
+    log.write_text("")
+    done = subprocess.run(
+        [sys.executable, "-I", str(BUILDER), str(folder), "--list", str(listing), *options],
+        env={**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "XCRUN_LOG": str(log), "FAIL": fail},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout + done.stderr, log.read_text().splitlines()
+
+
+def test_the_mac_builds_every_file_for_every_gpu(tmp_path: Path) -> None:
+    code, output, calls = run_builder(tmp_path)
+    names = [variant["name"] for variant in manifest_of(tmp_path / "metal")["variants"] if not variant["tensor_ops"]]
+    assert code == 0 and f"{len(names)} of {len(names)} kernels build" in output
+    assert len(names) >= 6
+    for name in names:
+        assert f"{name}: builds" in output
+        (compiled,) = [call for call in calls if re.search(rf" -c \S*/{name}\.metal ", call)]
+        assert compiled.startswith("-sdk macosx metal -std=metal3.2 -fno-fast-math ")
+        of_gpus = [call for call in calls if f"{name}.mtlp-json" in call and "metal-tt" in call]
+        assert len({re.search(r"-arch (\w+) ", call)[1] for call in of_gpus}) == 5
+
+
+def test_kernels_with_tensor_operations_are_built_for_gpus_that_have_them(tmp_path: Path) -> None:
+    code, output, calls = run_builder(tmp_path, "--tensor-ops")
+    variants = manifest_of(tmp_path / "metal")["variants"]
+    names = [variant["name"] for variant in variants if variant["tensor_ops"]]
+    assert names == [variant["name"] for variant in variants if variant["kernel"] == "paged_attention_tensor"]
+    assert code == 0 and names and f"{len(names)} of {len(names)} kernels build" in output
+    for name in names:
+        (compiled,) = [call for call in calls if re.search(rf" -c \S*/{name}\.metal ", call)]
+        assert compiled.startswith("-sdk macosx metal -std=metal4.0 -mmacosx-version-min=26.2 -fno-fast-math ")
+        (of_gpu,) = [call for call in calls if f"{name}.mtlp-json" in call and "metal-tt" in call]
+        assert "-arch applegpu_g17g " in of_gpu
+    assert sum(" -c " in call for call in calls) == len(names) + 1  # and the probe
+    code, output, _ = run_builder(tmp_path, "--tensor-ops", fail="-arch applegpu_g17g .*probe")
+    assert code == 1 and "no GPU with matrix units" in output
+
+
+def test_a_kernel_without_enough_registers_fails_the_build(tmp_path: Path) -> None:
+    code, output, _ = run_builder(tmp_path, fail=r"-arch applegpu_g13g .*paged_attention__float16_t[^ ]*\.mtlp-json")
+    assert code == 1
+    failed = re.findall(r"^(\w+): fails for applegpu_g13g$", output, re.M)
+    assert failed and all(name.startswith("paged_attention__float16_t") for name in failed)
+    assert "exceeds available temporary registers" in output
+
+
+def test_gpus_that_an_xcode_does_not_know_are_said_and_left_out(tmp_path: Path) -> None:
+    code, output, calls = run_builder(tmp_path, fail="-arch applegpu_g17g")
+    assert code == 0 and "this Xcode does not compile for applegpu_g17g (M5)" in output
+    assert sum("applegpu_g17g" in call for call in calls) == 1
+    code, output, _ = run_builder(tmp_path, fail="-arch applegpu_g14g .*probe")
+    assert code == 1 and "for applegpu_g14g" in output
+
+
+def test_files_that_the_list_does_not_name_fail_the_build(tmp_path: Path) -> None:
+    code, output, calls = run_builder(tmp_path, extra="another_kernel\n")
+    assert code == 1 and "another_kernel" in output and not calls
+    (tmp_path / "metal" / "stray.metal").write_text("")
+    code, output, calls = run_builder(tmp_path)
+    assert code == 1 and "stray" in output and not calls
+
+
+def test_the_workflow_is_well_formed_and_says_that_it_has_not_run() -> None:
+    text = WORKFLOW.read_text()
+    assert "NEVER RUN YET" in text
+    workflow = yaml.safe_load(text)
+    # YAML 1.1 reads the key `on` as true.
+    assert set(workflow) == {"name", True, "permissions", "jobs"}
+    for event in ("push", "pull_request"):
+        for path in workflow[True][event]["paths"]:
+            assert list(ROOT.glob(path.removesuffix("/**"))), path
+    for job in workflow["jobs"].values():
+        assert job["runs-on"] in ("ubuntu-latest", "macos-15", "macos-26") and job["timeout-minutes"]
+        assert job.get("needs", "emit") in workflow["jobs"]
+        for step in job["steps"]:
+            assert len({"uses", "run"} & set(step)) == 1
+            assert re.fullmatch(r"actions/[\w-]+@v\d+", step.get("uses", "actions/checkout@v4"))
+    commands = {name: [s.get("run", "") for s in job["steps"]] for name, job in workflow["jobs"].items()}
+    assert ".venv/bin/python -m tools.metal_sim emit --out build/metal" in commands["emit"]
+    builder = f"python3 {BUILDER.relative_to(ROOT)} build/metal --list {LISTING.relative_to(ROOT)}"
+    assert commands["build"][-1] == builder
+    assert commands["build-tensor-ops"][-1] == f"{builder} --tensor-ops"
+    given, *others = (
+        next(s["with"] for s in workflow["jobs"][job]["steps"] if "artifact" in s.get("uses", ""))
+        for job in ("emit", "build", "build-tensor-ops")
+    )
+    assert all(given["name"] == taken["name"] and given["path"] == taken["path"] for taken in others)

@@ -1,0 +1,227 @@
+"""Answers with and without speculation: one at a time, and several at once.
+
+    python -m tools.benchmarks.speculation                    # everything
+    python -m tools.benchmarks.speculation --streams 1        # prompt by prompt
+
+Two engines in one process, one of which speculates, take turns with the same requests: tasks that copy (edits, answers
+from a context, code) and questions that do not. Answers are greedy, and must be the same. Those that end in a loop are
+left out, as what repeats itself is easily guessed. Times are of steps that do nothing but decode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from metal_engine.build import build_engine
+from metal_engine.engine.core import EngineCore
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.args import EngineArgs
+
+_LETTER = """Dear Ms. Okafor, thank you for your order of 12 March. The two oak shelves left our workshop in Bremen \
+this morning and should arrive on Thursday between nine and noon. Please check the parcels for damage before you sign. \
+If a board is scratched, take a photograph and send it to service@example.com within seven days. Kind regards, Jonas"""
+_REPORT = """The harbour was closed from 02:15 to 06:40 because of fog. Four container ships waited at anchor \
+outside the breakwater: the Alma, the Corvus, the Selene and the Brightwater. The Corvus reported a fault in its \
+steering gear at 03:05 and was towed to berth 9 by the tug Heron. Nobody was hurt. Traffic resumed at 06:40."""
+_CODE = """class Account:
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.balance += amount
+        return self.balance
+
+    def withdraw(self, amount):
+        if amount > self.balance:
+            raise ValueError("balance is too low")
+        self.balance -= amount
+        return self.balance
+"""
+_TABLE = """name,city,joined,points
+Ada,Lisbon,2021-04-02,310
+Bruno,Turin,2019-11-23,275
+Chidi,Lagos,2022-01-17,402
+Dana,Haifa,2020-08-30,188
+Emil,Aarhus,2018-05-09,530
+"""
+COPYING = {
+    "letter, a name changed": f"Rewrite this letter with the name Ms. Okafor replaced by Mr. Lindqvist:\n\n{_LETTER}",
+    "letter, repeated": f"Repeat the following letter word for word.\n\n{_LETTER}",
+    "report, quoted": f"{_REPORT}\n\nQuote the sentences of this report about ships, exactly as they stand.",
+    "report, repeated": f"Repeat this text exactly, and write nothing else:\n\n{_REPORT}",
+    "code, a method added": f"Add a method `close` to this class and print the whole class:\n\n```python\n{_CODE}```",
+    "table, repeated": f"Print this table again, unchanged:\n\n{_TABLE}",
+}
+CHAT = {
+    "a question": "Why is the sky blue in the day and red in the evening?",
+    "advice": "How do I keep basil alive in my kitchen over the winter?",
+    "a story": "Tell me a short story about a lighthouse keeper and a whale.",
+    "an explanation": "Explain to a child what a computer does when it is asked to add two numbers.",
+    "a plan": "Plan a weekend in Lisbon for two people who like music and do not like crowds.",
+    "an opinion": "Should a small company let people work from home? Give reasons for and against.",
+}
+
+
+@dataclass
+class Run:
+    """What came of some requests.
+
+    Attributes:
+        answers: by request, its tokens.
+        steps: (rows, seconds, tokens) of the steps that only decoded.
+        seconds: all together, prompts included.
+        num_drafts, num_accepted: tokens proposed, and those accepted.
+    """
+
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    steps: list[tuple[int, float, int]] = field(default_factory=list)
+    seconds: float = 0.0
+    num_drafts: int = 0
+    num_accepted: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.answers.values())) / self.seconds
+
+    @property
+    def token_seconds(self) -> float:
+        """Time per token of the steps that only decoded."""
+        return sum(seconds for _, seconds, _ in self.steps) / sum(tokens for _, _, tokens in self.steps)
+
+    @property
+    def step_tokens(self) -> float:
+        return statistics.mean(tokens for _, _, tokens in self.steps)
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.mean(seconds for _, seconds, _ in self.steps)
+
+
+def run(core: EngineCore, prompts: dict[str, list[int]], max_tokens: int) -> Run:
+    """Send all prompts at once, with nothing cached, and step until all are answered."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    done = Run({name: [] for name in prompts})
+    metrics = core.metrics
+    core.scheduler.prefix_cache.forget()
+    for name, prompt in prompts.items():
+        core.add_request(name, core.prepare(prompt, params))
+    drafts, accepted = metrics.num_draft_tokens, sum(metrics.num_accepted_tokens)
+    started = time.perf_counter()
+    while core.has_requests:
+        rows = dict(metrics.num_rows)
+        begin = time.perf_counter()
+        outputs = core.step()
+        seconds = time.perf_counter() - begin
+        num_tokens = 0
+        for output in outputs:
+            done.answers[output.request_id] += output.token_ids
+            num_tokens += len(output.token_ids)
+        new = {kind: count - rows.get(kind, 0) for kind, count in metrics.num_rows.items()}
+        if new["decode"] and not (new["chunk"] or new["fresh"]):
+            done.steps.append((new["decode"] + new.get("draft", 0), seconds, num_tokens))
+    done.seconds = time.perf_counter() - started
+    done.num_drafts = metrics.num_draft_tokens - drafts
+    done.num_accepted = sum(metrics.num_accepted_tokens) - accepted
+    return done
+
+
+def loops(answer: list[int]) -> bool:
+    """Whether an answer says something three times."""
+    return max(Counter(zip(*(answer[i:] for i in range(8)), strict=False)).values(), default=0) >= 3
+
+
+class Pair:
+    """The two engines, which take turns."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        common: dict[str, Any] = {"model": args.model, "dtype": "float32", "max_num_seqs": 64}
+        common |= {"num_gpu_blocks_override": 2400, "max_num_batched_tokens": 512}
+        self.without = build_engine(EngineArgs(**common))
+        self.speculating = build_engine(EngineArgs(**common, speculative_config=args.speculative_config))
+        self.max_tokens = args.max_tokens
+        self.num_different = 0
+
+    def prompt(self, text: str) -> list[int]:
+        return self.without.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+
+    def turns(self, prompts: dict[str, list[int]], repeats: int) -> list[tuple[Run, Run]]:
+        """Runs without and with speculation, alternating; answers that differ are counted."""
+        runs = []
+        for _ in range(repeats):
+            plain = run(self.without, prompts, self.max_tokens)
+            ours = run(self.speculating, prompts, self.max_tokens)
+            self.num_different += sum(plain.answers[name] != ours.answers[name] for name in prompts)
+            runs.append((plain, ours))
+        return runs
+
+
+def one_by_one(pair: Pair, kind: str, texts: dict[str, str], repeats: int) -> None:
+    print(f"\n{kind}, one at a time: medians of {repeats}")
+    print(f"{'':24}  tokens  ms/token  with drafts  ratio  tokens/step  step ratio  bound  accepted")
+    for name, text in texts.items():
+        runs = pair.turns({name: pair.prompt(text)}, repeats)
+        plain, ours = runs[-1]
+        answer = plain.answers[name]
+        if loops(answer):
+            print(f"{name:24}  {len(answer):6}  loops, left out")
+            continue
+        without = statistics.median(p.token_seconds for p, _ in runs)
+        drafted = statistics.median(o.token_seconds for _, o in runs)
+        step_ratio = statistics.median(o.step_seconds / p.step_seconds for p, o in runs)
+        bound = 1.15 * step_ratio / ours.step_tokens
+        print(
+            f"{name:24}  {len(answer):6}  {1e3 * without:8.1f}  {1e3 * drafted:11.1f}  {drafted / without:5.2f}  "
+            f"{ours.step_tokens:11.2f}  {step_ratio:10.2f}  {bound:5.2f}  {ours.num_accepted} of {ours.num_drafts}",
+            flush=True,
+        )
+
+
+def at_once(pair: Pair, kind: str, texts: dict[str, str], streams: int, repeats: int) -> None:
+    """Several requests at once; where there are more of them than texts, each has a beginning of its own."""
+    each = list(texts.values())
+    prompts = {f"{i}": pair.prompt(f"({i}) {each[i % len(each)]}") for i in range(streams)}
+    runs = pair.turns(prompts, repeats)
+    ratio = statistics.median(o.tokens_per_second / p.tokens_per_second for p, o in runs)
+    plain, ours = runs[-1]
+    rates = f"{plain.tokens_per_second:.1f} tokens/s without, {ours.tokens_per_second:.1f} with"
+    print(
+        f"{kind}, {streams} at once: {rates}, "
+        f"median ratio of {repeats} {ratio:.2f}; {ours.num_accepted} of {ours.num_drafts} drafts accepted, "
+        f"{sum(map(len, ours.answers.values()))} tokens, {sum(map(loops, ours.answers.values()))} answers loop",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16, 32], help="requests at once")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument(
+        "--speculative-config",
+        default='{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}',
+    )
+    args = parser.parse_args()
+    pair = Pair(args)
+    for core in (pair.without, pair.speculating):  # what happens once is paid before anything is measured
+        run(core, {"warm-up": pair.prompt(COPYING["table, repeated"])}, args.max_tokens)
+    for streams in args.streams:
+        for kind, texts in (("copying", COPYING), ("chat", CHAT)):
+            if streams == 1:
+                one_by_one(pair, kind, texts, args.repeats)
+            else:
+                at_once(pair, kind, texts, streams, args.repeats)
+    print(f"\nanswers that differ: {pair.num_different}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Steps for every kernel of the engine, with float64 answers, for any kernel factory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.recurrence.metal import MetalRecurrence
+from tools.fixtures.packed_step import make_step
+from tools.fixtures.recurrent_step import GatedDeltaStep, relative_errors
+
+from .recurrence_mutants import CASES as RECURRENT_STEPS
+from .recurrence_mutants import TOLERANCE as RECURRENT_TOLERANCE
+from .recurrence_mutants import Step
+
+# Of a row. Weights of the softmax are rounded to the type of V.
+ATTENTION_TOLERANCE = {mx.float32: 2e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Requests as (query_len, kv_len)."""
+
+    name: str
+    segments: tuple[tuple[int, int], ...]
+    heads: tuple[int, int]  # Hq, Hkv
+    head_dim: int
+    dtype: mx.Dtype
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def allowed(self) -> float:
+        return ATTENTION_TOLERANCE[self.dtype]
+
+    def error(self, factory: Callable[..., Any]) -> float:
+        """The largest relative error of a row."""
+        step = make_step(
+            [(n, kv - n) for n, kv in self.segments],
+            num_heads=self.heads[0],
+            num_kv_heads=self.heads[1],
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            window=self.window,
+        )
+        sinks = mx.array(np.linspace(-2, 4, self.heads[0], dtype=np.float32)).astype(self.dtype)
+        options = {"scale": self.head_dim**-0.5, "window": self.window, "softcap": self.softcap}
+        attention = MetalBackend(factory).for_step(step.rows)
+        out = attention.attend(step.q, step.state, sinks=sinks if self.has_sinks else None, **options)
+        expected = step.reference(sinks=np.array(sinks.astype(mx.float32)) if self.has_sinks else None, **options)
+        return _largest(relative_errors(out, expected))
+
+
+@dataclass(frozen=True)
+class RecurrentCase:
+    """A step of a recurrent kernel."""
+
+    step: Step
+
+    @property
+    def _dtype(self) -> mx.Dtype:
+        rows = self.step.q if isinstance(self.step, GatedDeltaStep) else self.step.x
+        return rows.dtype
+
+    @property
+    def name(self) -> str:
+        return f"{type(self.step).__name__}, {self._dtype}"
+
+    @property
+    def allowed(self) -> float:
+        return RECURRENT_TOLERANCE[self._dtype]
+
+    def error(self, factory: Callable[..., Any]) -> float:
+        """The largest relative error of a row, or of a new state."""
+        got = self.step.run(MetalRecurrence(factory))
+        return max(_largest(relative_errors(a, b)) for a, b in zip(got, self.step.reference(), strict=True))
+
+
+def _largest(errors: np.ndarray) -> float:
+    """NaN counts as infinite."""
+    return float(np.nan_to_num(errors, nan=np.inf).max())
+
+
+Case = AttentionCase | RecurrentCase
+
+MIX = ((1, 1), (5, 18), (33, 33), (1, 130), (1, 2100))
+SERVING = (*((1, 20 + 37 * i) for i in range(32)), (129, 463), (512, 2048), (1, 9000))
+SMALL_CASES: tuple[Case, ...] = (
+    AttentionCase("mixed step with a split context", MIX, (8, 2), 64, mx.float16),
+    AttentionCase("window, softcap and sinks", MIX, (4, 2), 128, mx.bfloat16, window=20, softcap=9.0, has_sinks=True),
+    *map(RecurrentCase, RECURRENT_STEPS),
+)
+CASES: tuple[Case, ...] = (
+    *SMALL_CASES,
+    *(
+        AttentionCase(f"serving step, head_dim {head_dim}, {dtype}", SERVING, (8, 2), head_dim, dtype)
+        for head_dim in (64, 128, 256)
+        for dtype in ATTENTION_TOLERANCE
+    ),
+)

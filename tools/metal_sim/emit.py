@@ -1,0 +1,115 @@
+"""``python -m tools.metal_sim emit``: writes every kernel variant of the engine as Metal source, for Apple's compilers.
+
+A folder gets
+
+    mlx_preamble.h    what MLX compiles in front of every kernel: its utils.h, with the headers that this includes
+    NAME.metal        one variant, signature and instance as MLX writes them; NAME is MLX's name of the function
+    NAME.mtlp-json    its pipeline, as xcrun metal-tt takes it
+    manifest.json     what each variant is and which architectures need it, and which layers have no kernel
+
+tools/metal_sim/compile_on_mac.py builds them on a Mac. The names stand in .github/metal-kernels.txt, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from .errors import ToolchainError
+from .shapes import Layer, layers_by_model
+from .source import mlx_include, mlx_version
+from .variants import Recorder, Variant, record_variants
+
+ROOT = Path(__file__).resolve().parents[2]
+LISTING = ROOT / ".github" / "metal-kernels.txt"
+PREAMBLE = "mlx_preamble.h"
+TENSOR_OPS_HEADER = "#include <MetalPerformancePrimitives/"  # of kernels that need Metal 4 and a GPU with matrix units
+_UTILS = "mlx/backend/metal/kernels/utils.h"
+_INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[ \t]*$', re.M)
+
+
+def preamble_text() -> str:
+    """MLX's utils.h out of the installed wheel, with the headers of MLX's that it includes in their places."""
+    seen: set[str] = set()
+
+    def resolved(path: str) -> str:
+        if path in seen:
+            return ""
+        seen.add(path)
+        text = (mlx_include() / path).read_text().replace("#pragma once\n", "")
+        return _INCLUDE.sub(lambda found: resolved(found[1]), text)
+
+    return f"// MLX {mlx_version()}: {_UTILS} and what it includes.\n#pragma once\n{resolved(_UTILS)}"
+
+
+def metal_text(variant: Variant) -> str:
+    """A file that Apple's compiler takes."""
+    models = ", ".join(sorted(variant.needed_by, key=str.lower))
+    arguments = ", ".join(f"{name} = {value}" for name, value in variant.template.items())
+    return (
+        f"// {variant.kernel}: {arguments}\n// For {models}\n"
+        f'// Written by python -m tools.metal_sim emit, MLX {mlx_version()}.\n#include "{PREAMBLE}"\n{variant.text}'
+    )
+
+
+def pipeline(variant: Variant) -> dict[str, object]:
+    """The pipeline that MLX makes of a variant, as a script for metal-tt: no option is set."""
+    return {"pipelines": {"compute_pipelines": [{"compute_function": variant.function}]}}
+
+
+def manifest(recorder: Recorder) -> dict[str, object]:
+    variants = sorted(recorder.variants.values(), key=lambda v: v.name)
+    return {
+        "mlx": mlx_version(),
+        "preamble": PREAMBLE,
+        "variants": [
+            {
+                "name": v.name,
+                "function": v.function,
+                "kernel": v.kernel,
+                "template": v.template,
+                "threads": v.threads,
+                "tensor_ops": TENSOR_OPS_HEADER in v.text,
+                "needed_by": sorted(v.needed_by, key=str.lower),
+            }
+            for v in variants
+        ],
+        "refused": [{"needed_by": models, "layer": layer, "why": why} for models, layer, why in recorder.refused],
+    }
+
+
+def listing_text(names: Iterable[str]) -> str:
+    """The text of .github/metal-kernels.txt."""
+    return (
+        "# Every kernel variant that the macOS workflow builds, as `python -m tools.metal_sim emit --write-list`\n"
+        "# writes them: NAME of NAME.metal.\n" + "".join(f"{name}\n" for name in sorted(names))
+    )
+
+
+def emit(folder: Path, layers: dict[str, list[Layer]] | None = None) -> Recorder:
+    """Write all variants to ``folder``. Files of variants that there are no longer go.
+
+    Raises:
+        ToolchainError: the folder holds something else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    present = {path.name: path for path in folder.iterdir()}
+    written = {name for name in present if re.search(r"\.(metal|mtlp-json)$", name)} | {PREAMBLE, "manifest.json"}
+    if strangers := sorted(set(present) - written):
+        raise ToolchainError(f"{folder} holds {strangers[0]}, which emit did not write: name another folder with --out")
+    recorder = record_variants(layers or layers_by_model())
+    texts = {PREAMBLE: preamble_text(), "manifest.json": json.dumps(manifest(recorder), indent=1) + "\n"}
+    for variant in recorder.variants.values():
+        texts[f"{variant.name}.metal"] = metal_text(variant)
+        texts[f"{variant.name}.mtlp-json"] = json.dumps(pipeline(variant)) + "\n"
+    for name in set(present) - set(texts):
+        present[name].unlink()
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    return recorder
+
+
+def write_listing(recorder: Recorder) -> None:
+    LISTING.write_text(listing_text(v.name for v in recorder.variants.values()))

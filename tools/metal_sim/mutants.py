@@ -1,0 +1,61 @@
+"""Changes to a kernel, or to the plan of its work, that show whether the checks notice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from metal_engine.device.metal_kernels import kernel_text
+from tools.metal_sim import metal_kernel
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of a text, which a check should notice."""
+
+    kernel: str  # a file of kernels/, without .metal
+    old: str
+    new: str
+    which: int = 0  # which occurrence of ``old``
+    equivalent: str = ""  # why it cannot be caught
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}: {self.old!r} -> {self.new!r} (occurrence {self.which})"
+
+    def apply(self, text: str) -> str:
+        parts = text.split(self.old)
+        assert len(parts) > self.which + 1, f"{self.name}: not in the kernel any more"
+        head, tail = self.old.join(parts[: self.which + 1]), self.old.join(parts[self.which + 1 :])
+        return head + self.new + tail
+
+
+def factory_of(mutant: Mutant | None) -> Callable[..., Any]:
+    """A kernel factory whose kernels carry the mutation."""
+
+    def factory(**arguments: Any) -> Any:
+        if mutant:
+            text = kernel_text(f"{mutant.kernel}.metal")
+            for part in ("header", "source"):
+                if text in arguments.get(part, ""):
+                    arguments[part] = arguments[part].replace(text, mutant.apply(text))
+        return metal_kernel(**arguments)
+
+    return factory
+
+
+def run_mutants(mutants: tuple[Mutant, ...], caught: Callable[[Mutant | None], str | None]) -> int:
+    """Print what notices each mutant, or those whose numbers the command names. 1 where one is missed."""
+    assert caught(None) is None, "the kernel itself fails"
+    chosen = [int(a) for a in sys.argv[1:]] or range(len(mutants))
+    missed = []
+    for i in chosen:
+        found = caught(mutants[i])
+        if found is None and not mutants[i].equivalent:
+            missed.append(i)
+        verdict = f"equivalent: {mutants[i].equivalent}" if found is None and mutants[i].equivalent else found
+        print(f"{i:3} {mutants[i].name}\n      {verdict or 'NOT CAUGHT'}", flush=True)
+    print(f"{len(list(chosen))} mutants, {len(missed)} not caught {missed or ''}")
+    return bool(missed)

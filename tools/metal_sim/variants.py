@@ -1,0 +1,212 @@
+"""Finds every kernel variant that the engine launches for the shapes of shapes.py.
+
+The engine's own host code says which: it runs over kernels that note how they are called and compute nothing. So the
+names and values of template arguments are the host's business alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.metal.backend import MetalBackend, shape_of
+from metal_engine.attention.metal.variants import UnsupportedAttentionError
+from metal_engine.kv_cache.pool import make_state
+from metal_engine.kv_cache.rows import StepRows, step_rows
+from metal_engine.kv_cache.spec import KVSpec, LatentSpec
+from metal_engine.kv_cache.state import KVState
+from metal_engine.recurrence.metal import MetalRecurrence
+from metal_engine.settings.args import EngineArgs
+
+from .kernel import SimulatedKernel
+from .shapes import Attention, Convolution, GatedDelta, Layer, Mamba2
+
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+# Steps as (rows, context) of each request: what plans may tell apart. Contexts of which some are split and some not.
+STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((1, 4),),
+    ((1, 700),),
+    ((1, 40_000),),
+    ((1, 200),) * 16,
+    ((2, 10), (5, 100)),
+    ((16, 3_000),),
+    ((64, 0),),
+    ((300, 20_000), (1, 9_000), (17, 0)),
+)
+# --block-size is the user's. A layer of most models is taken with each that the kernels know, others with the default.
+COMMON_LAYER = Attention(32, 8, 128, 128)
+BLOCK_SIZES = (8, 16, 32)
+WINDOW, SOFTCAP = 1024, 50.0
+_NUM_CHANNELS = 2048
+_NUM_BLOCKS = 8  # of a cache that no kernel reads
+
+
+@dataclass
+class Variant:
+    """One function that MLX would compile."""
+
+    kernel: str  # "paged_attention"
+    function: str  # MLX's name of it, which tells template arguments and the types of inputs
+    text: str  # behind MLX's preamble
+    template: dict[str, str]
+    threads: int  # of a threadgroup
+    needed_by: set[str] = field(default_factory=set)  # architectures
+
+    @property
+    def name(self) -> str:
+        """Name for files."""
+        return self.function.removeprefix("custom_kernel_")
+
+
+class _NotingKernel(SimulatedKernel):
+    """Notes which function a call needs, and returns zeros."""
+
+    recorder: Recorder
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[Any],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        template: Sequence[tuple[str, Any]] | None = None,
+        **options: Any,
+    ) -> list[mx.array]:
+        text, function, arguments = self.metal_source(inputs, output_dtypes, template or ())
+        names = [name for name, _ in template or ()]
+        found = self.recorder.variants.setdefault(function, Variant(self.name, function, text, {}, 0))
+        if found.text != text:
+            raise ValueError(f"MLX gives two kernels the name {function}")
+        found.template = dict(zip(names, arguments, strict=True))
+        found.threads = max(found.threads, threadgroup[0] * threadgroup[1] * threadgroup[2])
+        found.needed_by |= self.recorder.models
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+
+class Recorder:
+    """A kernel factory, as ``mx.fast.metal_kernel``; gathers what its kernels were called for.
+
+    Attributes:
+        kernels: names of the kernels that were made.
+        variants: by MLX's name of the function.
+        models: architectures that the next calls are for.
+        refused: (architectures, layer and dtype, reason) of what the host code refuses.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: set[str] = set()
+        self.variants: dict[str, Variant] = {}
+        self.models: set[str] = set()
+        self.refused: list[tuple[list[str], str, str]] = []
+
+    def __call__(self, *arguments: Any, **options: Any) -> _NotingKernel:
+        kernel = _NotingKernel(*arguments, **options)
+        kernel.recorder = self
+        self.kernels.add(kernel.name)
+        return kernel
+
+    def record(self, layer: Layer, models: set[str], dtype: mx.Dtype) -> None:
+        """Note all variants for a layer, as a GPU without tensor operations has them."""
+        self.models = models
+        if isinstance(layer, Attention):
+            for block_size in _block_sizes(layer):
+                try:
+                    self._record_attention(layer, dtype, block_size)
+                except UnsupportedAttentionError as error:
+                    self.refused.append((sorted(models), f"{layer} {dtype} in blocks of {block_size}", str(error)))
+        else:
+            _call_recurrence(MetalRecurrence(self), layer, dtype)
+
+    def record_tensor_ops(self, layer: Attention, models: set[str], dtype: mx.Dtype) -> None:
+        """Note what a GPU with tensor operations has besides."""
+        self.models = models
+        for block_size in _block_sizes(layer):
+            self._record_attention(layer, dtype, block_size, tensor_ops=True)
+
+    def _record_attention(self, layer: Attention, dtype: mx.Dtype, block_size: int, tensor_ops: bool = False) -> None:
+        spec = (
+            LatentSpec(layer.head_dim, layer.rope_dim, dtype)
+            if layer.is_latent
+            else KVSpec(layer.num_kv_heads, layer.head_dim, layer.v_head_dim, dtype)
+        )
+        state = make_state(spec)
+        assert isinstance(state, KVState)
+        state.allocate(_NUM_BLOCKS, block_size)
+        backend = MetalBackend(self, tensor_ops=tensor_ops)
+        for segments in STEPS:
+            rows = _rows(segments, block_size)
+            q = mx.zeros((rows.num_tokens, layer.num_heads, layer.head_dim + layer.rope_dim), dtype)
+            if tensor_ops and not backend.uses_tensor_ops(shape_of(q, state)):
+                return
+            backend.for_step(rows).attend(
+                q,
+                state,
+                scale=1.0,
+                window=WINDOW if layer.window else None,
+                softcap=SOFTCAP if layer.softcap else None,
+                sinks=mx.zeros((layer.num_heads,), dtype) if layer.sinks else None,
+            )
+
+
+def _block_sizes(layer: Attention) -> Sequence[int]:
+    return BLOCK_SIZES if layer == COMMON_LAYER else (EngineArgs(model="").block_size,)
+
+
+def _rows(segments: Sequence[tuple[int, int]], block_size: int) -> StepRows:
+    query_lens, context_lens = np.array(segments, np.int32).T
+    table = np.zeros((len(segments), -(-int((query_lens + context_lens).max()) // block_size)), np.int32)
+    return step_rows(table, context_lens, query_lens, block_size)
+
+
+def _call_recurrence(kernels: MetalRecurrence, layer: Layer, dtype: mx.Dtype) -> None:
+    """Call the kernel of a layer that carries a state, for one segment of eight rows."""
+    n = 8
+    tables = mx.array([0, n], mx.int32), mx.array([-1], mx.int32)
+
+    def rows(*shape: int) -> mx.array:
+        return mx.zeros((n, *shape), dtype)
+
+    match layer:
+        case GatedDelta():
+            k = rows(layer.num_k_heads, layer.key_dim)
+            columns = (layer.key_dim,) if layer.vector_gate else ()
+            g = mx.zeros((n, layer.num_v_heads, *columns), mx.float32)
+            states = mx.zeros((1, layer.num_v_heads, layer.value_dim, layer.key_dim), mx.float32)
+            v, beta = rows(layer.num_v_heads, layer.value_dim), rows(layer.num_v_heads)
+            kernels.gated_delta(k, k, v, g, beta, states, *tables)
+        case Mamba2():
+            x, b = rows(layer.num_heads, layer.head_dim), rows(layer.num_groups, layer.columns)
+            dt = mx.zeros((n, layer.num_heads), mx.float32)
+            states = mx.zeros((1, layer.num_heads, layer.head_dim, layer.columns), mx.float32)
+            # Checkpoints have A_log and D in float32, or converted like the rest.
+            for of_heads in {dtype, mx.float32}:
+                a_log = mx.zeros((layer.num_heads,), of_heads)
+                kernels.ssm_update(x, a_log, b, b, a_log, dt, states, *tables)
+        case Convolution():
+            x, weight = rows(_NUM_CHANNELS), mx.zeros((_NUM_CHANNELS, layer.kernel_size), dtype)
+            bias = mx.zeros((_NUM_CHANNELS,), dtype) if layer.bias else None
+            states = mx.zeros((1, layer.kernel_size - 1, _NUM_CHANNELS), dtype)
+            kernels.convolve(x, weight, bias, states, *tables, silu=False)
+        case _:
+            raise TypeError(f"{layer} carries no state")
+
+
+def record_variants(layers: dict[str, list[Layer]], dtypes: Sequence[mx.Dtype] = DTYPES) -> Recorder:
+    """Every variant for these layers of architectures, in every dtype. Each layer is looked at once."""
+    models: dict[Layer, set[str]] = {}
+    for model_type, kinds in layers.items():
+        for layer in kinds:
+            models.setdefault(layer, set()).add(model_type)
+    recorder = Recorder()
+    for layer, needed_by in models.items():
+        for dtype in dtypes:
+            recorder.record(layer, needed_by, dtype)
+            if isinstance(layer, Attention):
+                recorder.record_tensor_ops(layer, needed_by, dtype)
+    return recorder
