@@ -24,13 +24,17 @@ _BLOCKS_AT_ONCE = 1 << 16
 
 @dataclass(slots=True)
 class Segment:
-    """A request's rows in a step: ``num_tokens`` after the ``context_len`` that it had; ``key`` is the watch's."""
+    """A request's rows in a step: ``num_tokens`` after the ``context_len`` that it had; ``key`` is the watch's.
+
+    The last ``num_drafts`` of the tokens are drafts.
+    """
 
     key: int
     num_tokens: int
     context_len: int
     is_fresh: bool
     samples: bool
+    num_drafts: int = 0
 
 
 @dataclass(slots=True)
@@ -137,6 +141,9 @@ class StepWatch:
         self._decodes: dict[str, int] | None = None
         # Blocks whose contents the prefix cache has to be asked about.
         self._asked: list[int] = []
+        self._num_plans = 0
+        # Requests whose tables are looked up, since rejected drafts take blocks away: number of the last plan with some.
+        self._drafted = dict.fromkeys(scheduler.running, 0)
         self._begin()
 
     def _begin(self) -> None:
@@ -154,6 +161,9 @@ class StepWatch:
     def planned(self, plan: SchedulerOutput, now: float) -> None:
         """Take in a plan that is about to run, at ``now`` (seconds of ``time.monotonic``); an empty one is none."""
         self._end_step(now)
+        self._num_plans += 1
+        for request_id in plan.scheduled_spec_decode_tokens:
+            self._drafted[request_id] = self._num_plans
         for request_id in plan.dropped_req_ids:
             self._left(request_id)
         for new in plan.new_requests:
@@ -193,11 +203,14 @@ class StepWatch:
     def _segments(self, plan: SchedulerOutput) -> list[Segment]:
         fresh = {new.request_id for new in plan.new_requests}
         sampled = {*plan.sampled_req_ids, *plan.pooled_req_ids}
-        requests = self._scheduler.requests
-        return [
-            Segment(self._watched[r].key, n, requests[r].num_computed_tokens - n, r in fresh, r in sampled)
-            for r, n in plan.num_scheduled_tokens.items()
-        ]
+        requests, drafts = self._scheduler.requests, plan.scheduled_spec_decode_tokens
+
+        def segment(request_id: str, num_tokens: int) -> Segment:
+            context_len = requests[request_id].num_computed_tokens - num_tokens
+            key, num_drafts = self._watched[request_id].key, len(drafts.get(request_id, ()))
+            return Segment(key, num_tokens, context_len, request_id in fresh, request_id in sampled, num_drafts)
+
+        return [segment(request_id, n) for request_id, n in plan.num_scheduled_tokens.items()]
 
     def _end_step(self, now: float) -> None:
         if self._step_started is not None:
@@ -225,7 +238,11 @@ class StepWatch:
 
     def _grew(self, request_id: str, block_ids: list[int]) -> None:
         watched = self._watched.get(request_id)
-        if watched is not None and watched.table is not None:  # else its whole table is yet to be told
+        if watched is None or watched.table is None:
+            return  # its whole table is yet to be told
+        if request_id in self._drafted:
+            self._asked += block_ids  # the table itself is looked up for the frame
+        else:
             self._add(watched, block_ids)
 
     def _add(self, watched: _Watched, block_ids: list[int]) -> None:
@@ -234,6 +251,18 @@ class StepWatch:
         watched.table += block_ids
         self._frame.tables.setdefault(watched.key, TableChange()).added += block_ids
         self._asked += block_ids
+
+    def _look_up(self, watched: _Watched, told: list[int]) -> None:
+        """Tell what has become of a table, of which ``told`` has been told."""
+        table = self._blocks.block_ids(watched.request.request_id)
+        num_told = len(told)
+        if table[:num_told] == told:
+            if len(table) > num_told:
+                self._add(watched, table[num_told:])
+            return
+        watched.table = table
+        self._frame.tables[watched.key] = TableChange(cleared=True, added=list(table))
+        self._asked += table
 
     def _give_up_table(self, watched: _Watched) -> None:
         if watched.table is not None:
@@ -267,10 +296,14 @@ class StepWatch:
         for request_id, watched in list(self._watched.items()):
             if watched.request.status is not RequestStatus.RUNNING:
                 self._left(request_id)
-            elif watched.table is not None and watched.request.num_registered_blocks > watched.num_registered:
+            elif watched.table is not None:
+                if request_id in self._drafted:
+                    self._look_up(watched, watched.table)
                 num_registered = watched.request.num_registered_blocks
                 self._asked += watched.table[watched.num_registered : num_registered]
                 watched.num_registered = num_registered
+        # A step is settled before the one after the next is planned.
+        self._drafted = {r: plan for r, plan in self._drafted.items() if self._num_plans - plan < 2}
         if not self._is_whole:
             self._tell_more()
         frame, asked = self._frame, set(self._asked)

@@ -14,6 +14,7 @@ from metal_engine.server.page.pool_mirror import PoolMirror, runs_of
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 from tests.support.pool_picture import PoolPicture
+from tests.support.speculation import speculative_config
 
 
 class Look:
@@ -58,11 +59,17 @@ class Look:
             picture.check(self.scheduler)
 
 
-def make_harness(num_blocks: int = 24, depth: int = 1, slots: int = 0, max_num_seqs: int = 6) -> SchedulerHarness:
+def make_harness(
+    num_blocks: int = 24, depth: int = 1, slots: int = 0, max_num_seqs: int = 6, drafts: int | None = None
+) -> SchedulerHarness:
+    speculative = None if drafts is None else speculative_config()
     return SchedulerHarness(
-        SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=max_num_seqs, max_model_len=80),
+        SchedulerConfig(
+            max_num_batched_tokens=24, max_num_seqs=max_num_seqs, max_model_len=80, speculative=speculative
+        ),
         CacheConfig(block_size=4, num_blocks=num_blocks, enable_prefix_caching=True, num_state_slots=slots),
         depth=depth,
+        drafts=drafts,
     )
 
 
@@ -76,12 +83,14 @@ def watched_step(harness: SchedulerHarness, look: Look | None, now: float, *, fa
         harness.update()
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_what_is_told_is_the_pool(seed: int) -> None:
+@pytest.mark.parametrize("speculates", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_told_is_the_pool(seed: int, speculates: bool) -> None:
     """Random load that exhausts the pool, with shared prefixes, aborts and failing steps; looked at from the middle on,
     by one, later by two. After each step that asks for it, the picture equals the block manager."""
     rng = random.Random(seed)
-    harness = make_harness(rng.randint(20, 40), depth=1 + seed % 2, slots=rng.choice([0, 0, 24]))
+    slots = 0 if speculates else rng.choice([0, 0, 24])
+    harness = make_harness(rng.randint(20, 40), 1 + seed % 2, slots, drafts=3 * seed if speculates else None)
     look: Look | None = None
     now, num_checks, num_requests = 0.0, 0, 0
     for step in range(160):
@@ -104,6 +113,8 @@ def test_what_is_told_is_the_pool(seed: int) -> None:
     while harness.live or harness.in_flight:
         watched_step(harness, look, now := now + 0.01)
     look.check()
+    drafts = [segment[4] for row in look.pictures[0].rows for segment in row["segments"] if len(segment) > 4]
+    assert bool(drafts) == speculates
     told = [key for picture in look.pictures[:1] for key in picture.preempted]
     assert told or not harness.scheduler.num_preemptions
 

@@ -49,7 +49,7 @@ class PoolPicture:
         self.cached.update(_ids(data.get("cached", ())))
         self.cached.difference_update(_ids(data.get("uncached", ())))
         for row in data.get("rows", ()):
-            for key, _, _, _ in row["segments"]:
+            for key, *_ in row["segments"]:
                 assert key in self.requests, "a row of a request that was not told"
         self.rows += data.get("rows", ())
         self.preempted += data.get("preempted", ())

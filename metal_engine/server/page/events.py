@@ -9,7 +9,7 @@ from typing import Any
 
 from metal_engine import __version__
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.step_watch import Frame, SeenRequest, StepRow
+from metal_engine.engine.step_watch import Frame, SeenRequest, Segment, StepRow
 from metal_engine.request import client_id
 from metal_engine.server.page.pool_mirror import Run, runs_of
 
@@ -79,6 +79,7 @@ def stats(engine: AsyncEngine) -> dict[str, Any]:
         "generation_tokens": m.num_generation_tokens,
         "cache_queries": m.num_cache_queries,
         "cache_hits": m.num_cache_hits,
+        "drafts": [m.num_draft_tokens, sum(m.num_accepted_tokens)],
         "first_token": [round(m.first_token.sum, 6), sum(m.first_token.counts)],
         "inter_token": [round(m.inter_token.sum, 6), sum(m.inter_token.counts)],
     }
@@ -104,16 +105,18 @@ def piece_data(tables: dict[int, list[Run]], cached: list[Run], is_whole: bool) 
 
 
 def _row(row: StepRow) -> dict[str, Any]:
-    segments = [
-        [one.key, one.num_tokens, one.context_len, FRESH * one.is_fresh + SAMPLES * one.samples] for one in row.segments
-    ]
     return {
         "step": row.step_id,
         "steps": row.num_steps,
         "seconds": round(row.seconds, 6),
         "idle": round(row.idle, 6),
-        "segments": segments,
+        "segments": [_segment(one) for one in row.segments],
     }
+
+
+def _segment(one: Segment) -> list[int]:
+    segment = [one.key, one.num_tokens, one.context_len, FRESH * one.is_fresh + SAMPLES * one.samples]
+    return [*segment, one.num_drafts] if one.num_drafts else segment
 
 
 def _request(seen: SeenRequest) -> dict[str, Any]:

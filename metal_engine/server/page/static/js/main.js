@@ -51,6 +51,8 @@ new LiveStream({
       facts.stats = frame.stats;
       history.add(frame.stats);
       showStates(facts.pool.num_state_slots, frame.stats);
+      const [proposed, accepted] = frame.stats.drafts;
+      byId("drafts-text").textContent = proposed ? `${count(accepted)} of ${count(proposed)} drafts accepted so far.` : "";
     }
     chat.follow();
   },

@@ -47,9 +47,9 @@ export class Pool {
 
   /** How far requests are, of the steps that have ended. */
   follow(row) {
-    for (const [key, tokens, context] of row.segments) {
+    for (const [key, tokens, context, , drafts = 0] of row.segments) {
       const request = this.requests.get(key);
-      if (request) request.computed = Math.max(request.computed, context + tokens + row.steps - 1);
+      if (request) request.computed = Math.max(request.computed, context + tokens - drafts + row.steps - 1);
     }
   }
 

@@ -12,6 +12,8 @@ const AXIS = 44; // for the times on the right
 const FRESH = 1;
 const SAMPLES = 2;
 
+const isDecode = ([, tokens, , flags, drafts = 0]) => tokens - drafts === 1 && !(flags & FRESH);
+
 export class Tape {
   constructor(view, readout, pool) {
     this.pool = pool;
@@ -40,7 +42,7 @@ export class Tape {
     for (const row of rows) {
       row.height = Math.max(MIN_ROW, PIXELS_PER_SECOND * row.seconds);
       row.gap = row.idle > 0.5 ? GAP : 0;
-      row.decodes = row.segments.filter(([, tokens, , flags]) => tokens === 1 && !(flags & FRESH)).length;
+      row.dots = row.segments.filter(isDecode).reduce((sum, [, tokens]) => sum + tokens, 0);
       // Requests are forgotten when they end; the tape still names them.
       row.names = new Map(row.segments.map(([key]) => [key, this.pool.requests.get(key)]));
     }
@@ -58,42 +60,54 @@ export class Tape {
     }
   }
 
-  draw(context, width, height) {
-    const dot = this.dotWidth(width, height);
-    for (const [row, top] of this.seen(height)) {
-      for (const [left, right, [key, , , flags], isDecode] of this.places(row, width, dot)) {
-        context.globalAlpha = isDecode || flags & FRESH ? 1 : 0.6;
+  draw(context, width, space) {
+    const dot = this.dotWidth(width, space);
+    for (const [row, top] of this.seen(space)) {
+      const height = Math.max(row.height - 1, 1.5);
+      for (const [left, right, segment] of this.places(row, width, dot)) {
+        const [key, , , flags] = segment;
         context.fillStyle = colour(key);
-        context.fillRect(left, top + 0.5, Math.max(right - left - 1, 1), Math.max(row.height - 1, 1.5));
-        if (!isDecode && flags & SAMPLES) {
-          context.globalAlpha = 1;
-          context.fillRect(right + 1, top + 0.5, 3, Math.max(row.height - 1, 1.5));
+        if (isDecode(segment)) {
+          this.drawDecode(context, segment, left, top + 0.5, dot, height);
+          continue;
         }
+        context.globalAlpha = flags & FRESH ? 1 : 0.6;
+        context.fillRect(left, top + 0.5, Math.max(right - left - 1, 1), height);
+        context.globalAlpha = 1;
+        if (flags & SAMPLES) context.fillRect(right + 1, top + 0.5, 3, height);
       }
       context.globalAlpha = 1;
       if (row.gap) this.drawGap(context, width, top - row.gap / 2, row.idle);
     }
-    this.drawAxis(context, width, height);
-    if (this.chosen) this.drawChosen(context, width, height, dot);
+    this.drawAxis(context, width, space);
+    if (this.chosen) this.drawChosen(context, width, space, dot);
+  }
+
+  /** A square for the token, and a pale one for each draft behind it. */
+  drawDecode(context, [, tokens], left, top, dot, height) {
+    for (let i = 0; i < tokens; i += 1) {
+      context.globalAlpha = i ? 0.35 : 1;
+      context.fillRect(left + i * dot, top, Math.max(dot - 1, 1), height);
+    }
+    context.globalAlpha = 1;
   }
 
   /** Of a decode, the same in all rows that are seen: so a request that goes on keeps its column. */
   dotWidth(width, height) {
     let most = 8;
-    for (const [row] of this.seen(height)) most = Math.max(most, row.decodes);
+    for (const [row] of this.seen(height)) most = Math.max(most, row.dots);
     return Math.min(Math.max((0.5 * (width - AXIS)) / most, 2.5), 12);
   }
 
-  /** Where a row's segments are: [left, right, segment, whether it is a decode]. */
+  /** Where a row's segments are: [left, right, segment]. */
   *places(row, width, dot) {
-    const scale = (width - AXIS - dot * row.decodes - 8) / this.mostTokens;
+    const scale = (width - AXIS - dot * row.dots - 8) / this.mostTokens;
     let left = 0;
     for (const segment of row.segments) {
-      const [, tokens, , flags] = segment;
-      const isDecode = tokens === 1 && !(flags & FRESH);
-      const right = left + (isDecode ? dot : Math.max(tokens * scale, 4));
-      yield [left, right, segment, isDecode];
-      left = right + (isDecode ? 0 : 5);
+      const tokens = segment[1];
+      const right = left + (isDecode(segment) ? dot * tokens : Math.max(tokens * scale, 4));
+      yield [left, right, segment];
+      left = right + (isDecode(segment) ? 0 : 5);
     }
   }
 
@@ -148,10 +162,12 @@ export class Tape {
   }
 
   describe({ row, index }) {
-    const [key, tokens, context, flags] = row.segments[index];
+    const segment = row.segments[index];
+    const [key, tokens, context, flags, drafts] = segment;
     const request = row.names.get(key);
     const of = request ? `request …${request.id} (prompt ${count(request.prompt_tokens)})` : `request ${key}`;
-    const kind = flags & FRESH ? "fresh" : tokens === 1 ? "decode" : "chunk";
+    const decode = drafts ? `decode with ${drafts} drafts` : "decode";
+    const kind = flags & FRESH ? "fresh" : isDecode(segment) ? decode : "chunk";
     const steps = row.steps > 1 ? `steps ${count(row.step)} to ${count(row.step + row.steps - 1)}` : `step ${count(row.step)}`;
     const sampled = flags & SAMPLES ? "sampled a token" : "sampled nothing";
     const each = tokens === 1 ? "1 token" : `${count(tokens)} tokens`;
