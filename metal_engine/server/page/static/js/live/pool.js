@@ -18,11 +18,14 @@ export class Pool {
     this.lastOwner = new Int32Array(numBlocks).fill(-1);
     this.numUsed = 0;
     this.numCached = 0; // and in nobody's table
+    this.finished = []; // still known until the next frame, for rows tell of them
     this.addRequests(snapshot.requests);
   }
 
   /** Take in a frame; returns the blocks that preempted requests have lost. */
   apply(frame) {
+    for (const key of this.finished) this.requests.delete(key);
+    this.finished = frame.finished ?? [];
     this.addRequests(frame.requests ?? []);
     const preempted = new Set(frame.preempted ?? []);
     const lost = [];
@@ -37,7 +40,6 @@ export class Pool {
     this.setCached(frame.uncached ?? [], 0);
     for (const row of frame.rows ?? []) this.follow(row);
     for (const key of preempted) if (this.requests.has(key)) this.requests.get(key).computed = 0;
-    for (const key of frame.finished ?? []) this.requests.delete(key);
     return lost;
   }
 
