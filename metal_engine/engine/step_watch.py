@@ -142,7 +142,7 @@ class StepWatch:
         # Blocks whose contents the prefix cache has to be asked about.
         self._asked: list[int] = []
         self._num_plans = 0
-        # Requests whose tables are looked up, since rejected drafts take blocks away: number of the last plan with some.
+        # Requests whose tables are looked up, as rejected drafts take blocks away: number of the last plan with some.
         self._drafted = dict.fromkeys(scheduler.running, 0)
         self._begin()
 
