@@ -7,7 +7,9 @@ import { styled } from "./colours.js";
 const WINDOW = 180; // seconds
 const SPACING = 1;
 
-const rate = (name) => (now, before) => (now[name] - before[name]) / (now.time - before.time);
+// After a time without requests only what came since counts, which is told within a second.
+const seconds = (now, before) => Math.min(now.time - before.time, before.running || before.waiting ? Infinity : SPACING);
+const rate = (name) => (now, before) => (now[name] - before[name]) / seconds(now, before);
 const mean = (name) => (now, before) => {
   const [sum, number] = [now[name][0] - before[name][0], now[name][1] - before[name][1]];
   return number > 0 ? sum / number : null;
@@ -31,7 +33,7 @@ const CHARTS = [
   { title: "Between tokens, mean", lines: [mean("inter_token")], quiet: [null], text: ([value]) => said(value) },
 ];
 
-const said = (seconds) => (seconds === null ? "–" : duration(seconds));
+const said = (value) => (value === null ? "–" : duration(value));
 
 export class History {
   constructor(list) {
