@@ -13,7 +13,6 @@ import pytest
 from metal_engine.attention.metal.backend import MetalBackend, shape_of
 from metal_engine.attention.metal.variants import AttentionShape, fits_tensor_ops
 from tests.attention.test_metal_host import arrays_in_memory
-from tests.support.simulated import every_row_by_itself
 from tools.fixtures.packed_step import Step, make_step
 from tools.metal_sim import LaunchCounts, metal_kernel, record_launches
 from tools.metal_sim.build import build
@@ -42,7 +41,9 @@ def check(step: Step, layout: int, target: int = 96, sinks: mx.array | None = No
     """Compare each row with float64. NaN lies in every slot that must not be read."""
     out, _ = attend(step, layout, target, sinks=sinks, **options)
     expected = step.reference(sinks=None if sinks is None else np.array(sinks.astype(mx.float32)), **options)
-    assert every_row_by_itself(out, expected).max() <= TOLERANCE[step.q.dtype]
+    # Of rows next to nothing float16 keeps a few bits: of these the error counts beside 1e-3.
+    sizes = np.maximum(np.linalg.norm(expected, axis=-1), 1e-3)
+    assert (np.linalg.norm(out - expected, axis=-1) / sizes).max() <= TOLERANCE[step.q.dtype]
     return out
 
 

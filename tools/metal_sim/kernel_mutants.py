@@ -272,6 +272,7 @@ CASES = (
     # Rows of the cache that are no multiple of 16 bytes; tiles that end within a token.
     Case([(1, 77), (7, 30), (1, 9)], 40, 2, mx.float16, head_dim=100, tolerance=7e-4),
     Case([(1, 77), (3, 30)], 4, 2, mx.float16, head_dim=100, tolerance=7e-4),
+    Case([(1, 77), (7, 30)], 4, 2, mx.float16, head_dim=100, tolerance=7e-4),
     # An odd number of rows, the last of all; columns that leave in pieces of unequal width, from two parts.
     Case([(1, 77), (1, 30)], 3, 1, mx.float16, head_dim=100, tolerance=7e-4),
     Case([(1, 77), (20, 40)], 2, 1, head_dim=208),
@@ -282,8 +283,9 @@ CASES = (
     Case([(1, 70), (15, 33)], 2, 1, head_dim=64, v_head_dim=128),
     # Latents.
     Case([(1, 300), (3, 33), (1, 1100)], 12, 1, target_threadgroups=1000, head_dim=48, v_head_dim=32, is_latent=True),
-    # A tile of 16 rows that begins at one token's head 16 and ends in the next token, at the edge of the window.
+    # Tiles that begin within one token and end in another, at the edge of the window.
     Case([(3, 74), (1, 9)], 20, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
+    Case([(3, 74), (1, 9)], 28, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
     Case([(1, 300), (2, 33)], 20, 1, mx.float16, head_dim=576, v_head_dim=512, is_latent=True, tolerance=7e-4),
 )
 

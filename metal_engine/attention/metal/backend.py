@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -39,18 +40,60 @@ def _on_device(table: np.ndarray) -> mx.array:
     return mx.array(np.pad(table, ((0, rows), (0, 0))) if rows else table)
 
 
+_ShapeKey = tuple[mx.Dtype, int, tuple[int, ...], int, bool]
+
+
+def _shape_key(q: mx.array, state: KVState) -> _ShapeKey:
+    """What :func:`_shape` takes."""
+    is_latent = isinstance(state, LatentState)
+    v_head_dim = state.spec.latent_dim if isinstance(state, LatentState) else state.values.shape[-1]
+    return q.dtype, q.shape[1], state.key_blocks.shape, v_head_dim, is_latent
+
+
+def _shape(
+    dtype: mx.Dtype, num_heads: int, key_blocks: tuple[int, ...], v_head_dim: int, is_latent: bool
+) -> AttentionShape:
+    _, block_size, num_kv_heads, head_dim = key_blocks
+    return AttentionShape(dtype, head_dim, v_head_dim, num_heads, num_kv_heads, block_size, is_latent)
+
+
 def shape_of(q: mx.array, state: KVState) -> AttentionShape:
     """What a layer's attention computes, from its queries, [N, Hq, D], and its state."""
-    _, block_size, num_kv_heads, head_dim = state.key_blocks.shape
-    return AttentionShape(
-        dtype=q.dtype,
-        head_dim=head_dim,
-        v_head_dim=state.spec.latent_dim if isinstance(state, LatentState) else state.values.shape[-1],
-        num_heads=q.shape[1],
-        num_kv_heads=num_kv_heads,
-        block_size=block_size,
-        is_latent=isinstance(state, LatentState),
-    )
+    return _shape(*_shape_key(q, state))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is the same for layers of a kind in every step."""
+
+    shape: AttentionShape
+    variant: Variant
+    template: list[tuple[str, mx.Dtype | int]]
+    merge_template: list[tuple[str, mx.Dtype | int]]
+
+
+@cache
+def _kind(key: _ShapeKey, has_window: bool, has_softcap: bool, has_sinks: bool) -> _Kind:
+    """Worked out once: layers ask in every step. Raises UnsupportedAttentionError."""
+    shape = _shape(*key)
+    check_supported(shape)
+    variant = variant_of(shape)
+    template: list[tuple[str, mx.Dtype | int]] = [
+        *shape.template,
+        *variant.template,
+        ("ITEM_FIELDS", ITEM_FIELDS),
+        ("HAS_WINDOW", has_window),
+        ("HAS_SOFTCAP", has_softcap),
+        ("HAS_SINKS", has_sinks),
+    ]
+    merge_template: list[tuple[str, mx.Dtype | int]] = [
+        ("T", shape.dtype),
+        ("D", shape.v_head_dim),
+        ("G", shape.group),
+        ("HAS_SINKS", has_sinks),
+        ("MAX_SPLITS", MAX_SPLITS),
+    ]
+    return _Kind(shape, variant, template, merge_template)
 
 
 @dataclass
@@ -98,10 +141,10 @@ class MetalStep:
         sinks: mx.array | None = None,  # [Hq]
     ) -> mx.array:  # [N, Hq, Dv], dtype of q; of latents their latent_dim columns
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`."""
-        shape = shape_of(q, state)
+        kind = _kind(_shape_key(q, state), window is not None, bool(softcap), sinks is not None)
+        shape = kind.shape
         self._check(q, state, shape, window)
-        variant = variant_of(shape)
-        uploaded = self._items(shape, variant, window)
+        uploaded = self._items(shape, kind.variant, window)
         if self._block_table is None:
             self._block_table = _on_device(self.rows.block_table)
         sink_values = sinks if sinks is not None else self.backend.no_sinks
@@ -116,14 +159,7 @@ class MetalStep:
                 *(q, state.key_blocks, state.value_blocks),
                 *(self._block_table, uploaded.table, numbers, window_size, sink_values),
             ],
-            template=[
-                *shape.template,
-                *variant.template,
-                ("ITEM_FIELDS", ITEM_FIELDS),
-                ("HAS_WINDOW", window is not None),
-                ("HAS_SOFTCAP", bool(softcap)),
-                ("HAS_SINKS", sinks is not None),
-            ],
+            template=kind.template,
             grid=(len(uploaded.items.table) * THREADS, shape.num_kv_heads, 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[out_shape, partial_shape, partial_shape[:2]],
@@ -133,13 +169,7 @@ class MetalStep:
             return out
         (merged,) = self.backend.merge(
             inputs=[out, partial_out, partial_lse, uploaded.rows, sink_values],
-            template=[
-                ("T", shape.dtype),
-                ("D", shape.v_head_dim),
-                ("G", shape.group),
-                ("HAS_SINKS", sinks is not None),
-                ("MAX_SPLITS", MAX_SPLITS),
-            ],
+            template=kind.merge_template,
             grid=(shape.v_head_dim, shape.num_heads, self.rows.num_tokens),
             threadgroup=(min(shape.v_head_dim, THREADS), 1, 1),
             output_shapes=[out_shape],
@@ -148,7 +178,6 @@ class MetalStep:
         return merged
 
     def _check(self, q: mx.array, state: KVState, shape: AttentionShape, window: int | None) -> None:
-        check_supported(shape)
         keys, values = state.keys, state.values
         if q.shape[0] != self.rows.num_tokens or shape.block_size != self.rows.block_size:
             raise ValueError(f"q {q.shape} and keys {keys.shape} do not belong to this step")
