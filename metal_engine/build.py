@@ -12,6 +12,7 @@ from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.core import EngineCore
+from metal_engine.engine.device_share import WHOLE_DEVICE, DeviceShare
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ConfigError, UnsupportedModelError
 from metal_engine.kv_transfer.layout import BlockLayout
@@ -27,19 +28,23 @@ from metal_engine.settings.speculative import speculative_config
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from metal_engine.attention.choice import BackendChoice, ChosenAttention
     from metal_engine.checkpoints.facts import CheckpointFacts
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.kv_transfer.runner_side import KVConnectorRunner
     from metal_engine.models.paged_model import PagedModel
-    from metal_engine.settings.config import DeviceInfo
+    from metal_engine.settings.config import DeviceInfo, ModelInfo
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-def build_engine(args: EngineArgs) -> EngineCore:
+def build_engine(args: EngineArgs, share: DeviceShare = WHOLE_DEVICE) -> EngineCore:
     """Load a model and make an engine for it, in the thread that will step it.
+
+    Args:
+        share: what it has of the device. Beside others, the size of the KV cache is to be given.
 
     Raises:
         ModelLoadError: the model cannot be loaded or run.
@@ -60,58 +65,48 @@ def build_engine(args: EngineArgs) -> EngineCore:
 
     keep_kernels_private()
     try:
-        return _build(args, blas, chat_template, transfer)
+        return _build(args, share, blas, chat_template, transfer)
     except BaseException:
         end_streams_of_thread()
         raise
 
 
 def _build(
-    args: EngineArgs, blas: BlasInfo, chat_template: str | None, transfer: KVTransferConfig | None
+    args: EngineArgs, share: DeviceShare, blas: BlasInfo, chat_template: str | None, transfer: KVTransferConfig | None
 ) -> EngineCore:
     import mlx.core as mx
 
     from metal_engine.attention.choice import choose_backend
-    from metal_engine.attention.metal.variants import UnsupportedAttentionError
     from metal_engine.checkpoints import loader
     from metal_engine.device.info import device_info
-    from metal_engine.models.attention_kinds import attention_kinds
-    from metal_engine.models.check import check_paged_model
-    from metal_engine.models.info import model_info
-    from metal_engine.models.paged_model import PagedModel
-    from metal_engine.recurrence.metal import MetalRecurrence
     from metal_engine.runner.model_runner import ModelRunner
     from metal_engine.runner.step_memory import measure_step_bytes
 
-    choice = choose_backend(args.attention_backend, args.block_size)
-    device = device_info(blas)
+    with share.turn():
+        choice = choose_backend(args.attention_backend, args.block_size)
+    device = share.limited(device_info(blas))
 
     def check(facts: CheckpointFacts) -> None:
-        check_before_loading(args, facts, device)
-        mx.random.seed(args.seed)
+        with share.turn():
+            check_before_loading(args, facts, device)
+            mx.random.seed(args.seed)
 
-    loaded = loader.load(args, device, check)
-    logger.info("checking that %s runs right over a paged KV cache", loaded.name)
-    try:
-        paged = PagedModel(loaded.model, MetalRecurrence() if choice.metal is not None else None)
-        info = model_info(loaded, paged)
-        kinds = _with_recurrence(paged, lambda: attention_kinds(paged))
-        attention = choice.for_layers(kinds, args.block_size)
-        backend = attention.backend
-        # Blocks of another size ask for longer requests, and only matter where kernels are compiled for them.
-        sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
-        _with_recurrence(paged, lambda: check_paged_model(paged, backend, *sizes))
-    except (UnsupportedModelError, UnsupportedAttentionError) as error:
-        raise _cannot_run(args, loaded.config, error) from error
-    config = resolve_config(
-        args,
-        info,
-        device_info(blas),
-        backend.name,
-        lambda *size: measure_step_bytes(paged, backend, args.block_size, info.max_position_embeddings, *size),
-        attention.layers,
-    )
-    limit_device_memory(config)
+    loaded = loader.load(args, device, check, lambda facts: share.claim(facts.weight_bytes + _given_kv_bytes(args)))
+    with share.turn():
+        paged, info, attention = _wrapped(args, choice, loaded)
+    with share.turn():
+        config = resolve_config(
+            args,
+            info,
+            share.limited(device_info(blas)),
+            attention.backend.name,
+            lambda *size: measure_step_bytes(
+                paged, attention.backend, args.block_size, info.max_position_embeddings, *size
+            ),
+            attention.layers,
+        )
+    share.claim(config.peak_bytes)
+    limit_device_memory(config, *share.settle(config))
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
     scheduler_side, runner_side = None, None
@@ -123,11 +118,45 @@ def _build(
         scheduler_side, runner_side, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged)
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
         config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))
-    runner = ModelRunner(paged, backend, config.scheduler, config.cache, runner_side)
+    with share.turn():
+        owns_model = share is not WHOLE_DEVICE  # which is for one model, and the process ends with it
+        runner = ModelRunner(
+            paged, attention.backend, config.scheduler, config.cache, runner_side, owns_model=owns_model
+        )
     tokenizer = Tokenizer(
         loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
     )
     return EngineCore(config, runner, tokenizer, scheduler_side)
+
+
+def _wrapped(
+    args: EngineArgs, choice: BackendChoice, loaded: LoadedModel
+) -> tuple[PagedModel, ModelInfo, ChosenAttention]:
+    """A loaded model over a paged KV cache, checked, with the facts about it and what computes its attention."""
+    from metal_engine.attention.metal.variants import UnsupportedAttentionError
+    from metal_engine.models.attention_kinds import attention_kinds
+    from metal_engine.models.check import check_paged_model
+    from metal_engine.models.info import model_info
+    from metal_engine.models.paged_model import PagedModel
+    from metal_engine.recurrence.metal import MetalRecurrence
+
+    logger.info("checking that %s runs right over a paged KV cache", loaded.name)
+    try:
+        paged = PagedModel(loaded.model, MetalRecurrence() if choice.metal is not None else None)
+        info = model_info(loaded, paged)
+        kinds = _with_recurrence(paged, lambda: attention_kinds(paged))
+        attention = choice.for_layers(kinds, args.block_size)
+        # Blocks of another size ask for longer requests, and only matter where kernels are compiled for them.
+        sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
+        _with_recurrence(paged, lambda: check_paged_model(paged, attention.backend, *sizes))
+    except (UnsupportedModelError, UnsupportedAttentionError) as error:
+        raise _cannot_run(args, loaded.config, error) from error
+    return paged, info, attention
+
+
+def _given_kv_bytes(args: EngineArgs) -> int:
+    """Bytes of the KV cache as far as the settings say it, before the model is known."""
+    return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0
 
 
 def _with_recurrence(paged: PagedModel, run: Callable[[], T]) -> T:

@@ -34,6 +34,18 @@ class UnsupportedModelError(ModelLoadError):
     """The model's architecture cannot run here; the message says what about it."""
 
 
+class ModelTooLargeError(ModelLoadError):
+    """The model cannot be loaded beside or instead of others: the memory for all of them is less than it takes.
+
+    Attributes:
+        missing_bytes: by how much.
+    """
+
+    def __init__(self, message: str, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
+
+
 class ParameterError(ValueError):
     """A request's parameter that cannot be served.
 

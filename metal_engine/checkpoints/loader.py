@@ -72,7 +72,9 @@ class LoadedModel:
     can_generate: bool = True
 
 
-def load(args: EngineArgs, device: DeviceInfo, check: Check = lambda facts: None) -> LoadedModel:
+def load(
+    args: EngineArgs, device: DeviceInfo, check: Check = lambda facts: None, claim: Check = lambda facts: None
+) -> LoadedModel:
     """Load the model that ``args.model`` names.
 
     Whatever the libraries that read its files raise becomes one line: anyone may have written the files.
@@ -84,13 +86,14 @@ def load(args: EngineArgs, device: DeviceInfo, check: Check = lambda facts: None
     Args:
         check: refuses a checkpoint for what its configuration and headers say; called before its weights are read,
             and before they are downloaded.
+        claim: called between that and reading the weights, for whoever has to make room for them.
 
     Raises:
         ModelLoadError: it cannot be found, read or run; the message says why.
         ConfigError: a setting does not fit it.
     """
     try:
-        loaded = _load(args, device, check)
+        loaded = _load(args, device, check, claim)
         _try_tokenizer(loaded.tokenizer)
         return loaded
     except (ModelLoadError, ConfigError):
@@ -111,14 +114,19 @@ def _try_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
         logger.info("the tokenizer has no tokens for some of %r: %s", _TRIED_TEXT, one_line(error))
 
 
-def _load(args: EngineArgs, device: DeviceInfo, check: Check) -> LoadedModel:
+def _load(args: EngineArgs, device: DeviceInfo, check: Check, claim: Check) -> LoadedModel:
     dtype = _DTYPES.get(args.dtype, mx.float32 if device.kind == "cpu" else None)
     if args.revision is not None and (args.model == DEMO_MODEL or is_local(args.model)):
         logger.warning("--revision %s has no effect: %s is not from the hub", args.revision, args.model)
     found = find_model(args, device, check)
     began = time.monotonic()
+
+    def admit(facts: CheckpointFacts) -> None:
+        check(facts)
+        claim(facts)
+
     load_files = _load_gguf if found.path.suffix == ".gguf" else _load_directory
-    loaded, facts = load_files(found, args, dtype, device, check)
+    loaded, facts = load_files(found, args, dtype, device, admit)
     logger.info("loaded the weights: %s in %.1f s", format_size(facts.weight_bytes), time.monotonic() - began)
     return loaded
 

@@ -68,16 +68,21 @@ def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: 
         yield int(limit) - usage + (int(match[1]) if match else 0)
 
 
-def limit_device_memory(config: EngineConfig) -> None:
-    """Keep as many freed buffers as a step can use again; on Metal, also wire what the engine holds and no more.
+def limit_device_memory(config: EngineConfig, peak_bytes: int, step_bytes: int) -> None:
+    """Keep as many freed buffers as a step can use again; on Metal, also wire what engines hold and no more.
 
-    Both are limits of the process: where it has several engines, the latest decides.
+    Both are limits of the process.
+
+    Args:
+        config: of the engine that has been made last.
+        peak_bytes: what all engines of the process hold at most.
+        step_bytes: what the largest step of any takes.
     """
     import mlx.core as mx  # too early at the top: the BLAS is loaded first
 
     if config.device.kind != "metal":
         least, most = _CPU_CACHE_BYTES
-        mx.set_cache_limit(min(max(config.step_bytes, least), most))
+        mx.set_cache_limit(min(max(step_bytes, least), most))
         return
-    mx.set_wired_limit(min(config.peak_bytes + MARGIN_BYTES, config.device.memory_bytes))
-    mx.set_cache_limit(config.step_bytes + MARGIN_BYTES)
+    mx.set_wired_limit(min(peak_bytes + MARGIN_BYTES, config.device.memory_bytes))
+    mx.set_cache_limit(step_bytes + MARGIN_BYTES)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
 from metal_engine.engine.core import EngineCore
+from metal_engine.engine.device_share import DeviceTurns
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.step_watch import Frame, FrameSink
@@ -115,10 +116,11 @@ class AsyncEngine:
 
     Args:
         build: makes the engine; called in the engine's thread.
+        turns: on the device, where several models share it.
     """
 
-    def __init__(self, build: Callable[[], EngineCore]) -> None:
-        self._thread = EngineThread(build, self._on_outputs)
+    def __init__(self, build: Callable[[], EngineCore], turns: DeviceTurns | None = None) -> None:
+        self._thread = EngineThread(build, self._on_outputs, turns)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, _Mailbox] = {}
         self._num_queued_tokens = 0
@@ -131,7 +133,7 @@ class AsyncEngine:
         """Load the model and start the thread; blocks until it is ready. Raises what loading raised."""
         self._core = self._thread.start()
 
-    def shutdown(self, timeout: float = 10.0) -> bool:
+    def shutdown(self, timeout: float | None = 10.0) -> bool:
         """Stop the thread after the step under way. Returns whether it has ended within ``timeout`` seconds."""
         return self._thread.shutdown(timeout)
 

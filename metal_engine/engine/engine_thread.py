@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from metal_engine.engine.core import EngineCore
+from metal_engine.engine.device_share import DeviceTurns
 from metal_engine.engine.step_watch import FrameSink
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
 
@@ -52,14 +54,18 @@ class EngineThread:
     Args:
         build: makes the engine; called in the thread.
         on_outputs: called in the thread, once per step, with that step's outputs. Must not block.
+        turns: where several models share the device: each step takes a turn.
 
     Attributes:
         error: what ended the thread, if it ended on its own; None while it runs.
     """
 
-    def __init__(self, build: Callable[[], EngineCore], on_outputs: OutputSink) -> None:
+    def __init__(
+        self, build: Callable[[], EngineCore], on_outputs: OutputSink, turns: DeviceTurns | None = None
+    ) -> None:
         self._build = build
         self._on_outputs = on_outputs
+        self._turns = turns
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Watch | None] = queue.SimpleQueue()  # None: stop
         self._ready = threading.Event()
         self._engine: EngineCore | None = None
@@ -140,12 +146,13 @@ class EngineThread:
         self._on_outputs([RequestOutput(r, finish_reason="error", error=message) for r in requests])
 
     def _loop(self, engine: EngineCore) -> None:
+        step = engine.step if self._turns is None else partial(self._turns.run, engine.step)
         while True:
             outputs = self._take_in(engine)
             if outputs is None:
                 return
             if engine.has_requests:
-                outputs += engine.step()
+                outputs += step()
             if outputs:
                 self._on_outputs(outputs)
 

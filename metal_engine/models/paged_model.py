@@ -88,6 +88,11 @@ class PagedModel:
         """Use MLX's own operations from now on."""
         self._step.recurrence = None
 
+    def release_weights(self) -> None:
+        """Let go of the weights, whoever may still hold the model. It must not be used after that."""
+        for module in self.model.modules():
+            module.clear()
+
     def __call__(
         self, input_ids: mx.array, rows: StepRows, attention: StepAttention, logits_indices: mx.array | None = None
     ) -> mx.array:

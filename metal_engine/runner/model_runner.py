@@ -31,6 +31,9 @@ class ModelRunner:
     runs, the next can be built on top of its unevaluated arrays, its samples among them; that one is dispatched
     when the first has ended. Dispatched earlier, its writes would find the KV cache still being read, and MLX
     would write to a copy of it.
+
+    Args:
+        owns_model: nobody else uses the model: its weights go when the runner is closed.
     """
 
     def __init__(
@@ -40,12 +43,15 @@ class ModelRunner:
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
         kv_connector: KVConnectorRunner | None = None,
+        *,
+        owns_model: bool = False,
     ) -> None:
         self._model = model
         self._pool = model.pool
         self._backend = backend
         self._num_blocks = cache_config.num_blocks
         self._kv_connector = kv_connector
+        self._owns_model = owns_model
         self._runs_ahead = scheduler_config.async_scheduling
         self._table = RequestTable(
             scheduler_config.max_num_seqs,
@@ -192,12 +198,15 @@ class ModelRunner:
         self._pool.recover(error)
 
     def close(self) -> None:
-        """Free the KV cache, in the thread that ran the steps."""
+        """Free the KV cache, and the weights if they are the runner's own, in the thread that ran the steps."""
         self._steps.clear()
         synchronize()
         if self._kv_connector is not None:
             self._kv_connector.close()
         self._pool.release()
+        if self._owns_model:
+            self._model.release_weights()
+            mx.clear_cache()
         end_streams_of_thread()
 
 

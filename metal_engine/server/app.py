@@ -13,10 +13,9 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.server.anthropic.routes import add_anthropic_routes
 from metal_engine.server.errors import install_error_handlers
-from metal_engine.server.generation.admission import Admission
 from metal_engine.server.generation.answerer import Answerer
+from metal_engine.server.generation.models import Models, OneModel, SeveralModels, served_model
 from metal_engine.server.generation.parameters import ParameterPolicy
-from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.middleware.gate import limit_body, only_probes_if_spare, require_api_key
 from metal_engine.server.middleware.hosts import allow_hosts, checks_hosts
@@ -29,10 +28,11 @@ from metal_engine.server.page.routes import add_page
 from metal_engine.server.pooling.routes import add_pooling_routes
 from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
+from metal_engine.server.status.registry_routes import Discover
 from metal_engine.server.status.routes import add_docs, add_model_routes, add_status_routes
 from metal_engine.server.tokenization import add_tokenization_routes
 from metal_engine.server.workers import Workers
-from metal_engine.settings.args import ANY_NAME, ServerArgs
+from metal_engine.settings.args import ServerArgs
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
 
@@ -49,6 +49,18 @@ def create_app(
         answer_format: how the model writes tool calls and reasoning; without it, answers are plain text.
     """
     args = args or ServerArgs()
+    workers = Workers()
+    parameters = ParameterPolicy(strict=args.strict_params)
+    served = served_model(engine, names, args, answer_format or AnswerFormat(), workers, parameters)
+    return app_of(OneModel(served), args)
+
+
+def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -> FastAPI:
+    """The application for models; whoever has them loaded also shuts them down.
+
+    Args:
+        discover: finds models that have come since the server began; without it, none is loaded for being told to.
+    """
     # A redirect would lead to whatever name the request gives as its host; FastAPI's pages load scripts from elsewhere.
     app = FastAPI(
         title="metal-engine",
@@ -60,30 +72,21 @@ def create_app(
     )
     app.router.route_class = StrictJSONRoute
     install_error_handlers(app)
-    workers = app.state.workers = Workers()
-    own_names = tuple(name for name in names if name != ANY_NAME) or (engine.config.model.name,)
-    served = ServedModel(
-        engine,
-        own_names,
-        ParameterPolicy(strict=args.strict_params),
-        answer_format or AnswerFormat(),
-        Admission(engine, args.max_num_queued_reqs, args.max_num_queued_tokens, args.request_timeout),
-        workers,
-        auto_tool_choice=args.enable_auto_tool_choice,
-        any_name=ANY_NAME in names,
-    )
-    lifecycle = app.state.lifecycle = Lifecycle(engine, workers)
-    metrics = ServerMetrics(engine, served.names[0])
-    answer = Answerer(served, args.sse_keep_alive)
-    add_openai_routes(app, served, answer, ResponseStore(args.max_stored_responses))
-    add_anthropic_routes(app, served, answer)
-    add_ollama_routes(app, served, answer)
-    add_pooling_routes(app, served)
-    add_tokenization_routes(app, served)
-    add_model_routes(app, served)
-    add_status_routes(app, served, lifecycle, metrics)
-    add_docs(app, served)
-    add_page(app, served, lifecycle, args.sse_keep_alive)
+    app.state.models, app.state.workers = models, models.workers
+    lifecycle = app.state.lifecycle = Lifecycle(models.cut_requests, models.workers)
+    metrics = ServerMetrics(models)
+    answer = Answerer(models, args.sse_keep_alive)
+    add_openai_routes(app, models, answer, ResponseStore(args.max_stored_responses))
+    add_anthropic_routes(app, models, answer)
+    add_ollama_routes(app, models, answer)
+    add_pooling_routes(app, models)
+    add_tokenization_routes(app, models)
+    add_model_routes(app, models, discover)
+    add_status_routes(app, models, lifecycle, metrics)
+    add_docs(app, models)
+    add_page(app, models, lifecycle, args.sse_keep_alive)
+    if isinstance(models, SeveralModels):
+        app.add_middleware(models.leasing)
     _add_gates(app, args, lifecycle, metrics)
     return app
 

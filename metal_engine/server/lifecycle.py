@@ -9,7 +9,6 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.server.errors import error_response, shutting_down
 from metal_engine.server.workers import Weight, Workers
 
@@ -20,10 +19,14 @@ _LAST_WRITES_SECONDS = 1.0
 
 
 class Lifecycle:
-    """Counts the requests that generate, and sees them off when the server stops. Belongs to the event loop."""
+    """Counts the requests that generate, and sees them off when the server stops. Belongs to the event loop.
 
-    def __init__(self, engine: AsyncEngine, workers: Workers) -> None:
-        self._engine = engine
+    Args:
+        cut_requests: ends every request, now and from now on, with a message.
+    """
+
+    def __init__(self, cut_requests: Callable[[str], None], workers: Workers) -> None:
+        self._cut_requests = cut_requests
         self._workers = workers
         self._num_active = 0  # generating requests whose answer is not complete
         self._idle = asyncio.Event()
@@ -51,7 +54,7 @@ class Lifecycle:
     async def cut_all(self) -> None:
         """End every request with an error, and give the errors a moment to be written."""
         self.draining = self.cut = True
-        self._engine.cut_requests("the server is shutting down")
+        self._cut_requests("the server is shutting down")
         self._end()
         await self._idle_within(_LAST_WRITES_SECONDS)
 

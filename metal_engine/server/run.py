@@ -11,7 +11,7 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
@@ -23,15 +23,19 @@ from fastapi import FastAPI
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.device.allocator import give_back_freed_memory
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ConfigError
-from metal_engine.server.app import create_app
+from metal_engine.server.app import app_of, create_app
 from metal_engine.server.connections.acceptor import Acceptor
 from metal_engine.server.connections.connection import Connection
 from metal_engine.server.connections.limits import ConnectionLimits
 from metal_engine.server.connections.registry import Connections
+from metal_engine.server.generation.models import Models, SeveralModels
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.listen import Listener
-from metal_engine.server.status.stats_log import StatsLog
+from metal_engine.server.status.registry_routes import Discover
+from metal_engine.server.status.stats_log import log_stats
+from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -50,6 +54,7 @@ class Server(uvicorn.Server):
     """uvicorn, draining on the first signal, stopping at once on the second, and ending with its engine.
 
     Args:
+        prepare: what is to be done before anybody is let in; what it raises ends the server.
         shutdown_timeout: seconds that requests under way may take to finish when the server stops.
         death_grace: seconds for which a server whose engine has died still answers.
         log_stats_interval: seconds between log lines about the engine; 0 for none.
@@ -64,8 +69,9 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         app: FastAPI,
-        engine: AsyncEngine,
+        models: Models,
         *,
+        prepare: Callable[[], Awaitable[None]] | None = None,
         shutdown_timeout: float = 30.0,
         death_grace: float = DEATH_GRACE_SECONDS,
         log_stats_interval: float = 0.0,
@@ -88,7 +94,8 @@ class Server(uvicorn.Server):
             )
         )
         self.exit_status = 0
-        self._engine = engine
+        self._models = models
+        self._prepare = prepare
         self._lifecycle: Lifecycle = app.state.lifecycle
         self._shutdown_timeout = shutdown_timeout
         self._death_grace = death_grace
@@ -106,6 +113,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         """Begin to accept connections, in place of uvicorn's own way, which takes any number of them."""
+        if self._prepare is not None:
+            await self._prepare()
         self._loop = asyncio.get_running_loop()
         listening = sockets or [socket.create_server((self.config.host, self.config.port))]
         acceptors = [self._acceptor(one) for one in listening]
@@ -115,7 +124,7 @@ class Server(uvicorn.Server):
         self.started = True
         self._spawn(self._watch_engine())
         if self._log_stats_interval:
-            self._spawn(StatsLog(self._engine).run(self._log_stats_interval))
+            self._spawn(log_stats(self._models, self._log_stats_interval))
         self._on_ready()
 
     def _acceptor(self, listening: socket.socket) -> Acceptor:
@@ -139,15 +148,19 @@ class Server(uvicorn.Server):
         await self._lifecycle.drain(self._shutdown_timeout)
         self.should_exit = True
 
+    def close_workers(self) -> None:
+        """End the threads that work for requests, when it has ended."""
+        self._models.workers.close()
+
     async def stop_now(self) -> None:
         """Cut what runs and end."""
         await self._lifecycle.cut_all()
         self.should_exit = self.force_exit = True
 
     async def _watch_engine(self) -> None:
-        while self._engine.error is None:
+        while self._models.error is None:
             await asyncio.sleep(_POLL_SECONDS)
-        logger.critical("the engine has died (%r): the server ends", self._engine.error)
+        logger.critical("the engine has died (%r): the server ends", self._models.error)
         self.exit_status = self.exit_status or 1
         await asyncio.sleep(self._death_grace)
         await self._lifecycle.drain(1.0)
@@ -239,15 +252,51 @@ def run_server(
         ConfigError: another process has begun to listen on the address.
     """
     app = create_app(engine, names, args, answer_format)
-    server = Server(
+    models: Models = app.state.models
+    server = _server(app, models, args, listener, on_ready)
+    return _run(server, listener, engine.shutdown)
+
+
+def run_registry(
+    registry: ModelRegistry,
+    args: ServerArgs,
+    listener: Listener,
+    on_ready: Callable[[str], None],
+    prepare: Callable[[], Awaitable[None]],
+    discover: Discover | None,
+) -> int:
+    """Serve several models until a signal; then shut them down. Returns and raises as :func:`run_server`.
+
+    Args:
+        prepare: loads what is to be loaded before anybody is let in.
+        discover: see :func:`app_of`.
+    """
+    models = SeveralModels(registry, args, Workers())
+    server = _server(app_of(models, args, discover), models, args, listener, on_ready, prepare)
+    return _run(server, listener, registry.shutdown)
+
+
+def _server(
+    app: FastAPI,
+    models: Models,
+    args: ServerArgs,
+    listener: Listener,
+    on_ready: Callable[[str], None],
+    prepare: Callable[[], Awaitable[None]] | None = None,
+) -> Server:
+    return Server(
         app,
-        engine,
+        models,
+        prepare=prepare,
         shutdown_timeout=args.shutdown_timeout,
         log_stats_interval=args.log_stats_interval,
         on_ready=lambda: on_ready(listener.url),
         limits=listener.limits,
         **tls_options(args),
     )
+
+
+def _run(server: Server, listener: Listener, shut_down: Callable[[float], bool]) -> int:
     # What is loaded stays: the collector would look through it now and then, for 50 ms that no thread can interrupt.
     gc.collect()
     gc.freeze()
@@ -255,11 +304,11 @@ def run_server(
     try:
         server.run(sockets=[listener.socket])
     except OSError as error:
-        engine.shutdown()
+        shut_down(_ENGINE_STOP_SECONDS)
         problem = f"cannot listen on {listener.url}: {error.strerror}; choose another --port"
         raise ConfigError("--port", problem) from error
-    app.state.workers.close()
-    stopped = engine.shutdown(0.5 if server.force_exit else _ENGINE_STOP_SECONDS)
+    server.close_workers()
+    stopped = shut_down(0.5 if server.force_exit else _ENGINE_STOP_SECONDS)
     if not stopped:
         # Leaving in the usual way would tear MLX down under the thread that is still within a step.
         logger.warning("the step under way has not ended; leaving it")

@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from metal_engine.server.errors import invalid, invalid_prompt, validated
+from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.json_parts import JSONParts, Placeholder, array
 from metal_engine.server.openai.chat import ChatEndpoint
@@ -76,20 +77,21 @@ class TokenizerInfo(BaseModel):
     added_tokens_decoder: dict[str, AddedToken]
 
 
-def add_tokenization_routes(app: FastAPI, served: ServedModel) -> None:
+def add_tokenization_routes(app: FastAPI, models: Models) -> None:
     @app.post("/tokenize", tags=["tokens"], response_model=Tokens)
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        served.check_model(body.model)
+        served = await models.use(request, body.model)
         data = await served.workers.run(Weight.of(len(await request.body())), _tokenized, served, body)
         return Response(data, media_type="application/json")
 
     @app.post("/detokenize", tags=["tokens"])
     async def detokenize(body: DetokenizeBody, request: Request) -> Text:
-        served.check_model(body.model)
+        served = await models.use(request, body.model)
         return await served.workers.run(Weight.of(len(await request.body())), _detokenized, served, body)
 
     @app.get("/tokenizer_info", tags=["tokens"], response_model=TokenizerInfo)
-    async def tokenizer_info() -> Response:
+    async def tokenizer_info(request: Request) -> Response:
+        served = await models.use(request, request.query_params.get("model"))
         return Response(await served.workers.run(Weight.LIGHT, _info, served), media_type="application/json")
 
 

@@ -14,7 +14,7 @@ import pytest
 from metal_engine.device.blas.load import BlasInfo
 from metal_engine.device.info import device_info, gpu_core_count, has_tensor_ops
 from metal_engine.device.memory import available_memory_bytes, limit_device_memory
-from metal_engine.settings.config import MARGIN_BYTES
+from metal_engine.settings.config import MARGIN_BYTES, EngineConfig
 from tools.fixtures.fake_engine import fake_config
 
 ROOT = Path(__file__).parents[2]
@@ -203,19 +203,23 @@ def test_no_more_is_wired_and_kept_than_the_engine_needs(monkeypatch: pytest.Mon
     import mlx.core as mx
 
     limits: dict[str, int] = {}
+
+    def limit(config: EngineConfig) -> None:
+        limit_device_memory(config, config.peak_bytes, config.step_bytes)
+
     monkeypatch.setattr(mx, "set_wired_limit", lambda n: limits.__setitem__("wired", n))
     monkeypatch.setattr(mx, "set_cache_limit", lambda n: limits.__setitem__("cache", n))
     config = fake_config(num_blocks=1024, block_size=16)
     config = replace(
         config, step_bytes=GIB, model=replace(config.model, weight_bytes=4 * GIB, kv_bytes_per_token=1 << 17)
     )
-    limit_device_memory(config)
+    limit(config)
     assert limits == {"cache": 64 << 20}, "a CPU has nothing to wire"
-    limit_device_memory(replace(config, step_bytes=40 << 20))
+    limit(replace(config, step_bytes=40 << 20))
     assert limits == {"cache": 40 << 20}
-    limit_device_memory(replace(config, step_bytes=1))
+    limit(replace(config, step_bytes=1))
     assert limits == {"cache": 32 << 20}
-    limit_device_memory(replace(config, device=replace(config.device, kind="metal", memory_bytes=16 * GIB)))
+    limit(replace(config, device=replace(config.device, kind="metal", memory_bytes=16 * GIB)))
     assert limits == {"wired": 7 * GIB + MARGIN_BYTES, "cache": GIB + MARGIN_BYTES}
-    limit_device_memory(replace(config, device=replace(config.device, kind="metal", memory_bytes=6 * GIB)))
+    limit(replace(config, device=replace(config.device, kind="metal", memory_bytes=6 * GIB)))
     assert limits["wired"] == 6 * GIB, "MLX refuses more than the recommended working set"

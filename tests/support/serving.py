@@ -94,9 +94,10 @@ def serve(
     runner = FakeRunner(config.cache.block_size, next_token, step_time)
     engine = engine or fake_engine(runner, config, tokenizer)
     args = args or ServerArgs(shutdown_timeout=1)
+    app = create_app(engine, names, args, answer_format)
     server = Server(
-        create_app(engine, names, args, answer_format),
-        engine,
+        app,
+        app.state.models,
         shutdown_timeout=args.shutdown_timeout,
         death_grace=death_grace,
         limits=connection_limits(args),

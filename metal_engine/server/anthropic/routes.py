@@ -9,33 +9,36 @@ from starlette.responses import Response
 
 from metal_engine.server.anthropic import protocol
 from metal_engine.server.anthropic.messages import MessagesEndpoint
-from metal_engine.server.errors import renaming
-from metal_engine.server.generation.answerer import EVENTS, Answerer
+from metal_engine.server.errors import anthropic_error, renaming
+from metal_engine.server.generation.answerer import EVENTS, Answerer, LateErrors
+from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.workers import Weight
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": protocol.AnthropicError}}
+_LATE_ERRORS = LateErrors(lambda error: named_sse(anthropic_error(error)), protocol.RENAMED)
 _ANSWERS = {**EVENTS, **_ERRORS}
 
 
-def add_anthropic_routes(app: FastAPI, served: ServedModel, answer: Answerer) -> None:
+def add_anthropic_routes(app: FastAPI, models: Models, answer: Answerer) -> None:
     @app.post("/v1/messages", tags=["messages"], response_model=protocol.AnthropicResponse, responses=_ANSWERS)
     async def create_message(body: protocol.MessagesBody, request: Request) -> Response:
         with renaming(protocol.RENAMED):
             raw = await request.body()
-            chat = await served.workers.run_if_large(len(raw), protocol.to_chat, body)
-            return await answer(MessagesEndpoint(served), chat, len(raw))
+            chat = await models.workers.run_if_large(len(raw), protocol.to_chat, body)
+            return await answer(request, MessagesEndpoint, chat, len(raw), _LATE_ERRORS)
 
     @app.post("/v1/messages/count_tokens", tags=["messages"], responses=_ERRORS)
     async def count_tokens(body: protocol.CountTokensBody, request: Request) -> protocol.TokenCount:
         with renaming(protocol.RENAMED):
             weight = Weight.of(len(await request.body()))
+            served = await models.use(request, body.model)
             return await served.workers.run(weight, _count_tokens, served, body)
 
 
 def _count_tokens(served: ServedModel, body: protocol.CountTokensBody) -> protocol.TokenCount:
     chat = protocol.to_chat(body)
-    served.check_model(chat.model)
     served.parameters.check(chat)
     (prompt,) = MessagesEndpoint(served).tokenize(chat, served.tokenizer_beyond_context)
     return protocol.TokenCount(input_tokens=len(prompt))

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response
 
-from metal_engine.server.errors import APIError, to_api_error
+from metal_engine.server.errors import APIError, renaming, to_api_error
 from metal_engine.server.generation.generation import Generation
+from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.preparation import BodyT, Endpoint, ServedModel, prepare
-from metal_engine.server.generation.streaming import EventStreamResponse
+from metal_engine.server.generation.streaming import EventStreamResponse, sse
 from metal_engine.server.workers import Weight
 
 logger = logging.getLogger(__name__)
 
+# Between two comments that say that a model is being loaded.
+_LOADING_SECONDS = 2.0
 # The header of a stream that has its answer's id, which clients otherwise hear with the first token.
 GENERATION_ID = "x-generation-id"
 # What a route that may stream says of its answer.
@@ -25,15 +31,81 @@ EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream"
 
 
 @dataclass(frozen=True)
+class LateErrors:
+    """How an error is told in a stream that has begun before its request was looked at.
+
+    Attributes:
+        encode: makes an event of it.
+        renamed: a field of the body -> the name by which the client knows it.
+    """
+
+    encode: Callable[[APIError], bytes]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+OPENAI_ERRORS = LateErrors(lambda error: sse(error.body))
+
+
+@dataclass(frozen=True)
 class Answerer:
     """Runs a request to its answer: one body, or a stream of events."""
 
-    served: ServedModel
+    models: Models
     sse_keep_alive: float
 
-    async def __call__(self, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int) -> Response:
-        """The response to a request whose prompt was made of so many bytes."""
-        generation = await prepare(self.served, endpoint, body, num_bytes)
+    async def __call__(
+        self,
+        request: Request,
+        endpoint: Callable[[ServedModel], Endpoint[BodyT]],
+        body: BodyT,
+        num_bytes: int,
+        late: LateErrors | None = OPENAI_ERRORS,
+    ) -> Response:
+        """The response to a request whose prompt was made of so many bytes.
+
+        A stream whose model has to be loaded begins at once, with comments that say so.
+
+        Args:
+            endpoint: makes what sets the request's endpoint apart, for a model.
+            late: None for streams that are no event streams: these begin when the model is loaded.
+        """
+        if body.stream and late is not None and not self.models.is_ready(body.model):
+            events = self._when_loaded(request, endpoint, body, num_bytes, late)
+            return EventStreamResponse(events, keep_alive=self.sse_keep_alive)
+        served = await self.models.use(request, body.model)
+        return await self._answer(served, endpoint(served), body, num_bytes)
+
+    async def _when_loaded(
+        self,
+        request: Request,
+        endpoint: Callable[[ServedModel], Endpoint[BodyT]],
+        body: BodyT,
+        num_bytes: int,
+        late: LateErrors,
+    ) -> AsyncGenerator[bytes, None]:
+        using = asyncio.ensure_future(self.models.use(request, body.model))
+        try:
+            while not using.done():
+                yield b": loading %s\n\n" % json.dumps(body.model).encode()
+                await asyncio.wait([using], timeout=_LOADING_SECONDS)
+            with renaming(late.renamed):
+                served = using.result()
+                response = await self._answer(served, endpoint(served), body, num_bytes)
+        except Exception as error:
+            if not isinstance(error, APIError):
+                logger.exception("a request whose model was loaded for it failed")
+            yield late.encode(to_api_error(error))
+            return
+        finally:
+            using.cancel()
+            await asyncio.gather(using, return_exceptions=True)
+        assert isinstance(response, EventStreamResponse)
+        async with aclosing(response.events) as events:
+            async for data in events:
+                yield data
+
+    async def _answer(self, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int) -> Response:
+        generation = await prepare(served, endpoint, body, num_bytes)
         if body.stream:
             events, kind = _events(generation, endpoint, body), endpoint.stream_media_type
             response = EventStreamResponse(events, keep_alive=self.sse_keep_alive, media_type=kind)
@@ -41,7 +113,7 @@ class Answerer:
             return response
         await generation.finish()
         if generation.is_long:
-            data = await self.served.workers.run(Weight.HEAVY, _encoded, endpoint, generation)
+            data = await served.workers.run(Weight.HEAVY, _encoded, endpoint, generation)
         else:
             data = _encoded(endpoint, generation)
         return Response(data, media_type="application/json")

@@ -133,7 +133,7 @@ class Endpoint(ABC, Generic[BodyT]):
 
 
 async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int) -> Generation:
-    """Validate a request and make a generation of it; nothing reaches the engine's queue yet.
+    """Validate a request for a model and make a generation of it; nothing reaches the engine's queue yet.
 
     Args:
         num_bytes: what the prompt was made of.
@@ -142,7 +142,6 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, n
         APIError: the request cannot be served; 4xx with the field at fault, or 503 if the engine has ended.
     """
     engine = served.engine
-    served.check_model(body.model)
     served.admission.check(0)  # before any work on it
     if engine.error is not None:
         raise engine_dead(engine.error)

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from metal_engine.server.errors import ERROR_CODE
+from metal_engine.server.generation.models import MODEL_NAME
 from metal_engine.server.logs import current_request
 from metal_engine.server.status.metrics import ServerMetrics
 
@@ -46,7 +47,7 @@ def observe(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
             await app(scope, receive, sending)
         finally:
             if scope["method"] == "POST":
-                metrics.reject(status, scope.get(ERROR_CODE))
+                metrics.reject(status, scope.get(ERROR_CODE), scope.get(MODEL_NAME))
             _log(scope, status, time.monotonic() - started, facts)
             current_request.reset(token)
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from metal_engine.answers.tool_plan import plan_tools
 from metal_engine.errors import ParameterError
+from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.ollama.protocol import ListedModel, ModelDetails, RunningModel, Shown
 from metal_engine.server.ollama.requests import can_think
 
 LATEST = ":latest"
-# The model stays loaded.
+# A model stays loaded, unless another needs the room.
 _NEVER = "9999-12-31T23:59:59Z"
+# Of a model that is not loaded.
+_UNKNOWN = ModelDetails(family="", families=[], parameter_size="", quantization_level="")
 
 
-def own_name(served: ServedModel, name: str) -> str:
+def own_name(names: Sequence[str], name: str) -> str:
     """The name by which the server knows the model: Ollama's clients add ``:latest`` to names without a tag."""
-    return name if name in served.names else name.removesuffix(LATEST)
+    return name if name in names else name.removesuffix(LATEST)
 
 
 def tagged(name: str) -> str:
@@ -36,37 +40,54 @@ def details(served: ServedModel) -> ModelDetails:
     )
 
 
-def listed(served: ServedModel, started_at: str) -> list[ListedModel]:
-    """The model by each of its names."""
-    size = served.engine.config.model.weight_bytes
-    return [
-        ListedModel(
-            name=tagged(name),
-            model=tagged(name),
+def listed(models: Models, started_at: str) -> list[ListedModel]:
+    """Every model by each of its names. Of those that are not loaded nothing else is known."""
+    loaded = {name: served for served in models.loaded for name in served.names}
+    return [_listed(name, loaded.get(name), started_at) for name in models.names]
+
+
+def _listed(name: str, served: ServedModel | None, started_at: str) -> ListedModel:
+    size = 0 if served is None else served.engine.config.model.weight_bytes
+    return ListedModel(
+        name=tagged(name),
+        model=tagged(name),
+        modified_at=started_at,
+        size=size,
+        digest=hashlib.sha256(f"{name} {size}".encode()).hexdigest(),
+        details=_UNKNOWN if served is None else details(served),
+    )
+
+
+def running(models: Models, started_at: str) -> list[RunningModel]:
+    """Those that are loaded."""
+    found = []
+    for served in models.loaded:
+        config = served.engine.config
+        for name in served.names:
+            model = _listed(name, served, started_at)
+            found.append(
+                RunningModel(
+                    **model.model_dump(exclude={"modified_at"}),
+                    expires_at=_NEVER,
+                    size_vram=model.size if config.device.kind == "metal" else 0,
+                    context_length=config.scheduler.max_model_len,
+                )
+            )
+    return found
+
+
+def shown(models: Models, name: str, started_at: str) -> Shown:
+    """A model's details; it is not loaded for them."""
+    served = models.find_loaded(name)
+    if served is None:
+        return Shown(
+            parameters="",
+            template="",
+            details=_UNKNOWN,
+            model_info={},
+            capabilities=["completion"],
             modified_at=started_at,
-            size=size,
-            digest=hashlib.sha256(f"{name} {size}".encode()).hexdigest(),
-            details=details(served),
         )
-        for name in served.names
-    ]
-
-
-def running(served: ServedModel, started_at: str) -> list[RunningModel]:
-    """The same: it is loaded."""
-    config = served.engine.config
-    return [
-        RunningModel(
-            **model.model_dump(exclude={"modified_at"}),
-            expires_at=_NEVER,
-            size_vram=model.size if config.device.kind == "metal" else 0,
-            context_length=config.scheduler.max_model_len,
-        )
-        for model in listed(served, started_at)
-    ]
-
-
-def shown(served: ServedModel, started_at: str) -> Shown:
     info, tokenizer = served.engine.config.model, served.engine.tokenizer
     kind = info.model_type
     facts: dict[str, Any] = {

@@ -58,14 +58,13 @@ class RawBody(CompletionBody):
 class RequestReader:
     """Makes chats and completions of bodies, and logs each ignored option once. Thread-safe."""
 
-    def __init__(self, served: ServedModel) -> None:
-        self._served = served
+    def __init__(self) -> None:
         self._noted: set[str] = set()
 
-    def chat(self, body: OllamaChatBody) -> ChatCompletionBody:
+    def chat(self, served: ServedModel, body: OllamaChatBody) -> ChatCompletionBody:
         """Takes the body's messages out of it. Raises APIError, a 400 that names the field at fault."""
         messages = [_message(i, message) for i, message in enumerate(_taken(body.messages or []))]
-        fields = {"messages": messages, **self._common(body), **self._thinking(body)}
+        fields = {"messages": messages, **self._common(body), **_thinking(served, body)}
         last = messages[-1]
         if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
             fields["continue_final_message"] = True
@@ -73,7 +72,7 @@ class RequestReader:
             fields["tools"] = [{"type": "function", **tool} for tool in body.tools]
         return validated(ChatCompletionBody, {**(body.model_extra or {}), **fields})
 
-    def generate(self, body: OllamaGenerateBody) -> ChatCompletionBody | RawBody:
+    def generate(self, served: ServedModel, body: OllamaGenerateBody) -> ChatCompletionBody | RawBody:
         """A chat of one message; a completion where the prompt is raw, or has a suffix. Raises as :meth:`chat`."""
         if body.template:
             raise invalid(" is not supported: the model's own is used; or send the whole prompt, raw", where="template")
@@ -83,7 +82,7 @@ class RequestReader:
         if not (body.raw or body.suffix):
             system = [{"role": "system", "content": body.system}] if body.system else []
             fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
-            return validated(ChatCompletionBody, {**(body.model_extra or {}), **fields, **self._thinking(body)})
+            return validated(ChatCompletionBody, {**(body.model_extra or {}), **fields, **_thinking(served, body)})
         for name in ("system", "think"):
             if getattr(body, name):
                 raise invalid(" needs the chat template, which raw and suffix leave out", where=name)
@@ -124,17 +123,18 @@ class RequestReader:
             self._noted.add(name)
             logger.warning("ignoring the option %r of Ollama's API: the server's own settings hold", name)
 
-    def _thinking(self, body: OllamaBody) -> dict[str, Any]:
-        think = body.think
-        if think is None or think == "":
-            return {}
-        if isinstance(think, str):
-            if think not in _LEVELS:
-                raise invalid(f" must be true, false, {', '.join(_LEVELS)}, got {short(think)}", where="think")
-            return {"reasoning_effort": think}
-        if think and not can_think(self._served):
-            raise invalid(" is not supported by the model: it does not reason", where="think")
-        return {"chat_template_kwargs": {"enable_thinking": think}}
+
+def _thinking(served: ServedModel, body: OllamaBody) -> dict[str, Any]:
+    think = body.think
+    if think is None or think == "":
+        return {}
+    if isinstance(think, str):
+        if think not in _LEVELS:
+            raise invalid(f" must be true, false, {', '.join(_LEVELS)}, got {short(think)}", where="think")
+        return {"reasoning_effort": think}
+    if think and not can_think(served):
+        raise invalid(" is not supported by the model: it does not reason", where="think")
+    return {"chat_template_kwargs": {"enable_thinking": think}}
 
 
 def can_think(served: ServedModel) -> bool:

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from metal_engine.server.errors import renaming
 from metal_engine.server.generation.answerer import Answerer
-from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.generation.models import Models
 from metal_engine.server.ollama import models, protocol
 from metal_engine.server.ollama.answers import NDJSON, OllamaChat, OllamaGenerate, OllamaRaw, timestamp
 from metal_engine.server.ollama.embeddings import create_embed, create_embedding
@@ -24,51 +24,57 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": protocol.Ollama
 _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {NDJSON: {}}}, **_ERRORS}
 
 
-def add_ollama_routes(app: FastAPI, served: ServedModel, answer: Answerer) -> None:
-    reader = RequestReader(served)
+def add_ollama_routes(app: FastAPI, there: Models, answer: Answerer) -> None:
+    reader = RequestReader()
 
     def named(body: protocol.OllamaBody | protocol.OllamaEmbedBody | protocol.OllamaEmbeddingsBody) -> str:
         """What the client calls the model; the body has the server's name for it from here on."""
-        name = body.model or served.names[0]
-        body.model = models.own_name(served, name)
-        served.check_model(body.model)
+        name = body.model or there.names[0]
+        body.model = models.own_name(there.names, name)
+        there.check(body.model)
         return name
 
     @app.post("/api/chat", tags=["ollama"], response_model=protocol.ChatAnswer, responses=_ANSWERS)
     async def ollama_chat(body: protocol.OllamaChatBody, request: Request) -> Response:
         name = named(body)
         if not body.messages:
+            await there.use(request, body.model)
             return _loaded(protocol.ChatAnswer, name, message=protocol.AnswerMessage())
         with renaming(RENAMED):
             num_bytes = len(await request.body())
-            chat = await served.workers.run_if_large(num_bytes, reader.chat, body)
-            return await answer(OllamaChat(served, name), chat, num_bytes)
+            served = await there.use(request, body.model)
+            chat = await served.workers.run_if_large(num_bytes, reader.chat, served, body)
+            return await answer(request, lambda model: OllamaChat(model, name), chat, num_bytes, None)
 
     @app.post("/api/generate", tags=["ollama"], response_model=protocol.GenerateAnswer, responses=_ANSWERS)
     async def ollama_generate(body: protocol.OllamaGenerateBody, request: Request) -> Response:
         name = named(body)
         if not (body.prompt or body.suffix):
+            await there.use(request, body.model)
             return _loaded(protocol.GenerateAnswer, name)
         with renaming({**RENAMED, "messages": "prompt"}):
             num_bytes = len(await request.body())
-            made = await served.workers.run_if_large(num_bytes, reader.generate, body)
+            served = await there.use(request, body.model)
+            made = await served.workers.run_if_large(num_bytes, reader.generate, served, body)
             if isinstance(made, RawBody):
-                return await answer(OllamaRaw(name), made, num_bytes)
-            return await answer(OllamaGenerate(served, name), made, num_bytes)
+                return await answer(request, lambda _: OllamaRaw(name), made, num_bytes, None)
+            return await answer(request, lambda model: OllamaGenerate(model, name), made, num_bytes, None)
 
     @app.post("/api/embed", tags=["ollama"], response_model=protocol.EmbedAnswer, responses=_ERRORS)
     async def ollama_embed(body: protocol.OllamaEmbedBody, request: Request) -> Response:
         name = named(body)
+        served = await there.use(request, body.model)
         data = await create_embed(served, body, name, len(await request.body()))
         return Response(data, media_type="application/json")
 
     @app.post("/api/embeddings", tags=["ollama"], response_model=protocol.EmbeddingsAnswer, responses=_ERRORS)
     async def ollama_embeddings(body: protocol.OllamaEmbeddingsBody, request: Request) -> Response:
         named(body)
+        served = await there.use(request, body.model)
         data = await create_embedding(served, body, len(await request.body()))
         return Response(data, media_type="application/json")
 
-    _add_model_routes(app, served)
+    _add_model_routes(app, there)
 
 
 def _loaded(kind: type[protocol.OllamaAnswer], name: str, **fields: Any) -> Response:
@@ -77,16 +83,16 @@ def _loaded(kind: type[protocol.OllamaAnswer], name: str, **fields: Any) -> Resp
     return JSONResponse(answer.model_dump())
 
 
-def _add_model_routes(app: FastAPI, served: ServedModel) -> None:
+def _add_model_routes(app: FastAPI, there: Models) -> None:
     started_at = timestamp(time.time())
 
     @get_and_head(app, "/api/tags", tags=["ollama"], responses=_ERRORS)
     async def ollama_tags() -> protocol.Tags:
-        return protocol.Tags(models=models.listed(served, started_at))
+        return protocol.Tags(models=models.listed(there, started_at))
 
     @get_and_head(app, "/api/ps", tags=["ollama"], responses=_ERRORS)
     async def ollama_ps() -> protocol.Running:
-        return protocol.Running(models=models.running(served, started_at))
+        return protocol.Running(models=models.running(there, started_at))
 
     @get_and_head(app, "/api/version", tags=["ollama"], responses=_ERRORS)
     async def ollama_version() -> protocol.OllamaVersion:
@@ -94,5 +100,6 @@ def _add_model_routes(app: FastAPI, served: ServedModel) -> None:
 
     @app.post("/api/show", tags=["ollama"], responses=_ERRORS)
     async def ollama_show(body: protocol.OllamaShowBody) -> protocol.Shown:
-        served.check_model(models.own_name(served, body.model or body.name or served.names[0]))
-        return models.shown(served, started_at)
+        name = models.own_name(there.names, body.model or body.name or there.names[0])
+        there.check(name)
+        return models.shown(there, name, started_at)

@@ -133,6 +133,12 @@ class ResponseStore:
             self._num_characters -= self._stored.pop(response_id, (None, 0))[1]
 
 
+def responses_error(error: APIError) -> bytes:
+    """The event of an error before there is a response."""
+    told = {"code": error.code or "server_error", "message": error.message, "param": error.param}
+    return named_sse({"type": "error", **told, "sequence_number": 0})
+
+
 class ResponsesEndpoint(Conversation):
     """Answers are items, which a stream's events tell of as they grow.
 

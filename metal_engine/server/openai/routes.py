@@ -6,23 +6,26 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from metal_engine.server.errors import renaming
-from metal_engine.server.generation.answerer import EVENTS, Answerer
+from metal_engine.server.generation.answerer import EVENTS, Answerer, LateErrors
+from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.openai import responses_protocol
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.openai.completions import CompletionEndpoint
-from metal_engine.server.openai.responses import ResponsesEndpoint, ResponseStore, read_request
+from metal_engine.server.openai.responses import ResponsesEndpoint, ResponseStore, read_request, responses_error
 from metal_engine.server.protocol import ChatCompletion, ChatCompletionBody, Completion, CompletionBody
 
+_LATE_ERRORS = LateErrors(responses_error, responses_protocol.RENAMED)
 
-def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store: ResponseStore) -> None:
+
+def add_openai_routes(app: FastAPI, models: Models, answer: Answerer, store: ResponseStore) -> None:
     @app.post("/v1/completions", tags=["generation"], response_model=Completion, responses=EVENTS)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
-        return await answer(CompletionEndpoint(), body, len(await request.body()))
+        return await answer(request, lambda _: CompletionEndpoint(), body, len(await request.body()))
 
     @app.post("/v1/chat/completions", tags=["generation"], response_model=ChatCompletion, responses=EVENTS)
     async def create_chat_completion(body: ChatCompletionBody, request: Request) -> Response:
-        return await answer(ChatEndpoint(served), body, len(await request.body()))
+        return await answer(request, ChatEndpoint, body, len(await request.body()))
 
     @app.post("/v1/responses", tags=["responses"], response_model=responses_protocol.Response, responses=EVENTS)
     async def create_response(body: responses_protocol.ResponsesBody, request: Request) -> Response:
@@ -30,8 +33,12 @@ def add_openai_routes(app: FastAPI, served: ServedModel, answer: Answerer, store
             earlier = store.messages(body.previous_response_id)
             raw = await request.body()
             num_bytes = len(raw) + store.num_characters(body.previous_response_id or "")
-            chat, asked = await served.workers.run_if_large(num_bytes, read_request, body, earlier)
-            return await answer(ResponsesEndpoint(served, store, asked), chat, num_bytes)
+            chat, asked = await models.workers.run_if_large(num_bytes, read_request, body, earlier)
+
+            def endpoint(served: ServedModel) -> ResponsesEndpoint:
+                return ResponsesEndpoint(served, store, asked)
+
+            return await answer(request, endpoint, chat, num_bytes, _LATE_ERRORS)
 
     @app.get("/v1/responses/{response_id}", tags=["responses"], response_model=responses_protocol.Response)
     async def get_response(response_id: str) -> Response:

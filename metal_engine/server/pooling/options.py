@@ -8,11 +8,10 @@ from metal_engine.server.pooling.protocol import PoolingBody
 
 
 async def checked_options(served: ServedModel, body: PoolingBody, num_bytes: int) -> RequestOptions:
-    """How to serve a request, once its model and its parameters have been judged.
+    """How to serve a request, once its parameters have been judged.
 
     Raises:
-        APIError: 404 for another model, 400 for a parameter that would change the answer.
+        APIError: 400 for a parameter that would change the answer.
     """
-    served.check_model(body.model)
     await served.workers.run_if_large(num_bytes, served.parameters.check, body)
     return RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "")

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from metal_engine.server.errors import invalid
+from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.json_parts import JSONParts
 from metal_engine.server.pooling.embeddings import create_embeddings
@@ -27,9 +28,10 @@ from metal_engine.server.pooling.protocol import (
 from metal_engine.server.pooling.scoring import Pairs, Scores, score
 
 
-def add_pooling_routes(app: FastAPI, served: ServedModel) -> None:
+def add_pooling_routes(app: FastAPI, models: Models) -> None:
     @app.post("/v1/embeddings", tags=["pooling"], response_model=EmbeddingList)
     async def create_embedding(body: EmbeddingBody, request: Request) -> Response:
+        served = await models.use(request, body.model)
         data = await create_embeddings(served, body, len(await request.body()))
         return Response(data, media_type="application/json")
 
@@ -37,11 +39,13 @@ def add_pooling_routes(app: FastAPI, served: ServedModel) -> None:
     @app.post("/rerank", tags=["pooling"], response_model=Reranking)
     async def rerank(body: RerankBody, request: Request) -> Response:
         num_bytes = len(await request.body())
+        served = await models.use(request, body.model)
         return Response(await _rerank(served, body, num_bytes), media_type="application/json")
 
     @app.post("/score", tags=["pooling"])
     @app.post("/v1/score", tags=["pooling"])
     async def create_score(body: ScoreBody, request: Request) -> ScoreList:
+        served = await models.use(request, body.model)
         return await _score(served, body, len(await request.body()))
 
 

@@ -19,6 +19,8 @@ from prometheus_client.registry import Collector
 from metal_engine import __version__
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.metrics import EngineMetrics, Histogram
+from metal_engine.engine.model_entry import ModelEntry
+from metal_engine.server.generation.models import Models, SeveralModels
 
 PREFIX = "metal_engine:"
 
@@ -55,25 +57,25 @@ _HISTOGRAMS: dict[str, tuple[str, Callable[[EngineMetrics], Histogram]]] = {
 class ServerMetrics:
     """What one server shows at ``/metrics``.
 
-    Args:
-        model: the model's name in the API, a label of every series.
+    A model's name in the API is a label of every series.
     """
 
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
+    def __init__(self, models: Models) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         help_, labels = "Requests that never reached the engine.", ["model_name", "reason"]
         self._rejections = Counter(f"{PREFIX}requests_rejected", help_, labels, registry=self._registry)
-        self._model = model
+        # Of requests that were turned away before a model was looked for.
+        self._model = "" if isinstance(models, SeveralModels) else models.names[0]
         for reason in REJECTIONS:
-            self._rejections.labels(model, reason)
-        self._registry.register(_EngineCollector(engine, model))
+            self._rejections.labels(self._model, reason)
+        self._registry.register(_ModelsCollector(models))
 
-    def reject(self, status: int, code: str | None) -> None:
-        """Count an answer with an error status that kept a request from the engine."""
+    def reject(self, status: int, code: str | None, model: str | None = None) -> None:
+        """Count an answer with an error status that kept a request from the engine; of a model, if one was found."""
         reason = code if status == 503 and code in ("overloaded", "shutting_down") else _BY_STATUS.get(status)
         if reason is not None:
-            self._rejections.labels(self._model, reason).inc()
+            self._rejections.labels(model or self._model, reason).inc()
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """Everything, and its content type, in the format that an ``Accept`` header asks for."""
@@ -81,18 +83,52 @@ class ServerMetrics:
         return encode(self._registry), content_type
 
 
-class _EngineCollector(Collector):
-    """Reads the engine when it is asked to; nothing is copied while requests run."""
+class _ModelsCollector(Collector):
+    """Reads the engines when it is asked to; nothing is copied while requests run."""
 
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
-        self._engine = engine
-        self._model = model
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: the registry would otherwise collect once on registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for served in self._models.loaded:
+            for family in _EngineReader(served.engine, served.names[0]).families():
+                # The format has all of a family's series in one place.
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
+        if isinstance(self._models, SeveralModels):
+            yield from _registry_families(self._models)
+
+
+def _registry_families(models: SeveralModels) -> Iterator[Metric]:
+    kinds: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[ModelEntry], float]], ...] = (
+        (GaugeMetricFamily, "model_loaded", "Whether a model is loaded.", lambda one: one.running is not None),
+        (GaugeMetricFamily, "model_memory_bytes", "Memory that a model has been given.", lambda one: one.num_bytes),
+        (CounterMetricFamily, "model_loads", "How often a model was loaded.", lambda one: one.num_loads),
+    )
+    for kind, name, help_, value in kinds:
+        family = kind(PREFIX + name, help_, labels=["model_name"])
+        for entry in models.registry.entries:
+            family.add_metric([entry.name], float(value(entry)))
+        yield family
+
+
+class _EngineReader:
+    """What an engine has counted, by its model's name."""
+
+    def __init__(self, engine: AsyncEngine, model: str) -> None:
+        self._engine = engine
+        self._model = model
+
+    def families(self) -> Iterator[Metric]:
+        """Each family, with the one model's series."""
         stats, metrics = self._engine.stats, self._engine.metrics
         yield self._gauge("num_requests_running", "Requests in the batch.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", self._engine.num_waiting)

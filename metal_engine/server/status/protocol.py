@@ -21,6 +21,23 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+class RegistryCard(ModelCard):
+    """One of several models. ``max_model_len`` is known once it has been loaded; ``requests`` use it now."""
+
+    max_model_len: int | None  # type: ignore[assignment]
+    loaded: bool
+    state: str
+    memory_bytes: int
+    requests: int
+    idle_seconds: float | None
+    error: str | None
+
+
+class RegistryList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[RegistryCard]
+
+
 class Health(BaseModel):
     """``/health``: counts are of requests, ``kv_cache_usage`` is a share of the pool (0 to 1).
 
@@ -42,6 +59,45 @@ class Health(BaseModel):
     unknown_parameters: dict[str, int]
     kv_transfer: dict[str, int] | None = None
     error: str | None = None
+
+
+class ModelHealth(BaseModel):
+    """One of several models: ``memory_bytes`` it has of the device's, ``requests`` use it, ``loads`` it took so far.
+
+    ``error`` says why it could not be loaded the last time, or why its engine has stopped.
+    """
+
+    name: str
+    state: str
+    memory_bytes: int
+    requests: int
+    loads: int
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    attention: str | None = None
+    preemptions: int = 0
+    failed_steps: int = 0
+    error: str | None = None
+
+
+class RegistryHealth(BaseModel):
+    """``/health`` where there are several models: what :class:`Health` has, for all of them, and each by itself.
+
+    ``kv_cache_usage`` is that of the fullest cache; ``used_bytes`` of ``memory_bytes`` are taken.
+    """
+
+    status: Literal["ok", "draining"]
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    preemptions: int
+    failed_steps: int
+    num_unknown_parameters: int
+    unknown_parameters: dict[str, int]
+    memory_bytes: int
+    used_bytes: int
+    models: list[ModelHealth]
 
 
 class Ready(BaseModel):

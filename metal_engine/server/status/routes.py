@@ -12,11 +12,18 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.responses import Response
 
 from metal_engine import __version__
+from metal_engine.server.generation.models import Models, OneModel, SeveralModels
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.status.metrics import ServerMetrics
 from metal_engine.server.status.pages import PAGE_HEADERS, api_page
-from metal_engine.server.status.protocol import Health, ModelCard, ModelList, Ready, Version
+from metal_engine.server.status.protocol import Health, ModelCard, ModelList, Ready, RegistryHealth, Version
+from metal_engine.server.status.registry_routes import (
+    Discover,
+    add_loading_routes,
+    add_registry_routes,
+    registry_health,
+)
 from metal_engine.server.workers import Weight
 
 EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
@@ -36,9 +43,18 @@ def get_and_head(app: FastAPI, path: str, **options: Any) -> Callable[[EndpointT
     return add
 
 
-def add_model_routes(app: FastAPI, served: ServedModel) -> None:
-    max_model_len = served.engine.config.scheduler.max_model_len
+def add_model_routes(app: FastAPI, models: Models, discover: Discover | None = None) -> None:
     created = int(time.time())
+    if isinstance(models, SeveralModels):
+        if discover is not None:
+            add_loading_routes(app, models, discover, created)
+        add_registry_routes(app, models, created)
+    elif isinstance(models, OneModel):
+        _add_one_models_routes(app, models.served, created)
+
+
+def _add_one_models_routes(app: FastAPI, served: ServedModel, created: int) -> None:
+    max_model_len = served.engine.config.scheduler.max_model_len
     cards = {
         name: ModelCard(id=name, created=created, root=served.engine.config.model.name, max_model_len=max_model_len)
         for name in served.names
@@ -54,14 +70,14 @@ def add_model_routes(app: FastAPI, served: ServedModel) -> None:
         return cards.get(model_id, cards[served.names[0]])
 
 
-def add_docs(app: FastAPI, served: ServedModel) -> None:
+def add_docs(app: FastAPI, models: Models) -> None:
     """What the API takes, for people."""
 
     # The second address is FastAPI's other one.
     @get_and_head(app, "/docs", include_in_schema=False)
     @get_and_head(app, "/redoc", include_in_schema=False)
     async def docs() -> Response:
-        return HTMLResponse(await served.workers.run(Weight.LIGHT, _docs, app), headers=PAGE_HEADERS)
+        return HTMLResponse(await models.workers.run(Weight.LIGHT, _docs, app), headers=PAGE_HEADERS)
 
 
 def _docs(app: FastAPI) -> bytes:
@@ -85,34 +101,44 @@ def _may_see_names(request: Request) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def add_status_routes(app: FastAPI, served: ServedModel, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
-    engine = served.engine
+def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool) -> Health:
+    engine, unknown = served.engine, served.parameters.num_unknown
+    stats, error = engine.stats, engine.error
+    return Health(
+        status="error" if error is not None else "draining" if lifecycle.draining else "ok",
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+        kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
+        attention=engine.config.attention,
+        preemptions=stats.num_preemptions,
+        failed_steps=engine.metrics.num_failed_steps,
+        num_unknown_parameters=sum(unknown.values()),
+        unknown_parameters=unknown if tells else {},
+        kv_transfer=None if (kv := engine.metrics.kv_transfer) is None else kv.as_dict(),
+        error=None if error is None else f"the engine has stopped: {error!r}",
+    )
 
-    @get_and_head(app, "/health", tags=["status"], responses={503: {"model": Health}})
+
+def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
+    kind = RegistryHealth if isinstance(models, SeveralModels) else Health
+
+    @get_and_head(app, "/health", tags=["status"], responses={503: {"model": kind}})
     async def health(request: Request) -> JSONResponse:
-        stats = engine.stats
-        unknown = served.parameters.num_unknown
-        error = engine.error
-        body = Health(
-            status="error" if error is not None else "draining" if lifecycle.draining else "ok",
-            running=stats.num_running,
-            waiting=stats.num_waiting,
-            kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
-            attention=engine.config.attention,
-            preemptions=stats.num_preemptions,
-            failed_steps=engine.metrics.num_failed_steps,
-            num_unknown_parameters=sum(unknown.values()),
-            unknown_parameters=unknown if _may_see_names(request) else {},
-            kv_transfer=None if (kv := engine.metrics.kv_transfer) is None else kv.as_dict(),
-            error=None if error is None else f"the engine has stopped: {error!r}",
-        )
+        tells = _may_see_names(request)
+        body: Health | RegistryHealth
+        if isinstance(models, SeveralModels):
+            unknown = models.parameters.num_unknown
+            body = registry_health(models, draining=lifecycle.draining, unknown=unknown, tells=tells)
+        else:
+            (served,) = models.loaded
+            body = _health(served, lifecycle, tells=tells)
         status = 200 if body.status == "ok" else 503
         return JSONResponse(body.model_dump(exclude_none=True), status_code=status)
 
     @get_and_head(app, "/ready", tags=["status"], responses={503: {"model": Ready}})
     async def ready() -> JSONResponse:
         """Whether new requests are taken: not while the server drains, nor once its engine has died."""
-        is_ready = engine.error is None and not lifecycle.draining
+        is_ready = models.error is None and not lifecycle.draining
         return JSONResponse(Ready(ready=is_ready).model_dump(), status_code=200 if is_ready else 503)
 
     @get_and_head(app, "/version", tags=["status"])

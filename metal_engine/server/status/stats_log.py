@@ -8,6 +8,7 @@ import operator
 import time
 
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.server.generation.models import Models
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,15 @@ class StatsLog:
             f"KV cache {stats.num_used_blocks / stats.num_blocks:.1%}, prefix cache hits {hit_rate}"
         )
 
-    async def run(self, interval: float) -> None:
-        """Log a line every ``interval`` seconds, for ever."""
-        while True:
-            await asyncio.sleep(interval)
-            line = self.line()
+
+async def log_stats(models: Models, interval: float) -> None:
+    """Log a line for each loaded model every ``interval`` seconds, for ever; with its name if there are others."""
+    logs: dict[AsyncEngine, StatsLog] = {}
+    while True:
+        logs = {served.engine: logs.get(served.engine) or StatsLog(served.engine) for served in models.loaded}
+        await asyncio.sleep(interval)
+        for served in models.loaded:
+            line = logs[served.engine].line() if served.engine in logs else None
             if line is not None:
-                logger.info("%s", line)
+                is_only = len(models.names) == len(served.names)
+                logger.info("%s", line if is_only else f"{served.names[0]}: {line}")

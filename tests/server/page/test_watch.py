@@ -23,7 +23,7 @@ CLIENT = httpx.Client(timeout=DEADLINE)
 
 def viewers_of(served: Served) -> Viewers:
     app: Any = served.server.config.app
-    return app.state.viewers
+    return app.state.rooms.of(None)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,106 @@
+"""One of several models: where it stands, who uses it, what it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.device_share import DeviceShare, DeviceTurns
+
+
+class ModelState(enum.Enum):
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"
+
+
+@dataclass(frozen=True, eq=False)
+class RunningModel:
+    """A model that has been loaded: its engine, and how it writes answers."""
+
+    engine: AsyncEngine
+    answer_format: AnswerFormat
+
+
+# Loads a model and blocks until it is ready; called in a thread. Raises what loading raises.
+Start = Callable[[DeviceShare, DeviceTurns], RunningModel]
+
+
+@dataclass(eq=False)
+class Load:
+    """A load that was asked for: those who wait for it, and its end.
+
+    Attributes:
+        done: None once the model is loaded, or why it could not be.
+        is_cancelled: it is not wanted any more; noticed where memory is claimed, or the device.
+    """
+
+    done: asyncio.Future[None]
+    num_waiting: int = 0
+    is_cancelled: bool = False
+
+
+@dataclass(eq=False)
+class ModelEntry:
+    """A model that the registry knows. Belongs to the event loop.
+
+    Attributes:
+        name: by which it was registered; other names may lead to it.
+        running: while it is loaded.
+        num_bytes: of the device's memory that it has, or has claimed so far.
+        step_bytes: what its largest step takes, of them.
+        num_leases: requests that use it.
+        load: the one that is under way or waits for its turn; None if there is none.
+        loaded_by: the one that loaded it.
+        is_closing: it is to be unloaded: new requests wait until it is loaded again.
+        last_used: when a request began or ended to use it, in seconds of ``time.monotonic``.
+        error: why the last load failed, or its engine ended; None if all is well.
+        num_loads: how often it has been loaded.
+        max_model_len: tokens of its longest request; None until it has been loaded.
+    """
+
+    name: str
+    start: Start
+    state: ModelState = ModelState.UNLOADED
+    running: RunningModel | None = None
+    num_bytes: int = 0
+    step_bytes: int = 0
+    num_leases: int = 0
+    load: Load | None = None
+    loaded_by: Load | None = None
+    is_closing: bool = False
+    last_used: float = 0.0
+    error: str | None = None
+    num_loads: int = 0
+    max_model_len: int | None = None
+    unloading: asyncio.Task[None] | None = None
+    keep_alive: asyncio.TimerHandle | None = None
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request uses it, nor is about to, for it has just been loaded for it."""
+        return not self.num_leases and not (self.loaded_by is not None and self.loaded_by.num_waiting)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended its engine; None while that runs, or there is none."""
+        return None if self.running is None else self.running.engine.error
+
+    def touch(self) -> None:
+        """Wake whoever waits for it to become idle, if it is."""
+        if self.is_idle:
+            self._idle.set()
+        else:
+            self._idle.clear()
+
+    async def becomes_idle(self) -> None:
+        """Wait until no request uses it."""
+        while not self.is_idle:
+            self._idle.clear()
+            await self._idle.wait()

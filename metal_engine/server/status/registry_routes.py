@@ -1,0 +1,108 @@
+"""Routes about several models: which there are, which are loaded; to load and unload them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from fastapi import FastAPI
+
+from metal_engine.engine.model_entry import ModelEntry
+from metal_engine.server.generation.models import SeveralModels, told_load_errors
+from metal_engine.server.protocol import RequestModel
+from metal_engine.server.status.protocol import ModelHealth, RegistryCard, RegistryHealth, RegistryList
+from metal_engine.server.workers import Weight
+
+# Has the registry know a model that has come since it looked; returns whether there is one of that name.
+Discover = Callable[[str], bool]
+
+
+class LoadBody(RequestModel):
+    """``POST /v1/models/load`` and ``POST /v1/models/unload``."""
+
+    model: str
+
+
+def add_registry_routes(app: FastAPI, models: SeveralModels, created: int) -> None:
+    # HEAD, too, which probes send.
+    @app.get("/v1/models", tags=["models"])
+    @app.head("/v1/models", include_in_schema=False)
+    async def list_models() -> RegistryList:
+        return RegistryList(data=[_card(name, models.entry(name), created) for name in models.names])
+
+    @app.get("/v1/models/{model_id:path}", tags=["models"])
+    async def get_model(model_id: str) -> RegistryCard:
+        return _card(model_id, models.entry(model_id), created)
+
+
+def add_loading_routes(app: FastAPI, models: SeveralModels, discover: Discover, created: int) -> None:
+    """To load and unload models, for whoever may send requests."""
+
+    @app.post("/v1/models/load", tags=["models"])
+    async def load_model(body: LoadBody) -> RegistryCard:
+        if models.registry.find(body.model) is None:
+            await models.workers.run(Weight.LIGHT, discover, body.model)
+        entry = models.entry(body.model)
+        with told_load_errors():
+            await models.registry.load(entry)
+        return _card(body.model, entry, created)
+
+    @app.post("/v1/models/unload", tags=["models"])
+    async def unload_model(body: LoadBody) -> RegistryCard:
+        entry = models.entry(body.model)
+        await models.registry.unload(entry)
+        return _card(body.model, entry, created)
+
+
+def _card(name: str, entry: ModelEntry, created: int) -> RegistryCard:
+    return RegistryCard(
+        id=name,
+        created=created,
+        root=entry.name,
+        max_model_len=entry.max_model_len,
+        loaded=entry.running is not None,
+        state=entry.state.value,
+        memory_bytes=entry.num_bytes,
+        requests=entry.num_leases,
+        idle_seconds=None if entry.running is None else round(time.monotonic() - entry.last_used, 1),
+        error=entry.error,
+    )
+
+
+def registry_health(models: SeveralModels, *, draining: bool, unknown: dict[str, int], tells: bool) -> RegistryHealth:
+    """How all models are. ``tells`` is whether names of unknown parameters are for this client."""
+    told = [_health(entry) for entry in models.registry.entries]
+    return RegistryHealth(
+        status="draining" if draining else "ok",
+        running=sum(one.running for one in told),
+        waiting=sum(one.waiting for one in told),
+        kv_cache_usage=max((one.kv_cache_usage for one in told), default=0.0),
+        preemptions=sum(one.preemptions for one in told),
+        failed_steps=sum(one.failed_steps for one in told),
+        num_unknown_parameters=sum(unknown.values()),
+        unknown_parameters=unknown if tells else {},
+        memory_bytes=models.registry.memory_bytes,
+        used_bytes=sum(one.memory_bytes for one in told),
+        models=told,
+    )
+
+
+def _health(entry: ModelEntry) -> ModelHealth:
+    told = ModelHealth(
+        name=entry.name,
+        state=entry.state.value,
+        memory_bytes=entry.num_bytes,
+        requests=entry.num_leases,
+        loads=entry.num_loads,
+        error=entry.error,
+    )
+    if entry.running is None:
+        return told
+    engine = entry.running.engine
+    stats = engine.stats
+    told.running, told.waiting, told.preemptions = stats.num_running, engine.num_waiting, stats.num_preemptions
+    told.kv_cache_usage = stats.num_used_blocks / stats.num_blocks
+    told.failed_steps, told.attention = engine.metrics.num_failed_steps, engine.config.attention
+    if entry.failure is not None:
+        told.error = f"its engine has stopped: {entry.failure!r}"
+    return told
