@@ -46,6 +46,10 @@ class ModelTooLargeError(ModelLoadError):
         self.missing_bytes = missing_bytes
 
 
+class NoRoomError(ModelLoadError):
+    """The model does not fit beside those that are loaded, and none of them is to go."""
+
+
 class ParameterError(ValueError):
     """A request's parameter that cannot be served.
 

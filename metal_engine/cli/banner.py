@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from metal_engine.engine.registry import ModelRegistry
 from metal_engine.settings.config import EngineConfig
 from metal_engine.settings.fields import format_size
 
@@ -45,6 +46,20 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
     if not config.kv_bytes:
         facts["KV cache"] = "none: its layers keep states only"
     return facts
+
+
+def registry_facts(registry: ModelRegistry, url: str) -> dict[str, str]:
+    """Returns what to show of several models, by label."""
+    loaded = [f"{one.name} ({format_size(one.num_bytes)})" for one in registry.entries if one.running is not None]
+    others = [one.name for one in registry.entries if one.running is None]
+    facts = {
+        "loaded": ", ".join(loaded) or "none yet",
+        "on demand": ", ".join(others),
+        "memory": f"{format_size(registry.memory_bytes)} for all models",
+        "keep alive": f"{registry.keep_alive:g} s" if registry.keep_alive else "until others need the memory",
+        "URL": url,
+    }
+    return {label: value for label, value in facts.items() if value}
 
 
 def print_banner(facts: dict[str, str], console: Console | None = None) -> None:

@@ -72,7 +72,7 @@ def launch(
             raise ConfigError(None, f"there is no tool {short(tool)}: choose {', '.join(TOOLS)}")
         wanted = TOOLS[tool]
         start = "metal-engine serve demo" + (f" --port {port}" if port != ServerArgs.port and url is None else "")
-        server = find_server(_base_url(host, port, url), (api_key or "").split(",")[0].strip(), start)
+        server = find_server(base_url(host, port, url), (api_key or "").split(",")[0].strip(), start)
         path = shutil.which(wanted.program)
         missing = f"{wanted.program} is not installed: {wanted.install}"
         if server.max_model_len < wanted.prompt_tokens:
@@ -102,7 +102,7 @@ def shell_lines(tool: Tool, server: RunningServer) -> list[str]:
     return lines
 
 
-def _base_url(host: str, port: int, url: str | None) -> str:
+def base_url(host: str, port: int, url: str | None) -> str:
     """Where the server is, without ``/v1``. Raises ConfigError for what is no URL."""
     if url is None:
         host = _ANYWHERE.get(host, host)
@@ -123,7 +123,7 @@ def find_server(url: str, api_key: str, start: str) -> RunningServer:
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        answer = _get(f"{url}/v1/models", headers)
+        answer = get_json(f"{url}/v1/models", headers)
     except urllib.error.HTTPError as error:
         if error.code == 401:
             raise ConfigError("--api-key", f"is not what the server at {url} wants") from error
@@ -134,13 +134,14 @@ def find_server(url: str, api_key: str, start: str) -> RunningServer:
             raise ConfigError(None, message) from error
         raise ConfigError("--url", f"{url} does not answer as a metal-engine server does") from error
     try:
-        card = answer["data"][0]
+        # Of a model that has not been loaded, it is not known how much it takes in.
+        card = next((one for one in answer["data"] if one["max_model_len"] is not None), answer["data"][0])
         return RunningServer(url, api_key or PLACEHOLDER_KEY, str(card["id"]), int(card["max_model_len"]))
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError("--url", f"{url} does not answer as a metal-engine server does") from error
 
 
-def _get(url: str, headers: dict[str, str]) -> Any:
+def get_json(url: str, headers: dict[str, str]) -> Any:
     """The JSON at a URL. Asks no proxy: the server is near. Raises what ``urllib`` and ``json`` raise."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(urllib.request.Request(url, headers=headers), timeout=_SECONDS) as response:

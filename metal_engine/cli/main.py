@@ -10,13 +10,15 @@ import typer
 
 from metal_engine import __version__
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
-from metal_engine.cli import models
+from metal_engine.cli import models as model_commands
 from metal_engine.cli.help import CommandsHelp, GroupedHelp
 from metal_engine.cli.launch import launch
 from metal_engine.cli.logs import set_up_logging
-from metal_engine.cli.options import MODEL_HELP, command
+from metal_engine.cli.options import MODEL_HELP, NO_MODEL, command
+from metal_engine.cli.ps import ps
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
+from metal_engine.settings.several import RegistryArgs
 
 app = typer.Typer(
     name="metal-engine",
@@ -35,10 +37,23 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
-@command(app, {"Engine": EngineArgs, "Server": ServerArgs})
-def serve(args: EngineArgs, server_args: ServerArgs) -> None:
-    """Serve a model over an OpenAI-compatible API."""
+@command(app, {"Engine": EngineArgs, "Server": ServerArgs, "Several models": RegistryArgs}, several=True)
+def serve(args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs, models: tuple[str, ...]) -> None:
+    """Serve a model, or several, over an OpenAI-compatible API."""
     set_up_logging(server_args.log_level, server_args.log_format)
+    if len(models) > 1 or registry_args.is_wanted:
+        from metal_engine.cli.serve_several import serve_several
+
+        status = serve_several(models, args, server_args, registry_args)
+    elif models:
+        status = _serve_one(args, server_args)
+    else:
+        raise ConfigError(None, NO_MODEL)
+    if status:
+        raise typer.Exit(status)
+
+
+def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
     from metal_engine.build import build_engine
     from metal_engine.cli.banner import print_banner, startup_facts
     from metal_engine.engine.async_engine import AsyncEngine
@@ -56,7 +71,7 @@ def serve(args: EngineArgs, server_args: ServerArgs) -> None:
             answer_format = find_answer_format(
                 engine.tokenizer.hf_tokenizer, server_args.tool_call_parser, server_args.reasoning_parser
             )
-        status = run_server(
+        return run_server(
             engine,
             server_args,
             names,
@@ -64,8 +79,6 @@ def serve(args: EngineArgs, server_args: ServerArgs) -> None:
             on_ready=lambda url: print_banner(startup_facts(engine.config, url, names)),
             answer_format=answer_format,
         )
-    if status:
-        raise typer.Exit(status)
 
 
 @contextmanager
@@ -121,7 +134,7 @@ def _latency(args: BenchLatencyArgs, engine_args: EngineArgs) -> None:
     bench_latency(engine_args, args)
 
 
-models.add_commands(app)
+model_commands.add_commands(app)
 
 
 @app.command(cls=GroupedHelp)
@@ -139,6 +152,7 @@ def doctor(
 
 
 app.command(cls=GroupedHelp)(launch)
+app.command(cls=GroupedHelp)(ps)
 
 
 def _print_version(wanted: bool) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from metal_engine.cli.columns import print_columns
 from metal_engine.cli.help import GroupedHelp
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import one_line_errors
@@ -103,7 +104,7 @@ def _list(download_dir: _DownloadDir = None, as_json: _JSON = False) -> None:
             print(json.dumps([asdict(row) for row in rows], indent=2))
             return
         heads = ("NAME", "SIZE", "ARCHITECTURE", "CONTEXT", "QUANTIZATION", "RUNS HERE", "LAST USED")
-        _print_columns([heads, *(_cells(row) for row in rows)])
+        print_columns([heads, *(_cells(row) for row in rows)])
         if not any(row.name == "demo" for row in rows):
             print("\n`metal-engine pull demo` gets a small model to try (93 MB).")
 
@@ -245,9 +246,3 @@ def _tokens(number: int | None) -> str:
 
 def _day(when: str | None) -> str:
     return "" if when is None else when[:10]
-
-
-def _print_columns(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -22,6 +22,7 @@ from metal_engine.settings.sources import read_settings
 MODEL_HELP = "`demo`, a Hugging Face repository, a local model directory, or a .gguf file."
 NO_MODEL = "name a MODEL: `demo`, a repository, a directory, or a .gguf file"
 _MODEL = Setting("model", "str", help=MODEL_HELP)
+_MODELS = Setting("model", "list", help=MODEL_HELP)
 _CONFIG_HELP = "YAML file of settings, named as the flags are. The environment and the command line win over it."
 
 # Settings of all commands: one config file or one environment may serve several.
@@ -31,7 +32,12 @@ Command = Callable[..., None]
 
 
 def command(
-    app: typer.Typer, groups: dict[str, type], *, takes_model: bool = True, default_model: str | None = None
+    app: typer.Typer,
+    groups: dict[str, type],
+    *,
+    takes_model: bool = True,
+    default_model: str | None = None,
+    several: bool = False,
 ) -> Callable[[Command], Command]:
     """Register a function as a command: it is called with one dataclass for each group, in their order.
 
@@ -40,14 +46,21 @@ def command(
             a heading of their own.
         takes_model: whether the command needs a model to load, as its argument or from a file or the environment.
         default_model: what the model is if none is given; with None it must be given.
+        several: whether there may be several models, or none; the function gets all of them as one more argument, and
+            in its settings the first, or an empty text.
     """
-    settings = [*([_MODEL] if takes_model else []), *settings_of(*groups.values())]
+    settings = [*([_MODELS if several else _MODEL] if takes_model else []), *settings_of(*groups.values())]
     _known.extend(settings)
 
     def register(function: Command) -> Command:
         def run(config: Path | None = None, **given: Any) -> None:
             with one_line_errors():
                 values = read_settings(settings, given, os.environ, config, known=_known)
+                if several:
+                    models = values.get("model") or ()
+                    values["model"] = models[0] if models else ""
+                    function(*(make_args(cls, values) for cls in groups.values()), models)
+                    return
                 if takes_model and values.get("model") is None:
                     if default_model is None:
                         raise ConfigError(None, NO_MODEL)
@@ -57,7 +70,7 @@ def command(
         parameters = []
         if takes_model:
             model = typer.Argument(help=MODEL_HELP, show_default=False)
-            parameters.append(_parameter("model", str | None, model))
+            parameters.append(_parameter("model", (list[str] if several else str) | None, model))
         config_option = typer.Option("--config", help=_CONFIG_HELP, metavar="FILE", show_default=False)
         parameters.append(_parameter("config", Path | None, config_option))
         for heading, cls in groups.items():

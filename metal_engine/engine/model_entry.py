@@ -37,10 +37,12 @@ class Load:
 
     Attributes:
         done: None once the model is loaded, or why it could not be.
+        may_evict: others may be unloaded for it.
         is_cancelled: it is not wanted any more; noticed where memory is claimed, or the device.
     """
 
     done: asyncio.Future[None]
+    may_evict: bool = True
     num_waiting: int = 0
     is_cancelled: bool = False
 

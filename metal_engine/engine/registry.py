@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from metal_engine.engine.device_share import DeviceTurns
 from metal_engine.engine.model_entry import Load, ModelEntry, ModelState, RunningModel, Start
-from metal_engine.errors import ModelLoadError, ModelTooLargeError, one_line
+from metal_engine.errors import ModelLoadError, ModelTooLargeError, NoRoomError, one_line
 from metal_engine.settings.config import DeviceInfo, EngineConfig
 from metal_engine.settings.fields import format_size
 
@@ -91,11 +91,15 @@ class ModelRegistry:
         """Whether a request for a model would not have to wait."""
         return entry.state is ModelState.LOADED and not entry.is_closing and entry.failure is None
 
-    async def use(self, entry: ModelEntry) -> RunningModel:
+    async def use(self, entry: ModelEntry, *, may_evict: bool = True) -> RunningModel:
         """Have a model for one request, until :meth:`release`; loads it if it has to.
+
+        Args:
+            may_evict: whether others may be unloaded for it.
 
         Raises:
             ModelLoadError: it cannot be loaded.
+            NoRoomError: others would have to be unloaded for it.
             ModelTooLargeError: it never fits.
             RegistryClosedError: the process is about to end.
         """
@@ -109,7 +113,7 @@ class ModelRegistry:
                 self._stop_timer(entry)
                 entry.touch()
                 return entry.running
-            load = self._ask(entry)
+            load = self._ask(entry, may_evict)
             load.num_waiting += 1
             try:
                 await asyncio.shield(load.done)
@@ -124,9 +128,9 @@ class ModelRegistry:
         entry.touch()
         self._start_timer(entry)
 
-    async def load(self, entry: ModelEntry) -> None:
-        """Have a model loaded, without using it. Raises what :meth:`use` raises."""
-        await self.use(entry)
+    async def load(self, entry: ModelEntry, *, may_evict: bool = True) -> None:
+        """Have a model loaded, without using it. Takes and raises what :meth:`use` does."""
+        await self.use(entry, may_evict=may_evict)
         self.release(entry)
 
     async def unload(self, entry: ModelEntry) -> None:
@@ -138,12 +142,12 @@ class ModelRegistry:
 
     # --- loading, one after the other ---
 
-    def _ask(self, entry: ModelEntry) -> Load:
+    def _ask(self, entry: ModelEntry, may_evict: bool) -> Load:
         """The load that is to come for a model."""
         if self.is_closed:
             raise RegistryClosedError("the server is shutting down")
         if entry.load is None:
-            entry.load = Load(asyncio.get_running_loop().create_future())
+            entry.load = Load(asyncio.get_running_loop().create_future(), may_evict)
             self._waiting.append(entry)
             if self._loader is None or self._loader.done():
                 self._loader = asyncio.ensure_future(self._load_all())
@@ -177,8 +181,9 @@ class ModelRegistry:
             entry.running = await loop.run_in_executor(self._threads, _start, entry, share, self.turns)
         except Exception as error:  # noqa: BLE001  (told to whoever asked for the model)
             entry.state, entry.num_bytes, entry.step_bytes = ModelState.UNLOADED, 0, 0
-            entry.error = one_line(error)
-            logger.error("cannot load %s: %s", entry.name, entry.error)
+            if not isinstance(error, NoRoomError):
+                entry.error = one_line(error)
+                logger.error("cannot load %s: %s", entry.name, entry.error)
             return error
         entry.state, entry.error, entry.loaded_by = ModelState.LOADED, None, load
         entry.num_loads += 1
@@ -199,6 +204,8 @@ class ModelRegistry:
             raise ModelTooLargeError(message, missing)
         while self._taken_beside(entry) + num_bytes > self.memory_bytes:
             self.check_wanted(entry, load)
+            if not load.may_evict:
+                raise NoRoomError(f"{entry.name} does not fit beside the models that are loaded")
             others = [one for one in self._entries if one is not entry and one.num_bytes]
             # First those that nobody uses, or that go already.
             victim = min(others, key=lambda one: (not (one.is_idle or one.is_closing), one.last_used))
@@ -295,6 +302,9 @@ def _start(entry: ModelEntry, share: _RegistryShare, turns: DeviceTurns) -> Runn
         return entry.start(share, turns)
     except ModelTooLargeError as error:
         failure: Exception = ModelTooLargeError(str(error), error.missing_bytes)
+        _forget_frames(error)
+    except NoRoomError as error:
+        failure = NoRoomError(str(error))
         _forget_frames(error)
     except Exception as error:  # noqa: BLE001  (raised again)
         failure = ModelLoadError(one_line(error, 1000))

@@ -24,7 +24,7 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.device.allocator import give_back_freed_memory
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.registry import ModelRegistry
-from metal_engine.errors import ConfigError
+from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.server.app import app_of, create_app
 from metal_engine.server.connections.acceptor import Acceptor
 from metal_engine.server.connections.connection import Connection
@@ -307,6 +307,10 @@ def _run(server: Server, listener: Listener, shut_down: Callable[[float], bool])
         shut_down(_ENGINE_STOP_SECONDS)
         problem = f"cannot listen on {listener.url}: {error.strerror}; choose another --port"
         raise ConfigError("--port", problem) from error
+    except (ConfigError, ModelLoadError):  # of what was to be prepared
+        server.close_workers()
+        shut_down(_ENGINE_STOP_SECONDS)
+        raise
     server.close_workers()
     stopped = shut_down(0.5 if server.force_exit else _ENGINE_STOP_SECONDS)
     if not stopped:

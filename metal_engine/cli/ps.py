@@ -1,0 +1,105 @@
+"""The ``ps`` command: the models of a server that runs."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+from typing import Annotated, Any
+
+import typer
+
+from metal_engine.cli.columns import print_columns
+from metal_engine.cli.launch import base_url, get_json
+from metal_engine.cli.options import one_line_errors
+from metal_engine.errors import ConfigError
+from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.fields import ENV_PREFIX, format_size
+
+
+def ps(
+    host: Annotated[
+        str,
+        typer.Option(
+            help=f"Where the server listens. Default: {ServerArgs.host}.",
+            metavar="TEXT",
+            envvar=f"{ENV_PREFIX}HOST",
+            show_envvar=False,
+        ),
+    ] = ServerArgs.host,
+    port: Annotated[
+        int,
+        typer.Option(
+            help=f"Its port. Default: {ServerArgs.port}.", metavar="N", envvar=f"{ENV_PREFIX}PORT", show_envvar=False
+        ),
+    ] = ServerArgs.port,
+    url: Annotated[
+        str | None, typer.Option(help="Its URL, instead of --host and --port.", metavar="URL", show_default=False)
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Its key, if it has one; better given in METAL_ENGINE_API_KEY.",
+            envvar=f"{ENV_PREFIX}API_KEY",
+            metavar="TEXT",
+            show_envvar=False,
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the models of a server that runs: which are loaded, what they take, how many requests use them."""
+    with one_line_errors():
+        rows = running_models(base_url(host, port, url), (api_key or "").split(",")[0].strip())
+        if as_json:
+            print(json.dumps(rows, indent=2))
+            return
+        heads = ("NAME", "STATE", "MEMORY", "CONTEXT", "REQUESTS", "IDLE", "PROBLEM")
+        print_columns([heads, *(_cells(row) for row in rows)])
+
+
+def running_models(url: str, api_key: str) -> list[dict[str, Any]]:
+    """What a server says of its models: name, state, memory_bytes, max_model_len, requests, idle_seconds, error.
+
+    Raises:
+        ConfigError: none answers there, it wants another key, or it is no server of this kind.
+    """
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        cards = get_json(f"{url}/v1/models", headers)["data"]
+        health = get_json(f"{url}/health", headers)
+        return [_row(card, health) for card in cards]
+    except urllib.error.HTTPError as error:
+        if error.code == 401:
+            raise ConfigError("--api-key", f"is not what the server at {url} wants") from error
+        raise ConfigError("--url", f"{url} answers {error.code}: is it a metal-engine server?") from error
+    except OSError as error:
+        raise ConfigError(None, f"no server answers at {url}") from error
+    except (http.client.HTTPException, KeyError, TypeError, ValueError) as error:
+        raise ConfigError("--url", f"{url} does not answer as a metal-engine server does") from error
+
+
+def _row(card: dict[str, Any], health: dict[str, Any]) -> dict[str, Any]:
+    """A server's only model is loaded, and its requests are those of the server."""
+    return {
+        "name": card["id"],
+        "state": card.get("state", "loaded"),
+        "memory_bytes": card.get("memory_bytes"),
+        "max_model_len": card["max_model_len"],
+        "requests": card.get("requests", health["running"] + health["waiting"]),
+        "idle_seconds": card.get("idle_seconds"),
+        "error": card.get("error"),
+    }
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    memory, context, idle = row["memory_bytes"], row["max_model_len"], row["idle_seconds"]
+    return (
+        row["name"],
+        row["state"],
+        format_size(memory) if memory else "",
+        "" if context is None else f"{context:,}",
+        str(row["requests"]),
+        "" if idle is None or row["requests"] else f"{idle:.0f} s",
+        row["error"] or "",
+    )

@@ -1,0 +1,126 @@
+"""``serve`` with several models: a registry that loads them when they are needed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from metal_engine.engine.device_share import DeviceShare, DeviceTurns
+from metal_engine.engine.model_entry import RunningModel, Start
+from metal_engine.engine.registry import ModelRegistry
+from metal_engine.errors import ConfigError, NoRoomError
+from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.several import RegistryArgs, args_of_one, models_memory
+
+logger = logging.getLogger(__name__)
+
+
+def serve_several(
+    models: tuple[str, ...], args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs
+) -> int:
+    """Serve models until a signal. Returns the status to end the process with.
+
+    Raises:
+        ConfigError: settings that cannot work.
+        ModelLoadError: one that is named cannot be loaded.
+    """
+    from metal_engine.cli.banner import print_banner, registry_facts
+    from metal_engine.device.blas.load import load_optimized_blas
+    from metal_engine.device.info import device_info
+    from metal_engine.server.listen import listen
+    from metal_engine.server.run import run_registry
+
+    if server_args.served_model_name:
+        raise ConfigError("--served-model-name", "is for one model: several are called as they are named")
+    if len(set(models)) < len(models):
+        raise ConfigError(None, "a MODEL is named twice")
+    found = {} if registry_args.models_dir is None else models_in(Path(registry_args.models_dir))
+    if not (models or found):
+        raise ConfigError("--models-dir", f"{registry_args.models_dir} has no model, and no MODEL is named")
+    with listen(server_args) as listener:
+        device = device_info(load_optimized_blas())
+        memory_bytes = models_memory(args, registry_args, device)
+        each = args_of_one(args, memory_bytes, device)
+        registry = ModelRegistry(memory_bytes, registry_args.keep_alive)
+        for name in models:
+            registry.add(name, starter(replace(each, model=name), server_args))
+        for name, path in found.items():
+            if name not in registry.names:
+                registry.add(name, starter(replace(each, model=str(path)), server_args))
+
+        def discover(name: str) -> Start | None:
+            there = {} if registry_args.models_dir is None else models_in(Path(registry_args.models_dir))
+            return starter(replace(each, model=str(there[name])), server_args) if name in there else None
+
+        return run_registry(
+            registry,
+            server_args,
+            listener,
+            on_ready=lambda url: print_banner(registry_facts(registry, url)),
+            prepare=lambda: load_named(registry, models),
+            discover=discover if registry_args.enable_model_loading else None,
+        )
+
+
+def starter(args: EngineArgs, server_args: ServerArgs) -> Start:
+    """What loads a model with these settings."""
+
+    def start(share: DeviceShare, turns: DeviceTurns) -> RunningModel:
+        from metal_engine.build import build_engine
+        from metal_engine.engine.async_engine import AsyncEngine
+
+        engine = AsyncEngine(lambda: build_engine(args, share), turns)
+        engine.start()
+        try:
+            # Loads MLX, so not before the engine has put its BLAS in place.
+            from metal_engine.checkpoints.answer_formats import find_answer_format
+
+            format_ = find_answer_format(
+                engine.tokenizer.hf_tokenizer, server_args.tool_call_parser, server_args.reasoning_parser
+            )
+        except BaseException:
+            engine.shutdown(None)
+            raise
+        return RunningModel(engine, format_)
+
+    return start
+
+
+async def load_named(registry: ModelRegistry, names: tuple[str, ...]) -> None:
+    """Load those of some models that fit beside each other. Raises ModelLoadError for one that cannot be loaded."""
+    for name in names:
+        entry = registry.find(name)
+        assert entry is not None
+        try:
+            await registry.load(entry, may_evict=False)
+        except NoRoomError as error:
+            logger.warning("%s; it is loaded when a request asks for it", error)
+        await asyncio.sleep(0)
+
+
+def models_in(folder: Path) -> dict[str, Path]:
+    """The models in a folder, by name: folders with a ``config.json`` and ``.gguf`` files, there and one level below.
+
+    Raises:
+        ConfigError: it is no folder, or cannot be read.
+    """
+    found: dict[str, Path] = {}
+    try:
+        for path in sorted(folder.expanduser().iterdir()):
+            found |= _model_at(path, path.name)
+            if path.is_dir() and not (path / "config.json").exists() and not path.name.startswith("."):
+                for inner in sorted(path.iterdir()):
+                    found |= _model_at(inner, f"{path.name}/{inner.name}")
+    except OSError as error:
+        raise ConfigError("--models-dir", f"cannot read --models-dir {folder}: {error.strerror}") from error
+    return found
+
+
+def _model_at(path: Path, name: str) -> dict[str, Path]:
+    if path.name.startswith("."):
+        return {}
+    if path.suffix == ".gguf" and path.is_file():
+        return {name.removesuffix(".gguf"): path}
+    return {name: path} if (path / "config.json").is_file() else {}

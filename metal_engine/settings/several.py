@@ -1,0 +1,84 @@
+"""Settings for several models in one server, and what these may take of a device's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+from metal_engine.errors import ConfigError
+from metal_engine.settings.args import GIB, EngineArgs
+from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
+from metal_engine.settings.fields import Settings, setting
+
+# Of the free memory, on a CPU, where other programs want some too.
+_CPU_SHARE = 0.75
+# Of the memory for all models, what each one's KV cache takes; bytes at most on a CPU.
+_KV_SHARE, _CPU_KV_BYTES = 1 / 8, 2 * GIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegistryArgs(Settings):
+    """Settings of ``metal-engine serve`` for several models, which come and go."""
+
+    models_dir: str | None = setting(
+        None,
+        "Folder of models: each folder in it with a config.json, and each .gguf file, is served by its name, and "
+        "loaded when a request asks for it.",
+    )
+    models_memory: int | None = setting(
+        None,
+        "Memory that all loaded models may take together, as in 48GiB: weights, KV caches and largest steps. Each has "
+        "a KV cache of --kv-cache-memory-bytes; by default an eighth of this, on a CPU 2 GiB at most. Default: what "
+        "--gpu-memory-utilization says on Metal, three quarters of the free memory on a CPU.",
+        kind="size",
+        ge=1,
+    )
+    keep_alive: float = setting(
+        0.0,
+        "Seconds after its last request after which a model is unloaded. 0 means when another needs its memory.",
+        ge=0,
+        lt=inf,
+    )
+    enable_model_loading: bool = setting(
+        False,
+        "Let clients load and unload models, those of --models-dir that have come since too: POST /v1/models/load and "
+        "/v1/models/unload.",
+    )
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether models are to come and go even if there is only one."""
+        return bool(self.models_dir or self.models_memory or self.keep_alive or self.enable_model_loading)
+
+
+def models_memory(args: EngineArgs, registry_args: RegistryArgs, device: DeviceInfo) -> int:
+    """Bytes that all loaded models may take together.
+
+    Raises:
+        ConfigError: they are more than there are.
+    """
+    most = device.memory_bytes
+    if device.kind != "cpu":
+        most = int(most * args.gpu_memory_utilization) - MARGIN_BYTES
+    wanted = registry_args.models_memory
+    if wanted is None:
+        return int(most * _CPU_SHARE) if device.kind == "cpu" else most
+    if wanted > most:
+        raise ConfigError("--models-memory", f"{wanted} bytes are more than the {most} that there are for models")
+    return wanted
+
+
+def args_of_one(args: EngineArgs, memory_bytes: int, device: DeviceInfo) -> EngineArgs:
+    """The settings of each of several models: with a KV cache of a size that does not depend on the others.
+
+    Raises:
+        ConfigError: one is for a model that has the device for itself.
+    """
+    if args.async_scheduling:
+        raise ConfigError("--async-scheduling", "is for one model: several take turns, step by step")
+    if args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None:
+        return args
+    kv_bytes = int(memory_bytes * _KV_SHARE)
+    return replace(
+        args, kv_cache_memory_bytes=max(min(kv_bytes, _CPU_KV_BYTES) if device.kind == "cpu" else kv_bytes, 1)
+    )
