@@ -120,7 +120,7 @@ class AsyncEngine:
     """
 
     def __init__(self, build: Callable[[], EngineCore], turns: DeviceTurns | None = None) -> None:
-        self._thread = EngineThread(build, self._on_outputs, turns)
+        self._thread = EngineThread(build, self._on_outputs, turns, self._on_end)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, _Mailbox] = {}
         self._num_queued_tokens = 0
@@ -299,6 +299,16 @@ class AsyncEngine:
         except RuntimeError:  # the loop has closed: nobody is left to tell
             for output in outputs:
                 self._thread.abort(output.request_id)
+
+    def _on_end(self, message: str) -> None:
+        """In the engine's thread, when it ends: those that it has lost sight of are told, too."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # as above
+                self._loop.call_soon_threadsafe(self._end_all, message)
+
+    def _end_all(self, message: str) -> None:
+        for request_id, queue in self._queues.items():
+            queue.put(RequestOutput(request_id, finish_reason="error", error=message))
 
     def _dispatch(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

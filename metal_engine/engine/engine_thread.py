@@ -55,17 +55,23 @@ class EngineThread:
         build: makes the engine; called in the thread.
         on_outputs: called in the thread, once per step, with that step's outputs. Must not block.
         turns: where several models share the device: each step takes a turn.
+        on_end: called in the thread when it ends: no further output comes for any request.
 
     Attributes:
         error: what ended the thread, if it ended on its own; None while it runs.
     """
 
     def __init__(
-        self, build: Callable[[], EngineCore], on_outputs: OutputSink, turns: DeviceTurns | None = None
+        self,
+        build: Callable[[], EngineCore],
+        on_outputs: OutputSink,
+        turns: DeviceTurns | None = None,
+        on_end: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._build = build
         self._on_outputs = on_outputs
         self._turns = turns
+        self._on_end = on_end
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Watch | None] = queue.SimpleQueue()  # None: stop
         self._ready = threading.Event()
         self._engine: EngineCore | None = None
@@ -144,6 +150,7 @@ class EngineThread:
             if isinstance(waiting, _Add):
                 requests.append(waiting.request_id)
         self._on_outputs([RequestOutput(r, finish_reason="error", error=message) for r in requests])
+        self._on_end(message)
 
     def _loop(self, engine: EngineCore) -> None:
         step = engine.step if self._turns is None else partial(self._turns.run, engine.step)

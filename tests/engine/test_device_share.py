@@ -1,0 +1,90 @@
+"""Turns on the device: first come, first served; steps of two models alternate."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from itertools import groupby
+from typing import Any
+
+from metal_engine.engine.device_share import DeviceTurns
+from metal_engine.engine.engine_thread import EngineThread
+from metal_engine.request import PreparedRequest, RequestOutput
+from metal_engine.sampling_params import NO_RULES, SamplingParams
+from tests.support.serving import wait_until
+
+
+def test_who_comes_first_is_first() -> None:
+    turns, order = DeviceTurns(), []
+
+    def take(name: str) -> None:
+        with turns.turn():
+            order.append(name)
+
+    threads = []
+    with turns.turn():
+        for number, name in enumerate("abcde", start=1):
+            threads.append(threading.Thread(target=take, args=(name,)))
+            threads[-1].start()
+            wait_until(lambda number=number: len(turns._waiting) == number, name)  # type: ignore[misc]
+        order.append("holder")
+    for thread in threads:
+        thread.join()
+    assert order == ["holder", *"abcde"]
+    assert not turns._is_taken
+
+
+def test_a_turn_ends_with_what_fails_in_it() -> None:
+    turns = DeviceTurns()
+
+    def fail() -> None:
+        raise ValueError
+
+    for _ in range(2):
+        with contextlib.suppress(ValueError):
+            turns.run(fail)
+        assert turns.run(lambda: 3) == 3
+
+
+class BusyCore:
+    """Always has something to do; notes its steps in a log that is common to several."""
+
+    def __init__(self, name: str, log: list[str], both: threading.Barrier) -> None:
+        self.name, self.log, self.both = name, log, both
+        self.has_requests = False
+        self.request_ids: list[str] = []
+
+    def add_request(self, *args: Any, **options: Any) -> None:
+        self.has_requests = True
+        self.both.wait()
+
+    def step(self) -> list[RequestOutput]:
+        self.log.append(self.name)
+        # Longer than what a thread does between two steps, as those of models are.
+        threading.Event().wait(0.003)
+        return []
+
+    def rest(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def test_two_busy_models_alternate() -> None:
+    turns = DeviceTurns()
+    log: list[str] = []
+    both = threading.Barrier(2)
+    cores: list[Any] = [BusyCore(name, log, both) for name in "ab"]
+    threads = [EngineThread(lambda core=core: core, lambda outputs: None, turns) for core in cores]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+        thread.submit("r", PreparedRequest([1], SamplingParams(), 16, NO_RULES))
+    wait_until(lambda: len(log) >= 100, "steps")
+    for core in cores:
+        core.has_requests = False
+    for thread in threads:
+        assert thread.shutdown()
+    seen = log[:100]
+    runs = [len(list(group)) for _, group in groupby(seen)]
+    assert abs(seen.count("a") - seen.count("b")) <= 5 and max(runs) <= 3, runs

@@ -1,0 +1,142 @@
+"""Several models on fake runners, or on tiny checkpoints: a registry of them, and a live server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.core import EngineCore
+from metal_engine.engine.device_share import DeviceShare, DeviceTurns
+from metal_engine.engine.model_entry import RunningModel, Start
+from metal_engine.engine.registry import ModelRegistry
+from metal_engine.errors import ModelLoadError
+from metal_engine.server.app import app_of
+from metal_engine.server.connections.limits import connection_limits
+from metal_engine.server.generation.models import SeveralModels
+from metal_engine.server.run import Server
+from metal_engine.server.status.registry_routes import Discover
+from metal_engine.server.workers import Workers
+from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.config import EngineConfig
+from tests.support.serving import DEADLINE, wait_until
+from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, hash_chain, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def salted(salt: int) -> NextToken:
+    """A model that answers otherwise than those of another salt."""
+    return lambda tokens, num_prompt_tokens: hash_chain([salt, *tokens], num_prompt_tokens)
+
+
+@dataclass
+class FakeModel:
+    """A model of so many bytes on a fake runner.
+
+    Attributes:
+        gate: it is loaded when this is set.
+        problem: why it cannot be loaded.
+        began: set when loading it has begun.
+    """
+
+    salt: int
+    num_bytes: int = 100
+    step_time: float = 0.0
+    config: EngineConfig = field(default_factory=fake_config)
+    gate: threading.Event = field(default_factory=threading.Event)
+    began: threading.Event = field(default_factory=threading.Event)
+    problem: str | None = None
+    runners: list[FakeRunner] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def start(self, share: DeviceShare, turns: DeviceTurns) -> RunningModel:
+        def build() -> EngineCore:
+            self.began.set()
+            with share.turn():
+                pass
+            share.claim(self.num_bytes)
+            while not self.gate.wait(0.005):
+                with share.turn():
+                    pass
+            if self.problem is not None:
+                raise ModelLoadError(self.problem)
+            share.settle(self.config)
+            runner = FakeRunner(self.config.cache.block_size, salted(self.salt), self.step_time)
+            self.runners.append(runner)
+            return EngineCore(self.config, runner, TOKENIZER)
+
+        engine = AsyncEngine(build, turns)
+        engine.start()
+        return RunningModel(engine, AnswerFormat())
+
+
+@dataclass
+class ServedModels:
+    url: str
+    registry: ModelRegistry
+    loop: asyncio.AbstractEventLoop
+
+    def post(self, path: str, body: object) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=DEADLINE)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=DEADLINE)
+
+    def states(self) -> dict[str, str]:
+        return {one["id"]: one["state"] for one in self.get("/v1/models").json()["data"]}
+
+
+@contextmanager
+def serve_models(
+    starts: dict[str, Start],
+    memory_bytes: int,
+    *,
+    keep_alive: float = 0.0,
+    args: ServerArgs | None = None,
+    prepare: Callable[[ModelRegistry], Awaitable[None]] | None = None,
+    discover: Discover | None = None,
+) -> Iterator[ServedModels]:
+    """A server with models that are loaded when they are asked for; it is shut down at the end."""
+    args = args or ServerArgs(shutdown_timeout=1)
+    registry = ModelRegistry(memory_bytes, keep_alive)
+    for name, start in starts.items():
+        registry.add(name, start)
+    models = SeveralModels(registry, args, Workers())
+    loops: list[asyncio.AbstractEventLoop] = []
+    is_up = threading.Event()
+    server = Server(
+        app_of(models, args, discover),
+        models,
+        prepare=None if prepare is None else lambda: prepare(registry),
+        shutdown_timeout=args.shutdown_timeout,
+        limits=connection_limits(args),
+        on_ready=is_up.set,
+        host="127.0.0.1",
+        port=0,
+    )
+
+    async def run() -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name="server")
+    thread.start()
+    try:
+        wait_until(lambda: is_up.is_set() or not thread.is_alive(), "the server to start")
+        assert server.started
+        yield ServedModels(f"http://127.0.0.1:{server.port}", registry, loops[0])
+    finally:
+        server.should_exit = True
+        thread.join(DEADLINE)
+        models.workers.close()
+        assert registry.shutdown(DEADLINE)
+        assert not thread.is_alive()
