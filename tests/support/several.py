@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -84,6 +85,11 @@ class ServedModels:
     url: str
     registry: ModelRegistry
     loop: asyncio.AbstractEventLoop
+    server: Server
+
+    def stop(self) -> Future[None]:
+        """Have it end as after a signal; the result comes when it has drained."""
+        return asyncio.run_coroutine_threadsafe(self.server.stop(), self.loop)
 
     def post(self, path: str, body: object) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=DEADLINE)
@@ -133,7 +139,7 @@ def serve_models(
     try:
         wait_until(lambda: is_up.is_set() or not thread.is_alive(), "the server to start")
         assert server.started
-        yield ServedModels(f"http://127.0.0.1:{server.port}", registry, loops[0])
+        yield ServedModels(f"http://127.0.0.1:{server.port}", registry, loops[0], server)
     finally:
         server.should_exit = True
         thread.join(DEADLINE)

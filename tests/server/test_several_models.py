@@ -1,0 +1,318 @@
+"""Several models behind one server: each API picks by name, streams say that a model is being loaded, and the rest."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from metal_engine.engine.model_entry import ModelState, Start
+from metal_engine.settings.args import ServerArgs
+from tests.support.serving import DEADLINE, wait_until
+from tests.support.several import TOKENIZER, FakeModel, ServedModels, salted, serve_models
+from tools.fixtures.fake_engine import byte_ids, generated
+
+ROOM_FOR_TWO = 200
+
+
+class Models:
+    """Three fake models behind a server that has room for two."""
+
+    def __init__(self, served: ServedModels, models: dict[str, FakeModel]) -> None:
+        self.served, self.models = served, models
+
+    def text(self, name: str, prompt: str, num_tokens: int = 8) -> str:
+        """What a model answers to a raw prompt."""
+        return TOKENIZER.decode(generated(TOKENIZER.encode(prompt), num_tokens, salted(self.models[name].salt)))
+
+    def chat_text(self, name: str, content: str, num_tokens: int = 8) -> str:
+        prompt = TOKENIZER.apply_chat_template([{"role": "user", "content": content}])
+        return TOKENIZER.decode(generated(prompt, num_tokens, salted(self.models[name].salt)))
+
+    def complete(self, name: str, prompt: str, **more: Any) -> httpx.Response:
+        body = {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0, **more}
+        return self.served.post("/v1/completions", body)
+
+    def check(self, name: str, prompt: str) -> None:
+        answer = self.complete(name, prompt)
+        assert answer.status_code == 200, answer.text
+        assert (answer.json()["model"], answer.json()["choices"][0]["text"]) == (name, self.text(name, prompt))
+
+    def settle(self) -> None:
+        def is_settled() -> bool:
+            entries = self.served.registry.entries
+            return all(not one.num_leases and one.load is None and one.unloading is None for one in entries)
+
+        wait_until(is_settled, "requests to end")
+
+
+@pytest.fixture
+def several() -> Iterator[Models]:
+    models = {name: FakeModel(salt) for salt, name in enumerate(["org/a", "b", "c"])}
+    with serve_models({name: one.start for name, one in models.items()}, ROOM_FOR_TWO) as served:
+        made = Models(served, models)
+        yield made
+        for one in models.values():
+            one.gate.set()
+        made.settle()
+
+
+def events(text: str) -> list[Any]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ") and line[6:] != "[DONE]"]
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def test_every_api_picks_by_name(several: Models) -> None:
+    post = several.served.post
+    for name in ("b", "c", "org/a"):
+        told = several.chat_text(name, "hello")
+        several.check(name, "once upon")
+        chat = {"model": name, "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+        answer = post("/v1/chat/completions", chat).json()
+        assert (answer["model"], answer["choices"][0]["message"]["content"]) == (name, told)
+        answer = post("/v1/messages", chat).json()
+        assert (answer["model"], answer["content"][0]["text"]) == (name, told)
+        response = {"model": name, "input": "hello", "max_output_tokens": 8, "temperature": 0}
+        answer = post("/v1/responses", response).json()
+        assert (answer["model"], answer["output"][0]["content"][0]["text"]) == (name, told)
+        ollama = {"model": name, "messages": MESSAGES, "stream": False}
+        answer = post("/api/chat", {**ollama, "options": {"num_predict": 8, "temperature": 0}}).json()
+        assert (answer["model"], answer["message"]["content"]) == (name, told)
+        generate = {"model": f"{name}:latest", "prompt": "hello", "raw": True, "options": {"num_predict": 8}}
+        lines = post("/api/generate", {**generate, "options": {"num_predict": 8, "temperature": 0}}).text.splitlines()
+        assert "".join(json.loads(line)["response"] for line in lines) == several.text(name, "hello")
+        answer = post("/v1/embeddings", {"model": name, "input": "hello"}).json()
+        assert answer["model"] == name and len(answer["data"]) == 1
+        assert len(post("/api/embed", {"model": name, "input": "hello"}).json()["embeddings"]) == 1
+        assert post("/tokenize", {"model": name, "prompt": "abc"}).json()["tokens"] == byte_ids("abc")
+        assert post("/detokenize", {"model": name, "tokens": byte_ids("abc")}).json() == {"prompt": "abc"}
+        assert post("/v1/messages/count_tokens", {"model": name, "messages": MESSAGES}).json()["input_tokens"] > 5
+        assert several.served.get(f"/tokenizer_info?model={name}").json()["eos_token"] == "<|im_end|>"
+        rerank = {"model": name, "query": "a", "documents": ["b"]}
+        assert "neither a reranker" in post("/v1/rerank", rerank).json()["error"]["message"]
+        several.settle()
+        assert several.served.states()[name] == "loaded"
+    assert sorted(several.served.states().values()) == ["loaded", "loaded", "unloaded"]
+
+
+def test_a_request_without_a_name_gets_the_first(several: Models) -> None:
+    answer = several.served.post("/v1/completions", {"prompt": "x", "max_tokens": 8, "temperature": 0}).json()
+    assert (answer["model"], answer["choices"][0]["text"]) == ("org/a", several.text("org/a", "x"))
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "embeddings", "messages"])
+def test_unknown_names(several: Models, path: str) -> None:
+    body = {"model": "d", "prompt": "x", "messages": MESSAGES, "input": "x", "max_tokens": 1}
+    for more in ({}, {"stream": True}):
+        answer = several.served.post(f"/v1/{path}", {**body, **more})
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert error["message"] == "The model `d` does not exist. This server has `org/a`, `b`, `c`."
+        assert error.get("code") == (None if path == "messages" else "model_not_found")
+    assert several.served.get("/v1/models/d").status_code == 404
+    assert set(several.served.states().values()) == {"unloaded"}
+
+
+def test_a_stream_says_that_its_model_is_being_loaded(several: Models) -> None:
+    several.check("b", "first")
+    model = several.models["org/a"]
+    model.gate.clear()
+    body = {"model": "org/a", "prompt": "once", "max_tokens": 8, "temperature": 0, "stream": True}
+    with httpx.stream("POST", several.served.url + "/v1/completions", json=body, timeout=DEADLINE) as stream:
+        lines = stream.iter_lines()
+        assert stream.status_code == 200 and next(lines) == ': loading "org/a"'
+        for i in range(10):  # others are served meanwhile
+            several.check("b", f"meanwhile {i}")
+        assert several.served.states()["org/a"] == "loading"
+        model.gate.set()
+        rest = "\n".join(lines)
+    assert "".join(one["choices"][0]["text"] for one in events(rest)) == several.text("org/a", "once")
+    # One that is loaded begins as any stream does.
+    text = several.served.post("/v1/completions", body).text
+    assert "loading" not in text and text.startswith("data: ")
+
+
+def test_what_goes_wrong_in_such_a_stream_is_its_last_event(several: Models) -> None:
+    bad = {"model": "b", "max_tokens": 8, "top_p": 7, "stream": True}
+    text = several.served.post("/v1/completions", {**bad, "prompt": "x"}).text
+    assert text.startswith(": loading") and "top_p" in events(text)[-1]["error"]["message"]
+    several.models["c"].problem = "its weights are cut short"
+    text = several.served.post("/v1/chat/completions", {"model": "c", "messages": MESSAGES, "stream": True}).text
+    assert events(text)[-1]["error"]["code"] == "model_load_failed"
+    asked = {"model": "c", "messages": MESSAGES, "max_tokens": 4, "stream": True}
+    text = several.served.post("/v1/messages", asked).text
+    assert "event: error" in text and "cut short" in events(text)[-1]["error"]["message"]
+    text = several.served.post("/v1/responses", {"model": "c", "input": "x", "stream": True}).text
+    assert "event: error" in text and "cut short" in events(text)[-1]["message"]
+    lines = several.served.post("/api/chat", {"model": "c", "messages": MESSAGES})
+    assert lines.status_code == 500 and "cut short" in lines.json()["error"]
+    answer = several.complete("c", "x")
+    assert answer.status_code == 500 and "cut short" in answer.json()["error"]["message"]
+    several.check("b", "others go on")
+    (card,) = [one for one in several.served.get("/v1/models").json()["data"] if one["id"] == "c"]
+    assert not card["loaded"] and "cut short" in card["error"]
+    several.models["c"].problem = None
+    several.check("c", "and so does this one")
+
+
+def test_what_never_fits(several: Models) -> None:
+    several.models["c"].num_bytes = ROOM_FOR_TWO + 50
+    answer = several.complete("c", "x")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "model_too_large", "model")
+    assert "50 bytes are missing" in error["message"] and "--models-memory" in error["message"]
+
+
+def test_many_clients_and_room_for_two(several: Models) -> None:
+    names = ["org/a", "b", "c"]
+
+    def ask(i: int) -> None:
+        several.check(names[i % 3], f"number {i}")
+        taken = sum(one.num_bytes for one in several.served.registry.entries)
+        assert taken <= ROOM_FOR_TWO
+
+    with ThreadPoolExecutor(12) as pool:
+        for done in [pool.submit(ask, i) for i in range(60)]:
+            done.result()
+
+
+def test_a_client_that_leaves_holds_no_model(several: Models) -> None:
+    model = several.models["b"]
+    model.gate.clear()
+    body = {"model": "b", "prompt": "once", "max_tokens": 200, "stream": True}
+    with httpx.stream("POST", several.served.url + "/v1/completions", json=body, timeout=DEADLINE) as stream:
+        assert next(stream.iter_lines()).startswith(": loading")
+    model.gate.set()
+    with httpx.stream("POST", several.served.url + "/v1/completions", json=body, timeout=DEADLINE) as stream:
+        next(line for line in stream.iter_lines() if line.startswith("data: "))
+    several.settle()
+
+
+def test_what_is_shown_of_them(several: Models) -> None:
+    several.check("b", "x")
+    several.settle()
+    cards = {one["id"]: one for one in several.served.get("/v1/models").json()["data"]}
+    assert [one["loaded"] for one in cards.values()] == [False, True, False]
+    assert cards["b"]["max_model_len"] == several.models["b"].config.scheduler.max_model_len
+    assert cards["b"]["memory_bytes"] == 100 and cards["c"]["max_model_len"] is None
+    health = several.served.get("/health").json()
+    assert (health["status"], health["memory_bytes"], health["used_bytes"]) == ("ok", ROOM_FOR_TWO, 100)
+    assert [one["state"] for one in health["models"]] == ["unloaded", "loaded", "unloaded"]
+    assert several.served.get("/ready").json() == {"ready": True}
+    metrics = several.served.get("/metrics").text
+    assert 'metal_engine:model_loaded{model_name="b"} 1.0' in metrics
+    assert 'metal_engine:model_loaded{model_name="c"} 0.0' in metrics
+    several.check("c", "x")
+    metrics = several.served.get("/metrics").text
+    for name in "bc":
+        assert f'metal_engine:generation_tokens_total{{model_name="{name}"}} 8.0' in metrics
+    assert metrics.count("# TYPE metal_engine:generation_tokens_total counter") == 1
+    several.complete("b", "x", top_p=7)
+    rejected = 'metal_engine:requests_rejected_total{model_name="b",reason="invalid"} 1.0'
+    assert rejected in several.served.get("/metrics").text
+    names = [one["name"] for one in several.served.get("/api/tags").json()["models"]]
+    assert names == ["org/a:latest", "b:latest", "c:latest"]
+    assert [one["name"] for one in several.served.get("/api/ps").json()["models"]] == ["b:latest", "c:latest"]
+    shown = [several.served.post("/api/show", {"model": name}).json() for name in ("org/a", "b")]
+    assert [one["details"]["family"] for one in shown] == ["", "fake"]
+    assert several.served.states()["org/a"] == "unloaded", "to look at a model loads nothing"
+
+
+def test_clients_load_nothing_unless_they_may(several: Models) -> None:
+    for path in ("load", "unload"):
+        assert several.served.post(f"/v1/models/{path}", {"model": "b"}).status_code in (404, 405)
+    assert set(several.served.states().values()) == {"unloaded"}
+
+
+def test_clients_load_and_unload() -> None:
+    models = {name: FakeModel(salt) for salt, name in enumerate("abc")}
+
+    def discover(name: str) -> Start | None:
+        return models["c"].start if name == "c" else None
+
+    with serve_models({name: models[name].start for name in "ab"}, ROOM_FOR_TWO, discover=discover) as served:
+        made = Models(served, models)
+        card = served.post("/v1/models/load", {"model": "a"}).json()
+        assert (card["id"], card["state"], card["loaded"]) == ("a", "loaded", True)
+        made.check("a", "x")
+        assert served.post("/v1/models/load", {"model": "../x"}).status_code == 404
+        assert served.post("/v1/models/unload", {"model": "c"}).status_code == 404
+        assert served.post("/v1/models/load", {"model": "c"}).json()["state"] == "loaded"
+        made.check("c", "x")
+        assert served.states() == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+        for _ in range(2):
+            assert served.post("/v1/models/unload", {"model": "a"}).json()["state"] == "unloaded"
+        assert served.post("/v1/models/load", {}).status_code == 400
+        models["b"].problem = "no"
+        assert served.post("/v1/models/load", {"model": "b"}).json()["error"]["code"] == "model_load_failed"
+        models["b"].problem = None
+        # A load that is under way is given up.
+        models["b"].gate.clear()
+        models["b"].began.clear()
+        asked: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: asked.append(made.complete("b", "x")))
+        thread.start()
+        wait_until(models["b"].began.is_set, "loading")
+        assert served.post("/v1/models/unload", {"model": "b"}).json()["state"] == "unloaded"
+        thread.join()
+        assert asked[0].status_code == 500 and "was to be unloaded" in asked[0].text
+        models["b"].gate.set()
+        made.check("b", "x")
+
+
+def test_a_model_that_is_looked_at(several: Models) -> None:
+    served = several.served
+    assert served.get("/watch?seconds=0").json()["error"]["code"] == "model_not_loaded"
+    several.check("b", "x")
+    assert '"models":["b"]' in served.get("/watch?seconds=0").text
+    assert served.get("/watch?model=c&seconds=0").status_code == 503
+    assert served.get("/watch?model=d&seconds=0").status_code == 404
+    with httpx.stream("GET", served.url + "/watch?model=b", timeout=DEADLINE) as stream:
+        lines = stream.iter_lines()
+        assert next(lines) == "event: snapshot"
+        for name in ("org/a", "c"):  # b has to go, whoever looks
+            several.check(name, "x")
+        for _ in lines:
+            pass
+    assert served.registry.find("b").state is ModelState.UNLOADED  # type: ignore[union-attr]
+
+
+def test_requests_that_wait_for_a_model_are_told_of_the_end() -> None:
+    model = FakeModel(1)
+    model.gate.clear()
+    asked: list[httpx.Response] = []
+    with serve_models({"a": model.start}, 100, args=ServerArgs(shutdown_timeout=0)) as served:
+
+        def ask() -> None:
+            asked.append(served.post("/v1/completions", {"model": "a", "prompt": "x"}))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        wait_until(model.began.is_set, "loading")
+        server_ends = served.stop()
+        thread.join()
+        model.gate.set()
+        server_ends.result(DEADLINE)
+    assert asked[0].status_code == 503 and asked[0].json()["error"]["code"] == "shutting_down"
+
+
+def test_a_model_whose_engine_dies_is_made_anew_and_others_go_on(several: Models) -> None:
+    for name in ("b", "c"):
+        several.check(name, "x")
+    running = several.served.registry.find("b").running  # type: ignore[union-attr]
+    core: Any = running.engine._core  # type: ignore[union-attr]
+    core.scheduler.schedule = core.scheduler.check_integrity = lambda: 1 / 0
+    answer = several.complete("b", "x")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+    told = {one["name"]: one.get("error") for one in several.served.get("/health").json()["models"]}
+    assert "engine has stopped" in told["b"] and told["c"] is None
+    assert several.served.get("/health").status_code == 200
+    several.check("c", "y")
+    several.check("b", "y")
