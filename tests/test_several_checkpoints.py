@@ -1,0 +1,258 @@
+"""Several tiny checkpoints in one process: answers are each model's own, within the budget, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model
+
+from metal_engine.cli.serve_several import load_named, models_in, starter
+from metal_engine.engine.model_entry import Start
+from metal_engine.engine.registry import ModelRegistry
+from metal_engine.errors import ModelLoadError
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.args import EngineArgs, ServerArgs
+from tests.support import checkpoint_files
+from tests.support.serving import DEADLINE
+from tests.support.several import ServedModels, serve_models
+from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.tiny_models import tiny_model
+
+NAMES = ("a", "b", "c")
+# Ids of the checkpoints' tokenizer are those of bytes.
+NUM_TOKENS = 6
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three checkpoints of one size and different weights."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(NAMES):
+
+        def seeded(dtype: mx.Dtype, seed: int = seed, **config: Any) -> Any:
+            return tiny_model(seed=seed, dtype=dtype, **config)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint_files, "tiny_model", seeded)
+            checkpoint_files.write_checkpoint(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(folder: Path) -> dict[str, Any]:
+    """mlx-lm's models of the same checkpoints."""
+    return {name: load_model(folder / name)[0] for name in NAMES}
+
+
+def starts(folder: Path) -> dict[str, Start]:
+    def of(path: Path) -> Start:
+        args = EngineArgs(model=str(path), num_gpu_blocks_override=64, max_num_seqs=8, max_num_batched_tokens=64)
+        return starter(args, ServerArgs())
+
+    return {name: of(path) for name, path in models_in(folder).items()}
+
+
+@pytest.fixture(scope="module")
+def num_bytes(folder: Path) -> int:
+    """What one of them takes."""
+
+    async def load() -> int:
+        registry = ModelRegistry(1 << 30)
+        entry = registry.add("a", starts(folder)["a"])
+        await registry.load(entry)
+        taken = entry.num_bytes
+        await registry.unload(entry)
+        registry.shutdown(DEADLINE)
+        return taken
+
+    return asyncio.run(load())
+
+
+@contextmanager
+def watched_memory(registry: ModelRegistry) -> Iterator[list[int]]:
+    """Looks at what MLX holds, again and again: what is above the beginning."""
+    gc.collect()
+    before, ends, seen = mx.get_active_memory(), threading.Event(), [0]
+
+    def look() -> None:
+        while not ends.wait(0.002):
+            seen.append(mx.get_active_memory() - before)
+            assert sum(one.num_bytes for one in registry.entries) <= registry.memory_bytes
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ends.set()
+        thread.join()
+
+
+async def ask(registry: ModelRegistry, name: str, prompt: list[int], request_id: str) -> list[int]:
+    entry = registry.find(name)
+    assert entry is not None
+    running = await registry.use(entry)
+    try:
+        (prepared,) = running.engine.prepare_all([prompt], GREEDY)
+        tokens = []
+        async for output in running.engine.generate(request_id, prepared):
+            assert output.error is None, output.error
+            tokens += output.token_ids
+        return tokens
+    finally:
+        registry.release(entry)
+
+
+def own_answer(model: Any, prompt: list[int], answer: list[int]) -> list[int]:
+    """What mlx-lm's model prefers at each place of an answer: the answer, if it is the model's own."""
+    logits = model(mx.array([[*prompt, *answer[:-1]]]))[0, len(prompt) - 1 :]
+    preferred: list[int] = mx.argmax(logits, axis=-1).tolist()
+    return preferred
+
+
+def test_three_hundred_requests_with_room_for_two(folder: Path, own: dict[str, Any], num_bytes: int) -> None:
+    # In three waves: all at once are served by one load of each.
+    prompts = [[7 + i % 200, 3 * i % 251, 60, i % 17] * (1 + i % 5) for i in range(300)]
+    answers: list[list[int]] = []
+
+    async def main() -> ModelRegistry:
+        registry = ModelRegistry(int(2.5 * num_bytes))
+        for name, start in starts(folder).items():
+            registry.add(name, start)
+        with watched_memory(registry) as seen:
+            for wave in range(3):
+                wanted = range(100 * wave, 100 * wave + 100)
+                asked = [ask(registry, NAMES[i % 3], prompts[i], str(i)) for i in wanted]
+                answers.extend(await asyncio.gather(*asked))
+        assert 0 < max(seen) <= registry.memory_bytes, (max(seen), registry.memory_bytes)
+        assert sum(one.running is not None for one in registry.entries) == 2
+        return registry
+
+    registry = asyncio.run(main())
+    assert registry.shutdown(DEADLINE)
+    num_close = 0
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        assert len(answer) == NUM_TOKENS
+        model = own[NAMES[i % 3]]
+        compared = compare_outputs(model, prompt, answer, own_answer(model, prompt, answer))
+        assert compared.equal, (i, compared)
+        num_close += not compared.same
+    assert num_close <= 3
+
+
+def complete(served: ServedModels, name: str) -> int:
+    body = {"model": name, "prompt": "abc", "max_tokens": 4, "temperature": 0}
+    return served.post("/v1/completions", body).status_code
+
+
+def test_a_file_that_is_corrupt_leaves_the_others_serving(folder: Path, tmp_path: Path) -> None:
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+        for file in (folder / name).iterdir():
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "c" / "model.safetensors"
+    whole = weights.read_bytes()
+    with serve_models(starts(tmp_path), 1 << 30) as served:
+        with ThreadPoolExecutor(4) as pool:
+            for i, broken in enumerate([whole[: len(whole) // 2], b"", b"\xff" * 100, whole[:8] + b"[" + whole[9:]]):
+                weights.write_bytes(broken)
+                asked = [pool.submit(complete, served, name) for name in ("a", "b", "c", "a", "b")]
+                assert [one.result() for one in asked] == [200, 200, 500, 200, 200], i
+        held = sum(one.num_bytes for one in served.registry.entries)
+        assert held == sum(served.registry.find(name).num_bytes for name in "ab")  # type: ignore[union-attr]
+        weights.write_bytes(whole)
+        assert complete(served, "c") == 200
+
+
+def test_those_that_are_named_are_loaded_at_the_start(folder: Path, num_bytes: int) -> None:
+    async def prepare(registry: ModelRegistry) -> None:
+        await load_named(registry, NAMES)
+
+    with serve_models(starts(folder), int(2.5 * num_bytes), prepare=prepare) as served:
+        assert served.states() == {"a": "loaded", "b": "loaded", "c": "unloaded"}
+        assert complete(served, "c") == 200
+
+    async def fails() -> None:
+        registry = ModelRegistry(num_bytes)
+        registry.add("a", starter(EngineArgs(model=str(folder / "nothing")), ServerArgs()))
+        try:
+            with pytest.raises(ModelLoadError, match="nothing"):
+                await load_named(registry, ("a",))
+        finally:
+            registry.shutdown(DEADLINE)
+
+    asyncio.run(fails())
+
+
+def resources() -> tuple[int, int, int]:
+    """Bytes that MLX holds, threads beside the registry's own few, open files."""
+    gc.collect()
+    threads = [one for one in threading.enumerate() if not one.name.startswith("models")]
+    return mx.get_active_memory(), len(threads), len(os.listdir("/dev/fd"))
+
+
+@pytest.mark.parametrize("num_loads", [6, pytest.param(50, marks=pytest.mark.full)])
+def test_loads_and_unloads_leave_nothing_behind(folder: Path, num_loads: int) -> None:
+    async def main() -> None:
+        registry = ModelRegistry(1 << 30)
+        for name, start in starts(folder).items():
+            registry.add(name, start)
+        entries = registry.entries
+        before = (0, 0, 0)
+        for i in range(num_loads + 2):
+            if i == 2:  # what is made once is made
+                before = resources()
+            assert await ask(registry, entries[i % 2].name, [1, 2, 3], str(i))
+            await registry.unload(entries[i % 2])
+        after = resources()
+        assert after[0] <= before[0] and after[1:] == before[1:], (before, after)
+        assert registry.shutdown(DEADLINE)
+
+    asyncio.run(main())
+
+
+@pytest.mark.full
+def test_memory_of_the_process_does_not_grow(folder: Path) -> None:
+    """Of 50 loads after the first 20: less than a fifth of a MiB each, which is what Python's own heap may spread."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("reads /proc")
+
+    async def main() -> int:
+        registry = ModelRegistry(1 << 30)
+        entry = registry.add("a", starts(folder)["a"])
+        before = 0
+        for i in range(70):
+            if i == 20:
+                gc.collect()
+                before = resident()
+            await registry.load(entry)
+            await registry.unload(entry)
+        gc.collect()
+        assert registry.shutdown(DEADLINE)
+        return resident() - before
+
+    assert asyncio.run(main()) < 10 << 20
+
+
+def test_models_in_a_folder(folder: Path, tmp_path: Path) -> None:
+    for path in ("one/config.json", "org/two/config.json", "three.gguf", "org/four.gguf", ".hidden/config.json", "x"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("{}")
+    (tmp_path / "empty").mkdir()
+    assert list(models_in(tmp_path)) == ["one", "org/four", "org/two", "three"]
+    assert set(models_in(folder)) == set(NAMES)
