@@ -10,6 +10,19 @@ export class ApiError extends Error {
   }
 }
 
+let model = null;
+
+/** Talk to one of several models from now on. */
+export function useModel(name) {
+  model = name;
+}
+
+/** What names that model in a query; nothing where the server has only one. */
+export const modelQuery = () => (model === null ? "" : `?model=${encodeURIComponent(model)}`);
+
+/** A body that is for that model. */
+export const forModel = (body) => (model === null ? body : { model, ...body });
+
 let key = sessionStorage.getItem(KEY) ?? "";
 
 export const hasKey = () => key !== "";
@@ -73,7 +86,7 @@ export async function* events(response) {
  * `begun` is called with the answer's id as soon as the server has taken the request in.
  */
 export async function* chunks(path, body, signal, begun = () => {}) {
-  const response = await request(path, { body: { ...body, stream: true }, signal });
+  const response = await request(path, { body: forModel({ ...body, stream: true }), signal });
   begun(response.headers.get("x-generation-id"));
   for await (const { data } of events(response)) {
     if (data === "[DONE]") return;

@@ -12,6 +12,7 @@ import { showMemory, showStates } from "./live/memory.js";
 import { Pool } from "./live/pool.js";
 import { LiveStream } from "./live/stream.js";
 import { Tape } from "./live/tape.js";
+import { Models } from "./models.js";
 
 const pool = new Pool();
 const tape = new Tape(byId("tape"), byId("tape-now"), pool);
@@ -24,12 +25,19 @@ const chat = new Chat(new Settings(), {
   colour: (request) => colour(request.key),
 });
 const demos = new Demos(() => facts);
-setUpClients(() => facts?.models[0] ?? "MODEL");
+setUpClients(() => models.picked ?? facts?.models[0] ?? "MODEL");
 
 const demoButtons = ["demo-eight", "demo-long", "demo-fill"].map(byId);
 for (const button of demoButtons) button.disabled = true;
 
-new LiveStream({
+const models = new Models(() => stream.begin());
+const asked = models.run();
+const stream = new LiveStream({
+  async ready(say) {
+    await Promise.race([asked, models.known]);
+    if (!models.isLoaded) say("not loaded");
+    await models.loaded();
+  },
   snapshot(snapshot) {
     const isFirst = facts === null;
     facts = snapshot;
@@ -61,7 +69,8 @@ new LiveStream({
     byId("connection").dataset.state = state;
     byId("connection").textContent = text;
   },
-}).run();
+});
+stream.run();
 
 for (const tab of ["chat", "live"]) {
   byId(`tab-${tab}`).addEventListener("click", () => {

@@ -1,6 +1,6 @@
 // Three buttons that show what the engine does: requests that share steps, a prompt in chunks, a cache that is full.
 
-import { chunks, request } from "../api.js";
+import { chunks, forModel, request } from "../api.js";
 import { byId, count } from "../dom.js";
 
 const QUESTIONS = [
@@ -109,6 +109,6 @@ export class Demos {
   }
 
   async tokens(body) {
-    return (await (await request("/tokenize", { body, signal: this.abort.signal })).json()).tokens;
+    return (await (await request("/tokenize", { body: forModel(body), signal: this.abort.signal })).json()).tokens;
   }
 }

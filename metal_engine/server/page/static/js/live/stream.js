@@ -1,6 +1,6 @@
 // The connection to /watch: kept while the page is seen, let go while it is not.
 
-import { events, request } from "../api.js";
+import { events, modelQuery, request } from "../api.js";
 import { withKey } from "../key.js";
 
 const HIDDEN_SECONDS = 10;
@@ -8,7 +8,7 @@ const RETRY_SECONDS = [0.5, 1, 2, 5, 10];
 
 /**
  * Reads /watch for ever, and hands its events to `listener`: `snapshot(data)`, `frame(data)` and
- * `connection(state, text)`.
+ * `connection(state, text)`. Begins when `listener.ready()` says that there is something to look at.
  */
 export class LiveStream {
   constructor(listener) {
@@ -22,8 +22,9 @@ export class LiveStream {
     for (let failures = 0; ; failures += 1) {
       while (document.hidden) await new Promise((resolve) => (this.wake = resolve));
       try {
+        await this.listener.ready((text) => this.listener.connection("paused", text));
         this.abort = new AbortController();
-        const response = await withKey(() => request("/watch", { signal: this.abort.signal }));
+        const response = await withKey(() => request(`/watch${modelQuery()}`, { signal: this.abort.signal }));
         this.listener.connection("live", "live");
         for await (const { event, data } of events(response)) {
           failures = 0;
@@ -41,6 +42,11 @@ export class LiveStream {
       const seconds = RETRY_SECONDS[Math.min(failures, RETRY_SECONDS.length - 1)];
       await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
     }
+  }
+
+  /** Look at another model. */
+  begin() {
+    this.abort?.abort();
   }
 
   visibilityChanged() {
