@@ -1,0 +1,131 @@
+"""``serve`` with several models, and ``ps``."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from metal_engine.cli.main import app
+from metal_engine.errors import ConfigError
+from metal_engine.settings.args import GIB, EngineArgs
+from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
+from metal_engine.settings.several import RegistryArgs, args_of_one, models_memory
+from tests.support.checkpoint_files import write_checkpoint
+from tests.support.serving import serve, wait_until
+from tools.fixtures.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--num-gpu-blocks-override", "64", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("one", "org/two"):
+        write_checkpoint(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One model by its path, named in a file of settings, and those of a folder; ends on SIGINT with status 0."""
+    config = tmp_path_factory.mktemp("config") / "config.yaml"
+    config.write_text(f"model: [{folder / 'one'}]\nmodels-dir: {folder}\nmodels-memory: 64MiB\n")
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = [sys.executable, "-m", "metal_engine", "serve", "--config", str(config), "--port", str(port), *SMALL]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+    def is_up() -> bool:
+        assert process.poll() is None, process.communicate()[1]
+        try:
+            return httpx.get(f"{url}/ready").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    wait_until(is_up, "the server")
+    yield url
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in log, log
+    assert f"loaded:       {folder / 'one'} (" in log and "on demand:    one, org/two" in log, log
+
+
+def test_ps(server: str, folder: Path) -> None:
+    rows = json.loads(run("ps", "--url", server, "--json").stdout)
+    assert [(row["name"], row["state"]) for row in rows] == [
+        (str(folder / "one"), "loaded"),
+        ("one", "unloaded"),
+        ("org/two", "unloaded"),
+    ]
+    body = {"model": "org/two", "prompt": "a", "max_tokens": 1}
+    assert httpx.post(f"{server}/v1/completions", json=body, timeout=60).status_code == 200
+    heads, *lines = run("ps", "--url", server).stdout.splitlines()
+    assert heads.split() == ["NAME", "STATE", "MEMORY", "CONTEXT", "REQUESTS", "IDLE", "PROBLEM"]
+    assert [line.split()[1] for line in lines] == ["loaded", "unloaded", "loaded"]
+    assert "MiB" in lines[2] and "1,024" in lines[2]
+
+
+def test_ps_of_a_server_with_one_model() -> None:
+    with serve(names=("m", "other")) as served:
+        rows = json.loads(run("ps", "--url", served.url, "--json").stdout)
+        assert [(row["name"], row["state"], row["requests"]) for row in rows] == [
+            ("m", "loaded", 0),
+            ("other", "loaded", 0),
+        ]
+    result = run("ps", "--url", served.url)
+    assert result.exit_code == 1 and "no server answers" in result.stderr
+
+
+def test_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
+    one, two = str(folder / "one"), str(folder / "org" / "two")
+    for arguments, problem in [
+        ([one, two, "--served-model-name", "x"], "--served-model-name is for one model"),
+        ([one, one], "a MODEL is named twice"),
+        (["--models-dir", str(tmp_path / "none")], "cannot read --models-dir"),
+        (["--models-dir", str(tmp_path)], "has no model, and no MODEL is named"),
+        ([one, two, "--async-scheduling"], "--async-scheduling is for one model"),
+        ([one, two, "--models-memory", "900TiB"], "--models-memory"),
+        ([], "name a MODEL"),
+    ]:
+        result = run("serve", *arguments, "--port", "0")
+        assert result.exit_code == 1 and problem in " ".join(result.stderr.split()), (arguments, result.stderr)
+
+
+def test_one_that_is_named_and_cannot_be_loaded_ends_the_command(folder: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"nothing")
+    command = [sys.executable, "-m", "metal_engine", "serve", str(folder / "one"), str(tmp_path / "broken"), *SMALL]
+    done = subprocess.run([*command, "--port", "0"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error:") and "safetensors" in last and "Traceback" not in done.stderr, done.stderr
+
+
+def device(kind: str) -> DeviceInfo:
+    return DeviceInfo(kind=kind, name="x", compute="x", memory_bytes=64 * GIB)
+
+
+def test_memory() -> None:
+    args = EngineArgs(model="m")
+    assert models_memory(args, RegistryArgs(), device("cpu")) == 48 * GIB
+    assert models_memory(args, RegistryArgs(), device("metal")) == int(0.9 * 64 * GIB) - MARGIN_BYTES
+    assert models_memory(args, RegistryArgs(models_memory=GIB), device("metal")) == GIB
+    with pytest.raises(ConfigError, match="--models-memory"):
+        models_memory(args, RegistryArgs(models_memory=60 * GIB), device("metal"))
+    assert args_of_one(args, 48 * GIB, device("metal")).kv_cache_memory_bytes == 6 * GIB
+    assert args_of_one(args, 48 * GIB, device("cpu")).kv_cache_memory_bytes == 2 * GIB
+    given = EngineArgs(model="m", kv_cache_memory_bytes=GIB)
+    assert args_of_one(given, 48 * GIB, device("cpu")) is given
