@@ -10,6 +10,8 @@ from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
 from metal_engine.settings.fields import Settings, setting
 
+# Heading in `--help` and in docs/cli.md.
+MODELS = "Several models"
 # Of the free memory, on a CPU, where other programs want some too.
 _CPU_SHARE = 0.75
 # Of the memory for all models, what each one's KV cache takes; bytes at most on a CPU.
@@ -24,18 +26,21 @@ class RegistryArgs(Settings):
         None,
         "Folder of models: each folder in it with a config.json, and each .gguf file, is served by its name, and "
         "loaded when a request asks for it.",
+        group=MODELS,
     )
     models_memory: int | None = setting(
         None,
         "Memory that all loaded models may take together, as in 48GiB: weights, KV caches and largest steps. Each has "
         "a KV cache of --kv-cache-memory-bytes; by default an eighth of this, on a CPU 2 GiB at most. Default: what "
         "--gpu-memory-utilization says on Metal, three quarters of the free memory on a CPU.",
+        group=MODELS,
         kind="size",
         ge=1,
     )
     keep_alive: float = setting(
         0.0,
         "Seconds after its last request after which a model is unloaded. 0 means when another needs its memory.",
+        group=MODELS,
         ge=0,
         lt=inf,
     )
@@ -43,6 +48,7 @@ class RegistryArgs(Settings):
         False,
         "Let clients load and unload models, those of --models-dir that have come since too: POST /v1/models/load and "
         "/v1/models/unload.",
+        group=MODELS,
     )
 
     @property

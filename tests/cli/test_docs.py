@@ -19,6 +19,7 @@ from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThrou
 from metal_engine.cli.options import help_text
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.settings.fields import Setting, settings_of
+from metal_engine.settings.several import RegistryArgs
 from tools.docs.cli import PAGE, with_tables
 from tools.fixtures.ports import free_port
 
@@ -207,7 +208,7 @@ def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
     ("name", "classes"),
     [
         ("", ()),
-        ("serve", (ServerArgs, EngineArgs)),
+        ("serve", (ServerArgs, EngineArgs, RegistryArgs)),
         ("chat", (ChatArgs, EngineArgs)),
         ("pull", ()),
         ("list", ()),
@@ -215,6 +216,7 @@ def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
         ("rm", ()),
         ("doctor", ()),
         ("launch", ()),
+        ("ps", ()),
         ("bench", ()),
         ("bench serve", (BenchServeArgs,)),
         ("bench throughput", (BenchThroughputArgs, EngineArgs)),
@@ -240,9 +242,9 @@ def test_help_is_in_groups_and_shows_every_default() -> None:
     boxes = re.findall(r"^╭─ (.+?) ─+╮\n(.*?)^╰", text, re.MULTILINE | re.DOTALL)
     groups = {heading: " ".join(re.sub("[│\n]", " ", body).split()) for heading, body in boxes}
     order = ["Arguments", "Options", "Model", "Memory", "Scheduling", "KV transfer"]
-    assert list(groups) == [*order, "Server", "Security", "Limits", "Answers", "Logging"]
+    assert list(groups) == [*order, "Server", "Security", "Limits", "Answers", "Logging", "Several models"]
     assert len([box for box, _ in boxes]) == len(groups)  # each is there once
-    for one in settings_of(EngineArgs, ServerArgs):
+    for one in settings_of(EngineArgs, ServerArgs, RegistryArgs):
         body = groups[one.group]
         assert one.flag in body
         if one.kind == "bool":

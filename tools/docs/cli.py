@@ -8,6 +8,7 @@ from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThrou
 from metal_engine.cli.options import help_text
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.settings.fields import Setting, settings_of
+from metal_engine.settings.several import RegistryArgs
 from metal_engine.settings.sources import OTHER_VARIABLES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
@@ -37,6 +38,7 @@ def tables() -> dict[str, str]:
     others += [f"| `{name}` | {text} |" for name, text in OTHER_VARIABLES.items()]
     return {
         "server": table(ServerArgs),
+        "several models": table(RegistryArgs),
         "engine": table(EngineArgs),
         "chat": table(ChatArgs),
         "bench serve": table(BenchServeArgs),
