@@ -78,27 +78,57 @@ def _build(
 
     from metal_engine.attention.choice import choose_backend
     from metal_engine.checkpoints import loader
+    from metal_engine.checkpoints.facts import check_memory
+    from metal_engine.device.info import device_info
+    from metal_engine.models.paged_model import release_weights
+
+    with share.turn():
+        choice = choose_backend(args.attention_backend, args.block_size)
+    before = share.unlimited(device_info(blas))
+
+    def check(facts: CheckpointFacts) -> None:
+        share.check_fits(facts.weight_bytes + _given_kv_bytes(args))
+        with share.turn():
+            check_before_loading(args, facts, before)
+            mx.random.seed(args.seed)
+
+    def claim(facts: CheckpointFacts) -> None:
+        share.claim(facts.weight_bytes + _given_kv_bytes(args))
+        if share is not WHOLE_DEVICE:  # now that others have given back what they had
+            check_memory(facts, args, device_info(blas))
+
+    loaded = loader.load(args, before, check, claim)
+    if chat_template is not None:
+        loaded.tokenizer.chat_template = chat_template
+    try:
+        return _assemble(args, share, blas, choice, loaded, transfer)
+    except BaseException:
+        if share is not WHOLE_DEVICE:  # the process goes on without this model
+            release_weights(loaded.model)
+        raise
+
+
+def _assemble(
+    args: EngineArgs,
+    share: DeviceShare,
+    blas: BlasInfo,
+    choice: BackendChoice,
+    loaded: LoadedModel,
+    transfer: KVTransferConfig | None,
+) -> EngineCore:
+    """An engine for a loaded model."""
     from metal_engine.device.info import device_info
     from metal_engine.runner.model_runner import ModelRunner
     from metal_engine.runner.step_memory import measure_step_bytes
 
     with share.turn():
-        choice = choose_backend(args.attention_backend, args.block_size)
-    device = share.limited(device_info(blas))
-
-    def check(facts: CheckpointFacts) -> None:
-        with share.turn():
-            check_before_loading(args, facts, device)
-            mx.random.seed(args.seed)
-
-    loaded = loader.load(args, device, check, lambda facts: share.claim(facts.weight_bytes + _given_kv_bytes(args)))
-    with share.turn():
         paged, info, attention = _wrapped(args, choice, loaded)
+    device = device_info(blas)
     with share.turn():
         config = resolve_config(
             args,
             info,
-            share.limited(device_info(blas)),
+            share.unlimited(device),
             attention.backend.name,
             lambda *size: measure_step_bytes(
                 paged, attention.backend, args.block_size, info.max_position_embeddings, *size
@@ -106,9 +136,8 @@ def _build(
             attention.layers,
         )
     share.claim(config.peak_bytes)
+    config = replace(config, device=share.limited(device))
     limit_device_memory(config, *share.settle(config))
-    if chat_template is not None:
-        loaded.tokenizer.chat_template = chat_template
     scheduler_side, runner_side = None, None
     if transfer is not None:
         if not info.kv_bytes_per_token:

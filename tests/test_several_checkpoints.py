@@ -19,7 +19,7 @@ from mlx_lm.utils import load_model
 from metal_engine.cli.serve_several import load_named, models_in, starter
 from metal_engine.engine.model_entry import Start
 from metal_engine.engine.registry import ModelRegistry
-from metal_engine.errors import ModelLoadError
+from metal_engine.errors import ModelLoadError, ModelTooLargeError
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from tests.support import checkpoint_files
@@ -149,6 +149,31 @@ def test_three_hundred_requests_with_room_for_two(folder: Path, own: dict[str, A
         assert compared.equal, (i, compared)
         num_close += not compared.same
     assert num_close <= 3
+
+
+@pytest.mark.parametrize("size", [{"kv_cache_memory_bytes": 1 << 40}, {"num_gpu_blocks_override": 1 << 20}])
+def test_one_that_is_too_large_is_refused_before_it_takes_anything(
+    folder: Path, num_bytes: int, size: dict[str, int]
+) -> None:
+    async def main() -> None:
+        registry = ModelRegistry(int(1.5 * num_bytes))
+        registry.add("a", starts(folder)["a"])
+        args = EngineArgs(model=str(folder / "b"), max_num_seqs=8, max_num_batched_tokens=64, **size)  # type: ignore[arg-type]
+        large = registry.add("b", starter(args, ServerArgs()))
+        first = await ask(registry, "a", [1, 2, 3], "0")
+        problem = r"b takes .* \(--models-memory\): .* are missing"
+        gc.collect()
+        before = mx.get_active_memory()
+        with watched_memory(registry) as seen, pytest.raises(ModelTooLargeError, match=problem):
+            await registry.load(large)
+        assert max(seen) < registry.memory_bytes
+        assert mx.get_active_memory() == before, "it gave back what it had"
+        assert large.num_bytes == 0
+        assert await ask(registry, "a", [1, 2, 3], "1") == first
+        assert registry.entries[0].num_loads == 1
+        assert registry.shutdown(DEADLINE)
+
+    asyncio.run(main())
 
 
 def complete(served: ServedModels, name: str) -> int:

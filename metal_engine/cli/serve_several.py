@@ -41,6 +41,7 @@ def serve_several(
         raise ConfigError("--models-dir", f"{registry_args.models_dir} has no model, and no MODEL is named")
     with listen(server_args) as listener:
         device = device_info(load_optimized_blas())
+        import_what_loads()
         memory_bytes = models_memory(args, registry_args, device)
         each = args_of_one(args, memory_bytes, device)
         registry = ModelRegistry(memory_bytes, registry_args.keep_alive)
@@ -62,6 +63,19 @@ def serve_several(
             prepare=lambda: load_named(registry, models),
             discover=discover if registry_args.enable_model_loading else None,
         )
+
+
+def import_what_loads() -> None:
+    """Import what loading a model needs, once and for all: imports hold up everybody who is served meanwhile."""
+    from metal_engine.device.descriptors import keep_open_file_limit
+
+    with keep_open_file_limit():
+        import mlx_lm.utils  # noqa: F401
+    import metal_engine.attention.choice
+    import metal_engine.checkpoints.answer_formats
+    import metal_engine.checkpoints.loader
+    import metal_engine.models.check
+    import metal_engine.runner.model_runner  # noqa: F401
 
 
 def starter(args: EngineArgs, server_args: ServerArgs) -> Start:

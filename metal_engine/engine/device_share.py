@@ -60,6 +60,12 @@ class DeviceShare(Protocol):
     def limited(self, device: DeviceInfo) -> DeviceInfo:
         """The device with no more memory than models may take together."""
 
+    def unlimited(self, device: DeviceInfo) -> DeviceInfo:
+        """The device as checks of files are to see it: what others hold may be given back, and claims judge that."""
+
+    def check_fits(self, num_bytes: int) -> None:
+        """Raises ModelTooLargeError if there never will be so many bytes for this model. Claims nothing."""
+
     def claim(self, num_bytes: int) -> None:
         """Have so many bytes of memory for this model, in all; may wait until others are unloaded.
 
@@ -80,6 +86,12 @@ class WholeDevice:
 
     def limited(self, device: DeviceInfo) -> DeviceInfo:
         return device
+
+    def unlimited(self, device: DeviceInfo) -> DeviceInfo:
+        return device
+
+    def check_fits(self, num_bytes: int) -> None:
+        pass
 
     def claim(self, num_bytes: int) -> None:
         pass

@@ -25,6 +25,8 @@ _NUM_THREADS = 3
 # How often a model's thread that waits for memory looks whether the registry has been closed.
 _CLOSED_SECONDS = 0.5
 
+_ANY_BYTES = 1 << 62
+
 
 class RegistryClosedError(RuntimeError):
     """The process is about to end: nothing is loaded any more."""
@@ -195,13 +197,7 @@ class ModelRegistry:
 
     async def claim(self, entry: ModelEntry, load: Load, num_bytes: int) -> None:
         """Give a model that is being loaded so many bytes, in all. Raises as :meth:`DeviceShare.claim`."""
-        missing = num_bytes - self.memory_bytes
-        if missing > 0:
-            message = (
-                f"{entry.name} takes {format_size(num_bytes)} with its KV cache, and models may take "
-                f"{format_size(self.memory_bytes)} (--models-memory): {format_size(missing)} are missing"
-            )
-            raise ModelTooLargeError(message, missing)
+        self.check_fits(entry, num_bytes)
         while self._taken_beside(entry) + num_bytes > self.memory_bytes:
             self.check_wanted(entry, load)
             if not load.may_evict:
@@ -212,6 +208,16 @@ class ModelRegistry:
             await self._unloaded(victim)
         self.check_wanted(entry, load)
         entry.num_bytes = num_bytes
+
+    def check_fits(self, entry: ModelEntry, num_bytes: int) -> None:
+        """Raises ModelTooLargeError for more than all models may take; in any thread."""
+        missing = num_bytes - self.memory_bytes
+        if missing > 0:
+            message = (
+                f"{entry.name} takes {format_size(num_bytes)} with its KV cache, and models may take "
+                f"{format_size(self.memory_bytes)} (--models-memory): {format_size(missing)} are missing"
+            )
+            raise ModelTooLargeError(message, missing)
 
     def check_wanted(self, entry: ModelEntry, load: Load) -> None:
         """Raises ModelLoadError for a load that was given up."""
@@ -335,6 +341,12 @@ class _RegistryShare:
 
     def limited(self, device: DeviceInfo) -> DeviceInfo:
         return replace(device, memory_bytes=self._registry.memory_bytes)
+
+    def unlimited(self, device: DeviceInfo) -> DeviceInfo:
+        return replace(device, memory_bytes=_ANY_BYTES)
+
+    def check_fits(self, num_bytes: int) -> None:
+        self._registry.check_fits(self._entry, num_bytes)
 
     def claim(self, num_bytes: int) -> None:
         claim = self._registry.claim(self._entry, self._load, num_bytes)

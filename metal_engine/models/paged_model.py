@@ -34,6 +34,12 @@ from metal_engine.models.seam import open_model
 from metal_engine.recurrence.metal import MetalRecurrence
 
 
+def release_weights(model: nn.Module) -> None:
+    """Let go of a model's weights, whoever may still hold the model. It must not be used after that."""
+    for module in model.modules():
+        module.clear()
+
+
 class PagedModel:
     """An mlx-lm model that runs packed batches over a paged KV cache.
 
@@ -89,9 +95,8 @@ class PagedModel:
         self._step.recurrence = None
 
     def release_weights(self) -> None:
-        """Let go of the weights, whoever may still hold the model. It must not be used after that."""
-        for module in self.model.modules():
-            module.clear()
+        """See :func:`release_weights`."""
+        release_weights(self.model)
 
     def __call__(
         self, input_ids: mx.array, rows: StepRows, attention: StepAttention, logits_indices: mx.array | None = None

@@ -8,7 +8,7 @@ from math import inf
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
-from metal_engine.settings.fields import Settings, setting
+from metal_engine.settings.fields import Settings, format_size, setting
 
 # Heading in `--help` and in docs/cli.md.
 MODELS = "Several models"
@@ -70,7 +70,8 @@ def models_memory(args: EngineArgs, registry_args: RegistryArgs, device: DeviceI
     if wanted is None:
         return int(most * _CPU_SHARE) if device.kind == "cpu" else most
     if wanted > most:
-        raise ConfigError("--models-memory", f"{wanted} bytes are more than the {most} that there are for models")
+        problem = f"{format_size(wanted)} are more than the {format_size(most)} that there are for models"
+        raise ConfigError("--models-memory", problem)
     return wanted
 
 

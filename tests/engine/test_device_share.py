@@ -7,11 +7,13 @@ import threading
 from itertools import groupby
 from typing import Any
 
+import pytest
+
 from metal_engine.engine.device_share import DeviceTurns
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import NO_RULES, SamplingParams
-from tests.support.serving import wait_until
+from tests.support.serving import serve, wait_until
 
 
 def test_who_comes_first_is_first() -> None:
@@ -88,3 +90,17 @@ def test_two_busy_models_alternate() -> None:
     seen = log[:100]
     runs = [len(list(group)) for _, group in groupby(seen)]
     assert abs(seen.count("a") - seen.count("b")) <= 5 and max(runs) <= 3, runs
+
+
+def test_one_model_takes_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread calls the engine's own step."""
+
+    def forbidden(*args: Any) -> None:
+        raise AssertionError("a turn")
+
+    monkeypatch.setattr(DeviceTurns, "turn", forbidden)
+    monkeypatch.setattr(DeviceTurns, "run", forbidden)
+    with serve() as served:
+        answer = served.post("/v1/completions", {"prompt": "a", "max_tokens": 8})
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+        served.settle()
