@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from metal_engine.answers.answer_format import AnswerFormat
@@ -63,6 +64,7 @@ class ModelEntry:
         last_used: when a request began or ended to use it, in seconds of ``time.monotonic``.
         error: why the last load failed, or its engine ended; None if all is well.
         num_loads: how often it has been loaded.
+        starting: the thread's work that loads it; ``ending``: its engine, while that is being shut down.
         max_model_len: tokens of its longest request; None until it has been loaded.
     """
 
@@ -82,12 +84,19 @@ class ModelEntry:
     max_model_len: int | None = None
     unloading: asyncio.Task[None] | None = None
     keep_alive: asyncio.TimerHandle | None = None
+    starting: Future[RunningModel] | None = None
+    ending: AsyncEngine | None = None
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_idle(self) -> bool:
         """Whether no request uses it, nor is about to, for it has just been loaded for it."""
         return not self.num_leases and not (self.loaded_by is not None and self.loaded_by.num_waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for it to be loaded."""
+        return 0 if self.load is None else self.load.num_waiting
 
     @property
     def failure(self) -> BaseException | None:

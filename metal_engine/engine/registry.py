@@ -122,6 +122,7 @@ class ModelRegistry:
             finally:
                 load.num_waiting -= 1
                 entry.touch()
+                self._start_timer(entry)  # if all have left that it was loaded for
 
     def release(self, entry: ModelEntry) -> None:
         """End one use of a model."""
@@ -180,9 +181,11 @@ class ModelRegistry:
         share = _RegistryShare(self, entry, load, loop)
         started = time.monotonic()
         try:
-            entry.running = await loop.run_in_executor(self._threads, _start, entry, share, self.turns)
+            entry.starting = self._threads.submit(_start, entry, share, self.turns)
+            entry.running = await asyncio.wrap_future(entry.starting)
+            entry.starting = None
         except Exception as error:  # noqa: BLE001  (told to whoever asked for the model)
-            entry.state, entry.num_bytes, entry.step_bytes = ModelState.UNLOADED, 0, 0
+            entry.state, entry.num_bytes, entry.step_bytes, entry.starting = ModelState.UNLOADED, 0, 0, None
             if not isinstance(error, NoRoomError):
                 entry.error = one_line(error)
                 logger.error("cannot load %s: %s", entry.name, entry.error)
@@ -251,8 +254,9 @@ class ModelRegistry:
         for tell in self.at_unload:
             tell(entry.running)
         entry.state = ModelState.UNLOADING
-        entry.running = entry.loaded_by = None
+        entry.running, entry.loaded_by, entry.ending = None, None, engine
         await asyncio.get_running_loop().run_in_executor(self._threads, engine.shutdown, None)
+        entry.ending = None
         entry.state, entry.num_bytes, entry.step_bytes = ModelState.UNLOADED, 0, 0
         entry.error = None if failure is None else f"its engine has stopped: {one_line(failure)}"
         entry.is_closing, entry.unloading = False, None
@@ -272,7 +276,7 @@ class ModelRegistry:
 
     def _expire(self, entry: ModelEntry) -> None:
         entry.keep_alive = None
-        if entry.is_idle and self.is_ready(entry):
+        if entry.is_idle and entry.state is ModelState.LOADED and not entry.is_closing:
             entry.is_closing = True
             entry.unloading = asyncio.ensure_future(self._unload(entry))
 
@@ -295,9 +299,16 @@ class ModelRegistry:
         deadline = time.monotonic() + timeout
         stopped = True
         for entry in self._entries:
-            if entry.running is not None:
-                stopped &= entry.running.engine.shutdown(max(deadline - time.monotonic(), 0.0))
-            stopped &= entry.state in (ModelState.UNLOADED, ModelState.LOADED)
+            engine = entry.ending if entry.running is None else entry.running.engine
+            try:
+                if entry.starting is not None:  # ends as soon as it asks for memory or the device
+                    engine = entry.starting.result(max(deadline - time.monotonic(), 0.0)).engine
+            except TimeoutError:
+                stopped = False
+            except Exception as error:  # noqa: BLE001  (it has not been loaded)
+                logger.debug("%s was not loaded: %s", entry.name, error)
+            if engine is not None:
+                stopped &= engine.shutdown(max(deadline - time.monotonic(), 0.0))
         self._threads.shutdown(wait=stopped, cancel_futures=True)
         return stopped
 

@@ -232,6 +232,19 @@ def test_idle_models_are_unloaded_after_a_while() -> None:
     run(test, keep_alive=0.05)
 
 
+def test_one_whose_clients_have_all_left_is_unloaded_too() -> None:
+    async def test(made: Fixture) -> None:
+        made.models["a"].gate.clear()
+        waiting = asyncio.ensure_future(made.ask("a", [1]))
+        await until(made.models["a"].began.is_set, "loading")
+        waiting.cancel()
+        made.models["a"].gate.set()
+        await until(lambda: made["a"].num_loads, "the load")
+        await until(lambda: made.loaded == "", "a to go")
+
+    run(test, keep_alive=0.05)
+
+
 def test_an_engine_that_has_died_is_made_anew() -> None:
     async def test(made: Fixture) -> None:
         await asyncio.gather(made.ask("a", [1]), made.ask("b", [1]))
@@ -273,8 +286,7 @@ def test_the_end() -> None:
         for task in (waiting, asyncio.ensure_future(made.ask("c", [1]))):
             with pytest.raises(RegistryClosedError):
                 await task
-        made.models["b"].gate.set()
-        await until(lambda: made["b"].state is not ModelState.LOADING, "b's thread")
+        assert made["b"].state is ModelState.LOADING  # its thread is waited for, as those of engines are
 
     run(test)
 

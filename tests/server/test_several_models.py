@@ -303,6 +303,27 @@ def test_requests_that_wait_for_a_model_are_told_of_the_end() -> None:
     assert asked[0].status_code == 503 and asked[0].json()["error"]["code"] == "shutting_down"
 
 
+def test_how_many_wait_for_a_model_and_how_long() -> None:
+    model = FakeModel(1)
+    model.gate.clear()
+    body = {"model": "a", "prompt": "x", "max_tokens": 1}
+    args = ServerArgs(shutdown_timeout=1, max_num_queued_reqs=2)
+    with serve_models({"a": model.start}, 100, args=args) as served, ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(served.post, "/v1/completions", body) for _ in range(2)]
+        entry = served.registry.entries[0]
+        wait_until(lambda: entry.num_waiting == 2, "two that wait")
+        for more in ({}, {"stream": True}):
+            answer = served.post("/v1/completions", {**body, **more})
+            assert answer.status_code == 503 and "wait" in answer.text and "retry-after" in answer.headers
+        model.gate.set()
+        assert [one.result().status_code for one in asked] == [200, 200]
+    model.gate.clear()
+    with serve_models({"a": model.start}, 100, args=ServerArgs(shutdown_timeout=1, request_timeout=0.1)) as served:
+        answer = served.post("/v1/completions", body)
+        assert answer.status_code == 504 and "--request-timeout" in answer.text
+        model.gate.set()
+
+
 def test_a_model_whose_engine_dies_is_made_anew_and_others_go_on(several: Models) -> None:
     for name in ("b", "c"):
         several.check(name, "x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from metal_engine.engine.model_entry import ModelEntry, RunningModel
 from metal_engine.engine.registry import ModelRegistry, RegistryClosedError
 from metal_engine.errors import ModelLoadError, ModelTooLargeError
 from metal_engine.server.errors import APIError, model_not_found, shutting_down
-from metal_engine.server.generation.admission import Admission
+from metal_engine.server.generation.admission import Admission, overloaded
 from metal_engine.server.generation.notices import Notices
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
@@ -84,7 +85,7 @@ class Models(ABC):
 
     @abstractmethod
     def is_ready(self, model: str | None) -> bool:
-        """Whether :meth:`use` would not have to wait. Raises as :meth:`check`."""
+        """Whether :meth:`use` would not have to wait. Raises as :meth:`check`, and a 503 if it may not wait."""
 
     @abstractmethod
     def find_loaded(self, model: str | None) -> ServedModel | None:
@@ -179,7 +180,14 @@ class SeveralModels(Models):
         return found
 
     def is_ready(self, model: str | None) -> bool:
-        return self.registry.is_ready(self.entry(model))
+        entry = self.entry(model)
+        if self.registry.is_ready(entry):
+            return True
+        most = self._args.max_num_queued_reqs
+        if most and entry.num_waiting >= most:
+            waiting = f"{entry.num_waiting} requests are waiting for {entry.name} to be loaded"
+            raise overloaded(f"{waiting} (--max-num-queued-reqs)")
+        return False
 
     def served(self, entry: ModelEntry) -> ServedModel | None:
         """A model if it is loaded."""
@@ -195,8 +203,15 @@ class SeveralModels(Models):
             assert entry.running is not None  # it stays as long as it is leased
             return self._of(entry, entry.running)
         request.scope[MODEL_NAME] = entry.name
-        with told_load_errors():
-            running = await self.registry.use(entry)
+        seconds = self._args.request_timeout
+        self.is_ready(model)
+        try:
+            with told_load_errors():
+                async with asyncio.timeout(seconds or None):
+                    running = await self.registry.use(entry)
+        except TimeoutError as error:
+            message = f"{entry.name} was not loaded within {seconds:g} s (--request-timeout)"
+            raise APIError(504, message, code="timeout") from error
         leases.append(entry)
         return self._of(entry, running)
 
