@@ -104,6 +104,7 @@ def test_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
         assert result.exit_code == 1 and problem in " ".join(result.stderr.split()), (arguments, result.stderr)
 
 
+@pytest.mark.full
 def test_one_that_is_named_and_cannot_be_loaded_ends_the_command(folder: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "broken")
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"nothing")

@@ -49,7 +49,10 @@ def test_a_turn_ends_with_what_fails_in_it() -> None:
 
 
 class BusyCore:
-    """Always has something to do; notes its steps in a log that is common to several."""
+    """Always has something to do; notes its steps in a log that is common to several, and those at the same time."""
+
+    alone = threading.Lock()
+    overlaps = 0
 
     def __init__(self, name: str, log: list[str], both: threading.Barrier) -> None:
         self.name, self.log, self.both = name, log, both
@@ -62,8 +65,12 @@ class BusyCore:
 
     def step(self) -> list[RequestOutput]:
         self.log.append(self.name)
+        if not self.alone.acquire(blocking=False):
+            BusyCore.overlaps += 1
+            return []
         # Longer than what a thread does between two steps, as those of models are.
         threading.Event().wait(0.003)
+        self.alone.release()
         return []
 
     def rest(self) -> bool:
@@ -87,6 +94,7 @@ def test_two_busy_models_alternate() -> None:
         core.has_requests = False
     for thread in threads:
         assert thread.shutdown()
+    assert not BusyCore.overlaps
     seen = log[:100]
     runs = [len(list(group)) for _, group in groupby(seen)]
     assert abs(seen.count("a") - seen.count("b")) <= 5 and max(runs) <= 3, runs

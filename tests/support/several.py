@@ -30,6 +30,8 @@ from tests.support.serving import DEADLINE, wait_until
 from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, hash_chain, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
+# Making a client takes longer than most of what is asked here.
+CLIENT = httpx.Client(timeout=DEADLINE, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def salted(salt: int) -> NextToken:
@@ -92,10 +94,10 @@ class ServedModels:
         return asyncio.run_coroutine_threadsafe(self.server.stop(), self.loop)
 
     def post(self, path: str, body: object) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=DEADLINE)
+        return CLIENT.post(f"{self.url}{path}", json=body)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=DEADLINE)
+        return CLIENT.get(f"{self.url}{path}")
 
     def states(self) -> dict[str, str]:
         return {one["id"]: one["state"] for one in self.get("/v1/models").json()["data"]}
