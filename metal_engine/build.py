@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from metal_engine.adapter import AdapterTargets
+from metal_engine.checkpoints.adapters import open_adapter
 from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
+from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.errors import ConfigError, UnsupportedModelError
+from metal_engine.errors import AdapterError, ConfigError, UnsupportedModelError
 from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
@@ -21,6 +24,7 @@ from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.kv_transfer.stores.choice import check_place, open_store
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.resolve import check_kv_cache, resolve_config
 from metal_engine.settings.speculative import speculative_config
 
@@ -103,6 +107,9 @@ def _build(
         _with_recurrence(paged, lambda: check_paged_model(paged, backend, *sizes))
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise _cannot_run(args, loaded.config, error) from error
+    adapters = _make_for_adapters(args, paged) if args.has_adapters else None
+    if paged.adapters is not None:
+        info = replace(info, adapter_bytes=paged.adapters.nbytes)
     config = resolve_config(
         args,
         info,
@@ -127,7 +134,31 @@ def _build(
     tokenizer = Tokenizer(
         loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
     )
-    return EngineCore(config, runner, tokenizer, scheduler_side)
+    return EngineCore(config, runner, tokenizer, scheduler_side, adapters)
+
+
+def _make_for_adapters(args: EngineArgs, paged: PagedModel) -> AdapterRegistry:
+    """Install what adapters need in a model, with memory for as many as there may be, and load ``--lora-modules``.
+
+    Raises:
+        ConfigError: an adapter cannot be read, or does not fit the model.
+    """
+    from metal_engine.models.adapter_targets import adapter_targets
+
+    targets = adapter_targets(paged)
+    try:
+        files = [open_adapter(Path(module.path).expanduser(), targets) for module in args.adapters]
+        if not args.enable_lora:  # these are all that there will be
+            used = {name for file in files for name in file.modules}
+            targets = AdapterTargets({name: shape for name, shape in targets.shapes.items() if name in used})
+        max_loras, max_rank = args.num_slots(), args.largest_rank([file.rank for file in files])
+        layers = paged.adapt(targets.shapes, max_loras, max_rank)
+        adapters = AdapterRegistry(targets, max_loras, max_rank, layers.set_weights)
+        for module in args.adapters:
+            adapters.load(module.name, module.path, lambda call: call(), base_model_name=module.base_model_name)
+    except AdapterError as error:
+        raise ConfigError(LORA_MODULES, f"{LORA_MODULES}: {error}") from error
+    return adapters
 
 
 def _with_recurrence(paged: PagedModel, run: Callable[[], T]) -> T:

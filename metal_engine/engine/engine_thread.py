@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from metal_engine.engine.core import EngineCore
@@ -46,6 +47,20 @@ class _Watch:
     on_frame: FrameSink | None
 
 
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[[], None]
+    done: Future[None]
+
+    def run(self) -> None:
+        try:
+            self.function()
+        except BaseException as error:  # noqa: BLE001  (raised by call())
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
+
+
 class EngineThread:
     """Builds an engine in a thread of its own and steps it while there are requests.
 
@@ -60,7 +75,7 @@ class EngineThread:
     def __init__(self, build: Callable[[], EngineCore], on_outputs: OutputSink) -> None:
         self._build = build
         self._on_outputs = on_outputs
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _Watch | None] = queue.SimpleQueue()  # None: stop
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _Watch | _Call | None] = queue.SimpleQueue()  # None: stop
         self._ready = threading.Event()
         self._engine: EngineCore | None = None
         self.error: BaseException | None = None
@@ -89,7 +104,7 @@ class EngineThread:
         """
         with self._lock:
             if self._stopped:
-                raise EngineDeadError(f"the engine has stopped: {self.error or 'it was shut down'}")
+                raise self._dead()
             self._inbox.put(_Add(request_id, prepared, index, options, time.monotonic()))
 
     def abort(self, request_id: str) -> None:
@@ -99,6 +114,22 @@ class EngineThread:
     def watch(self, on_frame: FrameSink | None) -> None:
         """Tell ``on_frame`` what steps do from the next one on, in the thread; it must not block. None: nobody."""
         self._inbox.put(_Watch(on_frame))
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function in the thread, between two steps, and wait for it. Raises what it raises; it must be short.
+
+        Raises:
+            EngineDeadError: the thread has ended.
+        """
+        done: Future[None] = Future()
+        with self._lock:
+            if self._stopped:
+                raise self._dead()
+            self._inbox.put(_Call(function, done))
+        done.result()
+
+    def _dead(self) -> EngineDeadError:
+        return EngineDeadError(f"the engine has stopped: {self.error or 'it was shut down'}")
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
         """Stop after the step under way. Returns whether the thread has ended within ``timeout`` seconds."""
@@ -137,6 +168,8 @@ class EngineThread:
             waiting = self._inbox.get()
             if isinstance(waiting, _Add):
                 requests.append(waiting.request_id)
+            elif isinstance(waiting, _Call):
+                waiting.done.set_exception(self._dead())
         self._on_outputs([RequestOutput(r, finish_reason="error", error=message) for r in requests])
 
     def _loop(self, engine: EngineCore) -> None:
@@ -166,6 +199,9 @@ class EngineThread:
                 return None
             if isinstance(message, _Watch):
                 engine.watch(message.on_frame)
+                continue
+            if isinstance(message, _Call):
+                message.run()
                 continue
             if isinstance(message, _Abort):
                 engine.abort_request(message.request_id)

@@ -79,13 +79,13 @@ class TokenizerInfo(BaseModel):
 def add_tokenization_routes(app: FastAPI, served: ServedModel) -> None:
     @app.post("/tokenize", tags=["tokens"], response_model=Tokens)
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        served.check_model(body.model)
+        served.resolve(body.model)
         data = await served.workers.run(Weight.of(len(await request.body())), _tokenized, served, body)
         return Response(data, media_type="application/json")
 
     @app.post("/detokenize", tags=["tokens"])
     async def detokenize(body: DetokenizeBody, request: Request) -> Text:
-        served.check_model(body.model)
+        served.resolve(body.model)
         return await served.workers.run(Weight.of(len(await request.body())), _detokenized, served, body)
 
     @app.get("/tokenizer_info", tags=["tokens"], response_model=TokenizerInfo)

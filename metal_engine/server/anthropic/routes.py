@@ -35,7 +35,7 @@ def add_anthropic_routes(app: FastAPI, served: ServedModel, answer: Answerer) ->
 
 def _count_tokens(served: ServedModel, body: protocol.CountTokensBody) -> protocol.TokenCount:
     chat = protocol.to_chat(body)
-    served.check_model(chat.model)
+    served.resolve(chat.model)
     served.parameters.check(chat)
     (prompt,) = MessagesEndpoint(served).tokenize(chat, served.tokenizer_beyond_context)
     return protocol.TokenCount(input_tokens=len(prompt))

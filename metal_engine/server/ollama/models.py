@@ -18,7 +18,7 @@ _NEVER = "9999-12-31T23:59:59Z"
 
 def own_name(served: ServedModel, name: str) -> str:
     """The name by which the server knows the model: Ollama's clients add ``:latest`` to names without a tag."""
-    return name if name in served.names else name.removesuffix(LATEST)
+    return name if name in served.all_names else name.removesuffix(LATEST)
 
 
 def tagged(name: str) -> str:
@@ -37,7 +37,7 @@ def details(served: ServedModel) -> ModelDetails:
 
 
 def listed(served: ServedModel, started_at: str) -> list[ListedModel]:
-    """The model by each of its names."""
+    """The model by each of its names, and its adapters."""
     size = served.engine.config.model.weight_bytes
     return [
         ListedModel(
@@ -48,7 +48,7 @@ def listed(served: ServedModel, started_at: str) -> list[ListedModel]:
             digest=hashlib.sha256(f"{name} {size}".encode()).hexdigest(),
             details=details(served),
         )
-        for name in served.names
+        for name in served.all_names
     ]
 
 

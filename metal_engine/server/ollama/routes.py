@@ -31,7 +31,7 @@ def add_ollama_routes(app: FastAPI, served: ServedModel, answer: Answerer) -> No
         """What the client calls the model; the body has the server's name for it from here on."""
         name = body.model or served.names[0]
         body.model = models.own_name(served, name)
-        served.check_model(body.model)
+        served.resolve(body.model)
         return name
 
     @app.post("/api/chat", tags=["ollama"], response_model=protocol.ChatAnswer, responses=_ANSWERS)
@@ -59,13 +59,13 @@ def add_ollama_routes(app: FastAPI, served: ServedModel, answer: Answerer) -> No
     @app.post("/api/embed", tags=["ollama"], response_model=protocol.EmbedAnswer, responses=_ERRORS)
     async def ollama_embed(body: protocol.OllamaEmbedBody, request: Request) -> Response:
         name = named(body)
-        data = await create_embed(served, body, name, len(await request.body()))
+        data = await create_embed(served.resolve(body.model), body, name, len(await request.body()))
         return Response(data, media_type="application/json")
 
     @app.post("/api/embeddings", tags=["ollama"], response_model=protocol.EmbeddingsAnswer, responses=_ERRORS)
     async def ollama_embeddings(body: protocol.OllamaEmbeddingsBody, request: Request) -> Response:
         named(body)
-        data = await create_embedding(served, body, len(await request.body()))
+        data = await create_embedding(served.resolve(body.model), body, len(await request.body()))
         return Response(data, media_type="application/json")
 
     _add_model_routes(app, served)
@@ -94,5 +94,5 @@ def _add_model_routes(app: FastAPI, served: ServedModel) -> None:
 
     @app.post("/api/show", tags=["ollama"], responses=_ERRORS)
     async def ollama_show(body: protocol.OllamaShowBody) -> protocol.Shown:
-        served.check_model(models.own_name(served, body.model or body.name or served.names[0]))
+        served.resolve(models.own_name(served, body.model or body.name or served.names[0]))
         return models.shown(served, started_at)

@@ -31,6 +31,7 @@ def numbers(vector: np.ndarray) -> bytes:
 
 async def create_embeddings(served: ServedModel, body: EmbeddingBody, num_bytes: int) -> bytes:
     """The answer, as JSON. Raises APIError for what cannot be served."""
+    served = served.resolve(body.model)
     options = await checked_options(served, body, num_bytes)
     as_base64 = body.encoding_format == "base64"
     pooled = await embed(

@@ -13,6 +13,6 @@ async def checked_options(served: ServedModel, body: PoolingBody, num_bytes: int
     Raises:
         APIError: 404 for another model, 400 for a parameter that would change the answer.
     """
-    served.check_model(body.model)
+    served.resolve(body.model)
     await served.workers.run_if_large(num_bytes, served.parameters.check, body)
     return RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "")

@@ -46,6 +46,7 @@ def add_pooling_routes(app: FastAPI, served: ServedModel) -> None:
 
 
 async def _rerank(served: ServedModel, body: RerankBody, num_bytes: int) -> bytes:
+    served = served.resolve(body.model)
     options = await checked_options(served, body, num_bytes)
     if body.top_n is not None and body.top_n < 1:
         raise invalid(f" must be at least 1, got {body.top_n}", where="top_n")
@@ -78,6 +79,7 @@ def _ranked(model: str, scores: Scores, documents: list[str] | None, top_n: int 
 
 
 async def _score(served: ServedModel, body: ScoreBody, num_bytes: int) -> ScoreList:
+    served = served.resolve(body.model)
     options = await checked_options(served, body, num_bytes)
     queries = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     documents = [body.text_2] if isinstance(body.text_2, str) else body.text_2
