@@ -90,7 +90,8 @@ def test_what_is_told_is_the_pool(seed: int, speculates: bool) -> None:
     by one, later by two. After each step that asks for it, the picture equals the block manager."""
     rng = random.Random(seed)
     slots = 0 if speculates else rng.choice([0, 0, 24])
-    harness = make_harness(rng.randint(20, 40), 1 + seed % 2, slots, drafts=3 * seed if speculates else None)
+    depth = 1 if speculates else 1 + seed % 2
+    harness = make_harness(rng.randint(20, 40), depth, slots, drafts=3 * seed if speculates else None)
     look: Look | None = None
     now, num_checks, num_requests = 0.0, 0, 0
     for step in range(160):
