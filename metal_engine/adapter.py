@@ -48,8 +48,11 @@ class AdapterTargets:
 
     Attributes:
         shapes: numbers of inputs and outputs.
-        refused: of other linear layers, why they may not be added to, as in "is an embedding".
+        refused: of other linear layers, why they may not be added to.
+        interleaved: of those whose outputs are in llama.cpp's order, their numbers of heads. Output 2i + j of a head is
+            what elsewhere is output j * n / 2 + i of its n.
     """
 
     shapes: Mapping[str, tuple[int, int]]
     refused: Mapping[str, str] = field(default_factory=dict)
+    interleaved: Mapping[str, int] = field(default_factory=dict)

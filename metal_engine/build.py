@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from metal_engine.adapter import AdapterTargets
 from metal_engine.checkpoints.adapters import open_adapter
 from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
 from metal_engine.device.descriptors import keep_open_file_limit
@@ -107,7 +106,7 @@ def _build(
         _with_recurrence(paged, lambda: check_paged_model(paged, backend, *sizes))
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise _cannot_run(args, loaded.config, error) from error
-    adapters = _make_for_adapters(args, paged) if args.has_adapters else None
+    adapters = _make_for_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
     if paged.adapters is not None:
         info = replace(info, adapter_bytes=paged.adapters.nbytes)
     config = resolve_config(
@@ -137,7 +136,7 @@ def _build(
     return EngineCore(config, runner, tokenizer, scheduler_side, adapters)
 
 
-def _make_for_adapters(args: EngineArgs, paged: PagedModel) -> AdapterRegistry:
+def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[str, int]) -> AdapterRegistry:
     """Install what adapters need in a model, with memory for as many as there may be, and load ``--lora-modules``.
 
     Raises:
@@ -145,12 +144,12 @@ def _make_for_adapters(args: EngineArgs, paged: PagedModel) -> AdapterRegistry:
     """
     from metal_engine.models.adapter_targets import adapter_targets
 
-    targets = adapter_targets(paged)
+    targets = adapter_targets(paged, interleaved)
     try:
         files = [open_adapter(Path(module.path).expanduser(), targets) for module in args.adapters]
         if not args.enable_lora:  # these are all that there will be
             used = {name for file in files for name in file.modules}
-            targets = AdapterTargets({name: shape for name, shape in targets.shapes.items() if name in used})
+            targets = replace(targets, shapes={n: shape for n, shape in targets.shapes.items() if n in used})
         max_loras, max_rank = args.num_slots(), args.largest_rank([file.rank for file in files])
         layers = paged.adapt(targets.shapes, max_loras, max_rank)
         adapters = AdapterRegistry(targets, max_loras, max_rank, layers.set_weights)

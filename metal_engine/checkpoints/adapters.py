@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class AdapterFile:
     scale: float
     _products: dict[str, _Product]
     _is_transposed: bool
+    _interleaved: Mapping[str, int]
 
     @property
     def modules(self) -> list[str]:
@@ -86,6 +87,8 @@ class AdapterFile:
             raise AdapterError(f"cannot read {self.path}: {error.strerror}") from error
         if self._is_transposed:
             a, b = a.T, b.T
+        if (num_heads := self._interleaved.get(module)) is not None:
+            b = b.reshape(self.rank, num_heads, 2, -1).swapaxes(2, 3).reshape(b.shape)
         return np.ascontiguousarray(a), np.ascontiguousarray(b * np.float32(self.scale))
 
 
@@ -136,7 +139,7 @@ def _open(folder: Path, targets: AdapterTargets, within: Path | None) -> Adapter
     products = _products(tensors, _PEFT_NAME if is_peft else _MLX_LM_NAME, targets, path)
     for module, product in products.items():
         _check_product(module, product, rank, targets.shapes[module], path, is_transposed=is_peft)
-    return AdapterFile(path, rank, scale, products, is_peft)
+    return AdapterFile(path, rank, scale, products, is_peft, targets.interleaved)
 
 
 def _inside(path: Path, within: Path | None) -> Path:

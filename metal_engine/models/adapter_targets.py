@@ -16,10 +16,13 @@ from metal_engine.models.attention_kinds import attention_kinds
 from metal_engine.models.paged_model import PagedModel
 
 
-def adapter_targets(paged: PagedModel) -> AdapterTargets:
+def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = None) -> AdapterTargets:
     """The linear layers within the model's layers, through which all rows of a step go as they are packed.
 
     A step of one token is built, and not computed. Leaves ``paged`` without a cache.
+
+    Args:
+        interleaved: :attr:`metal_engine.checkpoints.loader.LoadedModel.interleaved`.
     """
     modules = dict(paged.model.named_modules())
     candidates, refused = {}, {}
@@ -44,7 +47,9 @@ def adapter_targets(paged: PagedModel) -> AdapterTargets:
         attention_kinds(paged)
     for name in candidates.keys() - called:
         refused[name] = "the model does not call it with all rows of a step as they are packed"
-    return AdapterTargets({name: shape_of(m) for name, m in candidates.items() if name in called}, refused)
+    shapes = {name: shape_of(module) for name, module in candidates.items() if name in called}
+    heads = {name: (interleaved or {}).get(name.rpartition(".")[2]) for name in shapes}
+    return AdapterTargets(shapes, refused, {name: number for name, number in heads.items() if number is not None})
 
 
 @contextmanager
