@@ -17,7 +17,7 @@ import numpy as np
 
 from metal_engine.adapter import AdapterTargets
 from metal_engine.checkpoints.checkpoint import StoredTensor, stored_tensors
-from metal_engine.checkpoints.files import MAX_HEADER_BYTES, read_json
+from metal_engine.checkpoints.files import read_json
 from metal_engine.errors import AdapterError, ModelLoadError, one_line, short
 
 CONFIG = "adapter_config.json"
@@ -40,6 +40,9 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "target_parameters": ([],),
 }
 _MAX_RANK = 4096
+# Bytes of a configuration, and of the header of the weights; read while others are served. Those of large models have a
+# tenth of that.
+_MAX_JSON_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def _open(folder: Path, targets: AdapterTargets, within: Path | None) -> Adapter
         raise AdapterError(f"{folder} is not a directory: an adapter is one, with {CONFIG} in it")
     if not _inside(folder / CONFIG, within).is_file():
         raise AdapterError(f"{folder} has no {CONFIG}: not an adapter")
-    config = read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG, _MAX_JSON_BYTES)
     is_peft = "peft_type" in config
     if not is_peft and not isinstance(config.get("lora_parameters"), dict):
         raise AdapterError(f"{folder / CONFIG} has neither PEFT's peft_type nor mlx-lm's lora_parameters")
@@ -193,8 +196,8 @@ def _offsets(path: Path) -> dict[str, int]:
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            if size > MAX_HEADER_BYTES:
-                raise AdapterError(f"{path} is no safetensors file: its header would have {size} bytes")
+            if size > _MAX_JSON_BYTES:
+                raise AdapterError(f"{path} is no safetensors file of an adapter: its header would have {size} bytes")
             header = json.loads(file.read(size))
         return {n: 8 + size + int(e["data_offsets"][0]) for n, e in header.items() if n != "__metadata__"}
     except OSError as error:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from metal_engine.errors import ConfigError
 from metal_engine.settings.fields import Settings, setting
 from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
-from metal_engine.settings.lora_args import LORA, LoRAArgs
+from metal_engine.settings.lora_args import ENABLE_LORA, LORA, LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, LoRAArgs
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "metal", "mlx")
@@ -140,6 +140,10 @@ class EngineArgs(LoRAArgs):
         "kv_load_failure_policy (see docs/kv-transfer.md).",
         group=KV_TRANSFER,
     )
+    lora_modules: tuple[str, ...] = LORA_MODULES
+    enable_lora: bool = ENABLE_LORA
+    max_loras: int | None = MAX_LORAS
+    max_lora_rank: int | None = MAX_LORA_RANK
     max_num_partial_prefills: int = setting(4, "Most prompts that are computed side by side.", group=SCHEDULING, ge=1)
     max_long_partial_prefills: int = setting(
         1, "Most long prompts among those computed side by side.", group=SCHEDULING, ge=1

@@ -29,38 +29,44 @@ class LoRAModule:
 _KEYS = [Setting("name", "str"), Setting("path", "str"), Setting("base_model_name", "str")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoRAArgs(Settings):
-    """Settings of adapters: names and meanings are vLLM's."""
+# Fields of :class:`metal_engine.settings.args.EngineArgs`.
+LORA_MODULES: Any = setting(
+    (),
+    "LoRA adapter to serve under a name of its own: name=path of its folder (PEFT's or mlx-lm's), or JSON with "
+    "name, path and base_model_name. Repeat the flag for several.",
+    group=LORA,
+)
+ENABLE_LORA: Any = setting(
+    False,
+    "Take adapters while the engine runs, too: memory is kept for --max-loras of them. Without it, "
+    "--lora-modules are all there are.",
+    group=LORA,
+)
+MAX_LORAS: Any = setting(
+    None,
+    "Most adapters at once, all of which may be in one step. Default: as many as --lora-modules; "
+    f"{_MAX_LORAS} at least with --enable-lora.",
+    group=LORA,
+    ge=1,
+    le=1024,
+)
+MAX_LORA_RANK: Any = setting(
+    None,
+    "Largest rank of an adapter; all take memory for it. Default: that of --lora-modules; "
+    f"{_MAX_LORA_RANK} at least with --enable-lora.",
+    group=LORA,
+    ge=1,
+    le=4096,
+)
 
-    lora_modules: tuple[str, ...] = setting(
-        (),
-        "LoRA adapter to serve under a name of its own: name=path of its folder (PEFT's or mlx-lm's), or JSON with "
-        "name, path and base_model_name. Repeat the flag for several.",
-        group=LORA,
-    )
-    enable_lora: bool = setting(
-        False,
-        "Take adapters while the engine runs, too: memory is kept for --max-loras of them. Without it, "
-        "--lora-modules are all there are.",
-        group=LORA,
-    )
-    max_loras: int | None = setting(
-        None,
-        "Most adapters at once, all of which may be in one step. Default: as many as --lora-modules; "
-        f"{_MAX_LORAS} at least with --enable-lora.",
-        group=LORA,
-        ge=1,
-        le=1024,
-    )
-    max_lora_rank: int | None = setting(
-        None,
-        "Largest rank of an adapter; all take memory for it. Default: that of --lora-modules; "
-        f"{_MAX_LORA_RANK} at least with --enable-lora.",
-        group=LORA,
-        ge=1,
-        le=4096,
-    )
+
+class LoRAArgs(Settings):
+    """What the settings of adapters come to; names and meanings are vLLM's."""
+
+    lora_modules: tuple[str, ...]
+    enable_lora: bool
+    max_loras: int | None
+    max_lora_rank: int | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
