@@ -107,8 +107,7 @@ def _build(
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise _cannot_run(args, loaded.config, error) from error
     adapters = _make_for_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
-    if paged.adapters is not None:
-        info = replace(info, adapter_bytes=paged.adapters.nbytes)
+    info = replace(info, adapter_bytes=0 if paged.adapters is None else paged.adapters.nbytes)
     config = resolve_config(
         args,
         info,
@@ -122,10 +121,6 @@ def _build(
         loaded.tokenizer.chat_template = chat_template
     scheduler_side, runner_side = None, None
     if transfer is not None:
-        if not info.kv_bytes_per_token:
-            raise ConfigError(
-                transfer.flag, f"{info.name} keeps no KV, only states: there are no blocks to save to a store"
-            )
         scheduler_side, runner_side, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged)
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
         config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))
@@ -204,6 +199,10 @@ def _connect_kv(
     from metal_engine.kv_transfer.fingerprint import kv_fingerprint
     from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts, state_parts
 
+    if not paged.pool.bytes_per_token:
+        raise ConfigError(
+            transfer.flag, f"{loaded.name} keeps no KV, only states: there are no blocks to save to a store"
+        )
     specs = [state.spec for state in paged.pool.states]
     parts, of_states = block_parts(specs, block_size), state_parts(specs)
     weights = cast("list[tuple[str, mx.array]]", tree_flatten(loaded.model.parameters()))
