@@ -192,12 +192,14 @@ class LLM:
             self._answer_formats[tool_call_parser] = found
         return found
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
+    ) -> Generator[RequestOutput]:
         """Outputs of one prompt as they come. Leaving the iteration early aborts the request."""
         params = sampling_params or self.default_sampling_params
         if params.n != 1:
             raise ValueError("n must be 1 to stream")
-        (prepared,) = self._prepared([self._token_ids(prompt)], params)
+        (prepared,) = self._prepared([self._token_ids(prompt)], params, self._adapter(lora_request))
         yield from self._outputs_of([(prepared, 0)], [str(next(self._ids))])
 
     def _run(

@@ -98,6 +98,21 @@ def test_adapters_that_come_later(checkpoint: Path, folders: dict[str, Path]) ->
             assert llm.unload_lora_adapter(name) and not llm.unload_lora_adapter(name)
 
 
+def test_a_store_keeps_them_apart(checkpoint: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Across restarts: an adapter finds its own KV, in whatever slot it is now; the model and others do not."""
+
+    def external(names: list[str | None], modules: dict[str, Path]) -> list[int]:
+        with LLM(str(checkpoint), lora_modules=modules, kv_cache_dir=str(tmp_path / "kv"), **SMALL) as llm:
+            requests = [None if name is None else LoRARequest(name) for name in names]
+            outputs = [list(llm.stream(PROMPT, GREEDY, lora_request=request)) for request in requests]
+            return [one[0].num_external_tokens for one in outputs]
+
+    both = {name: folders[name] for name in ("a", "b")}
+    assert external(["a"], both) == [0]
+    assert external(["b", None, "a"], {"b": both["b"], "a": both["a"]}) == [0, 0, 16]
+    assert external(["a"], {"a": both["b"]}) == [0]  # other weights of that name
+
+
 def test_models_without_adapters_are_left_as_they_are(checkpoint: Path) -> None:
     with LLM(str(checkpoint), **SMALL) as llm:
         assert llm.config.model.adapter_bytes == 0
