@@ -8,16 +8,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from metal_engine.adapter import LoRARequest
     from metal_engine.llm import LLM
     from metal_engine.pooling_params import PoolingParams
     from metal_engine.request import RequestOutput
     from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "PoolingParams", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "LoRARequest",
+    "PoolingParams",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "metal_engine.llm",
+    "LoRARequest": "metal_engine.adapter",
     "PoolingParams": "metal_engine.pooling_params",
     "SamplingParams": "metal_engine.sampling_params",
     "StructuredOutputsParams": "metal_engine.sampling_params",

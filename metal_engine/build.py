@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from metal_engine.checkpoints.adapters import open_adapter
 from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
+from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import WHOLE_DEVICE, DeviceShare
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.errors import ConfigError, UnsupportedModelError
+from metal_engine.errors import AdapterError, ConfigError, UnsupportedModelError
 from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
@@ -22,6 +24,7 @@ from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.kv_transfer.stores.choice import check_place, open_store
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.resolve import check_kv_cache, resolve_config
 from metal_engine.settings.speculative import speculative_config
 
@@ -125,6 +128,8 @@ def _assemble(
         paged, info, attention = _wrapped(args, choice, loaded)
     device = device_info(blas)
     with share.turn():
+        adapters = _make_for_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
+        info = replace(info, adapter_bytes=0 if paged.adapters is None else paged.adapters.nbytes)
         config = resolve_config(
             args,
             info,
@@ -140,10 +145,6 @@ def _assemble(
     limit_device_memory(config, *share.settle(config))
     scheduler_side, runner_side = None, None
     if transfer is not None:
-        if not info.kv_bytes_per_token:
-            raise ConfigError(
-                transfer.flag, f"{info.name} keeps no KV, only states: there are no blocks to save to a store"
-            )
         scheduler_side, runner_side, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged)
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
         config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))
@@ -155,7 +156,31 @@ def _assemble(
     tokenizer = Tokenizer(
         loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
     )
-    return EngineCore(config, runner, tokenizer, scheduler_side)
+    return EngineCore(config, runner, tokenizer, scheduler_side, adapters)
+
+
+def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[str, int]) -> AdapterRegistry:
+    """Install what adapters need in a model, with memory for as many as there may be, and load ``--lora-modules``.
+
+    Raises:
+        ConfigError: an adapter cannot be read, or does not fit the model.
+    """
+    from metal_engine.models.adapter_targets import adapter_targets
+
+    targets = adapter_targets(paged, interleaved)
+    try:
+        files = [open_adapter(Path(module.path).expanduser(), targets) for module in args.adapters]
+        if not args.enable_lora:  # these are all that there will be
+            used = {name for file in files for name in file.modules}
+            targets = replace(targets, shapes={n: shape for n, shape in targets.shapes.items() if n in used})
+        max_loras, max_rank = args.num_slots(), args.largest_rank([file.rank for file in files])
+        layers = paged.adapt(targets.shapes, max_loras, max_rank)
+        adapters = AdapterRegistry(targets, max_loras, max_rank, layers.set_weights)
+        for module in args.adapters:
+            adapters.load(module.name, module.path, lambda call: call(), base_model_name=module.base_model_name)
+    except AdapterError as error:
+        raise ConfigError(LORA_MODULES, f"{LORA_MODULES}: {error}") from error
+    return adapters
 
 
 def _wrapped(
@@ -232,6 +257,10 @@ def _connect_kv(
     from metal_engine.kv_transfer.fingerprint import kv_fingerprint
     from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts, state_parts
 
+    if not paged.pool.bytes_per_token:
+        raise ConfigError(
+            transfer.flag, f"{loaded.name} keeps no KV, only states: there are no blocks to save to a store"
+        )
     specs = [state.spec for state in paged.pool.states]
     parts, of_states = block_parts(specs, block_size), state_parts(specs)
     weights = cast("list[tuple[str, mx.array]]", tree_flatten(loaded.model.parameters()))

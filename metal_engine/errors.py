@@ -50,6 +50,18 @@ class NoRoomError(ModelLoadError):
     """The model does not fit beside those that are loaded, and none of them is to go."""
 
 
+class AdapterError(ValueError):
+    """An adapter cannot be read, does not fit the model, or there is no room for it; the message says what to do.
+
+    Attributes:
+        param: what is at fault: ``lora_path`` or ``lora_name``.
+    """
+
+    def __init__(self, message: str, param: str = "lora_path") -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class ParameterError(ValueError):
     """A request's parameter that cannot be served.
 

@@ -7,21 +7,27 @@ import operator
 import queue
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from metal_engine.adapter import Adapter, LoRARequest
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import ChatAnswers
-from metal_engine.answers.deltas import ToolCall, assemble
+from metal_engine.answers.results import (
+    EmbeddingOutput,
+    EmbeddingResult,
+    GenerationResult,
+    generation_result,
+    read_answers,
+)
 from metal_engine.answers.tool_plan import Tool, ToolPlan
 from metal_engine.build import build_engine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.pooling_params import PoolingParams
-from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs, merge_outputs
+from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.args import EngineArgs
@@ -29,72 +35,7 @@ from metal_engine.settings.config import EngineConfig
 
 Prompt = str | Sequence[int] | np.ndarray
 Message = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class GeneratedOutput:
-    """One of the ``n`` outputs for a prompt.
-
-    Attributes:
-        text: all that was generated; of a chat, with the marks of reasoning and tool calls in it.
-        finish_reason: ``stop`` or ``length``.
-        stop_reason: the stop string or token id that ended it, if one did.
-        logprobs: one entry for each of ``token_ids``, if asked for.
-        content: of a chat, the text without reasoning and tool calls; None for an answer that is tool calls alone.
-        reasoning: of a chat, what the model wrote as its reasoning, if it did.
-        tool_calls: of a chat, the calls of its tools.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stop_reason: str | int | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    content: str | None = None
-    reasoning: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-
-
-def _of_first_output(name: str) -> property:
-    """A property of a :class:`GenerationResult`: the attribute ``name`` of its first output."""
-    return property(lambda result: getattr(result.outputs[0], name))
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """A prompt and its outputs; ``text`` and the like are the first one's.
-
-    ``prompt_logprobs`` has one entry for each prompt token, None for the first, if asked for.
-    """
-
-    prompt_token_ids: list[int]
-    outputs: list[GeneratedOutput]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-
-    text = _of_first_output("text")
-    token_ids = _of_first_output("token_ids")
-    finish_reason = _of_first_output("finish_reason")
-    stop_reason = _of_first_output("stop_reason")
-    logprobs = _of_first_output("logprobs")
-    content = _of_first_output("content")
-    reasoning = _of_first_output("reasoning")
-    tool_calls = _of_first_output("tool_calls")
-
-
-@dataclass(frozen=True)
-class EmbeddingOutput:
-    """A prompt's vector."""
-
-    embedding: list[float]
-
-
-@dataclass(frozen=True)
-class EmbeddingResult:
-    """A prompt and its vector, ``outputs.embedding``. (The name is vLLM's.)"""
-
-    prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -148,19 +89,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[GenerationResult]:
         """Generate for each prompt (text, or token ids); results come in the prompts' order.
 
         Args:
             sampling_params: one for all, or one for each prompt.
             use_tqdm: show a progress bar. (The name is vLLM's.)
+            lora_request: adapter for all, or one or None for each prompt; with ``enable_lora`` loaded if it is not yet.
 
         Raises:
-            ValueError: a prompt can never be served, or has token ids that are none; nothing has been generated then.
+            ValueError: a prompt can never be served, or has token ids that are none, or an adapter cannot be loaded;
+                nothing has been generated then.
             RuntimeError: a step failed, or the engine has stopped.
         """
         each: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]
-        return self._run([self._token_ids(p) for p in each], sampling_params, use_tqdm)
+        return self._run([self._token_ids(p) for p in each], sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -169,6 +113,7 @@ class LLM:
         *,
         tools: Sequence[Tool] = (),
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
         **template_kwargs: Any,
     ) -> list[GenerationResult]:
         """Generate the assistant's answer to one conversation, or to each of several.
@@ -180,6 +125,7 @@ class LLM:
             sampling_params: one for all, or one for each conversation.
             tools: functions that the model may call, in OpenAI's form.
             use_tqdm: show a progress bar.
+            lora_request: as in :meth:`generate`.
             template_kwargs: variables of the chat template.
 
         Raises:
@@ -202,8 +148,8 @@ class LLM:
         if any(one.needs_special_tokens for one in answers):
             with_special = {id(one): one.changed(skip_special_tokens=False) for one in params}
             params = [with_special[id(one)] for one in params]  # those that shared one still do
-        results = self._run(prompts, params, use_tqdm)
-        return [_read(result, one) for result, one in zip(results, answers, strict=True)]
+        results = self._run(prompts, params, use_tqdm, lora_request)
+        return [read_answers(result, one) for result, one in zip(results, answers, strict=True)]
 
     def embed(
         self,
@@ -246,12 +192,14 @@ class LLM:
             self._answer_formats[tool_call_parser] = found
         return found
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
+    ) -> Generator[RequestOutput]:
         """Outputs of one prompt as they come. Leaving the iteration early aborts the request."""
         params = sampling_params or self.default_sampling_params
         if params.n != 1:
             raise ValueError("n must be 1 to stream")
-        (prepared,) = self._prepared([self._token_ids(prompt)], params)
+        (prepared,) = self._prepared([self._token_ids(prompt)], params, self._adapter(lora_request))
         yield from self._outputs_of([(prepared, 0)], [str(next(self._ids))])
 
     def _run(
@@ -259,19 +207,22 @@ class LLM:
         prompts: list[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
+        lora_request: LoRARequests,
     ) -> list[GenerationResult]:
         # Refuse before anything runs.
-        each = self._params_for(prompts, sampling_params)
+        each = zip(
+            prompts, self._params_for(prompts, sampling_params), self._adapters_for(prompts, lora_request), strict=True
+        )
         requests: list[PreparedRequest] = []
-        for _, pairs in itertools.groupby(zip(prompts, each, strict=True), key=lambda pair: id(pair[1])):
-            same = list(pairs)
-            requests += self._prepared([prompt for prompt, _ in same], same[0][1])
+        for _, group in itertools.groupby(each, key=lambda one: (id(one[1]), id(one[2]))):
+            same = list(group)
+            requests += self._prepared([prompt for prompt, _, _ in same], *same[0][1:])
         sequences = [(request, i) for request in requests for i in range(request.params.n)]
         ids = [str(next(self._ids)) for _ in sequences]
         outputs = self._collect(sequences, ids, show_progress, "Generating")
         remaining = iter(ids)
         return [
-            _result(request.prompt_token_ids, [outputs[next(remaining)] for _ in range(request.params.n)])
+            generation_result(request.prompt_token_ids, [outputs[next(remaining)] for _ in range(request.params.n)])
             for request in requests
         ]
 
@@ -300,11 +251,13 @@ class LLM:
         except TypeError as error:
             raise ValueError(f"a prompt must be a text or a list of token ids: {error}") from error
 
-    def _prepared(self, prompts: list[list[int]], params: SamplingParams) -> list[PreparedRequest]:
+    def _prepared(
+        self, prompts: list[list[int]], params: SamplingParams, adapter: Adapter | None = None
+    ) -> list[PreparedRequest]:
         """Prompts that share their parameters, ready to run. Raises ValueError if one can never be."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        return self._core.prepare_all(prompts, params)
+        return self._core.prepare_all(prompts, params, adapter=adapter)
 
     def _outputs_of(self, sequences: list[tuple[PreparedRequest, int]], ids: list[str]) -> Generator[RequestOutput]:
         """Outputs of several requests as they come; aborts what is left if the iteration ends early.
@@ -347,6 +300,30 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
         return list(sampling_params)
 
+    def _adapters_for(self, prompts: list[list[int]], lora_request: LoRARequests) -> list[Adapter | None]:
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            return [self._adapter(lora_request)] * len(prompts)
+        if len(lora_request) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(lora_request)} lora_requests")
+        return [self._adapter(one) for one in lora_request]
+
+    def _adapter(self, request: LoRARequest | None) -> Adapter | None:
+        if request is None:
+            return None
+        adapters = self._core.adapters
+        if adapters is None:
+            raise ValueError("lora_request needs an LLM made with enable_lora=True or lora_modules")
+        found = adapters.find(request.lora_name)
+        if found is not None and request.lora_path in ("", found.path):
+            return found
+        if not request.lora_path:
+            raise ValueError(f"no LoRA adapter {request.lora_name!r} is loaded, and its lora_request has no lora_path")
+        return adapters.load(request.lora_name, request.lora_path, self._thread.call, in_place=True)
+
+    def unload_lora_adapter(self, lora_name: str) -> bool:
+        """Forget an adapter, so that another may take its place. Returns whether there was one of that name."""
+        return self._core.adapters is not None and self._core.adapters.unload(lora_name)
+
     def close(self) -> None:
         """Stop the engine's thread."""
         self._thread.shutdown()
@@ -361,31 +338,6 @@ class LLM:
 def _is_batch(prompts: Prompt | Sequence[Prompt]) -> bool:
     is_prompt = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
     return not is_prompt
-
-
-def _result(prompt: list[int], sequences: list[list[RequestOutput]]) -> GenerationResult:
-    return GenerationResult(
-        prompt_token_ids=prompt,
-        outputs=[_generated(i, outputs) for i, outputs in enumerate(sequences)],
-        prompt_logprobs=sequences[0][0].prompt_logprobs,
-    )
-
-
-def _generated(index: int, outputs: list[RequestOutput]) -> GeneratedOutput:
-    output = merge_outputs(outputs)
-    reason = output.finish_reason or ""
-    return GeneratedOutput(index, output.text, output.token_ids, reason, output.stop_reason, output.logprobs)
-
-
-def _read(result: GenerationResult, answers: ChatAnswers) -> GenerationResult:
-    """Returns the result with each output's text split into content, reasoning and tool calls."""
-    outputs = []
-    for output in result.outputs:
-        answer = assemble(answers.reader(incremental=False).add(output.text, (), output.finish_reason))
-        outputs.append(
-            replace(output, content=answer.content, reasoning=answer.reasoning, tool_calls=answer.tool_calls)
-        )
-    return replace(result, outputs=outputs)
 
 
 def _progress_bar(show: bool) -> Progress:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from metal_engine.adapter import Adapter
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 
@@ -48,6 +49,7 @@ class PreparedRequest:
         pooling_params: how to pool the prompt, with nothing left to the checkpoint; None to generate.
         num_lasting_tokens: :attr:`Request.num_lasting_tokens`.
         num_instruction_tokens: :attr:`Request.num_instruction_tokens`.
+        adapter: what its rows go through besides the model; None: nothing.
     """
 
     prompt_token_ids: list[int]
@@ -59,6 +61,7 @@ class PreparedRequest:
     pooling_params: PoolingParams | None = None
     num_lasting_tokens: int = 0
     num_instruction_tokens: int = 0
+    adapter: Adapter | None = None
 
 
 class RequestStatus(enum.Enum):
@@ -120,6 +123,7 @@ class Request:
         num_instruction_tokens: prompt tokens that other conversations begin with, most likely: those before the
             content of the first user's message. 0 if not known.
         pooling_params: how to pool the prompt, with nothing left to the checkpoint; None to generate.
+        adapter: what its rows go through besides the model; None: nothing.
         rules: what ``sampling_params`` mean in the model's tokens.
         seed: of this output's draws.
         block_hashes: of the full blocks of ``token_ids``, as far as they have been computed.
@@ -147,6 +151,7 @@ class Request:
     num_lasting_tokens: int = 0
     num_instruction_tokens: int = 0
     pooling_params: PoolingParams | None = None
+    adapter: Adapter | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)

@@ -23,6 +23,7 @@ class NewRequestData:
         seed: of its draws.
         pooling_params: how to pool its prompt; None to generate.
         state_slots: of the recurrent state that it goes on from (0: none), and of the one that it leaves.
+        adapter_slot: of the adapter that its rows go through; 0: none.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class NewRequestData:
     seed: int = 0
     pooling_params: PoolingParams | None = None
     state_slots: tuple[int, int] = (0, 0)
+    adapter_slot: int = 0
 
     @staticmethod
     def of(request: Request, block_ids: list[int], state_slots: tuple[int, int] = (0, 0)) -> NewRequestData:
@@ -49,6 +51,7 @@ class NewRequestData:
             seed=request.seed,
             pooling_params=request.pooling_params,
             state_slots=state_slots,
+            adapter_slot=0 if request.adapter is None else request.adapter.slot,
         )
 
 
@@ -100,6 +103,14 @@ class SchedulerOutput:
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     dropped_req_ids: list[str] = field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
+
+    @property
+    def composition(self) -> str:
+        """What the step computes, in words."""
+        lengths = list(self.num_scheduled_tokens.values())
+        decodes = sum(length == 1 for length in lengths)
+        new = len(self.new_requests)
+        return f"{sum(lengths)} tokens of {len(lengths)} requests ({decodes} of one token, {new} new)"
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from metal_engine.checkpoints.demo import DEFAULT_SAMPLING
 from metal_engine.checkpoints.facts import Check, CheckpointFacts, check_memory, gguf_facts, safetensors_facts
 from metal_engine.checkpoints.files import check_small_files
 from metal_engine.checkpoints.find import FoundModel, check_architecture, find_model
-from metal_engine.checkpoints.gguf.config import gguf_config
+from metal_engine.checkpoints.gguf.config import gguf_config, interleaved_modules
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
@@ -59,6 +59,8 @@ class LoadedModel:
         pooler: how its hidden states are pooled.
         reranker: how it scores documents; None if it is no reranker.
         can_generate: whether the checkpoint has an LM head.
+        interleaved: names, within their blocks, of the modules whose outputs are in llama.cpp's order, and how many
+            heads they have (:func:`gguf_config`).
     """
 
     model: nn.Module
@@ -70,6 +72,7 @@ class LoadedModel:
     pooler: PoolerConfig = field(default_factory=PoolerConfig)
     reranker: RerankerConfig | None = None
     can_generate: bool = True
+    interleaved: dict[str, int] = field(default_factory=dict)
 
 
 def load(
@@ -145,7 +148,9 @@ def _load_gguf(
     own_generation_config: dict[str, Any] | None = DEFAULT_SAMPLING if args.model == DEMO_MODEL else None
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
     eos_token_ids = frozenset(gguf_eos_token_ids(header))
-    return LoadedModel(model, config, tokenizer, eos_token_ids, found.name, sampling, pooler), facts
+    interleaved = interleaved_modules(config)
+    loaded = LoadedModel(model, config, tokenizer, eos_token_ids, found.name, sampling, pooler, interleaved=interleaved)
+    return loaded, facts
 
 
 def _load_directory(

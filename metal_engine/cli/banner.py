@@ -16,6 +16,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
     model, cache, scheduler = config.model, config.cache, config.scheduler
     named = ", ".join(names)
     states = f", recurrent states {format_size(config.state_bytes)}" if config.state_bytes else ""
+    adapters = f", adapters {format_size(model.adapter_bytes)}" if model.adapter_bytes else ""
     concurrency = cache.num_tokens / scheduler.max_model_len
     facts = {
         "model": model.name if names == (model.name,) else f"{model.name}, served as {named}",
@@ -23,8 +24,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "dtype": model.dtype,
         "device": f"{config.device.name}: {config.device.compute}",
         "attention": config.attention,
-        "memory": f"weights {format_size(model.weight_bytes)}, KV cache {format_size(config.kv_bytes)}{states}, "
-        f"largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
+        "memory": f"weights {format_size(model.weight_bytes)}{adapters}, KV cache {format_size(config.kv_bytes)}"
+        f"{states}, largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
         "KV cache": f"{cache.num_tokens:,} tokens in {cache.num_blocks:,} blocks of {cache.block_size}; "
         f"{concurrency:.1f} requests of the maximum length at once",
         "states": f"{format_size(model.state_bytes_per_request)} a request; {cache.num_state_slots:,} slots: "

@@ -34,6 +34,8 @@ def serve_several(
 
     if server_args.served_model_name:
         raise ConfigError("--served-model-name", "is for one model: several are called as they are named")
+    if server_args.lora_dir is not None:
+        raise ConfigError("--lora-dir", "is for one model that stays, not for those that come and go")
     if len(set(models)) < len(models):
         raise ConfigError(None, "a MODEL is named twice")
     found = {} if registry_args.models_dir is None else models_in(Path(registry_args.models_dir))

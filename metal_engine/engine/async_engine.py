@@ -6,13 +6,17 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from pathlib import Path
 
+from metal_engine.adapter import Adapter
+from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import DeviceTurns
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.step_watch import Frame, FrameSink
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.errors import AdapterError
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, merge_outputs
 from metal_engine.sampling_params import SamplingParams, TokenRules
@@ -206,16 +210,32 @@ class AsyncEngine:
         self._num_queued_tokens += num_tokens
 
     def prepare_all(
-        self, prompts: list[list[int]], params: SamplingParams, cache_salt: str = "", rules: TokenRules | None = None
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        cache_salt: str = "",
+        rules: TokenRules | None = None,
+        adapter: Adapter | None = None,
     ) -> list[PreparedRequest]:
         """See :meth:`EngineCore.prepare_all`. Call it in a thread: it may take long."""
-        return self._started.prepare_all(prompts, params, cache_salt, rules)
+        return self._started.prepare_all(prompts, params, cache_salt, rules, adapter)
 
     def prepare_pooling(
-        self, prompts: list[list[int]], params: PoolingParams, cache_salt: str = ""
+        self, prompts: list[list[int]], params: PoolingParams, cache_salt: str = "", adapter: Adapter | None = None
     ) -> list[PreparedRequest]:
         """See :meth:`EngineCore.prepare_pooling`. Call it in a thread: it may take long."""
-        return self._started.prepare_pooling(prompts, params, cache_salt)
+        return self._started.prepare_pooling(prompts, params, cache_salt, adapter)
+
+    @property
+    def adapters(self) -> AdapterRegistry | None:
+        """LoRA adapters; None: the model was not made for any."""
+        return self._started.adapters
+
+    def load_adapter(self, name: str, path: str, within: Path, *, in_place: bool = False) -> Adapter:
+        """See :meth:`AdapterRegistry.load`. Call it in a thread: it takes long."""
+        if self.adapters is None:
+            raise AdapterError("the engine was started without --enable-lora")
+        return self.adapters.load(name, path, self._thread.call, within=within, in_place=in_place)
 
     def rules_for(self, params: SamplingParams) -> TokenRules:
         """See :meth:`EngineCore.rules_for`. Call it in a thread: it may compile a grammar."""

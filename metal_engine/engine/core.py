@@ -8,9 +8,11 @@ import random
 import time
 from collections import deque
 
+from metal_engine.adapter import Adapter
 from metal_engine.cancellation import check_cancelled
+from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.metrics import EngineMetrics
-from metal_engine.engine.output_processor import OutputProcessor
+from metal_engine.engine.output_processor import OutputProcessor, under_client_ids
 from metal_engine.engine.pooling import resolve_pooling
 from metal_engine.engine.prompt_parts import PromptParts
 from metal_engine.engine.step_watch import FrameSink, StepWatch
@@ -49,6 +51,7 @@ class EngineCore:
         runner: executes plans; tests give one that computes nothing.
         tokenizer: for text and end-of-sequence ids.
         kv_connector: loads and saves KV; the runner has its other half.
+        adapters: LoRA adapters, whose weights the runner has; None: the model was not made for any.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class EngineCore:
         runner: Runner,
         tokenizer: Tokenizer,
         kv_connector: KVConnectorScheduler | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self.config = config
+        self.adapters = adapters
         self.tokenizer = tokenizer
         speculative = config.scheduler.speculative
         proposer = None if speculative is None else NgramProposer(speculative)
@@ -92,7 +97,12 @@ class EngineCore:
         return self.prepare_all([prompt_token_ids], params, cache_salt)[0]
 
     def prepare_all(
-        self, prompts: list[list[int]], params: SamplingParams, cache_salt: str = "", rules: TokenRules | None = None
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        cache_salt: str = "",
+        rules: TokenRules | None = None,
+        adapter: Adapter | None = None,
     ) -> list[PreparedRequest]:
         """:meth:`prepare` for prompts that share their parameters, which are resolved once; or were, to ``rules``."""
         if not self.config.model.can_generate:
@@ -104,13 +114,13 @@ class EngineCore:
             kept = self._truncated(prompt, params.truncate_prompt_tokens, params.max_tokens or 1)
             max_tokens = self._max_tokens(len(kept), params)
             self._check_token_ids(kept)
-            hashes = prompt_block_hashes(kept, self.config.cache, cache_salt)
-            request = PreparedRequest(kept, params, max_tokens, rules, cache_salt, hashes)
+            hashes = prompt_block_hashes(kept, self.config.cache, cache_salt, adapter)
+            request = PreparedRequest(kept, params, max_tokens, rules, cache_salt, hashes, adapter=adapter)
             prepared.append(request if self._parts is None else self._parts.marked(request))
         return prepared
 
     def prepare_pooling(
-        self, prompts: list[list[int]], params: PoolingParams, cache_salt: str = ""
+        self, prompts: list[list[int]], params: PoolingParams, cache_salt: str = "", adapter: Adapter | None = None
     ) -> list[PreparedRequest]:
         """:meth:`prepare_all` for prompts that are to be pooled.
 
@@ -126,8 +136,8 @@ class EngineCore:
             kept = self._truncated(prompt, params.truncate_prompt_tokens, 0)
             self._check_fits_alone(len(kept))
             self._check_token_ids(kept)
-            hashes = prompt_block_hashes(kept, self.config.cache, cache_salt)
-            prepared.append(PreparedRequest(kept, _POOLING, 1, NO_RULES, cache_salt, hashes, whole))
+            hashes = prompt_block_hashes(kept, self.config.cache, cache_salt, adapter)
+            prepared.append(PreparedRequest(kept, _POOLING, 1, NO_RULES, cache_salt, hashes, whole, adapter=adapter))
         return prepared
 
     def rules_for(self, params: SamplingParams) -> TokenRules:
@@ -222,6 +232,7 @@ class EngineCore:
             num_lasting_tokens=prepared.num_lasting_tokens,
             num_instruction_tokens=prepared.num_instruction_tokens,
             pooling_params=prepared.pooling_params,
+            adapter=prepared.adapter,
         )
         self.scheduler.add_request(request)
         if prepared.pooling_params is None:  # what is pooled has no text
@@ -306,11 +317,10 @@ class EngineCore:
 
     def _failed_loads(self) -> list[RequestOutput]:
         """End the requests whose KV could not be loaded, where that is asked for."""
-        connector = self.scheduler.connector
-        if connector is None:
+        if self.scheduler.connector is None:
             return []
-        failed = list(connector.failed_loads.items())
-        return _under_clients_ids([self._fail_request(r, message) for r, message in failed])
+        failed = list(self.scheduler.connector.failed_loads.items())
+        return under_client_ids([self._fail_request(r, message) for r, message in failed])
 
     def _finish_oldest(self) -> list[RequestOutput]:
         plan, handle, started = self._under_way.popleft()
@@ -333,7 +343,7 @@ class EngineCore:
             return self._fail_everything(error)
         outputs = [self._process(output) for output in outputs]
         self.metrics.produced(outputs, started, time.monotonic())
-        return _under_clients_ids(outputs)
+        return under_client_ids(outputs)
 
     def _process(self, output: RequestOutput) -> RequestOutput:
         """Fill in one request's new text. A stop string in it ends the request in the scheduler, too."""
@@ -351,7 +361,7 @@ class EngineCore:
         return output
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
-        logger.error("step %d failed: %s", plan.step_id, _composition(plan), exc_info=error)
+        logger.error("step %d failed: %s", plan.step_id, plan.composition, exc_info=error)
         self.metrics.num_failed_steps += 1
         self.scheduler.prefix_cache.forget()  # some of the blocks may never have been written
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
@@ -359,7 +369,7 @@ class EngineCore:
         outputs = [self._fail_request(request_id, message) for request_id in scheduled]
         if isinstance(error, KVCacheLostError):
             self.scheduler.preempt_all()  # the others' KV is gone too
-        return _under_clients_ids(outputs)
+        return under_client_ids(outputs)
 
     def _fail_everything(self, error: Exception) -> list[RequestOutput]:
         """The scheduler itself failed: without requests its state is simple enough to go on from."""
@@ -370,7 +380,7 @@ class EngineCore:
         outputs = [self._fail_request(request_id, message) for request_id in list(self.scheduler.requests)]
         self.scheduler.prefix_cache.forget()
         self.scheduler.check_integrity()
-        return _under_clients_ids(outputs)
+        return under_client_ids(outputs)
 
     def _abandon_steps(self) -> None:
         """Wait for the steps under way and drop their results."""
@@ -386,15 +396,3 @@ class EngineCore:
         self.metrics.finished(request_id, "error")
         self._forget(request_id, RequestStatus.FINISHED_ERROR)
         return RequestOutput(request_id, finish_reason="error", error=message, caused_by_request=caused_by_request)
-
-
-def _under_clients_ids(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    for output in outputs:
-        output.request_id = client_id(output.request_id)
-    return outputs
-
-
-def _composition(plan: SchedulerOutput) -> str:
-    lengths = list(plan.num_scheduled_tokens.values())
-    decodes = sum(length == 1 for length in lengths)
-    return f"{sum(lengths)} tokens of {len(lengths)} requests ({decodes} of one token, {len(plan.new_requests)} new)"

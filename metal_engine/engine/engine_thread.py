@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,6 +49,20 @@ class _Watch:
     on_frame: FrameSink | None
 
 
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[[], None]
+    done: Future[None]
+
+    def run(self) -> None:
+        try:
+            self.function()
+        except BaseException as error:  # noqa: BLE001  (raised by call())
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
+
+
 class EngineThread:
     """Builds an engine in a thread of its own and steps it while there are requests.
 
@@ -72,7 +87,7 @@ class EngineThread:
         self._on_outputs = on_outputs
         self._turns = turns
         self._on_end = on_end
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _Watch | None] = queue.SimpleQueue()  # None: stop
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _Watch | _Call | None] = queue.SimpleQueue()  # None: stop
         self._ready = threading.Event()
         self._engine: EngineCore | None = None
         self.error: BaseException | None = None
@@ -101,7 +116,7 @@ class EngineThread:
         """
         with self._lock:
             if self._stopped:
-                raise EngineDeadError(f"the engine has stopped: {self.error or 'it was shut down'}")
+                raise self._dead()
             self._inbox.put(_Add(request_id, prepared, index, options, time.monotonic()))
 
     def abort(self, request_id: str) -> None:
@@ -111,6 +126,22 @@ class EngineThread:
     def watch(self, on_frame: FrameSink | None) -> None:
         """Tell ``on_frame`` what steps do from the next one on, in the thread; it must not block. None: nobody."""
         self._inbox.put(_Watch(on_frame))
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function in the thread, between two steps, and wait for it. Raises what it raises; it must be short.
+
+        Raises:
+            EngineDeadError: the thread has ended.
+        """
+        done: Future[None] = Future()
+        with self._lock:
+            if self._stopped:
+                raise self._dead()
+            self._inbox.put(_Call(function, done))
+        done.result()
+
+    def _dead(self) -> EngineDeadError:
+        return EngineDeadError(f"the engine has stopped: {self.error or 'it was shut down'}")
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
         """Stop after the step under way. Returns whether the thread has ended within ``timeout`` seconds."""
@@ -149,6 +180,8 @@ class EngineThread:
             waiting = self._inbox.get()
             if isinstance(waiting, _Add):
                 requests.append(waiting.request_id)
+            elif isinstance(waiting, _Call):
+                waiting.done.set_exception(self._dead())
         self._on_outputs([RequestOutput(r, finish_reason="error", error=message) for r in requests])
         self._on_end(message)
 
@@ -180,6 +213,9 @@ class EngineThread:
                 return None
             if isinstance(message, _Watch):
                 engine.watch(message.on_frame)
+                continue
+            if isinstance(message, _Call):
+                message.run()
                 continue
             if isinstance(message, _Abort):
                 engine.abort_request(message.request_id)

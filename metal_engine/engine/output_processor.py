@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import zip_longest
 
 from metal_engine.engine.tokenizer import Detokenizer, Tokenizer
-from metal_engine.request import Request, RequestOutput, TokenLogprobs
+from metal_engine.request import Request, RequestOutput, TokenLogprobs, client_id
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import PromptLogprobs
 
@@ -217,3 +217,10 @@ class OutputProcessor:
         output.prompt_logprobs = state.prompt_logprobs
         state.prompt_logprobs = None
         return output
+
+
+def under_client_ids(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """The same outputs, with the ids that their requests were submitted under."""
+    for output in outputs:
+        output.request_id = client_id(output.request_id)
+    return outputs

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import mlx.core as mx
 
 from metal_engine.attention.backend import StepAttention
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.recurrence.metal import MetalRecurrence
+
+if TYPE_CHECKING:
+    from metal_engine.models.adapters import AdapterRows
 
 
 class CurrentStep:
@@ -17,6 +22,7 @@ class CurrentStep:
         self.rows: StepRows | None = None
         self.attention: StepAttention | None = None
         self.positions: mx.array | None = None  # [N]
+        self.adapters: AdapterRows | None = None  # None: no row has any
         self.logits_indices: mx.array | None = None  # [R]
         self.hidden_indices: mx.array | None = None  # [P]
         self.hidden: mx.array | None = None  # [P, 1, hidden_size], of those rows, once the trunk has run

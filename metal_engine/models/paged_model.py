@@ -15,6 +15,8 @@ The layer caches share one :class:`CurrentStep`, set for the length of a forward
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -23,6 +25,7 @@ from metal_engine.device.info import computes_on_cpu
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import RecurrentSpec
+from metal_engine.models.adapters import AdaptedLayers, AdapterRows
 from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.cpu_ops import StepPositions
 from metal_engine.models.current_step import CurrentStep
@@ -60,6 +63,7 @@ class PagedModel:
         dtype: type of the first K and V; of the first state where no layer has them.
         windows: sizes of the sliding windows that layers use.
         vocab_size: number of logits of a row.
+        adapters: the layers that adapters add to, after :meth:`adapt`.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class PagedModel:
         kv_dtypes = [spec.dtype for spec in opened.specs if not isinstance(spec, RecurrentSpec)]
         self.dtype = (kv_dtypes or [spec.dtype for spec in opened.specs])[0]
         self.windows, self.vocab_size = opened.windows, opened.vocab_size
+        self.adapters: AdaptedLayers | None = None
         self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
 
     @property
@@ -98,11 +103,28 @@ class PagedModel:
         """See :func:`release_weights`."""
         release_weights(self.model)
 
+    def adapt(self, names: Iterable[str], max_loras: int, max_rank: int) -> AdaptedLayers:
+        """Have adapters add to linear layers, the model's modules of these names; once.
+
+        Args:
+            max_loras: adapters at once.
+            max_rank: of their products.
+        """
+        modules = dict(self.model.named_modules())
+        chosen = {name: modules[name] for name in names}
+        self.adapters = AdaptedLayers(chosen, self._step, max_loras, max_rank, self.dtype)
+        return self.adapters
+
     def __call__(
-        self, input_ids: mx.array, rows: StepRows, attention: StepAttention, logits_indices: mx.array | None = None
+        self,
+        input_ids: mx.array,
+        rows: StepRows,
+        attention: StepAttention,
+        logits_indices: mx.array | None = None,
+        adapters: AdapterRows | None = None,
     ) -> mx.array:
         """Returns the logits of :meth:`forward`."""
-        return self.forward(input_ids, rows, attention, logits_indices)[0]
+        return self.forward(input_ids, rows, attention, logits_indices, adapters=adapters)[0]
 
     def forward(
         self,
@@ -111,6 +133,7 @@ class PagedModel:
         attention: StepAttention,
         logits_indices: mx.array | None = None,
         hidden_indices: mx.array | None = None,
+        adapters: AdapterRows | None = None,
     ) -> tuple[mx.array, mx.array | None]:
         """One forward over a packed batch.
 
@@ -120,6 +143,7 @@ class PagedModel:
             attention: the attention backend's, for ``rows``.
             logits_indices: [R] int32, rows whose logits are wanted; None: those that sample.
             hidden_indices: [P] int32, rows whose hidden states are wanted; None: none. They do not go through the head.
+            adapters: which adapter each row goes through; None: none goes through any.
 
         Returns:
             Logits, [R, vocab_size], and the hidden states that the LM head would be given, [P, hidden_size].
@@ -129,10 +153,11 @@ class PagedModel:
         step.positions = self._positions(rows.positions)
         step.logits_indices = mx.array(rows.logits_indices) if logits_indices is None else logits_indices
         step.hidden_indices = hidden_indices
+        step.adapters = adapters
         try:
             logits = self.model(input_ids[:, None], cache=self._caches)  # [R, 1, vocab_size]
             hidden = step.hidden
         finally:
             step.rows = step.attention = step.positions = step.logits_indices = None
-            step.hidden_indices = step.hidden = None
+            step.hidden_indices = step.hidden = step.adapters = None
         return logits[:, 0], None if hidden is None else hidden[:, 0]

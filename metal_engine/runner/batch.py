@@ -27,8 +27,9 @@ class PackedBatch:
     sample_indices: np.ndarray  # [R] index in RequestTable of the request that samples there
     pending_rows: np.ndarray  # [P] packed rows whose tokens the step before samples; 0 in `input_ids`
     pending_samples: np.ndarray  # [P] where they are among that step's samples
+    adapter_slots: np.ndarray  # [B] of the adapter that each request's rows go through, 0: none; [0] if all have none
 
-    def validate(self, num_blocks: int, num_state_slots: int = 0) -> None:
+    def validate(self, num_blocks: int, num_state_slots: int = 0, num_adapter_slots: int = 0) -> None:
         """Raise ValueError where the arrays contradict each other; a bad batch must not reach a kernel.
 
         Costs a few NumPy passes over N and over the block table.
@@ -56,6 +57,10 @@ class PackedBatch:
             or len(np.unique(self.pending_samples)) != len(self.pending_samples)
         ):
             raise ValueError("bad batch: pending_rows are not rows that sample, each after a sample of its own")
+        if len(slots := self.adapter_slots) and (
+            len(slots) != self.rows.num_requests or slots.min() < 0 or slots.max() > num_adapter_slots
+        ):
+            raise ValueError("bad batch: adapter_slots are not slots of adapters, one for each request")
 
 
 def _all_flagged(flags: np.ndarray, indices: np.ndarray) -> bool:
@@ -96,6 +101,8 @@ class RequestTable:
         self.edits: dict[int, RequestEdits] = {}  # by index, of the requests that have any
         self.pooling: dict[str, PooledPrompt] = {}  # by request id, of the requests to pool
         self.num_prompt_logprobs_requests = 0
+        self._adapter_slots = np.zeros(max_num_seqs, np.int32)
+        self._num_with_adapter = 0
         self._index_of: dict[str, int] = {}
         self._free_indices = list(range(max_num_seqs - 1, -1, -1))
 
@@ -119,6 +126,8 @@ class RequestTable:
         if params.edits_logits:
             self.edits[index] = RequestEdits(params, new.rules, self.token_ids(index), new.num_prompt_tokens)
         self.num_prompt_logprobs_requests += params.prompt_logprobs is not None
+        self._adapter_slots[index] = new.adapter_slot
+        self._num_with_adapter += new.adapter_slot > 0
         if new.pooling_params is not None:
             self.pooling[new.request_id] = PooledPrompt(new.pooling_params, new.num_prompt_tokens)
 
@@ -129,6 +138,7 @@ class RequestTable:
             self.edits.pop(index, None)
             self.pooling.pop(request_id, None)
             self.num_prompt_logprobs_requests -= int(self.sampling.prompt_logprobs[index] >= 0)
+            self._num_with_adapter -= int(self._adapter_slots[index] > 0)
 
     def index(self, request_id: str) -> int:
         """Where a request is held, until it is removed."""
@@ -236,7 +246,8 @@ class RequestTable:
         sample_indices = indices[rows.sample_requests]
         self._last_sample.fill(-1)
         self._last_sample[sample_indices] = np.arange(len(sample_indices), dtype=np.int32)
-        return PackedBatch(input_ids, rows, sample_indices, pending_rows, pending_samples)
+        adapter_slots = self._adapter_slots[indices if self._num_with_adapter else indices[:0]]
+        return PackedBatch(input_ids, rows, sample_indices, pending_rows, pending_samples, adapter_slots)
 
     def _pending(self, indices: np.ndarray, rows: StepRows, num_known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Packed rows [P] whose tokens are not known, and which samples of the step packed last they are.

@@ -14,6 +14,7 @@ from metal_engine.device.streams import end_streams_of_thread, synchronize
 from metal_engine.kv_cache.pool import PoolSnapshot
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
+from metal_engine.models.adapters import AdapterRows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.pooling import StepPooling
@@ -61,6 +62,7 @@ class ModelRunner:
         )
         self._steps: deque[PendingStep] = deque()  # in order; the first one is dispatched, the others built
         self._num_state_slots = cache_config.num_state_slots
+        self._num_adapter_slots = 0 if model.adapters is None else model.adapters.max_loras
         self._pool.allocate(cache_config.num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
     def execute(self, plan: SchedulerOutput) -> PendingStep:
@@ -93,7 +95,7 @@ class ModelRunner:
         Returns its sampling, its pooling, and the logits that it samples from, [R + T, vocab_size].
         """
         batch = self._table.pack(plan)
-        batch.validate(self._num_blocks, self._num_state_slots)
+        batch.validate(self._num_blocks, self._num_state_slots, self._num_adapter_slots)
         # A recurrent state that has gone on past a token cannot go back.
         sampling = StepSampling(self._table, plan, batch, may_be_late=not self._pool.is_recurrent)
         if self._kv_connector is not None:
@@ -101,18 +103,26 @@ class ModelRunner:
             if plan.kv_connector_metadata is not None and plan.kv_connector_metadata.state_loads:
                 self._pool.forget_states(set(plan.kv_connector_metadata.state_loads))
         attention = self._backend.for_step(batch.rows)
+        adapters = self._adapter_rows(batch)
         if not self._table.pooling:
             logits_indices = mx.array(sampling.logits_indices)
-            return sampling, None, self._model(self._input_ids(batch), batch.rows, attention, logits_indices)
+            logits = self._model(self._input_ids(batch), batch.rows, attention, logits_indices, adapters)
+            return sampling, None, logits
         pooling = self._step_pooling(plan, batch)
         num_sampling = len(sampling.logits_indices)
         logits_indices = mx.array(np.concatenate([sampling.logits_indices, pooling.logits_indices]))
         indices = pooling.hidden_indices
         hidden_indices = mx.array(indices) if len(indices) else None
         input_ids = self._input_ids(batch)
-        logits, hidden = self._model.forward(input_ids, batch.rows, attention, logits_indices, hidden_indices)
+        logits, hidden = self._model.forward(input_ids, batch.rows, attention, logits_indices, hidden_indices, adapters)
         pooling.build(hidden, logits[num_sampling:])
         return sampling, pooling, logits[:num_sampling]
+
+    def _adapter_rows(self, batch: PackedBatch) -> AdapterRows | None:
+        slots = batch.adapter_slots[batch.rows.request_of_row] if len(batch.adapter_slots) else batch.adapter_slots
+        if self._model.adapters is None or not slots.any():
+            return None
+        return self._model.adapters.rows(slots)
 
     def _step_pooling(self, plan: SchedulerOutput, batch: PackedBatch) -> StepPooling:
         scheduled = list(plan.num_scheduled_tokens)

@@ -1,8 +1,8 @@
 """Shared prefixes: which blocks a request can begin with, and when its own can be shared.
 
 A block's K and V depend on its tokens and on every token before them. So its hash covers its tokens and the hash
-of the block before it; the chain begins with what else K and V depend on (the model) and with the salt that keeps
-tenants apart. SHA-256, because whoever could make two prefixes collide would read someone else's.
+of the block before it; the chain begins with what else K and V depend on (the model, an adapter) and with the salt that
+keeps tenants apart. SHA-256, because whoever could make two prefixes collide would read someone else's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import lru_cache
 from hashlib import sha256
 
+from metal_engine.adapter import Adapter
 from metal_engine.kv_transfer.scheduler_side import Missing
 from metal_engine.request import Request
 from metal_engine.scheduling.block_manager import Block, BlockManager
@@ -21,35 +22,44 @@ from metal_engine.settings.config import CacheConfig
 
 
 @lru_cache(maxsize=64)  # the prompts and the outputs of a request share theirs
-def root_hash(model_fingerprint: str, cache_salt: str) -> bytes:
-    """Returns the hash with which the chains of one model and one salt begin."""
+def root_hash(model_fingerprint: str, cache_salt: str, adapter_fingerprint: str = "") -> bytes:
+    """Returns the hash with which the chains of one model, one salt and one adapter, or none, begin."""
     salt = cache_salt.encode("utf-8", "surrogatepass")
+    adapter = adapter_fingerprint.encode()
     # Hashed apart, so that no salt can pretend to be part of the fingerprint.
-    return sha256(sha256(model_fingerprint.encode()).digest() + sha256(salt).digest()).digest()
+    parts = [model_fingerprint.encode(), salt, *([adapter] if adapter else [])]
+    return sha256(b"".join(sha256(part).digest() for part in parts)).digest()
 
 
 def extend_block_hashes(request: Request, block_size: int, model_fingerprint: str) -> list[bytes]:
     """Bring ``request.block_hashes`` up to date with its tokens, hashing only blocks that filled up since."""
     hashes = request.block_hashes
-    _extend(hashes, request.token_ids, block_size, model_fingerprint, request.options.cache_salt)
+    root = model_fingerprint, request.options.cache_salt, _fingerprint(request.adapter)
+    _extend(hashes, request.token_ids, block_size, root)
     return hashes
 
 
-def prompt_block_hashes(prompt: list[int], config: CacheConfig, cache_salt: str) -> list[bytes]:
+def _fingerprint(adapter: Adapter | None) -> str:
+    return "" if adapter is None else adapter.fingerprint
+
+
+def prompt_block_hashes(
+    prompt: list[int], config: CacheConfig, cache_salt: str, adapter: Adapter | None = None
+) -> list[bytes]:
     """Returns the hashes of a prompt's full blocks; none if prefixes are not shared.
 
     A step must not wait for this: it takes 70 ms for a million tokens, and the outputs of a request share it.
     """
     hashes: list[bytes] = []
     if config.enable_prefix_caching:
-        _extend(hashes, prompt, config.block_size, config.model_fingerprint, cache_salt)
+        root = config.model_fingerprint, cache_salt, _fingerprint(adapter)
+        _extend(hashes, prompt, config.block_size, root)
     return hashes
 
 
-def _extend(
-    hashes: list[bytes], token_ids: list[int], block_size: int, model_fingerprint: str, cache_salt: str
-) -> None:
-    parent = hashes[-1] if hashes else root_hash(model_fingerprint, cache_salt)
+def _extend(hashes: list[bytes], token_ids: list[int], block_size: int, root: tuple[str, str, str]) -> None:
+    """Append the hashes of blocks that filled up; ``root`` is what :func:`root_hash` takes."""
+    parent = hashes[-1] if hashes else root_hash(*root)
     for end in range((len(hashes) + 1) * block_size, len(token_ids) + 1, block_size):
         parent = sha256(parent + array("i", token_ids[end - block_size : end]).tobytes()).digest()
         hashes.append(parent)

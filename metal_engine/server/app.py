@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,12 +12,15 @@ from starlette.middleware.cors import CORSMiddleware
 from metal_engine import __version__
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.errors import ConfigError
 from metal_engine.server.anthropic.routes import add_anthropic_routes
 from metal_engine.server.errors import install_error_handlers
 from metal_engine.server.generation.answerer import Answerer
 from metal_engine.server.generation.models import Models, OneModel, SeveralModels, served_model
 from metal_engine.server.generation.parameters import ParameterPolicy
+from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
+from metal_engine.server.lora import add_lora_routes
 from metal_engine.server.middleware.gate import limit_body, only_probes_if_spare, require_api_key
 from metal_engine.server.middleware.hosts import allow_hosts, checks_hosts
 from metal_engine.server.middleware.observe import observe
@@ -33,6 +37,7 @@ from metal_engine.server.status.routes import add_docs, add_model_routes, add_st
 from metal_engine.server.tokenization import add_tokenization_routes
 from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
 
@@ -82,6 +87,8 @@ def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -
     add_pooling_routes(app, models)
     add_tokenization_routes(app, models)
     add_model_routes(app, models, discover)
+    if isinstance(models, OneModel):
+        _add_lora(app, models.served, args)
     add_status_routes(app, models, lifecycle, metrics)
     add_docs(app, models)
     add_page(app, models, lifecycle, args.sse_keep_alive)
@@ -89,6 +96,21 @@ def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -
         app.add_middleware(models.leasing)
     _add_gates(app, args, lifecycle, metrics)
     return app
+
+
+def _add_lora(app: FastAPI, served: ServedModel, args: ServerArgs) -> None:
+    """What clients may do with adapters. Raises ConfigError for settings that cannot work."""
+    adapters = served.engine.adapters
+    if adapters is not None and (taken := [name for name in served.names if adapters.find(name)]):
+        raise ConfigError(LORA_MODULES, f"has {taken[0]!r}, which is a name of the model itself")
+    if args.lora_dir is None:
+        return
+    folder = Path(args.lora_dir).expanduser()
+    if not folder.is_dir():
+        raise ConfigError("--lora-dir", f"{args.lora_dir} is not a directory")
+    if adapters is None:
+        raise ConfigError("--lora-dir", "needs --enable-lora")
+    add_lora_routes(app, served, folder)
 
 
 def _add_gates(app: FastAPI, args: ServerArgs, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from metal_engine.errors import ConfigError
 from metal_engine.settings.fields import Settings, setting
 from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
+from metal_engine.settings.lora_args import ENABLE_LORA, LORA, LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, LoRAArgs
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "metal", "mlx")
@@ -33,7 +34,7 @@ SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "Server", "Security", "Limits", "An
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineArgs(Settings):
+class EngineArgs(LoRAArgs):
     """Settings as the user gave them; ``None`` means "auto".
 
     Field names are the command-line flags with underscores, and mean what they mean in vLLM.
@@ -139,6 +140,10 @@ class EngineArgs(Settings):
         "kv_load_failure_policy (see docs/kv-transfer.md).",
         group=KV_TRANSFER,
     )
+    lora_modules: tuple[str, ...] = LORA_MODULES
+    enable_lora: bool = ENABLE_LORA
+    max_loras: int | None = MAX_LORAS
+    max_lora_rank: int | None = MAX_LORA_RANK
     max_num_partial_prefills: int = setting(4, "Most prompts that are computed side by side.", group=SCHEDULING, ge=1)
     max_long_partial_prefills: int = setting(
         1, "Most long prompts among those computed side by side.", group=SCHEDULING, ge=1
@@ -272,6 +277,12 @@ class ServerArgs(Settings):
     max_body_size: int = setting(16 << 20, "Largest request body, as in 16MiB.", group=LIMITS, kind="size", ge=1)
     shutdown_timeout: float = setting(
         30.0, "Seconds that running requests get to finish after SIGTERM or SIGINT.", group=SERVER, ge=0, lt=inf
+    )
+    lora_dir: str | None = setting(
+        None,
+        "Folder whose adapters clients may load and unload while the server runs (/v1/load_lora_adapter), with "
+        "--enable-lora. Default: they may not.",
+        group=LORA,
     )
     strict_params: bool = setting(
         False, "Refuse requests with unknown parameters instead of ignoring those parameters.", group=ANSWERS

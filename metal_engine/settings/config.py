@@ -58,7 +58,8 @@ class ModelInfo:
     ``num_heads`` counts the query heads of a layer.
     ``default_sampling`` has the sampling parameters that the checkpoint recommends, for requests that give none.
     ``hidden_size`` is the length of a hidden state, 0 if the configuration does not say. ``reranker`` is None for
-    models that are none. ``can_generate`` is false for checkpoints without an LM head.
+    models that are none. ``can_generate`` is false for checkpoints without an LM head. ``adapter_bytes`` is the memory
+    of all adapters that there may be at once.
     """
 
     name: str
@@ -78,6 +79,7 @@ class ModelInfo:
     pooler: PoolerConfig = PoolerConfig()
     reranker: RerankerConfig | None = None
     can_generate: bool = True
+    adapter_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,5 +213,6 @@ class EngineConfig:
 
     @property
     def peak_bytes(self) -> int:
-        """What MLX holds at most: weights, KV cache, recurrent states and the largest step."""
-        return self.model.weight_bytes + self.kv_bytes + self.state_bytes + self.step_bytes
+        """What MLX holds at most: weights, adapters, KV cache, recurrent states and the largest step."""
+        weights = self.model.weight_bytes + self.model.adapter_bytes
+        return weights + self.kv_bytes + self.state_bytes + self.step_bytes

@@ -107,7 +107,7 @@ def _pool_bytes(args: EngineArgs, model: ModelInfo, device: DeviceInfo, step_byt
         # The weights are loaded already, so what is left of the memory is what is available.
         return min(_CPU_POOL_BYTES, device.memory_bytes // 4)
     budget = int(device.memory_bytes * args.gpu_memory_utilization)
-    return budget - model.weight_bytes - step_bytes - MARGIN_BYTES
+    return budget - model.weight_bytes - model.adapter_bytes - step_bytes - MARGIN_BYTES
 
 
 def _raise_flag(args: EngineArgs, device: DeviceInfo) -> str:
@@ -123,7 +123,8 @@ def _room(args: EngineArgs, pool_bytes: int, model: ModelInfo, step_bytes: int) 
     if args.kv_cache_memory_bytes is not None:
         return f"{room} are given"
     step = f" and a step ({format_size(step_bytes)})" if step_bytes else ""
-    return f"{room} are left beside the weights ({format_size(model.weight_bytes)}){step}"
+    adapters = f", adapters ({format_size(model.adapter_bytes)})" if model.adapter_bytes else ""
+    return f"{room} are left beside the weights ({format_size(model.weight_bytes)}){adapters}{step}"
 
 
 def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> None:

@@ -9,6 +9,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
 from metal_engine.settings.fields import Settings, format_size, setting
+from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 
 # Heading in `--help` and in docs/cli.md.
 MODELS = "Several models"
@@ -83,6 +84,9 @@ def args_of_one(args: EngineArgs, memory_bytes: int, device: DeviceInfo) -> Engi
     """
     if args.async_scheduling:
         raise ConfigError("--async-scheduling", "is for one model: several take turns, step by step")
+    if args.has_adapters:
+        flag = LORA_MODULES if args.lora_modules else "--enable-lora"
+        raise ConfigError(flag, "is for one model that stays, not for those that come and go")
     if args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None:
         return args
     kv_bytes = int(memory_bytes * _KV_SHARE)

@@ -241,7 +241,7 @@ def test_help_is_in_groups_and_shows_every_default() -> None:
     assert max(map(len, text.splitlines())) <= 80
     boxes = re.findall(r"^╭─ (.+?) ─+╮\n(.*?)^╰", text, re.MULTILINE | re.DOTALL)
     groups = {heading: " ".join(re.sub("[│\n]", " ", body).split()) for heading, body in boxes}
-    order = ["Arguments", "Options", "Model", "Memory", "Scheduling", "KV transfer"]
+    order = ["Arguments", "Options", "Model", "Memory", "Scheduling", "KV transfer", "LoRA adapters"]
     assert list(groups) == [*order, "Server", "Security", "Limits", "Answers", "Logging", "Several models"]
     assert len([box for box, _ in boxes]) == len(groups)  # each is there once
     for one in settings_of(EngineArgs, ServerArgs, RegistryArgs):

@@ -97,6 +97,9 @@ def test_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
         (["--models-dir", str(tmp_path / "none")], "cannot read --models-dir"),
         (["--models-dir", str(tmp_path)], "has no model, and no MODEL is named"),
         ([one, two, "--async-scheduling"], "--async-scheduling is for one model"),
+        ([one, two, "--enable-lora"], "--enable-lora is for one model"),
+        ([one, two, "--lora-modules", "sql=/nowhere"], "--lora-modules is for one model"),
+        ([one, two, "--lora-dir", "/nowhere"], "--lora-dir is for one model"),
         ([one, two, "--models-memory", "900TiB"], "--models-memory"),
         ([], "name a MODEL"),
     ]:

@@ -237,7 +237,14 @@ def test_a_sample_is_taken_from_the_step_before_only() -> None:
 
 NUM_BLOCKS_OF_BAD = 10
 TWICE = np.array([2, 2], np.int32)
-TOKENS = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "sample_indices": [7, 0], "pending_rows": [4], "pending_samples": [2]}
+NUM_ADAPTERS_OF_BAD = 2
+TOKENS = {
+    "input_ids": [1, 2, 3, 4, 5, 6, 7, 8],
+    "sample_indices": [7, 0],
+    "pending_rows": [4],
+    "pending_samples": [2],
+    "adapter_slots": [0, 2, 1],
+}
 
 
 def good_batch() -> PackedBatch:
@@ -255,12 +262,14 @@ def changed(name: str, values: object, dtype: type = np.int32) -> PackedBatch:
 
 
 def test_a_good_batch_passes() -> None:
-    good_batch().validate(NUM_BLOCKS_OF_BAD)
+    good_batch().validate(NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD)
     none = np.array([], np.int32)
     nothing_pending = replace(good_batch(), pending_rows=none, pending_samples=none)
-    nothing_pending.validate(NUM_BLOCKS_OF_BAD)
+    nothing_pending.validate(NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD)
     nothing = replace(nothing_pending.rows, logits_indices=none, sample_requests=none)
-    replace(nothing_pending, rows=nothing, sample_indices=none).validate(NUM_BLOCKS_OF_BAD)
+    replace(nothing_pending, rows=nothing, sample_indices=none).validate(
+        NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD
+    )
 
 
 def test_validate_looks_at_the_rows_too() -> None:
@@ -271,19 +280,19 @@ def test_validate_looks_at_the_rows_too() -> None:
 @pytest.mark.parametrize("name", TOKENS)
 def test_validate_rejects_other_dtypes(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is int64"):
-        changed(name, TOKENS[name], np.int64).validate(NUM_BLOCKS_OF_BAD)
+        changed(name, TOKENS[name], np.int64).validate(NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD)
 
 
 @pytest.mark.parametrize("name", TOKENS)
 def test_validate_rejects_other_ranks(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is int32 of shape"):
-        changed(name, [TOKENS[name]]).validate(NUM_BLOCKS_OF_BAD)
+        changed(name, [TOKENS[name]]).validate(NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD)
 
 
 @pytest.mark.parametrize("name", TOKENS)
 def test_validate_rejects_a_missing_element(name: str) -> None:
     with pytest.raises(ValueError, match="bad batch"):
-        changed(name, TOKENS[name][:-1]).validate(NUM_BLOCKS_OF_BAD)
+        changed(name, TOKENS[name][:-1]).validate(NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD)
 
 
 @pytest.mark.parametrize(
@@ -294,9 +303,11 @@ def test_validate_rejects_a_missing_element(name: str) -> None:
         (lambda: changed("pending_rows", [5]), "pending_rows"),
         (lambda: changed("pending_rows", [-1]), "pending_rows"),
         (lambda: changed("pending_samples", [-1]), "pending_rows"),
+        (lambda: changed("adapter_slots", [0, 3, 1]), "adapter_slots"),
+        (lambda: changed("adapter_slots", [0, -1, 1]), "adapter_slots"),
         (lambda: replace(changed("pending_rows", [3, 4]), pending_samples=TWICE), "pending_rows"),
     ],
 )
 def test_validate_names_the_contradiction(make: Callable[[], PackedBatch], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make().validate(NUM_BLOCKS_OF_BAD)
+        make().validate(NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD)

@@ -66,12 +66,12 @@ def test_no_request_is_longer_than_it_may_be(
     seen = []
     call = PagedModel.__call__
 
-    def note(self: PagedModel, input_ids, rows, *rest):  # type: ignore[no-untyped-def]
+    def note(self: PagedModel, input_ids, rows, *rest, **more):  # type: ignore[no-untyped-def]
         requests, at = np.repeat(np.arange(num_seqs), rows.seq_lens), rows.positions
         slots = rows.block_table[requests, at // 4] * 4 + at % 4
         assert np.array_equal(slots, rows.slot_mapping) and len(set(slots.tolist())) == len(at)
         seen.append((rows.seq_lens.tolist(), at.tolist()))
-        return call(self, input_ids, rows, *rest)
+        return call(self, input_ids, rows, *rest, **more)
 
     monkeypatch.setattr(PagedModel, "__call__", note)
     paged = PagedModel(tiny_model())
@@ -82,7 +82,7 @@ def test_no_request_is_longer_than_it_may_be(
 def test_a_step_that_does_not_fit_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = PagedModel(tiny_model())
 
-    def fail(*_: object) -> mx.array:
+    def fail(*_: object, **__: object) -> mx.array:
         raise RuntimeError("[malloc] Unable to allocate 5 bytes.\nmore")
 
     monkeypatch.setattr(PagedModel, "__call__", fail)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.models.paged_model import PagedModel
@@ -44,6 +46,7 @@ def tiny_engine(
     tokenizer: Tokenizer | None = None,
     architecture: str | None = None,
     num_state_slots: int = 0,
+    make_adapters: Callable[[PagedModel], AdapterRegistry] | None = None,
     **config: Any,
 ) -> EngineCore:
     """An engine; ``config`` goes to :func:`tools.fixtures.fake_engine.fake_config`.
@@ -51,6 +54,7 @@ def tiny_engine(
     Args:
         architecture: of tools/fixtures/architectures.py; None: a tiny Llama.
         num_state_slots: of recurrent states.
+        make_adapters: installs adapters in the model.
     """
     settings = fake_config(**config)
     settings = replace(
@@ -64,8 +68,9 @@ def tiny_engine(
         ),
     )
     model = PagedModel(tiny_reference(seed, settings.model.vocab_size, architecture))
+    adapters = None if make_adapters is None else make_adapters(model)
     runner = ModelRunner(model, PortableBackend(), settings.scheduler, settings.cache)
-    return EngineCore(settings, runner, tokenizer or tiny_tokenizer())
+    return EngineCore(settings, runner, tokenizer or tiny_tokenizer(), adapters=adapters)
 
 
 def run_all(engine: EngineCore, requests: list[tuple[list[int], SamplingParams]]) -> list[list[RequestOutput]]:

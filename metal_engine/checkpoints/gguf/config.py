@@ -55,6 +55,13 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     }
 
 
+def interleaved_modules(config: dict[str, Any]) -> dict[str, int]:
+    """The modules of each block that keep their rows interleaved, and how many heads they have."""
+    if not config["rope_traditional"]:
+        return {}
+    return {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+
+
 def default_dtype(header: GgufHeader) -> str:
     """What weights become that do not stay quantized, where a GPU runs them and ``--dtype`` does not say.
 

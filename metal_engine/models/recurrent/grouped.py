@@ -45,7 +45,7 @@ def run_in_groups(module: nn.Module, entries: dict[int, set[int]]) -> None:
             return tuple(segments.join(parts) for parts in zip(*results, strict=True))
         return segments.join(results)
 
-    module.__class__ = type(cls.__name__, (cls,), {"__call__": run})
+    module.__class__ = type(cls.__name__, (cls,), {"__call__": run, "runs_in_groups": True})
 
 
 def _of_group(argument: Any, group: SegmentGroup, num_rows: int, cache: StateCache, view: GroupStates) -> Any:

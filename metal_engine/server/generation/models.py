@@ -70,6 +70,11 @@ class Models(ABC):
         """What models are called; the first is meant where a request names none."""
 
     @property
+    def all_names(self) -> Sequence[str]:
+        """These, and those of adapters."""
+        return self.names
+
+    @property
     @abstractmethod
     def loaded(self) -> Sequence[ServedModel]:
         """Those that are loaded."""
@@ -93,7 +98,7 @@ class Models(ABC):
 
     @abstractmethod
     async def use(self, request: Request, model: str | None) -> ServedModel:
-        """The model that a request names, for as long as the request is served.
+        """The model that a request names, with the adapter that it names, for as long as the request is served.
 
         Raises:
             APIError: no model has that name; or it cannot be loaded.
@@ -117,6 +122,10 @@ class OneModel(Models):
         return self.served.names
 
     @property
+    def all_names(self) -> Sequence[str]:
+        return self.served.all_names
+
+    @property
     def loaded(self) -> Sequence[ServedModel]:
         return (self.served,)
 
@@ -125,19 +134,18 @@ class OneModel(Models):
         return self.served.engine.error
 
     def check(self, model: str | None) -> None:
-        self.served.check_model(model)
+        self.served.resolve(model)
 
     def is_ready(self, model: str | None) -> bool:
-        self.served.check_model(model)
+        self.served.resolve(model)
         return True
 
     def find_loaded(self, model: str | None) -> ServedModel | None:
-        self.served.check_model(model)
+        self.served.resolve(model)
         return self.served
 
     async def use(self, request: Request, model: str | None) -> ServedModel:
-        self.served.check_model(model)
-        return self.served
+        return self.served.resolve(model)
 
     def cut_requests(self, message: str) -> None:
         self.served.engine.cut_requests(message)

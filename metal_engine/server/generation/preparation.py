@@ -6,11 +6,12 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from pydantic import BaseModel
 
+from metal_engine.adapter import Adapter
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.engine.async_engine import AsyncEngine
@@ -50,6 +51,7 @@ class ServedModel:
     Attributes:
         names: what it is called; answers carry the first.
         any_name: whether it answers to every other name, too.
+        adapter: what requests go through besides the model; None: nothing.
     """
 
     engine: AsyncEngine
@@ -60,6 +62,7 @@ class ServedModel:
     workers: Workers
     auto_tool_choice: bool = True
     any_name: bool = False
+    adapter: Adapter | None = None
     notices: Notices = field(default_factory=Notices)
 
     @property
@@ -68,10 +71,26 @@ class ServedModel:
         max_model_len = self.engine.config.scheduler.max_model_len
         return self.engine.tokenizer.limited(min(4 * max_model_len + _MORE_TOKENS, max(max_model_len, MAX_TOKENS)))
 
-    def check_model(self, model: str | None) -> None:
-        """Raises APIError, a 404, for a model that is not this one."""
-        if not (model is None or self.any_name or model in self.names):
-            raise model_not_found(model, self.names)
+    @property
+    def all_names(self) -> list[str]:
+        """What it answers to: its own names, and those of its adapters."""
+        adapters = self.engine.adapters
+        return [*self.names, *([] if adapters is None else (adapter.name for adapter in adapters.adapters))]
+
+    def resolve(self, model: str | None) -> ServedModel:
+        """Returns what a request's ``model`` names: this, or this with one of its adapters.
+
+        Raises:
+            APIError: a 404, for a model that is neither.
+        """
+        if model is None or model in self.names:
+            return self
+        adapters = self.engine.adapters
+        if adapters is not None and (adapter := adapters.find(model)) is not None:
+            return replace(self, names=(adapter.name,), any_name=False, adapter=adapter)
+        if self.any_name:
+            return self
+        raise model_not_found(model, self.all_names)
 
 
 class Endpoint(ABC, Generic[BodyT]):
@@ -255,7 +274,8 @@ class _Preparation(Generic[BodyT]):
         """Make the requests."""
         body, params, engine = self._body, self._params, self._served.engine
         with self._told():
-            self.requests = engine.prepare_all(self._prompts, params, body.cache_salt or "", self._rules)
+            salt, adapter = body.cache_salt or "", self._served.adapter
+            self.requests = engine.prepare_all(self._prompts, params, salt, self._rules, adapter)
         prompts = [request.prompt_token_ids for request in self.requests]
         num_tokens = sum(map(len, prompts)) * params.n
         if num_tokens > MAX_PROMPT_TOKENS:

@@ -41,9 +41,9 @@ def details(served: ServedModel) -> ModelDetails:
 
 
 def listed(models: Models, started_at: str) -> list[ListedModel]:
-    """Every model by each of its names. Of those that are not loaded nothing else is known."""
-    loaded = {name: served for served in models.loaded for name in served.names}
-    return [_listed(name, loaded.get(name), started_at) for name in models.names]
+    """Every model by each of its names, and its adapters. Of those that are not loaded nothing else is known."""
+    loaded = {name: served for served in models.loaded for name in served.all_names}
+    return [_listed(name, loaded.get(name), started_at) for name in models.all_names]
 
 
 def _listed(name: str, served: ServedModel | None, started_at: str) -> ListedModel:
@@ -63,7 +63,7 @@ def running(models: Models, started_at: str) -> list[RunningModel]:
     found = []
     for served in models.loaded:
         config = served.engine.config
-        for name in served.names:
+        for name in served.all_names:
             model = _listed(name, served, started_at)
             found.append(
                 RunningModel(

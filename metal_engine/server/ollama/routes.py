@@ -30,7 +30,7 @@ def add_ollama_routes(app: FastAPI, there: Models, answer: Answerer) -> None:
     def named(body: protocol.OllamaBody | protocol.OllamaEmbedBody | protocol.OllamaEmbeddingsBody) -> str:
         """What the client calls the model; the body has the server's name for it from here on."""
         name = body.model or there.names[0]
-        body.model = models.own_name(there.names, name)
+        body.model = models.own_name(there.all_names, name)
         there.check(body.model)
         return name
 
@@ -100,6 +100,6 @@ def _add_model_routes(app: FastAPI, there: Models) -> None:
 
     @app.post("/api/show", tags=["ollama"], responses=_ERRORS)
     async def ollama_show(body: protocol.OllamaShowBody) -> protocol.Shown:
-        name = models.own_name(there.names, body.model or body.name or there.names[0])
+        name = models.own_name(there.all_names, body.model or body.name or there.names[0])
         there.check(name)
         return models.shown(there, name, started_at)

@@ -8,11 +8,14 @@ from pydantic import BaseModel
 
 
 class ModelCard(BaseModel):
+    """A model by one of its names, or an adapter: its ``root`` is its path, and ``parent`` what it adds to."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "metal-engine"
     root: str
+    parent: str | None = None
     max_model_len: int
 
 

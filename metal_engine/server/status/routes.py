@@ -55,19 +55,22 @@ def add_model_routes(app: FastAPI, models: Models, discover: Discover | None = N
 
 def _add_one_models_routes(app: FastAPI, served: ServedModel, created: int) -> None:
     max_model_len = served.engine.config.scheduler.max_model_len
-    cards = {
-        name: ModelCard(id=name, created=created, root=served.engine.config.model.name, max_model_len=max_model_len)
-        for name in served.names
-    }
 
-    @get_and_head(app, "/v1/models", tags=["models"])
+    def card(one: ServedModel, name: str) -> ModelCard:
+        root, parent = served.engine.config.model.name, None
+        if one.adapter is not None:
+            root, parent = one.adapter.path, one.adapter.base_model_name or served.names[0]
+        return ModelCard(id=name, created=created, root=root, parent=parent, max_model_len=max_model_len)
+
+    @get_and_head(app, "/v1/models", tags=["models"], response_model_exclude_none=True)
     async def list_models() -> ModelList:
-        return ModelList(data=list(cards.values()))
+        return ModelList(data=[card(served.resolve(name), name) for name in served.all_names])
 
-    @app.get("/v1/models/{model_id:path}", tags=["models"])  # names of models have slashes
+    # Names of models have slashes.
+    @app.get("/v1/models/{model_id:path}", tags=["models"], response_model_exclude_none=True)
     async def get_model(model_id: str) -> ModelCard:
-        served.check_model(model_id)
-        return cards.get(model_id, cards[served.names[0]])
+        found = served.resolve(model_id)
+        return card(found, model_id if model_id in found.names else found.names[0])
 
 
 def add_docs(app: FastAPI, models: Models) -> None:

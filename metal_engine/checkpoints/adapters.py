@@ -1,0 +1,263 @@
+"""Reads LoRA adapters: PEFT's (``adapter_model.safetensors``) and mlx-lm's (``adapters.safetensors``).
+
+Both have an ``adapter_config.json``. Nothing here loads MLX: adapters are read in threads, while the engine serves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metal_engine.adapter import AdapterTargets
+from metal_engine.checkpoints.checkpoint import StoredTensor, stored_tensors
+from metal_engine.checkpoints.files import read_json
+from metal_engine.errors import AdapterError, ModelLoadError, one_line, short
+
+CONFIG = "adapter_config.json"
+PEFT_WEIGHTS, MLX_LM_WEIGHTS = "adapter_model.safetensors", "adapters.safetensors"
+_PEFT_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_MLX_LM_NAME = re.compile(r"(.+)\.lora_([ab])")
+_LAYER = re.compile(r"[^.]+\.[0-9]+\.")
+# Of PEFT's configuration: what would change the additions, with the values that do not.
+_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "modules_to_save": ([],),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+    "use_qalora": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layer_replication": ([],),
+    "trainable_token_indices": ([], {}),
+    "target_parameters": ([],),
+}
+_MAX_RANK = 4096
+# Bytes of a configuration, and of the header of the weights; read while others are served. Those of large models have a
+# tenth of that.
+_MAX_JSON_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The two tensors that are added to one layer, and where in the file their bytes begin."""
+
+    first: StoredTensor
+    first_offset: int
+    second: StoredTensor
+    second_offset: int
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter that fits a model; its weights are read when they are asked for.
+
+    Attributes:
+        rank: of its products.
+    """
+
+    path: Path
+    rank: int
+    scale: float
+    _products: dict[str, _Product]
+    _is_transposed: bool
+    _interleaved: Mapping[str, int]
+
+    @property
+    def modules(self) -> list[str]:
+        """The layers that it adds to, by the names of the model's modules, in order."""
+        return sorted(self._products)
+
+    def weights(self, module: str) -> tuple[np.ndarray, np.ndarray]:
+        """What is added to a layer: ``x @ a @ b``, with a [inputs, rank] and b [rank, outputs], float32.
+
+        Raises:
+            AdapterError: the file is not as it was when it was opened.
+        """
+        product = self._products[module]
+        try:
+            with self.path.open("rb") as file:
+                a = _read(file, product.first, product.first_offset)
+                b = _read(file, product.second, product.second_offset)
+        except OSError as error:
+            raise AdapterError(f"cannot read {self.path}: {error.strerror}") from error
+        if self._is_transposed:
+            a, b = a.T, b.T
+        if (num_heads := self._interleaved.get(module)) is not None:
+            b = b.reshape(self.rank, num_heads, 2, -1).swapaxes(2, 3).reshape(b.shape)
+        return np.ascontiguousarray(a), np.ascontiguousarray(b * np.float32(self.scale))
+
+
+def _read(file: Any, tensor: StoredTensor, offset: int) -> np.ndarray:
+    file.seek(offset)
+    data = file.read(tensor.nbytes)
+    if len(data) != tensor.nbytes:
+        raise AdapterError(f"{file.name} was cut short while it was read")
+    if tensor.dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4").reshape(tensor.shape)
+    return np.frombuffer(data, "<f2" if tensor.dtype == "F16" else "<f4").astype(np.float32).reshape(tensor.shape)
+
+
+def open_adapter(folder: Path, targets: AdapterTargets, within: Path | None = None) -> AdapterFile:
+    """Check an adapter against a model, by its configuration and the header of its weights.
+
+    Args:
+        within: where its files must be, links followed; None: anywhere.
+
+    Raises:
+        AdapterError: it cannot be read, is of a kind that is not supported, or does not fit the model.
+    """
+    try:
+        return _open(folder, targets, within)
+    except ModelLoadError as error:  # of the readers of checkpoints
+        raise AdapterError(str(error)) from error
+    except (OSError, ValueError) as error:  # a path that none can be, or that may not be looked at
+        if isinstance(error, AdapterError):
+            raise
+        raise AdapterError(f"cannot read {short(str(folder), 200)}: {one_line(error)}") from error
+
+
+def _open(folder: Path, targets: AdapterTargets, within: Path | None) -> AdapterFile:
+    if not _inside(folder, within).is_dir():
+        raise AdapterError(f"{folder} is not a directory: an adapter is one, with {CONFIG} in it")
+    if not _inside(folder / CONFIG, within).is_file():
+        raise AdapterError(f"{folder} has no {CONFIG}: not an adapter")
+    config = read_json(folder / CONFIG, _MAX_JSON_BYTES)
+    is_peft = "peft_type" in config
+    if not is_peft and not isinstance(config.get("lora_parameters"), dict):
+        raise AdapterError(f"{folder / CONFIG} has neither PEFT's peft_type nor mlx-lm's lora_parameters")
+    path = _inside(folder / (PEFT_WEIGHTS if is_peft else MLX_LM_WEIGHTS), within)
+    if not path.is_file():
+        raise AdapterError(f"{folder} has no {path.name}; weights of other kinds are not read")
+    rank, scale = _peft_scale(config, folder) if is_peft else _mlx_lm_scale(config, folder)
+    offsets = _offsets(path)
+    tensors = [(tensor, offsets[tensor.name]) for tensor in stored_tensors([path])]
+    products = _products(tensors, _PEFT_NAME if is_peft else _MLX_LM_NAME, targets, path)
+    for module, product in products.items():
+        _check_product(module, product, rank, targets.shapes[module], path, is_transposed=is_peft)
+    return AdapterFile(path, rank, scale, products, is_peft, targets.interleaved)
+
+
+def _inside(path: Path, within: Path | None) -> Path:
+    if within is not None and not path.resolve().is_relative_to(within.resolve()):
+        raise AdapterError(f"{path} is outside {within}")
+    return path
+
+
+# --- configurations ---
+
+
+def _rank(given: Any, name: str, folder: Path) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= _MAX_RANK:
+        raise AdapterError(f"{folder / CONFIG}: {name} is {short(given)}, which is no rank")
+    return given
+
+
+def _number(given: Any, name: str, folder: Path) -> float:
+    if not isinstance(given, int | float) or isinstance(given, bool) or not math.isfinite(given):
+        raise AdapterError(f"{folder / CONFIG}: {name} is {short(given)}, which is no number")
+    return float(given)
+
+
+def _peft_scale(config: dict[str, Any], folder: Path) -> tuple[int, float]:
+    """Rank and scale of one of PEFT's adapters. Raises AdapterError for what is not supported."""
+    if config["peft_type"] != "LORA":
+        raise AdapterError(f"{folder / CONFIG}: peft_type is {short(config['peft_type'])}; only LORA is supported")
+    for name, harmless in _NOT_SUPPORTED.items():
+        if (value := config.get(name)) is not None and value not in harmless:
+            raise AdapterError(f"{folder / CONFIG}: {name} {short(value)} is not supported")
+    rank = _rank(config.get("r"), "r", folder)
+    alpha = _number(config.get("lora_alpha"), "lora_alpha", folder)
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _mlx_lm_scale(config: dict[str, Any], folder: Path) -> tuple[int, float]:
+    """Rank and scale of one of mlx-lm's adapters. Raises AdapterError for what is not supported."""
+    kind = config.get("fine_tune_type", "lora")
+    if kind != "lora":
+        raise AdapterError(f"{folder / CONFIG}: fine_tune_type {short(kind)} is not supported, only lora")
+    parameters = config["lora_parameters"]
+    rank = _rank(parameters.get("rank"), "lora_parameters.rank", folder)
+    return rank, _number(parameters.get("scale"), "lora_parameters.scale", folder)
+
+
+# --- weights ---
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Where the bytes of each tensor begin in a safetensors file; :func:`stored_tensors` checks the file itself."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > _MAX_JSON_BYTES:
+                raise AdapterError(f"{path} is no safetensors file of an adapter: its header would have {size} bytes")
+            header = json.loads(file.read(size))
+        return {n: 8 + size + int(e["data_offsets"][0]) for n, e in header.items() if n != "__metadata__"}
+    except OSError as error:
+        raise AdapterError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise AdapterError(f"{path} is cut short or no safetensors file") from error
+
+
+def _products(
+    tensors: Iterable[tuple[StoredTensor, int]], pattern: re.Pattern[str], targets: AdapterTargets, path: Path
+) -> dict[str, _Product]:
+    """The tensors by the layers that they are for. Raises AdapterError for a tensor or a layer that cannot be."""
+    by_tail = _by_tail(targets)
+    found: dict[str, dict[str, tuple[StoredTensor, int]]] = {}
+    for tensor, offset in tensors:
+        match = pattern.fullmatch(tensor.name)
+        if match is None:
+            raise AdapterError(f"{path}: {short(tensor.name)} is no LoRA product's tensor, and not supported")
+        module = _target(match[1], targets, by_tail, path)
+        if found.setdefault(module, {}).setdefault(match[2].lower(), (tensor, offset))[0] is not tensor:
+            raise AdapterError(f"{path} has {module} twice")
+    if not found:
+        raise AdapterError(f"{path} has no weights")
+    for module, parts in found.items():
+        if len(parts) != 2:
+            raise AdapterError(f"{path} has only one of the two tensors of {module}")
+    return {module: _Product(*parts["a"], *parts["b"]) for module, parts in found.items()}
+
+
+def _tail(module: str) -> str:
+    """The name of a module from its layer on: what precedes it differs between libraries."""
+    found = _LAYER.search(module)
+    return module if found is None else module[found.start() :]
+
+
+def _by_tail(targets: AdapterTargets) -> dict[str, str]:
+    names = [*targets.shapes, *targets.refused]
+    tails = [_tail(name) for name in names]
+    return dict(zip(tails, names, strict=True)) if len(set(tails)) == len(tails) else {}
+
+
+def _target(name: str, targets: AdapterTargets, by_tail: dict[str, str], path: Path) -> str:
+    """The model's name for a layer that an adapter adds to."""
+    module = name if name in targets.shapes or name in targets.refused else by_tail.get(_tail(name), name)
+    if module in targets.shapes:
+        return module
+    why = targets.refused.get(module, "the model has no such linear layer")
+    raise AdapterError(f"{path} adds to {short(name, 100)}: {why}")
+
+
+def _check_product(
+    module: str, product: _Product, rank: int, shape: tuple[int, int], path: Path, *, is_transposed: bool
+) -> None:
+    wanted = ((shape[0], rank), (rank, shape[1]))
+    for tensor, want in zip((product.first, product.second), wanted, strict=True):
+        if tensor.dtype not in ("F32", "F16", "BF16"):
+            raise AdapterError(f"{path}: {tensor.name} is of type {tensor.dtype}; F32, F16 and BF16 are supported")
+        expected = want[::-1] if is_transposed else want
+        if tensor.shape != expected:
+            raise AdapterError(
+                f"{path}: {tensor.name} has shape {list(tensor.shape)}, and {list(expected)} would fit {module} of "
+                f"the model at rank {rank}"
+            )

@@ -1,0 +1,133 @@
+"""The adapters of an engine: which are loaded, under which names, in which slots."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from metal_engine.adapter import Adapter, AdapterTargets
+from metal_engine.checkpoints.adapters import AdapterFile, open_adapter
+from metal_engine.errors import AdapterError
+
+Weights = tuple[np.ndarray, np.ndarray]  # a [inputs, rank], b [rank, outputs]; float32
+SetWeights = Callable[[int, Mapping[str, Weights | None]], None]
+# Layers, and bytes of their weights, that are put into their slots at once, between two steps: some 5 ms.
+_PIECE_LAYERS, _PIECE_BYTES = 8, 2 << 20
+
+
+class Run(Protocol):
+    """Calls a function in the engine's thread, between two steps, and waits for it."""
+
+    def __call__(self, function: Callable[[], None]) -> None: ...
+
+
+class AdapterRegistry:
+    """Finds adapters by their names, loads and unloads them. Thread-safe.
+
+    A slot belongs to its :class:`Adapter` for as long as anything refers to that: so one that is unloaded while
+    requests use it keeps its weights until they have ended.
+
+    Args:
+        targets: the layers that adapters may add to.
+        max_loras: adapters at once.
+        max_rank: largest rank.
+        set_weights: puts what an adapter adds to some layers into its slot; called in the engine's thread.
+    """
+
+    def __init__(self, targets: AdapterTargets, max_loras: int, max_rank: int, set_weights: SetWeights) -> None:
+        self.max_loras = max_loras
+        self._targets = targets
+        self._max_rank = max_rank
+        self._set_weights = set_weights
+        self._adapters: dict[str, Adapter] = {}
+        self._free_slots = deque(range(1, max_loras + 1))
+        self._loading = threading.Lock()
+
+    def find(self, name: str | None) -> Adapter | None:
+        return self._adapters.get(name) if name is not None else None
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """Those that are loaded, in order."""
+        return list(self._adapters.values())
+
+    def load(
+        self,
+        name: str,
+        path: str,
+        run: Run,
+        *,
+        within: Path | None = None,
+        in_place: bool = False,
+        base_model_name: str | None = None,
+    ) -> Adapter:
+        """Read an adapter and put it into a free slot; takes long, and one at a time.
+
+        Args:
+            path: of its folder; where ``within`` is given, below that.
+            within: where its files must be, links followed.
+            in_place: whether it may take the place of one of that name, which requests that have it still use.
+
+        Raises:
+            AdapterError: it cannot be read, does not fit the model, its name is taken, or no slot is free.
+        """
+        with self._loading:
+            if name in self._adapters and not in_place:
+                message = f"the LoRA adapter {name!r} has already been loaded; load_inplace replaces it"
+                raise AdapterError(message, "lora_name")
+            folder = Path(path).expanduser() if within is None else within / path
+            file = open_adapter(folder, self._targets, within)
+            if file.rank > self._max_rank:
+                raise AdapterError(f"{folder} has rank {file.rank}, more than the {self._max_rank} of --max-lora-rank")
+            adapter = self._put(name, path, file, run, base_model_name)
+            self._adapters[name] = adapter
+            return adapter
+
+    def _put(self, name: str, path: str, file: AdapterFile, run: Run, base_model_name: str | None) -> Adapter:
+        try:
+            slot = self._free_slots.popleft()
+        except IndexError:
+            raise AdapterError(
+                f"no room for the LoRA adapter {name!r}: all {self.max_loras} of --max-loras are in use; unload one, "
+                "and let its requests end",
+                "lora_name",
+            ) from None
+        try:
+            digest = sha256(name.encode("utf-8", "surrogatepass") + b"\0")
+            for piece in self._pieces(file):
+                for module, weights in piece.items():
+                    if weights is not None:
+                        digest.update(f"{module} {weights[0].shape} {weights[1].shape}".encode())
+                        digest.update(weights[0].data)
+                        digest.update(weights[1].data)
+                run(lambda piece=piece: self._set_weights(slot, piece))  # type: ignore[misc]
+        except BaseException:
+            self._free_slots.append(slot)
+            raise
+        adapter = Adapter(name, path, slot, file.rank, digest.hexdigest(), base_model_name)
+        weakref.finalize(adapter, self._free_slots.append, slot).atexit = False
+        return adapter
+
+    def _pieces(self, file: AdapterFile) -> Iterator[dict[str, Weights | None]]:
+        """What an adapter adds to each layer, None for nothing, a few layers at a time."""
+        own = set(file.modules)
+        piece: dict[str, Weights | None] = {}
+        num_bytes = 0
+        for module in sorted(self._targets.shapes):
+            piece[module] = weights = file.weights(module) if module in own else None
+            num_bytes += 0 if weights is None else weights[0].nbytes + weights[1].nbytes
+            if len(piece) == _PIECE_LAYERS or num_bytes >= _PIECE_BYTES:
+                yield piece
+                piece, num_bytes = {}, 0
+        yield piece
+
+    def unload(self, name: str) -> bool:
+        """Forget a name; the adapter's slot is free when no request uses it any more. Returns whether there was one."""
+        return self._adapters.pop(name, None) is not None

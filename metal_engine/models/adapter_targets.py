@@ -1,0 +1,77 @@
+"""Which layers of a model adapters may add to, found by looking at it while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from metal_engine.adapter import AdapterTargets
+from metal_engine.models.adapters import shape_of
+from metal_engine.models.attention_kinds import attention_kinds
+from metal_engine.models.paged_model import PagedModel
+
+
+def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = None) -> AdapterTargets:
+    """The linear layers within the model's layers, through which all rows of a step go as they are packed.
+
+    A step of one token is built, and not computed. Leaves ``paged`` without a cache.
+
+    Args:
+        interleaved: :attr:`metal_engine.checkpoints.loader.LoadedModel.interleaved`.
+    """
+    modules = dict(paged.model.named_modules())
+    candidates, refused = {}, {}
+    within = {id(module) for layer in paged.model.layers for module in layer.modules()}
+    grouped = {
+        id(inner) for one in modules.values() if getattr(type(one), "runs_in_groups", False) for inner in one.modules()
+    }
+    for name, module in modules.items():
+        if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
+            refused[name] = "adapters of experts are not supported"
+        elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+            refused[name] = "adapters of embeddings are not supported"
+        elif not isinstance(module, nn.Linear | nn.QuantizedLinear):
+            continue
+        elif id(module) not in within:
+            refused[name] = "adapters of what is outside the model's layers, as its head is, are not supported"
+        elif id(module) in grouped:
+            refused[name] = "it runs apart for each group of requests, where adapters are not supported"
+        else:
+            candidates[name] = module
+    with _noting_calls(candidates) as called:
+        attention_kinds(paged)
+    for name in candidates.keys() - called:
+        refused[name] = "the model does not call it with all rows of a step as they are packed"
+    shapes = {name: shape_of(module) for name, module in candidates.items() if name in called}
+    heads = {name: (interleaved or {}).get(name.rpartition(".")[2]) for name in shapes}
+    return AdapterTargets(shapes, refused, {name: number for name, number in heads.items() if number is not None})
+
+
+@contextmanager
+def _noting_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
+    """While it lasts, the names of those modules that are called, with one argument, come into a set."""
+    called: set[str] = set()
+    classes = {name: type(module) for name, module in modules.items()}
+    for name, module in modules.items():
+        module.__class__ = _noting(name, classes[name], called)
+    try:
+        yield called
+    finally:
+        for name, module in modules.items():
+            module.__class__ = classes[name]
+
+
+def _noting(name: str, cls: type[nn.Module], called: set[str]) -> type[nn.Module]:
+    call: Callable[..., mx.array] = cls.__call__
+
+    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
+        if len(args) == 1 and not kwargs and args[0].shape[:-1] == (1, 1):  # others may be a choice of rows
+            called.add(name)
+        return call(self, *args, **kwargs)
+
+    return type(cls.__name__, (cls,), {"__call__": noted})

@@ -1,0 +1,348 @@
+"""Adapters in the whole engine: many in a step, against mlx-lm with one at a time."""
+
+from __future__ import annotations
+
+import gc
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.errors import AdapterError
+from metal_engine.pooling_params import PoolingParams
+from metal_engine.request import RequestOutput
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.ngram import NgramProposer
+from metal_engine.scheduling.prefix_cache import root_hash
+from tests.support import adapters
+from tests.support.speculation import propose_from, speculative_config
+from tests.support.tiny_engine import reference_logits, tiny_reference
+from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.fake_engine import byte_ids
+
+NUM_TOKENS = 12
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+TEXTS = [
+    "Once upon a time there was a fox who",
+    "1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2,",
+    "The capital of France is the city which",
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Eight, of different ranks and targets, one of them of the last layer only."""
+    base = tmp_path_factory.mktemp("adapters")
+    model = tiny_reference()
+    made = {}
+    for i in range(8):
+        keys = adapters.ALL if i % 2 else adapters.ATTENTION
+        weights = adapters.products(model, keys, rank=1 + i, seed=i, layers=(1,) if i == 3 else (0, 1))
+        config = {"num_layers": 1} if i == 3 else {}
+        made[f"adapter-{i}"] = adapters.write_mlx_lm(base / str(i), weights, **config)
+    return made
+
+
+@pytest.fixture(scope="module")
+def golden(folders: dict[str, Path]) -> dict[str | None, list[list[int]]]:
+    """What mlx-lm answers to each text, with each adapter and without."""
+    found: dict[str | None, list[list[int]]] = {}
+    for name in (None, *folders):
+        model = adapters.mlx_lms(tiny_reference(), None if name is None else folders[name])
+        found[name] = [adapters.mlx_lm_answer(model, byte_ids(text), NUM_TOKENS) for text in TEXTS]
+    return found
+
+
+def add(engine: EngineCore, request_id: str, text: str, name: str | None, params: SamplingParams = GREEDY) -> None:
+    adapter = None if engine.adapters is None else engine.adapters.find(name)
+    (prepared,) = engine.prepare_all([byte_ids(text)], params, adapter=adapter)
+    engine.add_request(request_id, prepared)
+
+
+def run_out(engine: EngineCore, preempt_every: int = 0) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    while engine.has_requests:
+        for output in engine.step():
+            assert output.error is None, output.error
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        if preempt_every and engine.num_steps % preempt_every == 0:
+            engine.scheduler.preempt_all()
+        engine.scheduler.check_integrity()
+    return tokens
+
+
+def check(
+    engine: EngineCore, folders: dict[str, Path], golden: dict[str | None, list[list[int]]], preempt_every: int = 0
+) -> None:
+    """Every text with every adapter, and without, all at once."""
+    names: list[str | None] = [None, *folders]
+    for i in range(len(TEXTS)):
+        for name in names:
+            add(engine, f"{i} {name}", TEXTS[i], name)
+    found = run_out(engine, preempt_every)
+    for i, text in enumerate(TEXTS):
+        for name in names:
+            expected, got = golden[name][i], found[f"{i} {name}"]
+            if got != expected:
+                model = adapters.mlx_lms(tiny_reference(), None if name is None else folders[name])
+                assert compare_outputs(model, byte_ids(text), expected, got).equal, (name, text)
+
+
+def test_the_adapters_make_a_difference(golden: dict[str | None, list[list[int]]]) -> None:
+    answers = {str(answer) for answer in golden.values()}
+    assert len(answers) == 9
+
+
+@pytest.mark.parametrize(
+    ("config", "preempt_every"),
+    [
+        pytest.param({"max_num_batched_tokens": 2048, "max_num_seqs": 32}, 0, id="packed"),
+        pytest.param({"max_num_batched_tokens": 61, "max_num_seqs": 32}, 0, id="chunked"),
+        pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 16}, 5, id="cut off"),
+        pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 32, "num_blocks": 40}, 0, id="preempted"),
+        pytest.param({"max_num_batched_tokens": 512, "max_num_seqs": 32, "ahead": True}, 0, id="ahead"),
+        pytest.param({"max_num_batched_tokens": 37, "max_num_seqs": 5}, 3, id="few", marks=pytest.mark.full),
+    ],
+)
+def test_eight_and_the_base_in_one_step(
+    folders: dict[str, Path], golden: dict[str | None, list[list[int]]], config: dict[str, Any], preempt_every: int
+) -> None:
+    engine = adapters.adapted_engine(folders, **{"num_blocks": 400, **config})
+    check(engine, folders, golden, preempt_every)
+    assert (engine.stats.num_preemptions > 0) == (preempt_every > 0 or "num_blocks" in config)
+
+
+def test_each_alone(folders: dict[str, Path], golden: dict[str | None, list[list[int]]]) -> None:
+    engine = adapters.adapted_engine(folders, num_blocks=400)
+    for name in (None, "adapter-0", "adapter-7"):
+        add(engine, "one", TEXTS[0], name)
+        assert run_out(engine)["one"] == golden[name][0]
+
+
+def test_speculation(folders: dict[str, Path], golden: dict[str | None, list[list[int]]]) -> None:
+    settings = speculative_config(4, longest=3, shortest=1)
+    engine = adapters.adapted_engine(
+        folders, num_blocks=400, max_num_batched_tokens=512, max_num_seqs=32, speculative=settings
+    )
+    propose_from(engine, NgramProposer(settings))
+    check(engine, folders, golden)
+    assert 0 < sum(engine.metrics.num_accepted_tokens) < engine.metrics.num_draft_tokens
+
+
+def test_rows_are_sorted_on_a_gpu(
+    folders: dict[str, Path], golden: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metal_engine.models.adapters.MIN_SORTED_ROWS", 4)
+    monkeypatch.setattr("metal_engine.models.adapters.computes_on_cpu", lambda: False)
+    engine = adapters.adapted_engine(folders, num_blocks=400, max_num_batched_tokens=100, max_num_seqs=32)
+    check(engine, folders, golden)
+
+
+def test_a_quantized_base(tmp_path: Path) -> None:
+    """As mlx-lm's own LoRALinear around a quantized layer; the engine's rows against its logits."""
+
+    def quantized() -> nn.Module:
+        model = tiny_reference()
+        nn.quantize(model, group_size=32, bits=4)
+        return model
+
+    folder = adapters.write_mlx_lm(tmp_path / "a", adapters.products(quantized(), adapters.ALL, rank=4, seed=1))
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("tests.support.tiny_engine.tiny_reference", lambda *_: quantized())
+    try:
+        engine = adapters.adapted_engine({"a": folder}, num_blocks=200)
+    finally:
+        monkey.undo()
+    for i, text in enumerate(TEXTS):
+        add(engine, f"a{i}", text, "a")
+        add(engine, f"base{i}", text, None)
+    found = run_out(engine)
+    for kind, model in (("a", adapters.mlx_lms(quantized(), folder)), ("base", quantized())):
+        for i, text in enumerate(TEXTS):
+            expected = adapters.mlx_lm_answer(model, byte_ids(text), NUM_TOKENS)
+            assert compare_outputs(model, byte_ids(text), expected, found[f"{kind}{i}"]).equal
+    assert found["a0"] != found["base0"]
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_pefts_formula(tmp_path: Path, dtype: mx.Dtype, use_rslora: bool) -> None:
+    """PEFT's adapters are merged into the weights as it documents it: W + B A alpha / r, or alpha / sqrt(r)."""
+    rank, alpha = 4, 6.0
+    made = adapters.products(tiny_reference(), adapters.ALL, rank, seed=3)
+    made = {n: tuple(_rounded(one, dtype) for one in ab) for n, ab in made.items()}  # type: ignore[misc]
+    folder = adapters.write_peft(tmp_path / "p", made, alpha, dtype, use_rslora=use_rslora)
+    merged = tiny_reference()
+    modules = dict(merged.named_modules())
+    for name, (a, b) in made.items():
+        modules[name].weight = modules[name].weight + mx.array(
+            (a @ b).T * (alpha / rank**0.5 if use_rslora else alpha / rank)
+        )
+    engine = adapters.adapted_engine({"p": folder})
+    add(engine, "p", TEXTS[0], "p")
+    expected = adapters.mlx_lm_answer(merged, byte_ids(TEXTS[0]), NUM_TOKENS)
+    assert compare_outputs(merged, byte_ids(TEXTS[0]), expected, run_out(engine)["p"]).equal
+
+
+def _rounded(array: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    return np.array(mx.array(array).astype(dtype).astype(mx.float32))
+
+
+def test_prompt_logprobs_and_pooling_go_through_the_adapter(folders: dict[str, Path]) -> None:
+    engine = adapters.adapted_engine(folders)
+    assert engine.adapters is not None
+    vectors = []
+    for name in (None, "adapter-1"):
+        (prepared,) = engine.prepare_pooling([byte_ids(TEXTS[0])], PoolingParams(), adapter=engine.adapters.find(name))
+        engine.add_request("one", prepared)
+        outputs = [output for _ in range(3) for output in engine.step()]
+        vectors.append(outputs[0].pooled)
+    model = adapters.mlx_lms(tiny_reference(), folders["adapter-1"])
+    hidden = model.model(mx.array(byte_ids(TEXTS[0]))[None])[0, -1]
+    expected = hidden / mx.linalg.norm(hidden)
+    assert vectors[0] is not None and vectors[1] is not None
+    assert abs(vectors[1] - expected).max().item() < 1e-4 < abs(vectors[0] - expected).max().item()
+
+
+# --- prefixes ---
+
+
+def first_output(engine: EngineCore) -> RequestOutput:
+    outputs: list[RequestOutput] = []
+    while engine.has_requests:
+        outputs += engine.step()
+    return outputs[0]
+
+
+def test_prefixes_are_shared_within_an_adapter_only(
+    folders: dict[str, Path], golden: dict[str | None, list[list[int]]]
+) -> None:
+    engine = adapters.adapted_engine(folders, num_blocks=400)
+    for name in (None, "adapter-0", "adapter-1"):
+        for is_second in (False, True):
+            add(engine, "one", TEXTS[0], name)
+            assert (first_output(engine).num_cached_tokens > 0) == is_second, name
+    # And what they share is right.
+    for name in ("adapter-1", None, "adapter-0"):
+        add(engine, "one", TEXTS[0], name)
+        assert run_out(engine)["one"] == golden[name][0]
+
+
+def test_prefixes_of_other_weights_under_a_name_are_others(folders: dict[str, Path], tmp_path: Path) -> None:
+    engine = adapters.adapted_engine({"a": folders["adapter-0"]}, max_loras=3)
+    add(engine, "one", TEXTS[0], "a")
+    run_out(engine)
+    adapters.load(engine, "a", folders["adapter-2"], in_place=True)
+    add(engine, "one", TEXTS[0], "a")
+    assert first_output(engine).num_cached_tokens == 0
+    adapters.load(engine, "a", folders["adapter-0"], in_place=True)  # the same as before
+    add(engine, "one", TEXTS[0], "a")
+    assert first_output(engine).num_cached_tokens > 0
+
+
+def test_without_an_adapter_hashes_are_what_they_were() -> None:
+    """Stores that were filled before adapters came stay good."""
+    assert root_hash("model", "salt") == sha256(sha256(b"model").digest() + sha256(b"salt").digest()).digest()
+    assert len({root_hash("model", "salt", adapter) for adapter in ("", "a", "b")}) == 3
+
+
+# --- slots ---
+
+
+def test_an_unloaded_adapter_serves_its_requests_to_their_ends(
+    folders: dict[str, Path], golden: dict[str | None, list[list[int]]]
+) -> None:
+    engine = adapters.adapted_engine({"a": folders["adapter-1"]}, max_loras=1)
+    assert engine.adapters is not None
+    add(engine, "one", TEXTS[0], "a")
+    outputs = [output for _ in range(4) for output in engine.step()]
+    assert engine.adapters.unload("a") and not engine.adapters.unload("a") and engine.adapters.find("a") is None
+    with pytest.raises(AdapterError, match="no room for the LoRA adapter 'b': all 1 of --max-loras are in use"):
+        adapters.load(engine, "b", folders["adapter-2"])
+    tokens = [token for output in outputs for token in output.token_ids] + run_out(engine)["one"]
+    assert tokens == golden["adapter-1"][0]
+    del outputs
+    gc.collect()
+    # Of fewer layers than the one whose slot it takes: what that added to the others is gone.
+    adapters.load(engine, "b", folders["adapter-2"])
+    add(engine, "one", TEXTS[1], "b")
+    assert run_out(engine)["one"] == golden["adapter-2"][1]
+
+
+def test_replacing_leaves_those_that_run_alone(
+    folders: dict[str, Path], golden: dict[str | None, list[list[int]]]
+) -> None:
+    engine = adapters.adapted_engine({"a": folders["adapter-1"]}, max_loras=2, ahead=True)
+    add(engine, "old", TEXTS[0], "a")
+    found: dict[str, list[int]] = {"old": [], "new": []}
+    for _ in range(4):
+        for output in engine.step():
+            found["old"] += output.token_ids
+    with pytest.raises(AdapterError, match="already been loaded"):
+        adapters.load(engine, "a", folders["adapter-2"])
+    adapters.load(engine, "a", folders["adapter-2"], in_place=True)
+    add(engine, "new", TEXTS[0], "a")
+    for request_id, tokens in run_out(engine).items():
+        found[request_id] += tokens
+    assert found == {"old": golden["adapter-1"][0], "new": golden["adapter-2"][0]}
+
+
+def test_a_load_that_fails_gives_its_slot_back(folders: dict[str, Path], tmp_path: Path) -> None:
+    engine = adapters.adapted_engine({}, max_loras=1, max_rank=4)
+    with pytest.raises(AdapterError, match="has rank 8, more than the 4 of --max-lora-rank"):
+        adapters.load(engine, "a", folders["adapter-7"])
+
+    def fail(function: Any) -> None:
+        raise RuntimeError("broken")
+
+    assert engine.adapters is not None
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.adapters.load("a", str(folders["adapter-1"]), fail)
+    adapters.load(engine, "a", folders["adapter-1"])
+
+
+def test_steps_without_adapters_take_the_layers_own_way(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted: no gathered product is built for a step whose rows have no adapter, nor for layers without additions."""
+    calls = 0
+    gather_mm = mx.gather_mm
+
+    def counting(*args: Any, **kwargs: Any) -> mx.array:
+        nonlocal calls
+        calls += 1
+        return gather_mm(*args, **kwargs)
+
+    monkeypatch.setattr(mx, "gather_mm", counting)
+    engine = adapters.adapted_engine(folders, num_blocks=400)
+    add(engine, "base", TEXTS[0], None)
+    run_out(engine)
+    assert calls == 0
+    add(engine, "one", TEXTS[0], "adapter-0", GREEDY.changed(max_tokens=1))
+    add(engine, "other", TEXTS[1], "adapter-2", GREEDY.changed(max_tokens=1))
+    add(engine, "base", TEXTS[2], None, GREEDY.changed(max_tokens=1))
+    engine.step()
+    assert calls == 2 * 2 * len(adapters.ATTENTION)  # of all rows at once: two products in two layers
+    run_out(engine)
+
+
+def test_logits_are_mlx_lms(folders: dict[str, Path]) -> None:
+    """Closer than tokens tell: log probabilities of a prompt."""
+    engine = adapters.adapted_engine(folders, max_num_batched_tokens=512, max_num_partial_prefills=4)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    add(engine, "one", TEXTS[2], "adapter-7", params)
+    add(engine, "two", TEXTS[1], "adapter-4", params)
+    outputs = {output.request_id: output for output in engine.step()}
+    for request_id, text, name in (("one", TEXTS[2], "adapter-7"), ("two", TEXTS[1], "adapter-4")):
+        tokens = byte_ids(text)
+        logits = mx.array(reference_logits(adapters.mlx_lms(tiny_reference(), folders[name]), tokens))
+        expected = nn.log_softmax(logits)
+        found = outputs[request_id].prompt_logprobs
+        assert found is not None
+        for i, one in enumerate(found[1:], 1):
+            assert one is not None and abs(one.logprob - expected[i - 1, tokens[i]].item()) < 1e-3

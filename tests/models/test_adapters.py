@@ -1,0 +1,116 @@
+"""The layers of a model that adapters add to, for every architecture, and the products themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from metal_engine.models.adapter_targets import adapter_targets
+from metal_engine.models.adapters import AdaptedLayer, AdapterRows
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.request import TokenLogprobs
+from metal_engine.sampling_params import SamplingParams
+from tests.support import adapters
+from tests.support.tiny_engine import log_softmax, tiny_reference
+from tools.fixtures.architectures import SUPPORTED
+
+MAX_LORAS, MAX_RANK, INPUTS, OUTPUTS = 3, 4, 6, 5
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("shape", [(7, 1), (1, 7), (7,)])
+def test_products(shape: tuple[int, ...], is_sorted: bool, everywhere: bool) -> None:
+    """Each row gets its own adapter's addition, against NumPy; ranks differ, one adapter adds nothing here."""
+    rng = np.random.default_rng(0)
+    layer = AdaptedLayer((INPUTS, OUTPUTS), MAX_LORAS, MAX_RANK, mx.float32)
+    weights = {slot: (rng.normal(size=(INPUTS, r)), rng.normal(size=(r, OUTPUTS))) for slot, r in ((1, 2), (3, 4))}
+    for slot, (a, b) in weights.items():
+        layer.set_weights(slot, (a.astype(np.float32), b.astype(np.float32)))
+    slots = np.array([0, 3, 1, 0, 2, 3, 1], np.int32)
+    x, y = rng.normal(size=(7, INPUTS)), rng.normal(size=(7, OUTPUTS))
+    rows = AdapterRows(slots, is_sorted=is_sorted, everywhere=everywhere)
+    given = mx.array(x.astype(np.float32)).reshape(*shape, INPUTS)
+    found = rows.added(layer, given, mx.array(y.astype(np.float32)).reshape(*shape, OUTPUTS))
+    expected = np.array([row if s not in weights else row + x[i] @ weights[s][0] @ weights[s][1]
+                         for i, (s, row) in enumerate(zip(slots.tolist(), y, strict=True))])  # fmt: skip
+    assert found.shape == (*shape, OUTPUTS)
+    np.testing.assert_allclose(np.array(found).reshape(7, OUTPUTS), expected, atol=1e-5)
+    # Another input of the same step, then the first again.
+    again = rows.added(layer, given * 2, mx.zeros((*shape, OUTPUTS)))
+    np.testing.assert_allclose(np.array(again).reshape(7, OUTPUTS), 2 * (expected - y), atol=1e-5)
+    with pytest.raises(ValueError, match="for 7 rows"):
+        rows.added(layer, mx.zeros((6, 1, INPUTS)), mx.zeros((6, 1, OUTPUTS)))
+
+
+def test_weights_of_a_slot_leave_the_others_and_older_steps_alone() -> None:
+    layer = AdaptedLayer((INPUTS, OUTPUTS), MAX_LORAS, MAX_RANK, mx.float32)
+    ones = np.ones((INPUTS, 1), np.float32), np.ones((1, OUTPUTS), np.float32)
+    layer.set_weights(1, ones)
+    layer.set_weights(2, (2 * ones[0], ones[1]))
+    x, y = mx.ones((2, 1, INPUTS)), mx.zeros((2, 1, OUTPUTS))
+    rows = AdapterRows(np.array([1, 2], np.int32), is_sorted=False)
+    under_way = rows.added(layer, x, y)  # built, not computed
+    layer.set_weights(2, None)
+    assert layer.slots == {1}
+    assert np.array(rows.added(layer, x, y))[:, 0, 0].tolist() == [INPUTS, 0]
+    assert np.array(under_way)[:, 0, 0].tolist() == [INPUTS, 2 * INPUTS]
+
+
+def test_targets_of_a_llama() -> None:
+    targets = adapter_targets(PagedModel(tiny_reference()))
+    assert len(targets.shapes) == 14 and targets.shapes["model.layers.1.mlp.down_proj"] == (128, 64)
+    assert targets.refused == {"model.embed_tokens": "adapters of embeddings are not supported"}
+
+
+# Softcapped attention, layers that share KV, experts, latent attention, recurrent layers by function and by module.
+_OFTEN = ("gemma2", "gemma3n", "qwen3_moe", "deepseek_v2", "qwen3_5", "rwkv7")
+# Layers of gemma3n whose weights the model reads, too: mlx-lm's own LoRALinear has none to read.
+_NOT_IN_MLX_LM = ("correction_coefs", "prediction_coefs")
+_FEWEST_TOKENS = 64  # of a vocabulary, also of one for a layer
+_PROMPT_ONLY = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [name if name in _OFTEN else pytest.param(name, marks=pytest.mark.full) for name in sorted(SUPPORTED)],
+)
+def test_every_architecture_with_all_its_targets(architecture: str, tmp_path: Path) -> None:
+    """An adapter of every layer that may have one, against mlx-lm's own, in a step with the base."""
+    paged = PagedModel(tiny_reference(architecture=architecture))
+    targets = adapter_targets(paged)
+    assert set(targets.shapes).isdisjoint(targets.refused)
+    assert set(targets.refused) <= {name for name, _ in paged.model.named_modules()}
+    if not targets.shapes:
+        assert "it runs apart for each group of requests, where adapters are not supported" in targets.refused.values()
+        return
+    shapes = {name: shape for name, shape in targets.shapes.items() if not name.endswith(_NOT_IN_MLX_LM)}
+    folder = adapters.write_mlx_lm(tmp_path, adapters.products_for(shapes, rank=2, seed=0), scale=1.0)
+    num_state_slots = 12 if paged.pool.is_recurrent else 0
+    engine = adapters.adapted_engine(
+        {"a": folder},
+        architecture=architecture,
+        num_state_slots=num_state_slots,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+    )
+    assert engine.adapters is not None
+    prompt = np.random.default_rng(0).integers(0, _FEWEST_TOKENS, 21).tolist()
+    for name in ("a", "base"):
+        (prepared,) = engine.prepare_all([prompt], _PROMPT_ONLY, adapter=engine.adapters.find(name))
+        engine.add_request(name, prepared)
+    found: dict[str, list[TokenLogprobs | None]] = {}
+    while engine.has_requests:
+        for output in engine.step():
+            assert output.error is None and output.prompt_logprobs is not None, output.error
+            found[output.request_id] = output.prompt_logprobs
+    for name, path in (("a", folder), ("base", None)):
+        model = adapters.mlx_lms(tiny_reference(architecture=architecture), path)
+        # Without a cache, gemma3n's layers that share KV have none to share.
+        logits = model(mx.array([prompt]), cache=make_prompt_cache(model))[0].astype(mx.float32)
+        expected = log_softmax(np.array(logits).astype(np.float64))[np.arange(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose([one.logprob for one in found[name] if one is not None], expected, atol=1e-3)

@@ -1,0 +1,217 @@
+"""Adapters over HTTP: served under their own names, loaded and unloaded while the server runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.errors import ConfigError
+from metal_engine.server.app import create_app
+from metal_engine.settings.args import ServerArgs
+from tests.support import adapters
+from tests.support.serving import Served, serve
+from tests.support.tiny_engine import tiny_reference
+from tools.fixtures.fake_engine import byte_ids, fake_engine, tiny_tokenizer
+
+NUM_TOKENS = 8
+TEXT = "Once upon a time"
+HALF = "\N{REPLACEMENT CHARACTER}"  # of a character that the last token leaves unfinished; servers do not send it
+ASKED = {"prompt": TEXT, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of adapters: a, b, and c, which is too large; beside it, one that clients may not have."""
+    base = tmp_path_factory.mktemp("lora")
+    model = tiny_reference()
+    for seed, (name, rank) in enumerate((("root/a", 2), ("root/b", 4), ("root/c", 64), ("outside", 2))):
+        adapters.write_mlx_lm(base / name, adapters.products(model, adapters.ALL, rank, seed))
+    return base / "root"
+
+
+@pytest.fixture(scope="module")
+def answers(root: Path) -> dict[str, str]:
+    """mlx-lm's, by adapter."""
+    found = {}
+    for name in ("", "a", "b"):
+        model = adapters.mlx_lms(tiny_reference(), root / name if name else None)
+        found[name] = tiny_tokenizer().decode(adapters.mlx_lm_answer(model, byte_ids(TEXT), NUM_TOKENS))
+    return {name: text.rstrip(HALF) for name, text in found.items()}
+
+
+@pytest.fixture
+def served(root: Path) -> Iterator[Served]:
+    """With a, and room for one more."""
+    engine = AsyncEngine(lambda: adapters.adapted_engine({"a": root / "a"}, max_loras=2))
+    engine.start()
+    with serve(engine=engine, names=("base",), args=ServerArgs(lora_dir=str(root), shutdown_timeout=1)) as served:
+        yield served
+        served.settle()
+
+
+def ask(served: Served, model: str | None, **more: Any) -> Any:
+    return served.post("/v1/completions", {**ASKED, "model": model, **more})
+
+
+def answer(served: Served, model: str | None, **more: Any) -> str:
+    response = ask(served, model, **more)
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert body["model"] == (model or "base")
+    text: str = body["choices"][0]["text"]
+    return text.rstrip(HALF)
+
+
+def load(served: Served, name: str, path: str, **more: Any) -> Any:
+    return served.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, **more})
+
+
+def unload(served: Served, name: str) -> Any:
+    return served.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def test_the_model_of_a_request_picks(served: Served, answers: dict[str, str]) -> None:
+    assert answer(served, "a") == answers["a"]
+    for base in ("base", None):
+        assert answer(served, base) == answers[""]
+    assert answers["a"] != answers[""]
+
+
+def test_every_endpoint_knows_its_name(served: Served) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": "a", "messages": messages, "max_tokens": 2}
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        assert served.post(path, body).json()["model"] == "a"
+    assert served.post("/v1/responses", {"model": "a", "input": "x", "max_output_tokens": 2}).json()["model"] == "a"
+    embedded = [served.post("/v1/embeddings", {"model": m, "input": "x"}).json() for m in ("a", "base")]
+    assert [one["model"] for one in embedded] == ["a", "base"]
+    assert embedded[0]["data"][0]["embedding"] != embedded[1]["data"][0]["embedding"]
+    assert served.post("/tokenize", {"model": "a", "prompt": "hi"}).status_code == 200
+    assert served.post("/v1/messages/count_tokens", body).status_code == 200
+    ollama = {"model": "a:latest", "messages": messages, "stream": False, "options": {"num_predict": 2}}
+    assert served.post("/api/chat", ollama).json()["model"] == "a:latest"
+
+
+def test_models(served: Served, root: Path) -> None:
+    """As vLLM lists them: an adapter's root is its path, its parent the model."""
+    base, adapter = served.client().models.list()
+    assert (base.id, adapter.id) == ("base", "a")
+    assert adapter.root == str(root / "a") and adapter.parent == "base"  # type: ignore[attr-defined]
+    assert "parent" not in base.model_dump() and base.root == "fake"  # type: ignore[attr-defined]
+    assert served.client().models.retrieve("a") == adapter
+
+
+def test_loading_and_unloading(served: Served, answers: dict[str, str]) -> None:
+    assert ask(served, "b").status_code == 404
+    response = load(served, "b", "b")
+    assert response.status_code == 200 and response.text == "Success: LoRA adapter 'b' added successfully."
+    assert answer(served, "b") == answers["b"]
+    assert answer(served, "a") == answers["a"]
+    response = unload(served, "b")
+    assert response.status_code == 200 and response.text == "Success: LoRA adapter 'b' removed successfully."
+    error = ask(served, "b")
+    assert error.status_code == 404
+    assert error.json()["error"]["message"] == "The model `b` does not exist. This server has `base`, `a`."
+    assert [model.id for model in served.client().models.list()] == ["base", "a"]
+    # Again, and in place of the other.
+    assert load(served, "b", "./b").status_code == 200
+    assert unload(served, "b").status_code == 200
+    assert load(served, "a", "b", load_inplace=True).status_code == 200
+    assert answer(served, "a") == answers["b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "param", "problem"),
+    [
+        ("x", "../outside", "lora_path", "is outside"),
+        ("x", "/etc", "lora_path", "is outside"),
+        ("x", "nothing", "lora_path", "is not a directory"),
+        ("x", "", "lora_path", "at least 1 character"),
+        ("x", "a\0b", "lora_path", "null"),
+        ("x", "x" * 5000, "lora_path", "at most 4096 characters"),
+        ("x" * 300, "a", "lora_name", "at most 256 characters"),
+        ("x", "c", "lora_path", "has rank 64, more than the 8 of --max-lora-rank"),
+        ("a", "b", "lora_name", "has already been loaded"),
+        ("base", "b", "lora_name", "is the model's own name"),
+    ],
+)
+def test_what_is_not_loaded(served: Served, name: str, path: str, param: str, problem: str) -> None:
+    response = load(served, name, path)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert problem in error["message"] and error["param"] == param and error["type"] == "invalid_request_error"
+    assert [model.id for model in served.client().models.list()] == ["base", "a"]
+
+
+def test_no_room(served: Served) -> None:
+    assert load(served, "b", "b").status_code == 200
+    response = load(served, "b2", "b")
+    assert response.status_code == 400 and "all 2 of --max-loras are in use" in response.json()["error"]["message"]
+    assert unload(served, "nothing").status_code == 404
+
+
+def test_unloading_while_requests_run(served: Served, answers: dict[str, str]) -> None:
+    """They end as they would have; new ones do not find it."""
+    num_tokens = 120
+    first = threading.Event()
+    texts: list[str] = []
+
+    def stream() -> None:
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+            for chunk in client.completions.create(
+                model="a",
+                prompt=TEXT,
+                temperature=0,
+                max_tokens=num_tokens,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            ):
+                texts.append(chunk.choices[0].text)
+                first.set()
+
+    alone = answer(served, "a", max_tokens=num_tokens)
+    thread = threading.Thread(target=stream)
+    thread.start()
+    assert first.wait(60)
+    assert unload(served, "a").status_code == 200
+    assert ask(served, "a").status_code == 404
+    assert load(served, "b", "b").status_code == 200
+    assert answer(served, "b") == answers["b"]
+    thread.join(60)
+    assert "".join(texts).rstrip(HALF) == alone
+
+
+def test_many_loads_and_unloads(served: Served) -> None:
+    """Slots come back."""
+    for _ in range(8):
+        assert load(served, "b", "b").status_code == 200
+        assert unload(served, "b").status_code == 200
+
+
+def test_clients_may_not_without_the_setting() -> None:
+    with serve() as served:
+        assert load(served, "x", "x").status_code == 404
+        assert unload(served, "x").status_code == 404
+        served.settle()
+
+
+def test_settings_that_cannot_work(tmp_path: Path, root: Path) -> None:
+    plain = fake_engine()
+    adapted = AsyncEngine(lambda: adapters.adapted_engine({"a": root / "a"}))
+    adapted.start()
+    try:
+        with pytest.raises(ConfigError, match="--lora-dir needs --enable-lora"):
+            create_app(plain, ["x"], ServerArgs(lora_dir=str(tmp_path)))
+        with pytest.raises(ConfigError, match=r"--lora-dir .*is not a directory"):
+            create_app(adapted, ["x"], ServerArgs(lora_dir=str(tmp_path / "nothing")))
+        with pytest.raises(ConfigError, match="--lora-modules has 'a', which is a name of the model itself"):
+            create_app(adapted, ["x", "a"])
+    finally:
+        plain.shutdown()
+        adapted.shutdown()
