@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -13,7 +13,7 @@ from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.errors import ConfigError, UnsupportedModelError
+from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
@@ -22,16 +22,19 @@ from metal_engine.kv_transfer.stores.choice import check_place, open_store
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.resolve import check_kv_cache, resolve_config
-from metal_engine.settings.speculative import speculative_config
+from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, speculative_config
 
 if TYPE_CHECKING:
     import mlx.core as mx
+    from transformers import PreTrainedTokenizerFast
 
+    from metal_engine.attention.choice import BackendChoice, ChosenAttention
     from metal_engine.checkpoints.facts import CheckpointFacts
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.kv_transfer.runner_side import KVConnectorRunner
     from metal_engine.models.paged_model import PagedModel
-    from metal_engine.settings.config import DeviceInfo
+    from metal_engine.runner.draft_model import DraftModel
+    from metal_engine.settings.config import DeviceInfo, EngineConfig, ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -72,16 +75,9 @@ def _build(
     import mlx.core as mx
 
     from metal_engine.attention.choice import choose_backend
-    from metal_engine.attention.metal.variants import UnsupportedAttentionError
     from metal_engine.checkpoints import loader
     from metal_engine.device.info import device_info
-    from metal_engine.models.attention_kinds import attention_kinds
-    from metal_engine.models.check import check_paged_model
-    from metal_engine.models.info import model_info
-    from metal_engine.models.paged_model import PagedModel
-    from metal_engine.recurrence.metal import MetalRecurrence
     from metal_engine.runner.model_runner import ModelRunner
-    from metal_engine.runner.step_memory import measure_step_bytes
 
     choice = choose_backend(args.attention_backend, args.block_size)
     device = device_info(blas)
@@ -91,25 +87,19 @@ def _build(
         mx.random.seed(args.seed)
 
     loaded = loader.load(args, device, check)
-    logger.info("checking that %s runs right over a paged KV cache", loaded.name)
-    try:
-        paged = PagedModel(loaded.model, MetalRecurrence() if choice.metal is not None else None)
-        info = model_info(loaded, paged)
-        kinds = _with_recurrence(paged, lambda: attention_kinds(paged))
-        attention = choice.for_layers(kinds, args.block_size)
-        backend = attention.backend
-        # Blocks of another size ask for longer requests, and only matter where kernels are compiled for them.
-        sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
-        _with_recurrence(paged, lambda: check_paged_model(paged, backend, *sizes))
-    except (UnsupportedModelError, UnsupportedAttentionError) as error:
-        raise _cannot_run(args, loaded.config, error) from error
+    opened = _open(args, loaded, choice)
+    draft = _load_draft(args, loaded, device, choice)
+    models = [opened] if draft is None else [opened, draft]
+    info, paged = opened.info, opened.paged
     config = resolve_config(
         args,
         info,
         device_info(blas),
-        backend.name,
-        lambda *size: measure_step_bytes(paged, backend, args.block_size, info.max_position_embeddings, *size),
-        attention.layers,
+        opened.attention.backend.name,
+        # They run one after the other.
+        lambda *size: max(model.step_bytes(args.block_size, *size) for model in models),
+        opened.attention.layers,
+        None if draft is None else draft.info,
     )
     limit_device_memory(config)
     if chat_template is not None:
@@ -123,11 +113,98 @@ def _build(
         scheduler_side, runner_side, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged)
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
         config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))
-    runner = ModelRunner(paged, backend, config.scheduler, config.cache, runner_side)
+    draft_model = None if draft is None else _draft_model(draft, config)
+    backend = opened.attention.backend
+    runner = ModelRunner(paged, backend, config.scheduler, config.cache, runner_side, draft_model)
     tokenizer = Tokenizer(
         loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
     )
     return EngineCore(config, runner, tokenizer, scheduler_side)
+
+
+@dataclass(frozen=True)
+class _OpenedModel:
+    """A model that runs right over a paged KV cache, with what computes its attention."""
+
+    paged: PagedModel
+    info: ModelInfo
+    attention: ChosenAttention
+
+    def step_bytes(self, block_size: int, num_tokens: int, num_seqs: int) -> int:
+        """What a step takes besides weights and KV cache; it is run."""
+        from metal_engine.runner.step_memory import measure_step_bytes
+
+        longest = self.info.max_position_embeddings
+        return measure_step_bytes(self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs)
+
+
+def _open(args: EngineArgs, loaded: LoadedModel, choice: BackendChoice) -> _OpenedModel:
+    from metal_engine.attention.metal.variants import UnsupportedAttentionError
+    from metal_engine.models.attention_kinds import attention_kinds
+    from metal_engine.models.check import check_paged_model
+    from metal_engine.models.info import model_info
+    from metal_engine.models.paged_model import PagedModel
+    from metal_engine.recurrence.metal import MetalRecurrence
+
+    logger.info("checking that %s runs right over a paged KV cache", loaded.name)
+    try:
+        paged = PagedModel(loaded.model, MetalRecurrence() if choice.metal is not None else None)
+        info = model_info(loaded, paged)
+        kinds = _with_recurrence(paged, lambda: attention_kinds(paged))
+        attention = choice.for_layers(kinds, args.block_size)
+        # Blocks of another size ask for longer requests, and only matter where kernels are compiled for them.
+        sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
+        _with_recurrence(paged, lambda: check_paged_model(paged, attention.backend, *sizes))
+    except (UnsupportedModelError, UnsupportedAttentionError) as error:
+        raise _cannot_run(args, loaded.config, error) from error
+    return _OpenedModel(paged, info, attention)
+
+
+def _load_draft(
+    args: EngineArgs, target: LoadedModel, device: DeviceInfo, choice: BackendChoice
+) -> _OpenedModel | None:
+    """Load the draft model of ``--speculative-config``, if it names one.
+
+    Raises:
+        ModelLoadError: it cannot be loaded or run.
+        ConfigError: it does not go with the model.
+    """
+    from metal_engine.checkpoints import loader
+    from metal_engine.models.info import expected_model_info
+
+    config = speculative_config(args)
+    if config is None or config.model is None:
+        return None
+    draft_args = replace(args, model=config.model, revision=config.revision, tokenizer=None, speculative_config=None)
+
+    def check(facts: CheckpointFacts) -> None:
+        info = expected_model_info(draft_args.model, facts)
+        if info is not None:
+            check_draft_model(info)
+
+    def check_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+        vocabularies = tokenizer.get_vocab(), target.tokenizer.get_vocab()
+        check_draft_vocabulary(draft_args.model, vocabularies[0], target.name, vocabularies[1])
+
+    try:
+        opened = _open(draft_args, loader.load(draft_args, device, check, check_tokenizer), choice)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"the draft model (--speculative-config): {error}") from error
+    check_draft_model(opened.info)
+    return opened
+
+
+def _draft_model(opened: _OpenedModel, config: EngineConfig) -> DraftModel:
+    from metal_engine.runner.draft_model import DraftModel
+
+    return DraftModel(
+        opened.paged,
+        opened.attention.backend,
+        config.scheduler,
+        config.cache,
+        vocab_size=config.model.vocab_size,
+        max_positions=opened.info.max_position_embeddings,
+    )
 
 
 def _with_recurrence(paged: PagedModel, run: Callable[[], T]) -> T:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from metal_engine.settings.config import EngineConfig
+from metal_engine.settings.config import EngineConfig, ModelInfo, SpeculativeConfig
 from metal_engine.settings.fields import format_size
 
 
@@ -22,7 +22,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "dtype": model.dtype,
         "device": f"{config.device.name}: {config.device.compute}",
         "attention": config.attention,
-        "memory": f"weights {format_size(model.weight_bytes)}, KV cache {format_size(config.kv_bytes)}{states}, "
+        "memory": f"weights {format_size(config.weight_bytes)}, KV cache {format_size(config.kv_bytes)}{states}, "
         f"largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
         "KV cache": f"{cache.num_tokens:,} tokens in {cache.num_blocks:,} blocks of {cache.block_size}; "
         f"{concurrency:.1f} requests of the maximum length at once",
@@ -35,8 +35,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
     }
     if (speculative := scheduler.speculative) is not None:
         facts["speculation"] = (
-            f"{speculative.method}: up to {speculative.num_speculative_tokens} tokens a request and step, after "
-            f"{speculative.prompt_lookup_min} to {speculative.prompt_lookup_max} tokens that were there before"
+            f"{speculative.method}: up to {speculative.num_speculative_tokens} tokens a request and step, "
+            f"{_source(speculative, config.draft)}"
         )
     else:
         del facts["speculation"]
@@ -59,6 +59,17 @@ def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
         style = "bold green" if label == "URL" else None
         table.add_row(f"[dim]{label}[/]", value, style=style)
     console.print(Panel(table, title="metal-engine", title_align="left", expand=False))
+
+
+def _source(speculative: SpeculativeConfig, draft: ModelInfo | None) -> str:
+    """Says where drafts come from."""
+    if draft is None:
+        lengths = f"{speculative.prompt_lookup_min} to {speculative.prompt_lookup_max}"
+        return f"after {lengths} tokens that were there before"
+    return (
+        f"of {draft.name} ({_count(draft.num_params)} parameters, {draft.dtype}; "
+        f"{format_size(draft.weight_bytes)} of the weights)"
+    )
 
 
 def _count(number: int) -> str:

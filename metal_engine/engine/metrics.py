@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.request import RequestOutput
-from metal_engine.step import SchedulerOutput
+from metal_engine.step import ModelOutput, SchedulerOutput
 
 # Upper bounds of the buckets, in seconds. From a step of a small model to an answer on a slow machine.
 _REQUEST_SECONDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
@@ -142,14 +142,18 @@ class EngineMetrics:
         self.num_rows["fresh"] += num_fresh
         self.num_rows["chunk"] += total - num_decodes - num_fresh
 
-    def speculated(self, plan: SchedulerOutput, num_accepted_tokens: Mapping[str, int]) -> None:
+    def speculated(self, plan: SchedulerOutput, output: ModelOutput) -> None:
         """Count the drafts of a step, and how many of each request's were accepted."""
-        for request_id, drafts in plan.scheduled_spec_decode_tokens.items():
+        for request_id, planned in plan.scheduled_spec_decode_tokens.items():
+            drafts = output.drafts_of(plan, request_id)
+            self.num_rows["draft"] -= len(planned) - len(drafts)
+            if not drafts:
+                continue
             self.num_drafts += 1
             self.num_draft_tokens += len(drafts)
             missing = len(drafts) - len(self.num_accepted_tokens)
             self.num_accepted_tokens += [0] * missing
-            for position in range(num_accepted_tokens[request_id]):
+            for position in range(output.num_accepted_tokens[request_id]):
                 self.num_accepted_tokens[position] += 1
 
     def produced(self, outputs: Iterable[RequestOutput], started: float, now: float) -> None:

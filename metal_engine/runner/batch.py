@@ -94,6 +94,7 @@ class RequestTable:
         self._state_writes = np.zeros(max_num_seqs, np.int32)
         self.sampling = SamplingTable(max_num_seqs)
         self.edits: dict[int, RequestEdits] = {}  # by index, of the requests that have any
+        self._stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_seqs
         self.pooling: dict[str, PooledPrompt] = {}  # by request id, of the requests to pool
         self.num_prompt_logprobs_requests = 0
         self._index_of: dict[str, int] = {}
@@ -114,6 +115,7 @@ class RequestTable:
         self._num_blocks[index] = 0
         self._append_blocks(index, new.block_ids)
         self._state_reads[index], self._state_writes[index] = new.state_slots
+        self._stop_token_ids[index] = new.stop_token_ids
         params = new.sampling_params
         self.sampling.set(index, params, new.seed)
         if params.edits_logits:
@@ -140,6 +142,14 @@ class RequestTable:
 
     def num_prompt_tokens(self, index: int) -> int:
         return int(self._num_prompt_tokens[index])
+
+    def num_computed_tokens(self, index: int) -> int:
+        """How many tokens of a request have state, or will have by the steps packed so far."""
+        return int(self._num_computed[index])
+
+    def stop_token_ids(self, index: int) -> frozenset[int]:
+        """Tokens that end a request."""
+        return self._stop_token_ids[index]
 
     def _append_blocks(self, index: int, block_ids: list[int]) -> None:
         start = self._num_blocks[index]
@@ -169,11 +179,13 @@ class RequestTable:
         self._num_blocks[index] = -(-num_tokens // self.block_size)
 
     def _take_in_drafts(self, drafts_of: dict[str, list[int]]) -> None:
-        """Write drafts behind their requests' known tokens; they count only where a step asks for them."""
         for request_id, drafts in drafts_of.items():
-            index = self._index_of[request_id]
-            start = self._num_tokens[index]
-            self._token_ids[index, start : start + len(drafts)] = drafts
+            self.write_drafts(self._index_of[request_id], drafts)
+
+    def write_drafts(self, index: int, drafts: list[int]) -> None:
+        """Write drafts behind a request's known tokens; they count only where a step asks for them."""
+        start = self._num_tokens[index]
+        self._token_ids[index, start : start + len(drafts)] = drafts
 
     def forget_samples(self) -> None:
         """Forget where the last step's samples are: it will not run, so no later step may ask for them."""
@@ -184,12 +196,8 @@ class RequestTable:
         rows = batch.rows
         return rows.positions[rows.logits_indices] + 1 - self._num_prompt_tokens[batch.sample_indices]
 
-    def pack(self, plan: SchedulerOutput) -> PackedBatch:
-        """Bring the table up to date with ``plan`` and lay out its tokens, in the plan's order.
-
-        Raises:
-            ValueError: the plan contradicts what is held, or asks for a token that nobody knows or samples.
-        """
+    def take_in(self, plan: SchedulerOutput) -> None:
+        """Bring the table up to date with ``plan``: who comes and goes, and what they are given."""
         for request_id in plan.dropped_req_ids:
             self.remove(request_id)
         for new in plan.new_requests:
@@ -199,6 +207,12 @@ class RequestTable:
         for request_id, slot in plan.new_state_slots.items():
             self._state_writes[self._index_of[request_id]] = slot
 
+    def pack(self, plan: SchedulerOutput) -> PackedBatch:
+        """Lay out the tokens of a plan that :meth:`take_in` was given, in the plan's order.
+
+        Raises:
+            ValueError: the plan contradicts what is held, or asks for a token that nobody knows or samples.
+        """
         packed = list(plan.num_scheduled_tokens)
         num_requests = len(packed)
         indices = np.fromiter(map(self._index_of.__getitem__, packed), np.int32, num_requests)
@@ -214,12 +228,35 @@ class RequestTable:
             self._take_in_drafts(drafts_of)
             num_drafts = np.fromiter((len(drafts_of.get(r, ())) for r in packed), np.int32, num_requests)
             num_known, num_samples = num_known + num_drafts, samples + num_drafts
-        num_computed = self._num_computed[indices]
+        rows = self.rows(indices, self._num_computed[indices], query_lens, num_samples)
+        pending_rows, pending_samples = self._pending(indices, rows, num_known)
+        self._num_computed[indices] = rows.seq_lens
+        self._state_reads[indices] = rows.state_writes
+        input_ids = self.input_ids(indices, rows)
+        input_ids[pending_rows] = 0  # not what a request before it left at the index
+        sample_indices = indices[rows.sample_requests]
+        self._last_sample.fill(-1)
+        self._last_sample[sample_indices] = np.arange(len(sample_indices), dtype=np.int32)
+        return PackedBatch(input_ids, rows, sample_indices, pending_rows, pending_samples)
+
+    def rows(
+        self, indices: np.ndarray, num_computed: np.ndarray, query_lens: np.ndarray, num_samples: np.ndarray
+    ) -> StepRows:
+        """Lay out tokens of the requests at some indices.
+
+        Args:
+            num_computed: [B] int32, tokens of each that come before.
+            query_lens: [B] int32.
+            num_samples: [B], at how many of its last rows each samples.
+
+        Raises:
+            ValueError: a request has no blocks for them.
+        """
         seq_lens = num_computed + query_lens
         if (seq_lens > self._num_blocks[indices] * self.block_size).any():
             raise ValueError("bad plan: a request has fewer blocks than tokens")
         max_blocks = -(-int(seq_lens.max(initial=0)) // self.block_size)
-        rows = step_rows(
+        return step_rows(
             self._block_table[indices, :max_blocks],
             num_computed,
             query_lens,
@@ -228,15 +265,10 @@ class RequestTable:
             state_slots=(self._state_reads[indices], self._state_writes[indices]),
             make_writes=self._make_writes,
         )
-        pending_rows, pending_samples = self._pending(indices, rows, num_known)
-        self._num_computed[indices] = seq_lens
-        self._state_reads[indices] = rows.state_writes
-        input_ids = self._token_ids[indices[rows.request_of_row], rows.positions]
-        input_ids[pending_rows] = 0  # not what a request before it left at the index
-        sample_indices = indices[rows.sample_requests]
-        self._last_sample.fill(-1)
-        self._last_sample[sample_indices] = np.arange(len(sample_indices), dtype=np.int32)
-        return PackedBatch(input_ids, rows, sample_indices, pending_rows, pending_samples)
+
+    def input_ids(self, indices: np.ndarray, rows: StepRows) -> np.ndarray:
+        """The tokens at some rows, with drafts that were written behind them, [N] int32."""
+        return self._token_ids[indices[rows.request_of_row], rows.positions]
 
     def _pending(self, indices: np.ndarray, rows: StepRows, num_known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Packed rows [P] whose tokens are not known, and which samples of the step packed last they are.

@@ -65,11 +65,17 @@ class StepTimes:
         """The step decodes so many rows, and does nothing else."""
         self._num_rows = num_rows
 
-    def end(self) -> None:
-        """The step has ended."""
+    def end(self, drafting_seconds: float = 0.0) -> float:
+        """The step has ended; returns how long it took.
+
+        Args:
+            drafting_seconds: of it, in which a draft model ran.
+        """
         num_rows, self._num_rows = self._num_rows, 0
+        seconds = self._clock() - self._started
         if num_rows:
-            self._add(_size(num_rows), max(self._clock() - self._started, 1e-9))
+            self._add(_size(num_rows), max(seconds - drafting_seconds, 1e-9))
+        return seconds
 
     def _add(self, size: int, seconds: float) -> None:
         self._num_measured += 1
@@ -142,19 +148,27 @@ class Acceptance:
         self._of_request.pop(request_id, None)
 
 
-def least_gain(num_sampling: int, times: Sequence[float]) -> float:
+def least_gain(num_sampling: int, times: Sequence[float], draft_seconds: float = 0.0) -> float:
     """Returns how likely drafts must be accepted, at least, for any number of them to pay.
 
     Args:
         num_sampling: tokens that the step gives without drafts.
         times: of :meth:`StepTimes.times`.
+        draft_seconds: what it takes to find one draft of each request, before the step.
     """
-    costs = [(seconds - times[0]) / num_drafts for num_drafts, seconds in enumerate(times[1:], start=1)]
+    costs = [
+        (seconds - times[0] - (-num_drafts // num_sampling) * draft_seconds) / num_drafts
+        for num_drafts, seconds in enumerate(times[1:], start=1)
+    ]
     return max(MIN_GAIN, num_sampling * min(costs) / times[0]) if costs else math.inf
 
 
 def best_lengths(
-    acceptances: Sequence[float], limits: Sequence[int], num_sampling: int, times: Sequence[float]
+    acceptances: Sequence[float],
+    limits: Sequence[int],
+    num_sampling: int,
+    times: Sequence[float],
+    draft_seconds: float = 0.0,
 ) -> list[int]:
     """Returns how many drafts each request should have.
 
@@ -164,6 +178,7 @@ def best_lengths(
         num_sampling: tokens that the step gives without drafts.
         times: of :meth:`StepTimes.times`: without drafts, with one, and so on to the most that the step may
             have.
+        draft_seconds: what it takes to find one draft of each request, before the step.
     """
     # The draft after j others is accepted with them: that of a request comes after its earlier ones here.
     gains = sorted(
@@ -177,10 +192,14 @@ def best_lengths(
     lengths = [0] * len(limits)
     expected = best_expected = float(num_sampling)
     best_seconds, num_taken = times[0], 0
-    for num_drafts, ((gain, _), seconds) in enumerate(zip(gains, times[1:], strict=False), start=1):
+    counts, longest = [0] * len(limits), 0
+    for num_drafts, ((gain, i), step_seconds) in enumerate(zip(gains, times[1:], strict=False), start=1):
         if gain < MIN_GAIN:
             break
         expected += gain
+        counts[-i] += 1
+        longest = max(longest, counts[-i])
+        seconds = step_seconds + longest * draft_seconds
         if expected * best_seconds > best_expected * seconds:
             best_expected, best_seconds, num_taken = expected, seconds, num_drafts
     for _, i in gains[:num_taken]:

@@ -12,9 +12,11 @@ from typing import Protocol
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.draft_lengths import Acceptance, StepTimes, best_lengths, least_gain
+from metal_engine.scheduling.draft_model import DraftCosts, DraftModelProposer
 from metal_engine.scheduling.limits import StepBudget, attention_work, rows_for_work
-from metal_engine.settings.config import SchedulerConfig
-from metal_engine.step import ModelOutput, SchedulerOutput
+from metal_engine.scheduling.ngram import NgramProposer
+from metal_engine.settings.config import SchedulerConfig, SpeculativeConfig
+from metal_engine.step import UNKNOWN_DRAFT, ModelOutput, SchedulerOutput
 
 # Requests of a step whose drafts would not pay, and that have one noted only to be compared with what comes. To find
 # drafts takes the host some microseconds.
@@ -28,13 +30,21 @@ class Proposer(Protocol):
         """Called before the proposals of a step."""
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
-        """Returns what may follow the request's tokens, ``num_tokens`` tokens at most."""
+        """Returns what may follow the request's tokens, ``num_tokens`` tokens at most.
+
+        Tokens may be :data:`UNKNOWN_DRAFT`, all of them then: a draft model fills them in.
+        """
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Called when the first ``num_drafts`` tokens of the last proposal have been tried."""
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a request; it has ended."""
+
+
+def make_proposer(config: SpeculativeConfig) -> Proposer:
+    """The proposer that a configuration asks for."""
+    return DraftModelProposer(config) if config.method == "draft_model" else NgramProposer(config)
 
 
 class Speculation:
@@ -45,18 +55,30 @@ class Speculation:
         blocks: the pool; drafts take blocks that are free, and nobody is preempted for them.
         proposer: where drafts come from.
         times: how long steps take; measured from now on if not given.
+        costs: of the draft model, if there is one; likewise.
     """
 
     def __init__(
-        self, config: SchedulerConfig, blocks: BlockManager, proposer: Proposer, times: StepTimes | None = None
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        proposer: Proposer,
+        times: StepTimes | None = None,
+        costs: DraftCosts | None = None,
     ) -> None:
         assert config.speculative is not None
         self._num_drafts = config.speculative.num_speculative_tokens
+        self._max_draft_len = config.speculative.max_draft_len
         self._max_sample_rows = config.max_sample_rows
         self._blocks = blocks
         self._proposer = proposer
         self._times = times if times is not None else StepTimes()
         self._acceptance = Acceptance()
+        self._costs = costs
+        if costs is None and config.speculative.method == "draft_model":
+            self._costs = DraftCosts()
+        self._least_gain = 0.0  # of the last step that only decoded
+        self._is_try = False  # whether the drafts of the step under way are not expected to pay
         self._held_up: set[str] = set()
         self._noted: dict[str, tuple[int, int]] = {}  # request id -> index of a token, and a draft of it
         self._turn = 0
@@ -64,24 +86,36 @@ class Speculation:
     def add_drafts(self, plan: SchedulerOutput, budget: StepBudget, running: Mapping[str, Request]) -> None:
         """Give the requests that sample in a plan drafts, out of what is left of its budget."""
         self._times.start()
+        self._is_try = False
         self._proposer.begin_step()
         # The end of a prompt is a chunk among chunks, and has no drafts.
         decoding = [running[r] for r in plan.sampled_req_ids if plan.num_scheduled_tokens[r] == 1]
         most = min(budget.tokens, self._max_sample_rows - len(plan.sampled_req_ids))
         times = self._times.times(len(decoding), most) if decoding and most > 0 and budget.attention_work > 0 else []
-        proposals = self._propose(decoding, times)
+        proposals, others = self._propose(decoding, times)
         num_rows = len(decoding)
         for request, drafts in self._chosen(proposals, num_rows, times):
             num_rows += self._add(plan, budget, request, drafts)
+        self._note_some(others)
+        if self._costs is not None:
+            if times and num_rows == len(decoding):
+                num_rows += self._try_one(plan, budget, others, self._costs)
+            self._have_prompts_followed(plan, running)
         if len(decoding) == len(plan.num_scheduled_tokens):
             self._times.planned(num_rows)
 
-    def _propose(self, decoding: list[Request], times: list[float]) -> dict[Request, list[int]]:
+    @property
+    def _draft_seconds(self) -> float:
+        return 0.0 if self._costs is None else self._costs.forward_seconds
+
+    def _propose(self, decoding: list[Request], times: list[float]) -> tuple[dict[Request, list[int]], list[Request]]:
         """Returns the drafts of the requests whose drafts are likely enough to pay, as many as fit into the step.
 
-        Of some of the others the next draft is only noted, to see whether it comes.
+        With them come other requests, whose drafts are not.
         """
-        least = least_gain(len(decoding), times)
+        least = least_gain(len(decoding), times, self._draft_seconds)
+        if times:
+            self._least_gain = least
         proposals: dict[Request, list[int]] = {}
         others = []
         room = len(times) - 1
@@ -94,11 +128,35 @@ class Speculation:
             elif drafts := self._drafts(request, self._most(request)):
                 proposals[request] = drafts
                 room -= len(drafts)
+        return proposals, others
+
+    def _note_some(self, others: list[Request]) -> None:
+        """Note the next draft of some requests, where it is known, to see whether it comes."""
         for i in range(min(_MAX_NOTED, len(others))):
             request = others[(self._turn + i) % len(others)]
             self._note(request, self._drafts(request, 1))
         self._turn += _MAX_NOTED
-        return proposals
+
+    def _try_one(self, plan: SchedulerOutput, budget: StepBudget, others: list[Request], costs: DraftCosts) -> int:
+        """Have the draft model say one draft of one request, to see whether it comes; returns how many there are."""
+        if not others:
+            return 0
+        request = others[self._turn // _MAX_NOTED % len(others)]
+        drafts = self._drafts(request, 1)
+        if drafts != [UNKNOWN_DRAFT] or not costs.may_try(request):
+            return 0
+        num_drafts = self._add(plan, budget, request, drafts)
+        self._is_try = num_drafts > 0
+        return num_drafts
+
+    def _have_prompts_followed(self, plan: SchedulerOutput, running: Mapping[str, Request]) -> None:
+        """Have the draft model compute the prompts of a plan, too, where drafts are likely to pay later."""
+        for request_id, num_tokens in plan.num_scheduled_tokens.items():
+            request = running[request_id]
+            is_prompt = request_id not in plan.scheduled_spec_decode_tokens and num_tokens > 1
+            may_have_drafts = request.options.use_speculation and request.pooling_params is None
+            if is_prompt and may_have_drafts and self._acceptance.of(request_id) >= self._least_gain:
+                plan.draft_model_req_ids.append(request_id)
 
     def _may_have_drafts(self, request: Request) -> bool:
         if request.request_id in self._held_up:
@@ -108,7 +166,8 @@ class Speculation:
 
     def _most(self, request: Request) -> int:
         # The last token that it may generate needs no draft: it is sampled after the one before it.
-        return min(self._num_drafts, request.max_tokens - request.num_output_tokens - 1)
+        most = min(self._num_drafts, request.max_tokens - request.num_output_tokens - 1)
+        return most if self._max_draft_len is None else min(most, self._max_draft_len - request.num_tokens)
 
     def _drafts(self, request: Request, most: int) -> list[int]:
         drafts = self._proposer.propose(request, most)
@@ -117,7 +176,7 @@ class Speculation:
         return drafts[:end]
 
     def _note(self, request: Request, drafts: list[int]) -> None:
-        if drafts:
+        if drafts and drafts[0] != UNKNOWN_DRAFT:
             self._noted[request.request_id] = request.num_tokens, drafts[0]
 
     def _compare(self, request: Request) -> None:
@@ -133,7 +192,9 @@ class Speculation:
         if not proposals:
             return []
         acceptances = [self._acceptance.of(request.request_id) for request in proposals]
-        lengths = best_lengths(acceptances, list(map(len, proposals.values())), num_sampling, times)
+        lengths = best_lengths(
+            acceptances, list(map(len, proposals.values())), num_sampling, times, self._draft_seconds
+        )
         chosen = []
         for (request, drafts), length in zip(proposals.items(), lengths, strict=True):
             if length:
@@ -174,16 +235,24 @@ class Speculation:
 
         Returns the drafts of each request that are accepted, which are no tokens of it yet.
         """
-        self._times.end()
+        drafting = model_output.drafting
+        if drafting is not None and any(
+            len(drafts) < len(plan.scheduled_spec_decode_tokens[r]) for r, drafts in drafting.token_ids.items()
+        ):
+            self._times.planned(0)  # it had fewer rows
+        seconds = self._times.end(0.0 if drafting is None else drafting.seconds)
+        if self._costs is not None:
+            self._costs.measured(seconds, drafting, requests, is_try=self._is_try)
         accepted = {}
-        for request_id, drafts in plan.scheduled_spec_decode_tokens.items():
+        for request_id, planned in plan.scheduled_spec_decode_tokens.items():
             request = requests.get(request_id)
             if request is None:
                 continue  # aborted while the step was under way
+            drafts = model_output.drafts_of(plan, request_id)
             num_accepted = model_output.num_accepted_tokens[request_id]
-            request.num_output_placeholders -= len(drafts)
+            request.num_output_placeholders -= len(planned)
             if request.status is RequestStatus.RUNNING:
-                request.num_computed_tokens -= len(drafts) - num_accepted
+                request.num_computed_tokens -= len(planned) - num_accepted
                 self._blocks.trim(request_id, request.num_tokens + num_accepted)
             accepted[request_id] = drafts[:num_accepted]
             if request_id not in model_output.late_req_ids and request_id not in model_output.errors:
@@ -200,4 +269,6 @@ class Speculation:
         self._held_up.discard(request_id)
         self._noted.pop(request_id, None)
         self._acceptance.forget(request_id)
+        if self._costs is not None:
+            self._costs.forget(request_id)
         self._proposer.forget(request_id)

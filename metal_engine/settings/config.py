@@ -100,15 +100,22 @@ class SpeculativeConfig:
 
     Attributes:
         method: ``ngram``: what followed the last tokens where they stood before, in the prompt or the output.
+            ``draft_model``: what a smaller model says.
         num_speculative_tokens: drafts of a request in a step, at most.
         prompt_lookup_max: last tokens that are compared.
         prompt_lookup_min: of them, those that must agree.
+        model: the draft model.
+        revision: of it, on the hub.
+        max_draft_len: tokens of a request, drafts among them, that the draft model was trained for; None: any.
     """
 
     method: str
     num_speculative_tokens: int
     prompt_lookup_max: int
     prompt_lookup_min: int
+    model: str | None = None
+    revision: str | None = None
+    max_draft_len: int | None = None
 
 
 # Rows that sample in a step of few requests with drafts: the logits of one are as large as the vocabulary.
@@ -187,6 +194,12 @@ class EngineConfig:
     seed: int
     attention_layers: AttentionLayers = AttentionLayers()
     step_bytes: int = 0  # what the largest step takes besides weights and KV cache, measured
+    draft: ModelInfo | None = None  # the model that proposes tokens
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the model, and of its draft model."""
+        return self.model.weight_bytes + (0 if self.draft is None else self.draft.weight_bytes)
 
     @property
     def attention(self) -> str:
@@ -199,7 +212,8 @@ class EngineConfig:
 
     @property
     def kv_bytes(self) -> int:
-        return self.cache.num_tokens * self.model.kv_bytes_per_token
+        draft_bytes = 0 if self.draft is None else self.draft.kv_bytes_per_token
+        return self.cache.num_tokens * (self.model.kv_bytes_per_token + draft_bytes)
 
     @property
     def state_bytes(self) -> int:
@@ -212,4 +226,4 @@ class EngineConfig:
     @property
     def peak_bytes(self) -> int:
         """What MLX holds at most: weights, KV cache, recurrent states and the largest step."""
-        return self.model.weight_bytes + self.kv_bytes + self.state_bytes + self.step_bytes
+        return self.weight_bytes + self.kv_bytes + self.state_bytes + self.step_bytes

@@ -39,12 +39,14 @@ def resolve_config(
     attention_backend: str,
     measure_step: Callable[[int, int], int] = lambda num_tokens, num_seqs: 0,
     attention_layers: AttentionLayers = _NO_LAYERS,
+    draft: ModelInfo | None = None,
 ) -> EngineConfig:
     """Settle every "auto", now that model and device are known.
 
     Args:
         attention_backend: its name; ``attention_layers`` says what serves which layers.
         measure_step: runs a step of (tokens, requests) and returns the bytes it took besides weights and KV cache.
+        draft: the draft model of ``--speculative-config``.
 
     Raises:
         ConfigError: the settings cannot work together; the message names the flag to change.
@@ -67,6 +69,8 @@ def resolve_config(
         )
     speculative = speculative_config(args)
     check_speculation(speculative, model)
+    if speculative is not None and draft is not None:
+        speculative = replace(speculative, max_draft_len=draft.max_position_embeddings)
     scheduler = SchedulerConfig(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
@@ -81,7 +85,7 @@ def resolve_config(
         speculative=speculative,
     )
     step_bytes = measure_step(budget, scheduler.max_sample_rows)
-    pool = pool_size(args, model, device, max_num_seqs, step_bytes)
+    pool = pool_size(args, _with_draft(model, draft), device, max_num_seqs, step_bytes)
     cache = CacheConfig(
         block_size=args.block_size,
         num_blocks=pool.num_blocks,
@@ -98,6 +102,18 @@ def resolve_config(
         attention_layers=attention_layers,
         seed=args.seed,
         step_bytes=step_bytes,
+        draft=draft,
+    )
+
+
+def _with_draft(model: ModelInfo, draft: ModelInfo | None) -> ModelInfo:
+    """A model, with what its draft model takes beside it: both have KV of every token, in the same blocks."""
+    if draft is None:
+        return model
+    return replace(
+        model,
+        weight_bytes=model.weight_bytes + draft.weight_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token + draft.kv_bytes_per_token,
     )
 
 

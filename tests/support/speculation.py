@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import Request
 from metal_engine.scheduling.draft_lengths import StepTimes
-from metal_engine.scheduling.speculation import Proposer, Speculation
+from metal_engine.scheduling.draft_model import DraftCosts
+from metal_engine.scheduling.speculation import Proposer, Speculation, make_proposer
 from metal_engine.settings.config import SpeculativeConfig
 
 
@@ -17,6 +19,17 @@ def speculative_config(num_speculative_tokens: int = 4, longest: int = 4, shorte
         num_speculative_tokens=num_speculative_tokens,
         prompt_lookup_max=longest,
         prompt_lookup_min=shortest,
+    )
+
+
+def draft_model_config(num_speculative_tokens: int = 4, max_draft_len: int | None = None) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method="draft_model",
+        num_speculative_tokens=num_speculative_tokens,
+        prompt_lookup_max=5,
+        prompt_lookup_min=5,
+        model="draft",
+        max_draft_len=max_draft_len,
     )
 
 
@@ -69,6 +82,33 @@ class KnownOutputs:
 
     def forget(self, request_id: str) -> None:
         """Nothing is kept of a request."""
+
+
+class FreeDrafts(DraftCosts):
+    """A draft model that takes no time, so that plans do not depend on the machine.
+
+    Args:
+        may_try: whether drafts that are not expected to pay are tried at once, or never.
+    """
+
+    def __init__(self, *, may_try: bool = True) -> None:
+        super().__init__()
+        self._may_try = may_try
+
+    def measured(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing here depends on the time."""
+
+    def may_try(self, request: Request) -> bool:
+        return self._may_try
+
+
+def draft_for_free(engine: EngineCore, *, may_try: bool = True) -> None:
+    """Have an engine with a draft model take drafts as if neither its forwards nor rows cost anything."""
+    scheduler = engine.scheduler
+    config = engine.config.scheduler
+    assert config.speculative is not None
+    proposer, costs = make_proposer(config.speculative), FreeDrafts(may_try=may_try)
+    scheduler.speculation = Speculation(config, scheduler.blocks, proposer, KnownTimes(), costs)
 
 
 def propose_from(engine: EngineCore, proposer: Proposer) -> None:
