@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -110,6 +110,16 @@ class SchedulerOutput:
     draft_model_req_ids: list[str] = field(default_factory=list)
     dropped_req_ids: list[str] = field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
+
+    def with_drafts(self, drafting: Drafting) -> SchedulerOutput:
+        """Returns the plan with a draft model's drafts in it; rows of drafts that there are not are left out."""
+        if not drafting.token_ids:
+            return self
+        planned, drafts = self.scheduled_spec_decode_tokens, drafting.token_ids
+        shares = {r: self.num_scheduled_tokens[r] - len(planned[r]) + len(drafts[r]) for r in drafts}
+        given = {request_id: tokens for request_id, tokens in (planned | drafts).items() if tokens}
+        num_tokens = self.num_scheduled_tokens | shares
+        return replace(self, num_scheduled_tokens=num_tokens, scheduled_spec_decode_tokens=given)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -253,16 +253,3 @@ class DraftModel:
     def release(self) -> None:
         """Free its KV, in the thread that ran the steps."""
         self._pool.release()
-
-
-def with_drafts(plan: SchedulerOutput, drafting: Drafting | None) -> SchedulerOutput:
-    """Returns a plan with a draft model's drafts in it; rows of drafts that there are not are left out."""
-    if drafting is None or not drafting.token_ids:
-        return plan
-    planned = plan.scheduled_spec_decode_tokens
-    drafts = planned | drafting.token_ids
-    num_tokens = plan.num_scheduled_tokens | {
-        r: plan.num_scheduled_tokens[r] - len(planned[r]) + len(drafts[r]) for r in drafting.token_ids
-    }
-    given = {request_id: tokens for request_id, tokens in drafts.items() if tokens}
-    return replace(plan, num_scheduled_tokens=num_tokens, scheduled_spec_decode_tokens=given)

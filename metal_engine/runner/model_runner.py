@@ -16,7 +16,7 @@ from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
-from metal_engine.runner.draft_model import DraftModel, with_drafts
+from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
@@ -68,7 +68,7 @@ class ModelRunner:
         try:
             self._table.take_in(plan)
             drafting = self._draft(plan)
-            sampling, pooling, logits = self._build(with_drafts(plan, drafting))
+            sampling, pooling, logits = self._build(plan if drafting is None else plan.with_drafts(drafting))
             # Masks are for the host to compute while the device is busy: with the step before, or with this one.
             is_built = bool(self._steps) or not sampling.has_masks
             if is_built:

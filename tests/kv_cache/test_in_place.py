@@ -20,11 +20,14 @@ from metal_engine.kv_cache.state import KVState
 from metal_engine.kv_cache.writes import BlockWrites, RunWrites, SlotWrites
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import Request
+from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.model_runner import ModelRunner, PendingStep
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.scheduling.speculation import Speculation, make_proposer
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
+from tests.support.speculation import FreeDrafts, KnownTimes, draft_model_config
 from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import random_model, tiny_model
 
@@ -74,30 +77,53 @@ class Loop:
         return num_steps
 
 
-def measure_in_place(paged: PagedModel, num_ahead: int, limits: Limits | None = None) -> None:
+def measure_in_place(
+    paged: PagedModel, num_ahead: int, limits: Limits | None = None, draft: PagedModel | None = None
+) -> int:
+    """Returns how many steps were run."""
     # K or V of one layer is 4 MB: large against everything else in a step of these models.
     cache = CacheConfig(block_size=16, num_blocks=2048)
     array_bytes = cache.num_tokens * 2 * 16 * 4
     config = SchedulerConfig(
-        max_num_batched_tokens=24, max_num_seqs=4, max_model_len=512, async_scheduling=num_ahead > 0
+        max_num_batched_tokens=24,
+        max_num_seqs=4,
+        max_model_len=512,
+        async_scheduling=num_ahead > 0,
+        speculative=None if draft is None else draft_model_config(3),
     )
-    runner = ModelRunner(paged, PortableBackend(limits), config, cache)
-    scheduler = Scheduler(config, cache)
+    backend, draft_model, proposer = PortableBackend(limits), None, None
+    if draft is not None and config.speculative is not None:
+        draft_model = DraftModel(draft, backend, config, cache, vocab_size=draft.vocab_size)
+        proposer = make_proposer(config.speculative)
+    runner = ModelRunner(paged, backend, config, cache, draft_model=draft_model)
+    scheduler = Scheduler(config, cache, proposer=proposer)
+    if proposer is not None:
+        scheduler.speculation = Speculation(config, scheduler.blocks, proposer, KnownTimes(), FreeDrafts())
     _add(scheduler, [20, 27, 80], NUM_STEPS)
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()  # before the first step: what that one leaves behind counts as well
-    assert Loop(runner, scheduler, num_ahead).run() > NUM_STEPS
+    num_steps = Loop(runner, scheduler, num_ahead).run()
     assert mx.get_active_memory() - before < array_bytes / 4
     assert mx.get_peak_memory() - before < array_bytes / 2, "a step held a second copy of a cache array"
+    return num_steps
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
 @pytest.mark.parametrize("config", MODELS)
 def test_writes_stay_in_place_over_200_steps(config: dict[str, Any], num_ahead: int) -> None:
     """Chunks that sample nothing, mixed steps, decodes."""
-    measure_in_place(PagedModel(tiny_model(**config)), num_ahead)
+    assert measure_in_place(PagedModel(tiny_model(**config)), num_ahead) > NUM_STEPS
+
+
+@pytest.mark.parametrize("seed", [0, 7], ids=["accepted", "rejected"])
+@pytest.mark.parametrize("config", MODELS)
+def test_a_draft_model_s_writes_stay_in_place(config: dict[str, Any], seed: int) -> None:
+    """Its forwards one after the other, and those of the model between them."""
+    models = [PagedModel(tiny_model(seed, **config)) for seed in (0, seed)]
+    num_steps = measure_in_place(models[0], 0, draft=models[1])
+    assert (num_steps < NUM_STEPS / 2) == (seed == 0)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])

@@ -16,7 +16,7 @@ from metal_engine.pooling_params import POOLING_TYPES
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
 from tests.support.fake_kv_runner import VOCAB_SIZE, FakeKVRunner, FakeStep, SchedulerHarness, make_prompt
-from tests.support.speculation import speculative_config
+from tests.support.speculation import draft_model_config, speculative_config
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -47,8 +47,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.is_recurrent:
             num_state_slots = data.draw(st.integers(max_num_seqs, 4 * max_num_seqs), label="num_state_slots")
         speculative, caches, drafts = None, self.is_recurrent, None
+        has_draft_model = False
         if self.is_speculative:
-            speculative = speculative_config(data.draw(st.integers(1, 6), label="num_speculative_tokens"))
+            has_draft_model = data.draw(st.booleans(), label="has_draft_model")
+            make_config = draft_model_config if has_draft_model else speculative_config
+            speculative = make_config(data.draw(st.integers(1, 6), label="num_speculative_tokens"))
             caches = data.draw(st.booleans(), label="enable_prefix_caching")
             drafts = data.draw(st.integers(0, 1 << 16), label="drafts")
         self.harness = SchedulerHarness(
@@ -66,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             depth=data.draw(self.depths, label="depth"),
             drafts=drafts,
+            has_draft_model=has_draft_model,
         )
         if self.is_recurrent:
             self.harness.scheduler.states.interval = block_size * data.draw(st.integers(1, 8), label="interval")

@@ -21,9 +21,9 @@ from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.scheduler import Scheduler
-from metal_engine.scheduling.speculation import Speculation
+from metal_engine.scheduling.speculation import Speculation, make_proposer
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import KVConnectorMetadata, ModelOutput, SchedulerOutput
+from metal_engine.step import UNKNOWN_DRAFT, Drafting, KVConnectorMetadata, ModelOutput, SchedulerOutput
 from tests.support.fake_kv_transfer import FakeTransfer
 from tests.support.scheduling_checks import (
     check_drafts,
@@ -35,7 +35,7 @@ from tests.support.scheduling_checks import (
     was_passed_over,
     without_drafts,
 )
-from tests.support.speculation import KnownTimes
+from tests.support.speculation import FreeDrafts, KnownTimes
 
 # Large, so that a wrong token is not the right one by chance.
 VOCAB_SIZE = 1 << 30
@@ -119,6 +119,7 @@ class FakeKVRunner:
     before the scheduler has been told (a placeholder).
 
     Attributes:
+        draft_model: says the drafts that plans leave to it.
         num_late: so many samples of requests with grammars, from now on, are not made: their masks are late.
     """
 
@@ -137,11 +138,15 @@ class FakeKVRunner:
         self.num_steps = 0
         self.last_step_id = -1
         self.num_late = 0
+        self.draft_model: SomeRightDraftModel | None = None
 
     def close(self) -> None:
         """Nothing here belongs to a thread."""
 
     def execute(self, plan: SchedulerOutput) -> FakeStep:
+        drafting = None if self.draft_model is None else self.draft_model.draft(plan)
+        if drafting is not None:
+            plan = plan.with_drafts(drafting)
         self._take_in(plan)
         meta = plan.kv_connector_metadata or KVConnectorMetadata()
         for block_id, data in meta.loads.items():
@@ -196,7 +201,7 @@ class FakeKVRunner:
             assert self.save is not None
             self.save(state_key(block_hash), np.array([self.states[slot]], np.uint64).view(np.uint8))
 
-        output = ModelOutput([])
+        output = ModelOutput([], drafting=drafting)
         for request_id, (_, stop) in ranges.items():
             held = self.held[request_id]
             held.num_computed_tokens = stop
@@ -206,7 +211,7 @@ class FakeKVRunner:
                 output.pooled[request_id] = np.array([_sampled(self._digest(held, stop))])
                 continue
             is_late = held.has_grammar and self.num_late > 0
-            if held.drafts:
+            if held.drafts or (drafting is not None and request_id in drafting.token_ids):
                 output.num_accepted_tokens[request_id] = self._settle_drafts(request_id, none=is_late)
             output.sampled_token_ids.append(_sampled(self._digest(held, held.num_computed_tokens)))
             if is_late:
@@ -346,7 +351,11 @@ class SomeRightDrafts:
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         self.known.add(request.request_id)
-        assert num_tokens > 0 and request.num_output_placeholders == 1
+        assert request.num_output_placeholders == 1
+        return self.drafts(request, num_tokens)
+
+    def drafts(self, request: Request, num_tokens: int) -> list[int]:
+        assert num_tokens > 0
         right = self._tracked[request.request_id].expected[request.num_output_tokens :]
         right = right[: self._random.randint(0, num_tokens)]
         num_wrong = self._random.randint(0, num_tokens - len(right))
@@ -361,6 +370,28 @@ class SomeRightDrafts:
         self.known.discard(request_id)
 
 
+class SomeRightDraftModel:
+    """Says what requests will generate, up to some token; less than was asked for now and then, or nothing."""
+
+    def __init__(self, tracked: Mapping[str, Tracked], seed: int) -> None:
+        self._tracked = tracked
+        self._drafts = SomeRightDrafts(tracked, seed)
+        self._random = random.Random(seed)
+
+    def draft(self, plan: SchedulerOutput) -> Drafting:
+        drafts_of, follows = plan.scheduled_spec_decode_tokens, plan.draft_model_req_ids
+        assert not drafts_of.keys() & set(follows) and plan.num_scheduled_tokens.keys() >= set(follows)
+        assert len(set(follows)) == len(follows)
+        drafting = Drafting()
+        for request_id, planned in drafts_of.items():
+            assert planned == [UNKNOWN_DRAFT] * len(planned), "a draft model has nothing to go by but tokens"
+            request = self._tracked[request_id].request
+            drafts = self._drafts.drafts(request, self._random.randint(1, len(planned)))
+            ends = [i for i, token_id in enumerate(drafts) if token_id in request.stop_token_id_set]
+            drafting.token_ids[request_id] = drafts[: min(ends, default=len(drafts))]
+        return drafting
+
+
 class SchedulerHarness:
     """A real scheduler over the fake runner; checks every invariant at every step, and every token.
 
@@ -369,6 +400,7 @@ class SchedulerHarness:
             update for step k.
         transfer: where KV comes from and goes to; None for an engine without.
         drafts: a seed for drafts some of which are right; None for an engine that does not speculate.
+        has_draft_model: whether they come from a draft model, as ``config.speculative`` says then.
     """
 
     def __init__(
@@ -379,20 +411,26 @@ class SchedulerHarness:
         depth: int = 1,
         transfer: FakeTransfer | None = None,
         drafts: int | None = None,
+        has_draft_model: bool = False,
     ) -> None:
         self.config = config
         self.cache_config = cache_config
         self.depth = depth
         self.transfer = transfer
         self.tracked: dict[str, Tracked] = {}
-        self.proposer = None if drafts is None else SomeRightDrafts(self.tracked, drafts)
+        is_known = drafts is not None and not has_draft_model
+        self.proposer = SomeRightDrafts(self.tracked, drafts) if is_known and drafts is not None else None
         connector = transfer.connector() if transfer else None
         self.scheduler = Scheduler(config, cache_config, connector)
-        if self.proposer is not None and drafts is not None:
-            times = KnownTimes(row_seconds=(0.0, 0.02, 0.2)[drafts % 3])
-            self.scheduler.speculation = Speculation(config, self.scheduler.blocks, self.proposer, times)
         save = transfer.store.__setitem__ if transfer else None
         self.runner = FakeKVRunner(cache_config, config.max_num_seqs, save)
+        if drafts is not None:
+            assert config.speculative is not None
+            times = KnownTimes(row_seconds=(0.0, 0.02, 0.2)[drafts % 3])
+            proposer = self.proposer or make_proposer(config.speculative)
+            costs = FreeDrafts(may_try=drafts % 2 == 0) if has_draft_model else None
+            self.scheduler.speculation = Speculation(config, self.scheduler.blocks, proposer, times, costs)
+            self.runner.draft_model = SomeRightDraftModel(self.tracked, drafts) if has_draft_model else None
         self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
         self.plans: list[SchedulerOutput] = []
