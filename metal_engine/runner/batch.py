@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metal_engine.kv_cache.rows import StepRows, step_rows
+from metal_engine.kv_cache.rows import StepRows, slots_of, step_rows
 from metal_engine.kv_cache.writes import MakeWrites, SlotWrites
 from metal_engine.runner.logits_edits import RequestEdits
 from metal_engine.runner.pooling import PooledPrompt
@@ -146,6 +146,10 @@ class RequestTable:
     def num_computed_tokens(self, index: int) -> int:
         """How many tokens of a request have state, or will have by the steps packed so far."""
         return int(self._num_computed[index])
+
+    def slots(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Slots of some positions of a request, [stop - start] int32."""
+        return slots_of(self._block_table, index, np.arange(start, stop), self.block_size)
 
     def stop_token_ids(self, index: int) -> frozenset[int]:
         """Tokens that end a request."""

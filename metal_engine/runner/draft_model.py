@@ -163,14 +163,28 @@ class DraftModel:
                 continue
             num_drafts = min(num_drafts, self._max_positions + 1 - num_known)
             # The newest token was sampled by the target, and may not be what was drafted in its place.
-            start = min(self._num_computed[request_id], num_known - 1)
+            start = min(self._first_missing(table, request_id, index), num_known - 1)
             num_rows = min(num_known - start, room, max(1, work // num_known))
             if num_rows <= 0 or work <= 0:
                 continue
             room, work = room - num_rows, work - num_rows * num_known
+            self._claim(table.slots(index, start, start + num_rows))
             is_behind = start + num_rows < num_known
             turns.append(_Turn(request_id, index, start, start + num_rows, 0 if is_behind else num_drafts))
         return turns
+
+    def _first_missing(self, table: RequestTable, request_id: str, index: int) -> int:
+        """Returns the first token of a request without KV; others that share its blocks may have computed some."""
+        start, end = self._num_computed[request_id], table.num_computed_tokens(index)
+        if start >= end:
+            return start
+        missing = np.flatnonzero(~self._has_kv[table.slots(index, start, end)])
+        return start + int(missing[0]) if len(missing) else end
+
+    def _claim(self, slots: np.ndarray) -> None:
+        """Some KV is written by the next forward, and by one request: in a layer, all writes come before all reads."""
+        self._written.append(slots)
+        self._has_kv[slots] = True
 
     def _chain(self, table: RequestTable, turns: list[_Turn], drafting: Drafting) -> None:
         """Compute the drafts after the first ones, one of each request at a time."""
@@ -180,6 +194,7 @@ class DraftModel:
                 table.write_drafts(turn.index, turn.drafts)
                 turn.start = len(table.token_ids(turn.index)) + len(turn.drafts) - 1
                 turn.stop = turn.start + 1
+                self._claim(table.slots(turn.index, turn.start, turn.stop))
             self._forward(table, going)
             drafting.num_forwards += 1
         drafting.forward_seconds += time.perf_counter() - began
@@ -204,7 +219,6 @@ class DraftModel:
         del before  # no other owner of the arrays that are written to
         mx.eval(self._pool.written() if tokens is None else tokens)
         synchronize()
-        self._written.append(rows.slot_mapping)
         for turn in turns:
             self._num_computed[turn.request_id] = turn.stop
         if tokens is not None:
@@ -243,6 +257,8 @@ class DraftModel:
 
     def _recover(self, error: Exception) -> None:
         """See to the KV after a forward that failed; what the target has is not touched by that."""
+        for slots in self._written:
+            self._has_kv[slots] = False
         try:
             self._pool.recover(error)
         except KVCacheLostError:

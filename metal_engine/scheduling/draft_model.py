@@ -56,6 +56,11 @@ class DraftCosts:
         self._tried_seconds = 0.0  # of them, for drafts that were not expected to pay
         self._num_computed: dict[str, int] = {}  # by request: tokens that the draft model has, as far as is known
 
+    @property
+    def are_known(self) -> bool:
+        """Until then one request has drafts, and no prompt is followed."""
+        return self.forward_seconds > 0
+
     def measured(
         self, step_seconds: float, drafting: Drafting | None, requests: Container[str], *, is_try: bool
     ) -> None:

@@ -6,6 +6,7 @@ sampled before it is rejected with all after it. Drafts take what running reques
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -77,7 +78,7 @@ class Speculation:
         self._costs = costs
         if costs is None and config.speculative.method == "draft_model":
             self._costs = DraftCosts()
-        self._least_gain = 0.0  # of the last step that only decoded
+        self._least_gain = math.inf  # of the last step with requests that decode
         self._is_try = False  # whether the drafts of the step under way are not expected to pay
         self._held_up: set[str] = set()
         self._noted: dict[str, tuple[int, int]] = {}  # request id -> index of a token, and a draft of it
@@ -114,16 +115,17 @@ class Speculation:
         With them come other requests, whose drafts are not.
         """
         least = least_gain(len(decoding), times, self._draft_seconds)
-        if times:
+        if times and (self._costs is None or self._costs.are_known):
             self._least_gain = least
         proposals: dict[Request, list[int]] = {}
         others = []
         room = len(times) - 1
+        most = len(decoding) if self._costs is None or self._costs.are_known else 1
         for request in decoding:
             if not self._may_have_drafts(request):
                 continue
             self._compare(request)
-            if room <= 0 or self._acceptance.of(request.request_id) < least:
+            if room <= 0 or len(proposals) == most or self._acceptance.of(request.request_id) < least:
                 others.append(request)
             elif drafts := self._drafts(request, self._most(request)):
                 proposals[request] = drafts

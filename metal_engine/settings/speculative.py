@@ -104,5 +104,5 @@ def check_draft_vocabulary(draft_name: str, draft: Mapping[str, int], name: str,
     raise ConfigError(
         FLAG,
         f"has the model {draft_name}, whose vocabulary is not that of {name}: token {first} is {differing[first]!r}, "
-        f"and not {tokens[first]!r}; {len(differing)} tokens differ. Choose one with the same vocabulary",
+        f"and not {tokens[first]!r}; {len(differing)} of them differ. Choose one with the same vocabulary",
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,13 +13,15 @@ import pytest
 from mlx.utils import tree_map
 
 from metal_engine.engine.core import EngineCore
+from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import RequestOptions, RequestOutput
 from metal_engine.runner.draft_model import DraftModel
-from metal_engine.step import Drafting
+from metal_engine.step import Drafting, SchedulerOutput
 from tests.runner.test_speculation import EVERYTHING, Requests, check_same, params
+from tests.support.kv_engines import kv_engine
 from tests.support.speculation import draft_for_free, draft_model_config
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
-from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids
+from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids, tiny_tokenizer
 from tools.fixtures.tiny_models import tiny_model
 
 
@@ -101,7 +105,7 @@ PLAIN: Requests = [(prompt, one) for prompt, one in EVERYTHING if one.structured
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"max_num_batched_tokens": 20}, {"num_blocks": 24}, {"block_size": 1, "num_blocks": 2000}]
+    "config", [{}, {"max_num_batched_tokens": 32}, {"num_blocks": 24}, {"block_size": 1, "num_blocks": 2000}]
 )
 def test_all_drafts_of_the_model_itself_are_accepted(config: dict[str, Any]) -> None:
     """Greedy and sampled with every parameter; packed, in chunks, preempted and resumed: its KV is in place."""
@@ -152,6 +156,24 @@ def test_cached_prefixes_are_its_own_too(monkeypatch: pytest.MonkeyPatch) -> Non
     # What the answer's last step has filled and its drafts have not is computed now.
     assert max(drafting.num_tokens for drafting in done) < 12
     assert share_accepted(engine) == 1.0
+
+
+def test_what_comes_from_a_store_is_computed_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store has the KV of the model alone, whatever lay in the blocks before."""
+    prompts = [[(7 * i + j) % 250 + 1 for j in range(60)] for i in range(3)]
+    plain = kv_engine(tiny_tokenizer(), None).run(prompts, 20)
+    assert kv_engine(tiny_tokenizer(), tmp_path).run(prompts, 20) == plain
+    engine = kv_engine(tiny_tokenizer(), tmp_path, draft=PagedModel(tiny_model()), num_blocks=40)
+    done = watch(engine.core, monkeypatch)
+    others = [[(3 * j + i) % 200 + 2 for j in range(70)] for i in range(3)]
+    engine.run(others, 20)  # which leave their KV in blocks that are given to the prompts then
+    done.clear()
+    engine.core.metrics.num_draft_tokens = 0
+    engine.core.metrics.num_accepted_tokens.clear()
+    assert engine.run(prompts, 20) == plain
+    assert engine.stats.as_dict()["blocks_loaded"] > 0
+    assert sum(drafting.num_tokens for drafting in done) >= 3 * 50, "they were taken for its own"
+    assert share_accepted(engine.core) == 1.0
 
 
 def test_it_catches_up_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +284,21 @@ def _rejected_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def _stale_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that it had KV of are taken to have it, whatever was written to them since."""
     monkeypatch.setattr(DraftModel, "packed", lambda self, rows: self._has_kv.fill(True))
+
+
+def _loaded_blocks_are_taken_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_in = DraftModel.take_in
+
+    def wrong(self: DraftModel, plan: SchedulerOutput) -> None:
+        take_in(self, replace(plan, kv_connector_metadata=None))
+
+    monkeypatch.setattr(DraftModel, "take_in", wrong)
+
+
+def test_a_mutant_of_loads_spoils_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _loaded_blocks_are_taken_for_its_own(monkeypatch)
+    with pytest.raises(AssertionError, match="they were taken for its own"):
+        test_what_comes_from_a_store_is_computed_by_it(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("mutate", [_keys_of_the_first_draft, _rejected_rows_are_kept, _stale_slots])
