@@ -18,7 +18,7 @@ INSTALL := $(BIN)/python tools/install.py $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # Test processes side by side, at most four; a file's tests stay together.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve chat disagg test test-full lint format clang clean
+.PHONY: serve chat disagg test test-full mutants lint format clang chromium clean
 
 serve: .venv/.installed  ## serve MODEL on HOST:PORT
 	$(BIN)/metal-engine serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -29,11 +29,14 @@ chat: .venv/.installed  ## talk to MODEL in the terminal
 disagg: .venv/.installed-dev  ## prefill on one server, decode on another, on this machine
 	$(BIN)/python -m tools.disagg.demo $(MODEL)
 
-test: .venv/.installed-dev clang  ## all tests, long sweeps run small
+test: .venv/.installed-dev clang chromium  ## all tests, long sweeps run small
 	$(PYTEST) $(ARGS)
 
-test-full: .venv/.installed-full clang  ## all tests and the long sweeps
-	$(PYTEST) -m "full or not full" $(ARGS)
+test-full: .venv/.installed-full clang chromium  ## all tests and the long sweeps
+	$(PYTEST) -m "not mutants" $(ARGS)
+
+mutants: .venv/.installed-dev clang  ## every mutant of the kernels; for whoever changes those, or their checks
+	$(PYTEST) -m mutants $(ARGS)
 
 lint: .venv/.installed-dev  ## ruff, mypy, import-linter, and whether constraints.txt says what is installed
 	$(BIN)/ruff format --check .
@@ -48,6 +51,9 @@ format: .venv/.installed-dev
 
 clang:  ## what the Metal simulator compiles with, installed where apt is at hand
 	@sh tools/metal_sim/install_clang.sh
+
+chromium:  ## what tests of the page run in, installed where apt is at hand
+	@sh tools/fixtures/install_chromium.sh
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

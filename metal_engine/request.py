@@ -92,6 +92,12 @@ def _union(eos_token_ids: frozenset[int], stop_token_ids: tuple[int, ...]) -> fr
     return eos_token_ids | frozenset(stop_token_ids)
 
 
+def client_id(request_id: str) -> str:
+    """The id that a request was submitted under. Inside it is another, since clients may use theirs again at
+    once, while a step that computes the request they aborted is under way."""
+    return request_id.rpartition("#")[0]
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class Request:
     """One sequence under generation: the scheduler's view of it.
@@ -123,6 +129,7 @@ class Request:
         sort_key: order of service; lower goes first.
         last_step: id of the last step that computed some of it; -1 before the first.
         num_preemptions: how often the request lost its blocks.
+        num_draft_tokens: how many tokens were proposed for it, and how many of those were accepted.
         num_predicted_tokens: of the tokens that its client predicted, how many were proposed and accepted, and how many
             proposed and rejected.
     """
@@ -154,6 +161,7 @@ class Request:
     num_registered_blocks: int = field(default=0, init=False)
     sort_key: tuple[int, int] = field(default=(0, -1), init=False)
     last_step: int = field(default=-1, init=False)
+    num_draft_tokens: tuple[int, int] = field(default=(0, 0), init=False)
     num_predicted_tokens: tuple[int, int] = field(default=(0, 0), init=False)
 
     def __post_init__(self, prompt_token_ids: list[int]) -> None:

@@ -75,6 +75,7 @@ LONG_FILES = (
     "server/hostile/test_mixed_load.py",
     "server/hostile/test_work_budget.py",
     "server/openai/test_forced_calls.py",
+    "server/page/test_browser.py",
     "engine/test_one_ahead.py",
     "engine/test_scheduling.py",
     "server/generation/test_many_streams.py",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.metrics import EngineMetrics
+from metal_engine.engine.step_watch import Frame, FrameSink
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, merge_outputs
@@ -267,6 +269,20 @@ class AsyncEngine:
                 self._thread.abort(request_id)
             if reservation is not None:
                 reservation.end_turn()
+
+    def watch(self, on_frame: FrameSink) -> None:
+        """Have what steps do told to ``on_frame``, in this event loop, in place of whom it was told before."""
+        loop = asyncio.get_running_loop()
+
+        def hand_over(frame: Frame) -> None:
+            with suppress(RuntimeError):  # the loop has closed: nobody looks any more
+                loop.call_soon_threadsafe(on_frame, frame)
+
+        self._thread.watch(hand_over)
+
+    def unwatch(self) -> None:
+        """Stop that. Frames that are on their way still come."""
+        self._thread.watch(None)
 
     def _begun(self, outputs: _Mailbox) -> None:
         self._num_queued_tokens -= outputs.num_prompt_tokens

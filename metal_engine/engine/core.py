@@ -13,12 +13,13 @@ from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor
 from metal_engine.engine.pooling import resolve_pooling
 from metal_engine.engine.prompt_parts import PromptParts
+from metal_engine.engine.step_watch import FrameSink, StepWatch
 from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.pooling_params import PoolingParams
-from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus
+from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus, client_id
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.scheduling.scheduler import Scheduler
@@ -35,12 +36,6 @@ _LOAD_WAIT_SECONDS = 0.01
 _POOLING = SamplingParams(max_tokens=1, temperature=0.0)
 # Token ids looked at in one call, which no other thread can interrupt: 3 ms.
 _IDS_AT_ONCE = 1 << 16
-
-
-def client_id(request_id: str) -> str:
-    """The id that a request was submitted under. Inside it is another, since clients may use theirs again at
-    once, while a step that computes the request they aborted is under way."""
-    return request_id.rpartition("#")[0]
 
 
 class EngineCore:
@@ -80,6 +75,7 @@ class EngineCore:
         self._under_way: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
         self._num_ahead = int(config.scheduler.async_scheduling)
         self.num_steps = 0
+        self._watch: StepWatch | None = None
 
     # --- requests ---
 
@@ -263,6 +259,14 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats
 
+    def watch(self, on_frame: FrameSink | None) -> None:
+        """Tell ``on_frame`` what steps do from now on, in place of whom they were told before; None: nobody."""
+        self._watch = None if on_frame is None else StepWatch(self.scheduler, on_frame)
+
+    def rest(self) -> bool:
+        """Tell who watches what is left to tell; for when there is nothing to do. Returns whether there is more."""
+        return self._watch is not None and self._watch.rest()
+
     # --- a step ---
 
     def step(self) -> list[RequestOutput]:
@@ -279,6 +283,8 @@ class EngineCore:
             plan = self.scheduler.schedule()
         except Exception as error:  # noqa: BLE001  (logged there)
             return self._fail_everything(error)
+        if self._watch is not None:
+            self._watch.planned(plan, started)
         failed = self._failed_loads()
         if plan.num_scheduled_tokens:
             self.num_steps += 1

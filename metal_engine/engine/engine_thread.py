@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from metal_engine.engine.core import EngineCore
+from metal_engine.engine.step_watch import FrameSink
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,11 @@ class _Abort:
     request_id: str
 
 
+@dataclass(frozen=True)
+class _Watch:
+    on_frame: FrameSink | None
+
+
 class EngineThread:
     """Builds an engine in a thread of its own and steps it while there are requests.
 
@@ -54,7 +60,7 @@ class EngineThread:
     def __init__(self, build: Callable[[], EngineCore], on_outputs: OutputSink) -> None:
         self._build = build
         self._on_outputs = on_outputs
-        self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()  # None: stop
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _Watch | None] = queue.SimpleQueue()  # None: stop
         self._ready = threading.Event()
         self._engine: EngineCore | None = None
         self.error: BaseException | None = None
@@ -89,6 +95,10 @@ class EngineThread:
     def abort(self, request_id: str) -> None:
         """End a request before the next step; no further output comes for it after that."""
         self._inbox.put(_Abort(request_id))
+
+    def watch(self, on_frame: FrameSink | None) -> None:
+        """Tell ``on_frame`` what steps do from the next one on, in the thread; it must not block. None: nobody."""
+        self._inbox.put(_Watch(on_frame))
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
         """Stop after the step under way. Returns whether the thread has ended within ``timeout`` seconds."""
@@ -149,9 +159,14 @@ class EngineThread:
         """
         end = time.monotonic() + _TAKE_IN_SECONDS
         while not engine.has_requests or (time.monotonic() < end and not self._inbox.empty()):
+            while not engine.has_requests and self._inbox.empty() and engine.rest():
+                pass
             message = self._inbox.get()
             if message is None:
                 return None
+            if isinstance(message, _Watch):
+                engine.watch(message.on_frame)
+                continue
             if isinstance(message, _Abort):
                 engine.abort_request(message.request_id)
                 continue

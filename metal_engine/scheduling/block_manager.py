@@ -34,6 +34,9 @@ class BlockManager:
     Args:
         num_blocks: blocks in the pool.
         block_size: tokens per block.
+
+    Attributes:
+        num_forgets: how often all cached prefixes were forgotten.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -45,6 +48,7 @@ class BlockManager:
         self._tables: dict[str, list[Block]] = {}
         self._cached: dict[bytes, Block] = {}
         self.peak_used_blocks = 0
+        self.num_forgets = 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -137,6 +141,14 @@ class BlockManager:
     def is_cached(self, block_hash: bytes) -> bool:
         return block_hash in self._cached
 
+    def is_known(self, block_id: int) -> bool:
+        """Whether a block holds a cached prefix, in use or not."""
+        return self._blocks[block_id].block_hash is not None
+
+    def known_blocks(self, start: int, stop: int) -> list[int]:
+        """Returns those of a range of blocks that hold cached prefixes."""
+        return [block.block_id for block in self._blocks[start:stop] if block.block_hash is not None]
+
     def find_cached(
         self, block_hashes: Sequence[bytes], max_blocks: int, also: Container[bytes] = ()
     ) -> list[Block | None]:
@@ -166,6 +178,7 @@ class BlockManager:
 
     def forget_cached(self) -> None:
         """Forget all cached prefixes; block tables stay as they are."""
+        self.num_forgets += 1
         for block in list(self._cached.values()):
             self._forget(block)
 

@@ -25,10 +25,11 @@ from metal_engine.server.middleware.strict_json import StrictJSONRoute
 from metal_engine.server.ollama.routes import add_ollama_routes
 from metal_engine.server.openai.responses import ResponseStore
 from metal_engine.server.openai.routes import add_openai_routes
+from metal_engine.server.page.routes import add_page
 from metal_engine.server.pooling.routes import add_pooling_routes
 from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
-from metal_engine.server.status.routes import add_model_routes, add_pages, add_status_routes
+from metal_engine.server.status.routes import add_docs, add_model_routes, add_status_routes
 from metal_engine.server.tokenization import add_tokenization_routes
 from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ANY_NAME, ServerArgs
@@ -81,7 +82,8 @@ def create_app(
     add_tokenization_routes(app, served)
     add_model_routes(app, served)
     add_status_routes(app, served, lifecycle, metrics)
-    add_pages(app, served)
+    add_docs(app, served)
+    add_page(app, served, lifecycle, args.sse_keep_alive)
     _add_gates(app, args, lifecycle, metrics)
     return app
 

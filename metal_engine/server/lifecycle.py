@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,6 +30,8 @@ class Lifecycle:
         self._idle.set()
         self.draining = False
         self.cut = False
+        # Called when the server is about to end: to end streams that are no request's.
+        self.at_end: list[Callable[[], None]] = []
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and wait for those under way; what is left at ``timeout`` is cut.
@@ -43,12 +46,18 @@ class Lifecycle:
         if not await self._idle_within(timeout):
             logger.warning("cut %d requests that did not finish within %g s", self._num_active, timeout)
             await self.cut_all()
+        self._end()
 
     async def cut_all(self) -> None:
         """End every request with an error, and give the errors a moment to be written."""
         self.draining = self.cut = True
         self._engine.cut_requests("the server is shutting down")
+        self._end()
         await self._idle_within(_LAST_WRITES_SECONDS)
+
+    def _end(self) -> None:
+        for end in self.at_end:
+            end()
 
     async def _idle_within(self, timeout: float) -> bool:
         with suppress(TimeoutError):

@@ -91,8 +91,8 @@ def _tell_cpu_seconds() -> None:
 async def stream(host: str, port: int, path: str, body: bytes, mark: bytes) -> tuple[int, int]:
     """Tokens and bytes of one stream."""
     reader, writer = await asyncio.open_connection(host, port)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
     num_tokens = num_bytes = 0
     tail = b""
     while data := await reader.read(1 << 16):

@@ -18,6 +18,8 @@ from metal_engine.server.workers import Weight
 
 logger = logging.getLogger(__name__)
 
+# The header of a stream that has its answer's id, which clients otherwise hear with the first token.
+GENERATION_ID = "x-generation-id"
 # What a route that may stream says of its answer.
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
@@ -34,7 +36,9 @@ class Answerer:
         generation = await prepare(self.served, endpoint, body, num_bytes)
         if body.stream:
             events, kind = _events(generation, endpoint, body), endpoint.stream_media_type
-            return EventStreamResponse(events, keep_alive=self.sse_keep_alive, media_type=kind)
+            response = EventStreamResponse(events, keep_alive=self.sse_keep_alive, media_type=kind)
+            response.headers[GENERATION_ID] = generation.request_id
+            return response
         await generation.finish()
         if generation.is_long:
             data = await self.served.workers.run(Weight.HEAVY, _encoded, endpoint, generation)

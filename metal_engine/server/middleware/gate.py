@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from metal_engine.server.connections.connection import IS_SPARE
 from metal_engine.server.errors import APIError, error_response
+from metal_engine.server.page.files import is_open
 from metal_engine.server.status.routes import WITHOUT_KEY
 
 # Open without a key: probes and load balancers have none.
@@ -37,7 +38,7 @@ def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
         digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).digest()
         # Every key is compared, so that the time tells nothing about which one it is either.
         has_key = sum([hmac.compare_digest(digest, one) for one in wanted]) > 0
-        if has_key or scope["path"] in OPEN_PATHS:
+        if has_key or scope["path"] in OPEN_PATHS or is_open(scope):
             scope[WITHOUT_KEY] = not has_key
             await app(scope, receive, send)
             return

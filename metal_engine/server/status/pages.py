@@ -1,16 +1,14 @@
-"""Pages for people: where everything is (``/``), and what the API takes (``/docs``). They load nothing."""
+"""A page for people: what the API takes (``/docs``). It loads nothing."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from metal_engine import __version__
-
-# What the front page leads to.
+# What `/` leads to.
 LINKS = {
     "docs": "/docs",
     "openapi": "/openapi.json",
@@ -18,14 +16,7 @@ LINKS = {
     "health": "/health",
     "metrics": "/metrics",
 }
-_ABOUT = {
-    "docs": "the API: every path, its fields and their types",
-    "openapi": "the same for programs",
-    "models": "what is served",
-    "health": "whether it is well, and what it is doing",
-    "metrics": "for Prometheus",
-}
-# A page loads nothing: not from here, and not from elsewhere.
+# The page loads nothing: not from here, and not from elsewhere.
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
@@ -51,18 +42,6 @@ def _page(title: str, parts: Iterator[str]) -> str:
     return (
         f'<!doctype html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{"".join(parts)}</body></html>'
     )
-
-
-def front_page(names: Sequence[str]) -> str:
-    """The page at ``/``; ``names`` are the model's."""
-    return _page("metal-engine", _front(names))
-
-
-def _front(names: Sequence[str]) -> Iterator[str]:
-    yield f"<h1>metal-engine {escape(__version__)}</h1><p>Serves {', '.join(map(_code, names))}.</p><ul>"
-    for name, path in LINKS.items():
-        yield f'<li><a href="{path}">{path}</a>: {_ABOUT[name]}</li>'
-    yield "</ul>"
 
 
 def api_page(schema: Schema) -> str:

@@ -15,7 +15,7 @@ from metal_engine import __version__
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.status.metrics import ServerMetrics
-from metal_engine.server.status.pages import LINKS, PAGE_HEADERS, api_page, front_page
+from metal_engine.server.status.pages import PAGE_HEADERS, api_page
 from metal_engine.server.status.protocol import Health, ModelCard, ModelList, Ready, Version
 from metal_engine.server.workers import Weight
 
@@ -54,14 +54,8 @@ def add_model_routes(app: FastAPI, served: ServedModel) -> None:
         return cards.get(model_id, cards[served.names[0]])
 
 
-def add_pages(app: FastAPI, served: ServedModel) -> None:
-    """What people see who open the server's address: where everything is, and what it takes."""
-
-    @get_and_head(app, "/", include_in_schema=False)
-    async def root(request: Request) -> Response:
-        if "text/html" in request.headers.get("accept", ""):
-            return HTMLResponse(front_page(served.names), headers=PAGE_HEADERS)
-        return JSONResponse({"name": "metal-engine", "version": __version__, "models": served.names, "links": LINKS})
+def add_docs(app: FastAPI, served: ServedModel) -> None:
+    """What the API takes, for people."""
 
     # The second address is FastAPI's other one.
     @get_and_head(app, "/docs", include_in_schema=False)

@@ -1,4 +1,4 @@
-"""`/` and `/docs`: pages that load nothing; HEAD, which probes send."""
+"""`/docs`: a page that loads nothing; HEAD, which probes send."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from html.parser import HTMLParser
 import httpx
 import pytest
 
-from metal_engine import __version__
-from metal_engine.server.status.pages import LINKS
 from metal_engine.settings.args import ServerArgs
 from tests.support.raw_http import crowd, get, rest
-from tests.support.serving import MODEL, Served, serve
+from tests.support.serving import Served, serve
 
 
 class Page(HTMLParser):
@@ -57,19 +55,6 @@ def read_page(response: httpx.Response) -> Page:
     return page
 
 
-def test_the_front_page(served: Served) -> None:
-    page = read_page(httpx.get(served.url + "/", headers={"accept": "text/html,application/xhtml+xml;q=0.9"}))
-    assert page.links == list(LINKS.values()) and MODEL in page.text and __version__ in page.text
-    for link in page.links:
-        assert httpx.get(served.url + link).status_code == 200
-
-
-def test_the_front_page_for_programs(served: Served) -> None:
-    for headers in ({}, {"accept": "application/json"}):
-        answer = httpx.get(served.url + "/", headers=headers).json()
-        assert answer == {"name": "metal-engine", "version": __version__, "models": [MODEL], "links": LINKS}
-
-
 def test_docs_have_every_path_field_and_type(served: Served) -> None:
     page = read_page(httpx.get(served.url + "/docs"))
     schema = httpx.get(served.url + "/openapi.json").json()
@@ -85,12 +70,6 @@ def test_docs_have_every_path_field_and_type(served: Served) -> None:
         r"prompt\s*string or list of string or list of integer or list of list of integer\s*required", page.text
     )
     assert httpx.get(served.url + "/redoc").text == httpx.get(served.url + "/docs").text
-
-
-def test_names_are_text(served: Served) -> None:
-    with serve(names=("<b>&amp;",)) as other:
-        page = read_page(httpx.get(other.url + "/", headers={"accept": "text/html"}))
-        assert "<b>&amp;" in page.text and "b" not in page.tags
 
 
 @pytest.mark.parametrize("path", ["/", "/docs", "/health", "/ready", "/v1/models", "/version", "/metrics"])

@@ -1,0 +1,336 @@
+"""What the engine does, told to whoever looks: the steps, and what they change in the pool of blocks.
+
+A watch is made when somebody begins to look and dropped when nobody does: without one, a step costs one test. It is
+told each plan, in the engine's thread, and hands out a :class:`Frame` about ten times a second, which is as often as a
+screen needs one. It never walks the pool: what has changed follows from the plans, and is then looked up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from metal_engine.request import Request, RequestStatus
+from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.step import NewRequestData, SchedulerOutput
+
+# Seconds between two frames, and rows of steps in one: further steps are added to its last row.
+FRAME_SECONDS = 0.1
+MAX_ROWS = 8
+# Blocks looked at for one frame when a watch begins; the rest comes with the next ones. 2 ms.
+_BLOCKS_AT_ONCE = 1 << 16
+
+
+@dataclass(slots=True)
+class Segment:
+    """A request's rows in a step: ``num_tokens`` after the ``context_len`` that it had; ``key`` is the watch's.
+
+    The last ``num_drafts`` of the tokens are drafts.
+    """
+
+    key: int
+    num_tokens: int
+    context_len: int
+    is_fresh: bool
+    samples: bool
+    num_drafts: int = 0
+
+
+@dataclass(slots=True)
+class StepRow:
+    """A step, or consecutive ones of which only the first is shown.
+
+    Attributes:
+        step_id: of the first.
+        idle: seconds between the step before and this one.
+        seconds: what the steps took, from plan to plan.
+    """
+
+    step_id: int
+    idle: float
+    segments: list[Segment]
+    num_steps: int = 1
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class SeenRequest:
+    """A request as a watch knows it: by a number, beside its id in the engine."""
+
+    key: int
+    request_id: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(slots=True)
+class TableChange:
+    """What happened to a request's block table: whether it was given up first, and the blocks added after that."""
+
+    cleared: bool = False
+    added: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Frame:
+    """What has happened since the frame before.
+
+    Attributes:
+        forget: whether all that was told about the pool is void: tables and cached blocks come anew.
+        rows: of steps that have ended.
+        requests: new ones.
+        tables: by request's key.
+        cached: blocks that hold a known prefix from now on.
+        uncached: blocks that do no longer.
+        preempted: requests that lost their blocks and wait again.
+        finished: requests that are gone, and whose keys mean nothing any more.
+        drafts: of those of them that had some: how many were proposed and how many accepted, by request's key.
+        is_whole: whether everything about the pool has been told, so that what was told is what it is now.
+    """
+
+    forget: bool = False
+    rows: list[StepRow] = field(default_factory=list)
+    requests: list[SeenRequest] = field(default_factory=list)
+    tables: dict[int, TableChange] = field(default_factory=dict)
+    cached: list[int] = field(default_factory=list)
+    uncached: list[int] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    drafts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    is_whole: bool = True
+
+
+FrameSink = Callable[[Frame], None]
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A running or preempted request: what has been told of it.
+
+    Attributes:
+        table: its blocks, as far as they have been told; None while it has none.
+        num_registered: how many of them the prefix cache has been asked about.
+    """
+
+    key: int
+    request: Request
+    num_preemptions: int
+    table: list[int] | None = None
+    num_registered: int = 0
+
+
+class StepWatch:
+    """Watches one scheduler from the engine's thread.
+
+    Args:
+        scheduler: whose plans are told to :meth:`planned`.
+        on_frame: called with each frame; must not block.
+    """
+
+    def __init__(self, scheduler: Scheduler, on_frame: FrameSink) -> None:
+        self._scheduler = scheduler
+        self._blocks = scheduler.blocks
+        self._on_frame = on_frame
+        self._num_keys = 0
+        self._watched: dict[str, _Watched] = {}
+        self._frame = Frame()
+        self._nothing_new = Frame(is_whole=False)  # what a frame looks like that tells nothing new
+        self._due = 0.0
+        # The step whose end has not been seen, and what it was made of if it was decodes alone.
+        self._step_started: float | None = None
+        self._last_end: float | None = None
+        self._decodes: dict[str, int] | None = None
+        # Blocks whose contents the prefix cache has to be asked about.
+        self._asked: list[int] = []
+        self._num_plans = 0
+        # Requests whose tables are looked up, as rejected drafts take blocks away: number of the last plan with some.
+        self._drafted = dict.fromkeys(scheduler.running, 0)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Tell everything anew, little by little."""
+        self._num_forgets = self._blocks.num_forgets
+        self._cursor = 0
+        self._untold = list(self._scheduler.running.values())
+        for watched in self._watched.values():
+            watched.table = None
+        for request in self._untold:
+            self._seen(request)
+
+    # --- the engine's side ----------------------------------------------------------------------------------
+
+    def planned(self, plan: SchedulerOutput, now: float) -> None:
+        """Take in a plan that is about to run, at ``now`` (seconds of ``time.monotonic``); an empty one is none."""
+        self._end_step(now)
+        self._num_plans += 1
+        for request_id in plan.scheduled_spec_decode_tokens:
+            self._drafted[request_id] = self._num_plans
+        for request_id in plan.dropped_req_ids:
+            self._left(request_id)
+        for new in plan.new_requests:
+            self._admitted(new)
+        for request_id, block_ids in plan.new_block_ids.items():
+            self._grew(request_id, block_ids)
+        if now >= self._due:
+            self._finish_frame(now)
+        if plan.num_scheduled_tokens:
+            self._begin_step(plan, now)
+
+    def rest(self) -> bool:
+        """Tell what is left to tell, for the engine has nothing to do; returns whether there is more."""
+        now = time.monotonic()
+        self._end_step(now)
+        self._finish_frame(now)
+        return not self._is_whole
+
+    @property
+    def _is_whole(self) -> bool:
+        return not self._untold and self._cursor >= self._blocks.num_blocks
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def _begin_step(self, plan: SchedulerOutput, now: float) -> None:
+        rows = self._frame.rows
+        scheduled = plan.num_scheduled_tokens
+        if rows and (len(rows) >= MAX_ROWS or (self._decodes == scheduled and not plan.new_requests)):
+            rows[-1].num_steps += 1
+        else:
+            idle = 0.0 if self._last_end is None else now - self._last_end
+            rows.append(StepRow(plan.step_id, idle, self._segments(plan)))
+            is_decodes = not plan.new_requests and len(scheduled) == sum(scheduled.values())
+            self._decodes = scheduled if is_decodes else None
+        self._step_started = now
+
+    def _segments(self, plan: SchedulerOutput) -> list[Segment]:
+        fresh = {new.request_id for new in plan.new_requests}
+        sampled = {*plan.sampled_req_ids, *plan.pooled_req_ids}
+        requests, drafts = self._scheduler.requests, plan.scheduled_spec_decode_tokens
+
+        def segment(request_id: str, num_tokens: int) -> Segment:
+            context_len = requests[request_id].num_computed_tokens - num_tokens
+            key, num_drafts = self._watched[request_id].key, len(drafts.get(request_id, ()))
+            return Segment(key, num_tokens, context_len, request_id in fresh, request_id in sampled, num_drafts)
+
+        return [segment(request_id, n) for request_id, n in plan.num_scheduled_tokens.items()]
+
+    def _end_step(self, now: float) -> None:
+        if self._step_started is not None:
+            self._frame.rows[-1].seconds += now - self._step_started
+            self._step_started, self._last_end = None, now
+
+    # --- the pool -------------------------------------------------------------------------------------------
+
+    def _seen(self, request: Request) -> _Watched:
+        watched = self._watched.get(request.request_id)
+        if watched is None:
+            watched = self._watched[request.request_id] = _Watched(self._num_keys, request, request.num_preemptions)
+            self._num_keys += 1
+            num_cached_tokens = max(request.num_cached_tokens, 0)
+            seen = SeenRequest(watched.key, request.request_id, request.num_prompt_tokens, num_cached_tokens)
+            self._frame.requests.append(seen)
+        return watched
+
+    def _admitted(self, new: NewRequestData) -> None:
+        request = self._scheduler.requests.get(new.request_id)
+        if request is not None:
+            watched = self._seen(request)
+            self._give_up_table(watched)
+            self._add(watched, new.block_ids)
+
+    def _grew(self, request_id: str, block_ids: list[int]) -> None:
+        watched = self._watched.get(request_id)
+        if watched is None or watched.table is None:
+            return  # its whole table is yet to be told
+        if request_id in self._drafted:
+            self._asked += block_ids  # the table itself is looked up for the frame
+        else:
+            self._add(watched, block_ids)
+
+    def _add(self, watched: _Watched, block_ids: list[int]) -> None:
+        if watched.table is None:
+            watched.table = []
+        watched.table += block_ids
+        self._frame.tables.setdefault(watched.key, TableChange()).added += block_ids
+        self._asked += block_ids
+
+    def _look_up(self, watched: _Watched, told: list[int]) -> None:
+        """Tell what has become of a table, of which ``told`` has been told."""
+        table = self._blocks.block_ids(watched.request.request_id)
+        num_told = len(told)
+        if table[:num_told] == told:
+            if len(table) > num_told:
+                self._add(watched, table[num_told:])
+            return
+        watched.table = table
+        self._frame.tables[watched.key] = TableChange(cleared=True, added=list(table))
+        self._asked += table
+
+    def _give_up_table(self, watched: _Watched) -> None:
+        if watched.table is not None:
+            self._frame.tables[watched.key] = TableChange(cleared=True)
+            self._asked += watched.table[watched.num_registered :]  # its last blocks may have become known since
+            watched.table = None
+        watched.num_registered = 0
+
+    def _left(self, request_id: str) -> None:
+        """A request has lost its blocks: it has ended, or was preempted."""
+        watched = self._watched.get(request_id)
+        if watched is None:
+            return
+        self._give_up_table(watched)
+        if watched.request.num_preemptions > watched.num_preemptions:
+            watched.num_preemptions = watched.request.num_preemptions
+            self._frame.preempted.append(watched.key)
+        if request_id not in self._scheduler.requests:
+            del self._watched[request_id]
+            self._frame.finished.append(watched.key)
+            if watched.request.num_draft_tokens[0]:
+                self._frame.drafts[watched.key] = watched.request.num_draft_tokens
+
+    # --- frames ---------------------------------------------------------------------------------------------
+
+    def _finish_frame(self, now: float) -> None:
+        """Look up what has changed, and hand the frame out if there is anything in it."""
+        if self._num_forgets != self._blocks.num_forgets:
+            self._frame.tables.clear()
+            self._frame.forget = True
+            self._asked.clear()
+            self._begin()
+        for request_id, watched in list(self._watched.items()):
+            if watched.request.status is not RequestStatus.RUNNING:
+                self._left(request_id)
+            elif watched.table is not None:
+                if request_id in self._drafted:
+                    self._look_up(watched, watched.table)
+                num_registered = watched.request.num_registered_blocks
+                self._asked += watched.table[watched.num_registered : num_registered]
+                watched.num_registered = num_registered
+        # A step is settled before the one after the next is planned.
+        self._drafted = {r: plan for r, plan in self._drafted.items() if self._num_plans - plan < 2}
+        if not self._is_whole:
+            self._tell_more()
+        frame, asked = self._frame, set(self._asked)
+        self._asked = []
+        frame.cached += sorted(block_id for block_id in asked if self._blocks.is_known(block_id))
+        frame.uncached += sorted(asked.difference(frame.cached))
+        frame.is_whole = self._is_whole
+        self._due = now + FRAME_SECONDS
+        if frame != self._nothing_new:
+            self._frame, self._nothing_new = Frame(), Frame(is_whole=frame.is_whole)
+            self._on_frame(frame)
+
+    def _tell_more(self) -> None:
+        """Go on with what was there before the watch."""
+        num_told = 0
+        while self._untold and num_told < _BLOCKS_AT_ONCE:
+            request = self._untold.pop()
+            watched = self._watched.get(request.request_id)
+            if watched is not None and watched.table is None and request.status is RequestStatus.RUNNING:
+                self._add(watched, self._blocks.block_ids(request.request_id))
+                watched.num_registered = request.num_registered_blocks
+                num_told += len(watched.table or ())
+        if not self._untold:
+            stop = self._cursor + _BLOCKS_AT_ONCE
+            self._frame.cached += self._blocks.known_blocks(self._cursor, stop)
+            self._cursor = stop

@@ -1,0 +1,129 @@
+"""What ``/watch`` sends: JSON of frames, and of what does not change. docs/api.md says what the fields mean."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from metal_engine import __version__
+from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.step_watch import Frame, SeenRequest, Segment, StepRow
+from metal_engine.request import client_id
+from metal_engine.server.page.pool_mirror import Run, runs_of
+
+# Bits of a segment's flags.
+FRESH = 1
+SAMPLES = 2
+# Characters of a request's id that are told: enough to know one's own, too few to use another's.
+_TOLD_OF_ID = 12
+
+
+def event(name: str, data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode("ascii")
+
+
+def snapshot(engine: AsyncEngine, names: Sequence[str], keys: Sequence[SeenRequest]) -> dict[str, Any]:
+    """What a stream begins with: what runs and how large it is, and the requests that are there."""
+    config = engine.config
+    model, cache, limits = config.model, config.cache, config.scheduler
+    return {
+        "version": __version__,
+        "models": list(names),
+        "model": {
+            "name": model.name,
+            "type": model.model_type,
+            "dtype": model.dtype,
+            "num_layers": model.num_layers,
+            "num_params": model.num_params,
+            "can_generate": model.can_generate,
+        },
+        "device": {"name": config.device.name, "compute": config.device.compute, "attention": config.attention_backend},
+        "memory": {
+            "weights": model.weight_bytes,
+            "kv_cache": config.kv_bytes,
+            "states": config.state_bytes,
+            "step": config.step_bytes,
+            "device": config.device.memory_bytes,
+        },
+        "limits": {
+            "max_model_len": limits.max_model_len,
+            "max_num_seqs": limits.max_num_seqs,
+            "max_num_batched_tokens": limits.max_num_batched_tokens,
+        },
+        "pool": {
+            "num_blocks": cache.num_blocks,
+            "block_size": cache.block_size,
+            "num_state_slots": cache.num_state_slots,
+            "prefix_caching": cache.enable_prefix_caching,
+        },
+        "requests": [_request(seen) for seen in keys],
+        "stats": stats(engine),
+    }
+
+
+def stats(engine: AsyncEngine) -> dict[str, Any]:
+    """Counts of now, and totals since the start; times in seconds, each a sum and how many it is of."""
+    now, m = engine.stats, engine.metrics
+    return {
+        "time": round(time.time(), 3),
+        "running": now.num_running,
+        "waiting": now.num_waiting,
+        "used_blocks": now.num_used_blocks,
+        "checkpoints": now.num_checkpoints,
+        "preemptions": now.num_preemptions,
+        "failed_steps": m.num_failed_steps,
+        "prompt_tokens": m.num_prompt_tokens,
+        "generation_tokens": m.num_generation_tokens,
+        "cache_queries": m.num_cache_queries,
+        "cache_hits": m.num_cache_hits,
+        "drafts": [m.num_draft_tokens, sum(m.num_accepted_tokens)],
+        "first_token": [round(m.first_token.sum, 6), sum(m.first_token.counts)],
+        "inter_token": [round(m.inter_token.sum, 6), sum(m.inter_token.counts)],
+    }
+
+
+def frame_data(frame: Frame, stats_now: dict[str, Any]) -> dict[str, Any]:
+    """A frame; parts with nothing in them are left out."""
+    parts = {
+        "rows": [_row(row) for row in frame.rows],
+        "requests": [_request(seen) for seen in frame.requests],
+        "tables": [[key, int(one.cleared), runs_of(one.added)] for key, one in frame.tables.items()],
+        "cached": runs_of(frame.cached),
+        "uncached": runs_of(frame.uncached),
+        "preempted": frame.preempted,
+        "finished": frame.finished,
+        "drafts": [[key, proposed, accepted] for key, (proposed, accepted) in frame.drafts.items()],
+    }
+    return {name: part for name, part in parts.items() if part} | {"whole": frame.is_whole, "stats": stats_now}
+
+
+def piece_data(tables: dict[int, list[Run]], cached: list[Run], is_whole: bool) -> dict[str, Any]:
+    """A part of a snapshot, in the form of a frame."""
+    return {"tables": [[key, 1, runs] for key, runs in tables.items()], "cached": cached, "whole": is_whole}
+
+
+def _row(row: StepRow) -> dict[str, Any]:
+    return {
+        "step": row.step_id,
+        "steps": row.num_steps,
+        "seconds": round(row.seconds, 6),
+        "idle": round(row.idle, 6),
+        "segments": [_segment(one) for one in row.segments],
+    }
+
+
+def _segment(one: Segment) -> list[int]:
+    segment = [one.key, one.num_tokens, one.context_len, FRESH * one.is_fresh + SAMPLES * one.samples]
+    return [*segment, one.num_drafts] if one.num_drafts else segment
+
+
+def _request(seen: SeenRequest) -> dict[str, Any]:
+    return {
+        "key": seen.key,
+        "id": client_id(seen.request_id)[-_TOLD_OF_ID:],
+        "prompt_tokens": seen.num_prompt_tokens,
+        "cached_tokens": seen.num_cached_tokens,
+    }

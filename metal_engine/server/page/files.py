@@ -1,0 +1,85 @@
+"""The page's own files: plain HTML, CSS and modules that lie in the package, read once and served as they are."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Scope
+
+STATIC = Path(__file__).parent / "static"
+# Where they are: `/page/js/main.js`. The page itself is at `/`.
+PREFIX = "/page/"
+INDEX = "index.html"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+# Scripts, styles and connections are this server's alone. Whatever a model writes becomes HTML only through the one
+# policy that sanitises it: browsers that know trusted types refuse all else.
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types dompurify",
+    )
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    # A browser asks each time, and mostly hears that it has the file: after an upgrade no page mixes two versions.
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True)
+class PageFile:
+    """A file, and the tag by which a browser knows that it has it."""
+
+    data: bytes
+    media_type: str
+    etag: str
+
+    def response(self, if_none_match: str) -> Response:
+        """The file; a 304 for who has it."""
+        headers = {**_HEADERS, "etag": self.etag}
+        if self.etag in if_none_match:
+            return Response(status_code=304, headers=headers)
+        return Response(self.data, headers={**headers, "content-type": self.media_type})
+
+
+def load_files() -> dict[str, PageFile]:
+    """All files by their paths below ``PREFIX``."""
+    found = {}
+    for path in sorted(STATIC.rglob("*")):
+        if path.suffix in _TYPES:
+            data = path.read_bytes()
+            digest = hashlib.sha256(data).hexdigest()[:32]
+            found[path.relative_to(STATIC).as_posix()] = PageFile(data, _TYPES[path.suffix], f'"{digest}"')
+    return found
+
+
+def wants_html(headers: Headers) -> bool:
+    return "text/html" in headers.get("accept", "")
+
+
+def is_open(scope: Scope) -> bool:
+    """Whether a request is for the page's files, which are the same for everybody: the page itself asks for the key."""
+    path: str = scope["path"]
+    return path.startswith(PREFIX) or (path == "/" and wants_html(Headers(scope=scope)))

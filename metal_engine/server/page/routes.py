@@ -1,0 +1,45 @@
+"""The page at ``/``, its files, and the stream that its live view reads."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from metal_engine import __version__
+from metal_engine.server.errors import APIError
+from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.generation.streaming import EventStreamResponse
+from metal_engine.server.lifecycle import Lifecycle
+from metal_engine.server.page.files import INDEX, PREFIX, load_files, wants_html
+from metal_engine.server.page.viewers import Viewers
+from metal_engine.server.status.pages import LINKS
+from metal_engine.server.status.routes import get_and_head
+
+# Of `seconds`: a day.
+_MAX_SECONDS = 86_400.0
+
+
+def add_page(app: FastAPI, served: ServedModel, lifecycle: Lifecycle, keep_alive: float) -> None:
+    files = load_files()
+    viewers = app.state.viewers = Viewers(served.engine, served.names)
+    lifecycle.at_end.append(viewers.close)
+
+    @get_and_head(app, "/", include_in_schema=False)
+    async def root(request: Request) -> Response:
+        if wants_html(request.headers):
+            return files[INDEX].response(request.headers.get("if-none-match", ""))
+        return JSONResponse({"name": "metal-engine", "version": __version__, "models": served.names, "links": LINKS})
+
+    @get_and_head(app, PREFIX + "{name:path}", include_in_schema=False)
+    async def page_file(name: str, request: Request) -> Response:
+        if name not in files or name == INDEX:
+            raise APIError(404, "Not Found")
+        return files[name].response(request.headers.get("if-none-match", ""))
+
+    @app.get("/watch", include_in_schema=False)  # a stream without end, which programs that try schemas would wait for
+    async def watch(seconds: Annotated[float | None, Query(ge=0, le=_MAX_SECONDS)] = None) -> Response:
+        viewers.check_room()
+        return EventStreamResponse(viewers.events(seconds), keep_alive=keep_alive)

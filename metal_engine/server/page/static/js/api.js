@@ -1,0 +1,85 @@
+// Requests to the server this page came from, with the key that the user gave.
+
+const KEY = "metal-engine.key";
+
+/** An answer that is an error; `status` is 0 if there was none. */
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+let key = sessionStorage.getItem(KEY) ?? "";
+
+export const hasKey = () => key !== "";
+
+/** Remember a key for as long as the tab is open. */
+export function setKey(given) {
+  key = given;
+  sessionStorage.setItem(KEY, given);
+}
+
+/** A request; its body, if it has one, is JSON. Throws ApiError unless the answer is a success. */
+export async function request(path, { body, signal } = {}) {
+  const headers = {};
+  if (key) headers.authorization = `Bearer ${key}`;
+  if (body !== undefined) headers["content-type"] = "application/json";
+  let response;
+  try {
+    const method = body === undefined ? "GET" : "POST";
+    response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "the server does not answer");
+  }
+  if (response.ok) return response;
+  let message = `the server answered ${response.status}`;
+  try {
+    message = (await response.json()).error.message;
+  } catch {
+    // not JSON: the status says it
+  }
+  throw new ApiError(response.status, message);
+}
+
+/** The server-sent events of an answer: {event, data}, data as text. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    while (true) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const one = { event: "message", data: "" };
+        for (const line of block.split("\n")) {
+          if (line.startsWith("event: ")) one.event = line.slice(7);
+          else if (line.startsWith("data: ")) one.data += line.slice(6);
+        }
+        if (one.data) yield one;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+/**
+ * A stream of OpenAI's chunks: each as an object, until `[DONE]`. Throws ApiError for an error within it.
+ *
+ * `begun` is called with the answer's id as soon as the server has taken the request in.
+ */
+export async function* chunks(path, body, signal, begun = () => {}) {
+  const response = await request(path, { body: { ...body, stream: true }, signal });
+  begun(response.headers.get("x-generation-id"));
+  for await (const { data } of events(response)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(500, chunk.error.message);
+    yield chunk;
+  }
+  throw new ApiError(0, "the connection ended before the answer did");
+}

@@ -1,0 +1,76 @@
+// One answer on its way: from the stream's chunks to a message, with what it took.
+
+import { chunks } from "../api.js";
+import { withKey } from "../key.js";
+
+/**
+ * Streams an answer into `message` of `conversation`. `changed(part)` is called whenever it has: "text" for more of it, "end" for its end.
+ * `serverId` is the server's name for it, null until it has been taken in.
+ */
+export class Answer {
+  constructor(message, conversation, changed) {
+    this.message = message;
+    this.conversation = conversation;
+    this.changed = changed;
+    this.abort = new AbortController();
+    this.serverId = null;
+  }
+
+  stop() {
+    this.abort.abort();
+  }
+
+  async run(body) {
+    const { message } = this;
+    const started = performance.now();
+    let [first, last] = [0, 0];
+    try {
+      await withKey(async () => {
+        const options = { ...body, stream_options: { include_usage: true, continuous_usage_stats: true } };
+        const begun = (id) => (this.serverId = id);
+        for await (const chunk of chunks("/v1/chat/completions", options, this.abort.signal, begun)) {
+          if (chunk.usage) message.usage = chunk.usage;
+          for (const { delta, finish_reason: reason } of chunk.choices) {
+            if (reason) message.reason = reason;
+            if (!this.take(delta)) continue;
+            last = performance.now();
+            first ||= last;
+            message.figures = figures(message.usage, (first - started) / 1000, (last - first) / 1000);
+            this.changed("text");
+          }
+        }
+      });
+      message.state = "done";
+    } catch (error) {
+      message.state = "stopped";
+      message.problem = error.name === "AbortError" ? "stopped" : error.message;
+    }
+    if (first) message.figures = figures(message.usage, (first - started) / 1000, (last - first) / 1000);
+    this.changed("end");
+  }
+
+  /** Add what a chunk brings; returns whether that is anything. */
+  take(delta) {
+    const { message } = this;
+    message.content += delta.content ?? "";
+    message.reasoning += delta.reasoning ?? "";
+    for (const { index, id, function: called } of delta.tool_calls ?? []) {
+      const call = (message.calls[index] ??= { id, name: "", text: "" });
+      call.name += called?.name ?? "";
+      call.text += called?.arguments ?? "";
+    }
+    return Boolean(delta.content || delta.reasoning || delta.tool_calls);
+  }
+}
+
+function figures(usage, firstSeconds, laterSeconds) {
+  if (!usage) return null;
+  const tokens = usage.completion_tokens;
+  return {
+    firstSeconds,
+    perSecond: tokens > 1 && laterSeconds > 0 ? (tokens - 1) / laterSeconds : null,
+    tokens,
+    promptTokens: usage.prompt_tokens,
+    cachedTokens: usage.prompt_tokens_details?.cached_tokens ?? 0,
+  };
+}

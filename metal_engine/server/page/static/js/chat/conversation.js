@@ -1,0 +1,72 @@
+// A conversation as a tree of messages: editing one, or asking again, makes a branch and loses nothing.
+
+let numMade = 0;
+const newId = () => `${Date.now().toString(36)}-${(numMade += 1)}-${Math.random().toString(36).slice(2, 8)}`;
+
+/**
+ * Messages by id. A message: {id, parent, role, content, children, chosen} and, of an answer, {reasoning, calls,
+ * figures, state, problem}; `chosen` is the child that is shown. The root is a message without a role.
+ */
+export class Conversation {
+  constructor(saved = null) {
+    this.id = saved?.id ?? newId();
+    this.title = saved?.title ?? "New conversation";
+    this.messages = saved?.messages ?? { root: { id: "root", children: [], chosen: null } };
+  }
+
+  get isEmpty() {
+    return this.messages.root.children.length === 0;
+  }
+
+  /** The messages that are shown, first to last. */
+  get path() {
+    const path = [];
+    for (let at = this.messages.root; at.chosen; ) {
+      at = this.messages[at.chosen];
+      path.push(at);
+    }
+    return path;
+  }
+
+  /** Add a message after another (null: at the beginning), and show it. */
+  add(parent, message) {
+    const id = newId();
+    const above = this.messages[parent?.id ?? "root"];
+    this.messages[id] = { children: [], chosen: null, ...message, id, parent: above.id };
+    above.children.push(id);
+    above.chosen = id;
+    if (message.role === "user" && above.id === "root") this.title = message.content.trim().slice(0, 60) || "…";
+    return this.messages[id];
+  }
+
+  parentOf(message) {
+    return message.parent === "root" ? null : this.messages[message.parent];
+  }
+
+  /** Which of its siblings a message is, from 0, and how many there are. */
+  place(message) {
+    const { children } = this.messages[message.parent];
+    return [children.indexOf(message.id), children.length];
+  }
+
+  /** Show the sibling so many places further. */
+  turn(message, by) {
+    const above = this.messages[message.parent];
+    above.chosen = above.children[above.children.indexOf(message.id) + by];
+  }
+
+  /** What the API is sent for an answer to `last`: everything up to it. */
+  upTo(last) {
+    const sent = [];
+    for (let at = last; at; at = this.parentOf(at)) sent.unshift(toApi(at));
+    return sent;
+  }
+}
+
+function toApi(message) {
+  const { role, content } = message;
+  if (role === "tool") return { role, content, tool_call_id: message.callId };
+  if (!message.calls?.length) return { role, content };
+  const calls = message.calls.map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));
+  return { role, content: content || null, tool_calls: calls };
+}

@@ -1,0 +1,146 @@
+// A message on the page: its text, what can be done with it, what it took.
+
+import { count, duration, el } from "../dom.js";
+import { rendered } from "./markdown.js";
+
+const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
+
+/**
+ * An element for a message that knows how to show its newest state.
+ *
+ * `actions` are what its buttons call: edit(message, text), again(message), turn(message, by), result(message, call,
+ * text). `place` is which sibling it is of how many.
+ */
+export class MessageView {
+  constructor(message, place, actions) {
+    this.message = message;
+    this.place = place;
+    this.actions = actions;
+    this.dot = el("span", { className: "dot" });
+    this.body = el("div", { className: "body" });
+    this.reasoning = el("div", { className: "text" });
+    this.reasoningPart = el("details", { className: "reasoning", hidden: true });
+    this.reasoningTitle = el("summary", { textContent: "Reasoning" });
+    this.reasoningPart.append(this.reasoningTitle, this.reasoning);
+    this.calls = el("div");
+    this.wait = el("div", { className: "waiting", hidden: true });
+    this.foot = el("div", { className: "foot" });
+    const who = el("div", { className: "who" }, message.role === "assistant" ? this.dot : null, NAMES[message.role]);
+    this.element = el("article", { className: `message ${message.role}`, "aria-label": NAMES[message.role] });
+    const parts = message.role === "assistant" ? [this.reasoningPart, this.body, this.calls, this.wait] : [this.body];
+    this.element.append(who, ...parts, this.foot);
+    this.update();
+  }
+
+  /** Show the message as it is now. */
+  update() {
+    const { message } = this;
+    if (message.role === "assistant") {
+      this.body.replaceChildren(rendered(message.content));
+      this.reasoningPart.hidden = !message.reasoning;
+      this.reasoning.textContent = message.reasoning;
+      const isThinking = message.state === "running" && !message.content;
+      this.reasoningTitle.textContent = isThinking ? "Reasoning …" : "Reasoning";
+      this.showCalls();
+    } else {
+      this.body.textContent = message.content;
+    }
+    if (message.state !== "running") this.waiting(null);
+    this.showFoot();
+  }
+
+  /** How far the prompt is: tokens computed of all, or null once there is text. */
+  waiting(progress) {
+    this.wait.hidden = progress === null;
+    if (progress === null) return;
+    const { computed, total } = progress;
+    const bar = el("progress", { "aria-label": "Prompt computed" });
+    if (total) Object.assign(bar, { value: computed, max: total });
+    const said = total ? `computing the prompt: ${count(computed)} of ${count(total)} tokens` : "waiting for its turn";
+    this.wait.replaceChildren(bar, said);
+  }
+
+  /** The colour of its request in the live view; null when that has ended. */
+  mark(colour) {
+    this.dot.style.background = colour ?? "";
+  }
+
+  showCalls() {
+    const { calls } = this.message;
+    while (this.calls.children.length > calls.length) this.calls.lastChild.remove();
+    calls.forEach((call, i) => {
+      const part = this.calls.children[i] ?? this.calls.appendChild(this.callView(call));
+      part.querySelector("summary").textContent = `Call of ${call.name}`;
+      part.querySelector("code").textContent = call.text;
+      part.querySelector("form").hidden = this.message.state === "running";
+    });
+  }
+
+  callView(call) {
+    const result = el("input", { type: "text", required: true, "aria-label": "Result of the call", placeholder: "Its result" });
+    const form = el("form", {}, result, el("button", { type: "submit", textContent: "Send the result" }));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.actions.result(this.message, call, result.value);
+    });
+    const details = el("details", { className: "call", open: true }, el("summary"));
+    details.append(el("pre", { tabIndex: 0 }, el("code")), form);
+    return details;
+  }
+
+  showFoot() {
+    const { message, actions } = this;
+    const parts = [];
+    const [at, number] = this.place;
+    if (number > 1) {
+      parts.push(
+        el(
+          "span",
+          { className: "branches" },
+          button("‹", "Branch before", () => actions.turn(message, -1), at === 0),
+          `${at + 1} of ${number}`,
+          button("›", "Branch after", () => actions.turn(message, 1), at === number - 1),
+        ),
+      );
+    }
+    if (message.role === "user") parts.push(button("Edit", "Edit and send again", () => this.edit()));
+    if (message.role === "assistant" && message.state !== "running") {
+      parts.push(button("Again", "Answer again", () => actions.again(message)));
+    }
+    if (message.figures) parts.push(el("span", { className: "figures", textContent: figuresText(message) }));
+    if (message.reason === "length") parts.push("cut at the token limit");
+    if (message.problem) parts.push(el("span", { className: "problem", textContent: message.problem }));
+    this.foot.replaceChildren(...parts);
+  }
+
+  edit() {
+    const area = el("textarea", { value: this.message.content, "aria-label": "Message" });
+    const form = el("form", { className: "edit" }, area);
+    const send = el("button", { type: "submit", className: "primary", textContent: "Send again" });
+    const cancel = el("button", { type: "button", textContent: "Leave it" });
+    form.append(el("div", { className: "bar" }, send, cancel));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (area.value.trim()) this.actions.edit(this.message, area.value);
+    });
+    cancel.addEventListener("click", () => this.update());
+    this.body.replaceChildren(form);
+    area.focus();
+  }
+}
+
+function button(text, label, onclick, disabled = false) {
+  const made = el("button", { type: "button", className: "plain", textContent: text, title: label, disabled });
+  made.setAttribute("aria-label", label);
+  made.addEventListener("click", onclick);
+  return made;
+}
+
+function figuresText({ figures: { firstSeconds, perSecond, tokens, promptTokens, cachedTokens }, drafts }) {
+  const parts = [`first token after ${duration(firstSeconds)}`];
+  if (perSecond) parts.push(`${perSecond.toFixed(1)} tokens/s`);
+  parts.push(`${count(tokens)} ${tokens === 1 ? "token" : "tokens"}`);
+  parts.push(`${count(cachedTokens)} of ${count(promptTokens)} prompt tokens from the cache`);
+  if (drafts) parts.push(`${count(drafts.accepted)} of ${count(drafts.proposed)} drafts accepted`);
+  return parts.join(" · ");
+}

@@ -1,0 +1,71 @@
+// How answers are made: sampling, a system prompt, tools. What is left empty is the server's default.
+
+import { byId, el } from "../dom.js";
+import { loadSettings, saveSettings } from "./store.js";
+
+const NUMBERS = [
+  ["temperature", "Temperature", 0, 2, 0.05],
+  ["top_p", "Top p", 0.01, 1, 0.01],
+  ["top_k", "Top k", -1, 100000, 1],
+  ["min_p", "Min p", 0, 1, 0.01],
+  ["max_tokens", "Tokens at most", 1, 10000000, 1],
+  ["seed", "Seed", 0, 4294967295, 1],
+  ["presence_penalty", "Presence penalty", -2, 2, 0.1],
+  ["repetition_penalty", "Repetition penalty", 0.1, 2, 0.05],
+];
+const EFFORTS = ["", "none", "low", "medium", "high"];
+
+export class Settings {
+  constructor() {
+    this.values = loadSettings();
+    const form = byId("settings");
+    const change = (name, value) => {
+      if (value === "") delete this.values[name];
+      else this.values[name] = value;
+      saveSettings(this.values);
+    };
+    const field = (name, title, input, className = "") => {
+      input.value = this.values[name] ?? "";
+      input.addEventListener("input", () => change(name, input.value));
+      form.append(el("label", { className }, title, input));
+      return input;
+    };
+    for (const [name, title, min, max, step] of NUMBERS) {
+      field(name, title, el("input", { type: "number", min, max, step, placeholder: "default" }));
+    }
+    const options = EFFORTS.map((one) => el("option", { value: one, textContent: one || "default" }));
+    field("reasoning_effort", "Reasoning", el("select", {}, ...options));
+    field("system", "System prompt", el("textarea", { rows: 2 }), "wide");
+    this.tools = field("tools", "Tools, as OpenAI's JSON list", el("textarea", { rows: 2, spellcheck: false }), "wide");
+    this.tools.addEventListener("input", () => this.tools.setCustomValidity(isList(this.tools.value) ? "" : "This is no JSON list."));
+    form.addEventListener("submit", (event) => event.preventDefault());
+    const open = byId("settings-open");
+    open.addEventListener("click", () => {
+      form.hidden = !form.hidden;
+      open.setAttribute("aria-expanded", String(!form.hidden));
+    });
+  }
+
+  /** The parameters of a request that these settings ask for. */
+  get parameters() {
+    const found = {};
+    for (const [name] of NUMBERS) if (this.values[name] !== undefined) found[name] = Number(this.values[name]);
+    if (this.values.reasoning_effort) found.reasoning_effort = this.values.reasoning_effort;
+    if (this.values.tools && isList(this.values.tools)) found.tools = JSON.parse(this.values.tools);
+    return found;
+  }
+
+  /** The messages that every conversation begins with. */
+  get system() {
+    return this.values.system ? [{ role: "system", content: this.values.system }] : [];
+  }
+}
+
+function isList(text) {
+  if (!text.trim()) return true;
+  try {
+    return Array.isArray(JSON.parse(text));
+  } catch {
+    return false;
+  }
+}

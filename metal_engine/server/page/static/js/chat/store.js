@@ -1,0 +1,68 @@
+// Conversations and settings, in this browser's storage and nowhere else.
+
+import { Conversation } from "./conversation.js";
+
+const PREFIX = "metal-engine.conversation.";
+const CURRENT = "metal-engine.current";
+const SETTINGS = "metal-engine.settings";
+const MAX_CONVERSATIONS = 200;
+
+function read(name) {
+  try {
+    return JSON.parse(localStorage.getItem(name));
+  } catch {
+    return null; // not ours, or cut short
+  }
+}
+
+export function loadSettings() {
+  return read(SETTINGS) ?? {};
+}
+
+export function saveSettings(settings) {
+  localStorage.setItem(SETTINGS, JSON.stringify(settings));
+}
+
+/** All conversations as {id, title, time}, the latest first. */
+export function listConversations() {
+  const found = [];
+  for (let i = 0; i < localStorage.length; i += 1) {
+    const name = localStorage.key(i);
+    const saved = name.startsWith(PREFIX) ? read(name) : null;
+    if (saved) found.push({ id: saved.id, title: saved.title, time: saved.time });
+  }
+  return found.sort((a, b) => b.time - a.time);
+}
+
+/** The conversation that was open, or a new one. Answers that were under way when the page ended stay as they were. */
+export function openConversation(id = localStorage.getItem(CURRENT)) {
+  const conversation = new Conversation(id ? read(PREFIX + id) : null);
+  for (const message of Object.values(conversation.messages)) {
+    if (message.state === "running") Object.assign(message, { state: "stopped", problem: "the page was closed" });
+  }
+  localStorage.setItem(CURRENT, conversation.id);
+  return conversation;
+}
+
+/** Keep a conversation; the oldest ones give way where there is no room. Returns whether it is kept. */
+export function saveConversation(conversation) {
+  if (conversation.isEmpty) return true;
+  localStorage.setItem(CURRENT, conversation.id);
+  const { id, title, messages } = conversation;
+  const text = JSON.stringify({ id, title, messages, time: Date.now() });
+  const others = listConversations().filter((one) => one.id !== id);
+  for (const one of others.splice(MAX_CONVERSATIONS - 1)) deleteConversation(one.id);
+  while (true) {
+    try {
+      localStorage.setItem(PREFIX + id, text);
+      return true;
+    } catch {
+      if (!others.length) return false;
+      deleteConversation(others.pop().id);
+    }
+  }
+}
+
+export function deleteConversation(id) {
+  localStorage.removeItem(PREFIX + id);
+}

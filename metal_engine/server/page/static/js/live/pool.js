@@ -1,0 +1,104 @@
+// The pool of blocks and the requests in it, as the events of /watch tell of them. docs/api.md has their fields.
+
+/** What the engine holds. Owners are keys of requests; nothing here draws. */
+export class Pool {
+  constructor() {
+    this.begin({ pool: { num_blocks: 0, block_size: 1, num_state_slots: 0 }, requests: [] });
+  }
+
+  /** Forget everything: a snapshot has come. */
+  begin(snapshot) {
+    const { num_blocks: numBlocks, block_size: blockSize } = snapshot.pool;
+    this.numBlocks = numBlocks;
+    this.blockSize = blockSize;
+    this.requests = new Map();
+    this.tables = new Map();
+    this.owners = new Array(numBlocks); // of each block: the requests whose tables it stands in; undefined for none
+    this.cached = new Uint8Array(numBlocks);
+    this.lastOwner = new Int32Array(numBlocks).fill(-1);
+    this.numUsed = 0;
+    this.numCached = 0; // and in nobody's table
+    this.finished = []; // still known until the next frame, for rows tell of them
+    this.addRequests(snapshot.requests);
+  }
+
+  /** Take in a frame; returns the blocks that preempted requests have lost. */
+  apply(frame) {
+    for (const key of this.finished) this.requests.delete(key);
+    this.finished = frame.finished ?? [];
+    this.addRequests(frame.requests ?? []);
+    const preempted = new Set(frame.preempted ?? []);
+    const lost = [];
+    for (const [key, cleared, runs] of frame.tables ?? []) {
+      if (cleared) {
+        const given = this.giveUp(key);
+        if (preempted.has(key)) lost.push(...given);
+      }
+      this.add(key, runs);
+    }
+    this.setCached(frame.cached ?? [], 1);
+    this.setCached(frame.uncached ?? [], 0);
+    for (const row of frame.rows ?? []) this.follow(row);
+    for (const key of preempted) if (this.requests.has(key)) this.requests.get(key).computed = 0;
+    return lost;
+  }
+
+  addRequests(requests) {
+    for (const one of requests) this.requests.set(one.key, { ...one, computed: one.cached_tokens });
+  }
+
+  /** How far requests are, of the steps that have ended. */
+  follow(row) {
+    for (const [key, tokens, context, , drafts = 0] of row.segments) {
+      const request = this.requests.get(key);
+      if (request) request.computed = Math.max(request.computed, context + tokens - drafts + row.steps - 1);
+    }
+  }
+
+  /** The request of an answer: the server tells the last characters of ids. */
+  find(id) {
+    for (const request of this.requests.values()) if (id.endsWith(request.id)) return request;
+    return null;
+  }
+
+  giveUp(key) {
+    const table = this.tables.get(key) ?? [];
+    this.tables.delete(key);
+    for (const block of table) {
+      const owners = this.owners[block].filter((owner) => owner !== key);
+      this.owners[block] = owners.length ? owners : undefined;
+      if (owners.length) continue;
+      this.numUsed -= 1;
+      this.numCached += this.cached[block];
+    }
+    return table;
+  }
+
+  add(key, runs) {
+    if (!runs.length) return;
+    const table = this.tables.get(key) ?? [];
+    this.tables.set(key, table);
+    for (const [first, length] of runs) {
+      for (let block = first; block < first + length; block += 1) {
+        table.push(block);
+        this.lastOwner[block] = key;
+        if (this.owners[block]) {
+          this.owners[block] = [...this.owners[block], key];
+          continue;
+        }
+        this.owners[block] = [key];
+        this.numUsed += 1;
+        this.numCached -= this.cached[block];
+      }
+    }
+  }
+
+  setCached(runs, value) {
+    for (const [first, length] of runs) {
+      for (let block = first; block < first + length; block += 1) {
+        if (!this.owners[block]) this.numCached += value - this.cached[block];
+        this.cached[block] = value;
+      }
+    }
+  }
+}

@@ -1,0 +1,176 @@
+// The tape: each step a row of coloured segments, as wide as they have tokens and as high as the step took time.
+
+import { count, duration } from "../dom.js";
+import { inspect, View } from "./canvas.js";
+import { colour, styled } from "./colours.js";
+
+const PIXELS_PER_SECOND = 60;
+const MIN_ROW = 3;
+const GAP = 7; // stands for any time without steps
+const MAX_ROWS = 400;
+const AXIS = 44; // for the times on the right
+const FRESH = 1;
+const SAMPLES = 2;
+
+const isDecode = ([, tokens, , flags, drafts = 0]) => tokens - drafts === 1 && !(flags & FRESH);
+
+export class Tape {
+  constructor(view, readout, pool) {
+    this.pool = pool;
+    this.rows = [];
+    this.chosen = null;
+    this.mostTokens = 1;
+    this.view = new View(view.querySelector("canvas"), (...place) => this.draw(...place));
+    inspect(view, readout, {
+      hit: (x, y) => this.hit(x, y),
+      step: (item, dx, dy) => this.beside(item, dx, dy),
+      describe: (item) => this.describe(item),
+      show: (item) => {
+        this.chosen = item;
+        this.view.redraw();
+      },
+    });
+  }
+
+  begin(snapshot) {
+    this.rows = [];
+    this.mostTokens = snapshot.limits.max_num_batched_tokens;
+    this.view.redraw();
+  }
+
+  add(rows) {
+    for (const row of rows) {
+      row.height = Math.max(MIN_ROW, PIXELS_PER_SECOND * row.seconds);
+      row.gap = row.idle > 0.5 ? GAP : 0;
+      row.dots = row.segments.filter(isDecode).reduce((sum, [, tokens]) => sum + tokens, 0);
+      // Requests are forgotten when they end; the tape still names them.
+      row.names = new Map(row.segments.map(([key]) => [key, this.pool.requests.get(key)]));
+    }
+    this.rows = [...this.rows, ...rows].slice(-MAX_ROWS);
+    if (rows.length) this.view.redraw();
+  }
+
+  /** Rows that are seen, newest first, each with the top of its place. */
+  *seen(height) {
+    let top = height;
+    for (let i = this.rows.length - 1; i >= 0 && top > 0; i -= 1) {
+      top -= this.rows[i].height;
+      yield [this.rows[i], top];
+      top -= this.rows[i].gap;
+    }
+  }
+
+  draw(context, width, space) {
+    const dot = this.dotWidth(width, space);
+    for (const [row, top] of this.seen(space)) {
+      const height = Math.max(row.height - 1, 1.5);
+      for (const [left, right, segment] of this.places(row, width, dot)) {
+        const [key, , , flags] = segment;
+        context.fillStyle = colour(key);
+        if (isDecode(segment)) {
+          this.drawDecode(context, segment, left, top + 0.5, dot, height);
+          continue;
+        }
+        context.globalAlpha = flags & FRESH ? 1 : 0.6;
+        context.fillRect(left, top + 0.5, Math.max(right - left - 1, 1), height);
+        context.globalAlpha = 1;
+        if (flags & SAMPLES) context.fillRect(right + 1, top + 0.5, 3, height);
+      }
+      context.globalAlpha = 1;
+      if (row.gap) this.drawGap(context, width, top - row.gap / 2, row.idle);
+    }
+    this.drawAxis(context, width, space);
+    if (this.chosen) this.drawChosen(context, width, space, dot);
+  }
+
+  /** A square for the token, and a pale one for each draft behind it. */
+  drawDecode(context, [, tokens], left, top, dot, height) {
+    for (let i = 0; i < tokens; i += 1) {
+      context.globalAlpha = i ? 0.35 : 1;
+      context.fillRect(left + i * dot, top, Math.max(dot - 1, 1), height);
+    }
+    context.globalAlpha = 1;
+  }
+
+  /** Of a decode, the same in all rows that are seen: so a request that goes on keeps its column. */
+  dotWidth(width, height) {
+    let most = 8;
+    for (const [row] of this.seen(height)) most = Math.max(most, row.dots);
+    return Math.min(Math.max((0.5 * (width - AXIS)) / most, 2.5), 12);
+  }
+
+  /** Where a row's segments are: [left, right, segment]. */
+  *places(row, width, dot) {
+    const scale = (width - AXIS - dot * row.dots - 8) / this.mostTokens;
+    let left = 0;
+    for (const segment of row.segments) {
+      const tokens = segment[1];
+      const right = left + (isDecode(segment) ? dot * tokens : Math.max(tokens * scale, 4));
+      yield [left, right, segment];
+      left = right + (isDecode(segment) ? 0 : 5);
+    }
+  }
+
+  drawGap(context, width, y, idle) {
+    context.strokeStyle = styled("--line");
+    context.setLineDash([3, 3]);
+    context.strokeRect(0, y, width - AXIS, 0);
+    context.setLineDash([]);
+    context.fillStyle = styled("--quiet");
+    context.font = "10px system-ui, sans-serif";
+    context.fillText(duration(idle), width - AXIS + 4, y + 3);
+  }
+
+  drawAxis(context, width, height) {
+    context.fillStyle = styled("--quiet");
+    context.font = "10px system-ui, sans-serif";
+    for (let seconds = 1; seconds * PIXELS_PER_SECOND < height - 8; seconds += 1) {
+      const y = height - seconds * PIXELS_PER_SECOND;
+      context.fillRect(width - AXIS + 30, y, 5, 1);
+      if (seconds % 2 === 0) context.fillText(`${seconds} s`, width - AXIS + 10, y + 3);
+    }
+  }
+
+  drawChosen(context, width, height, dot) {
+    for (const [row, top] of this.seen(height)) {
+      if (row !== this.chosen.row) continue;
+      const place = [...this.places(row, width, dot)][this.chosen.index];
+      if (!place) return;
+      context.strokeStyle = styled("--text");
+      context.lineWidth = 1.5;
+      context.strokeRect(place[0], top, place[1] - place[0], row.height);
+    }
+  }
+
+  hit(x, y) {
+    const { clientWidth: width, clientHeight: height } = this.view.canvas;
+    const dot = this.dotWidth(width, height);
+    for (const [row, top] of this.seen(height)) {
+      if (y < top || y > top + row.height) continue;
+      const index = [...this.places(row, width, dot)].findIndex(([left, right]) => x >= left && x <= right);
+      return { row, index: Math.max(index, 0) };
+    }
+    return null;
+  }
+
+  beside(item, dx, dy) {
+    if (!this.rows.length) return null;
+    const at = item === null ? -1 : this.rows.indexOf(item.row);
+    const row = this.rows[at < 0 ? this.rows.length - 1 : Math.min(Math.max(at + dy, 0), this.rows.length - 1)];
+    const index = item === null ? 0 : item.index + dx;
+    return { row, index: Math.min(Math.max(index, 0), row.segments.length - 1) };
+  }
+
+  describe({ row, index }) {
+    const segment = row.segments[index];
+    const [key, tokens, context, flags, drafts] = segment;
+    const request = row.names.get(key);
+    const of = request ? `request …${request.id} (prompt ${count(request.prompt_tokens)})` : `request ${key}`;
+    const decode = drafts ? `decode with ${drafts} drafts` : "decode";
+    const kind = flags & FRESH ? "fresh" : isDecode(segment) ? decode : "chunk";
+    const steps = row.steps > 1 ? `steps ${count(row.step)} to ${count(row.step + row.steps - 1)}` : `step ${count(row.step)}`;
+    const sampled = flags & SAMPLES ? "sampled a token" : "sampled nothing";
+    const each = tokens === 1 ? "1 token" : `${count(tokens)} tokens`;
+    return `${steps}, ${duration(row.seconds)}: ${of}, ${kind}, ${each} after ${count(context)}, ${sampled}`;
+  }
+}

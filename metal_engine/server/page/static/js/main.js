@@ -1,0 +1,72 @@
+// Puts the page together: the chat on the left, what the engine does on the right, one stream for both.
+
+import { byId, count } from "./dom.js";
+import { Chat } from "./chat/chat.js";
+import { Settings } from "./chat/settings.js";
+import { Blocks } from "./live/blocks.js";
+import { setUpClients } from "./live/clients.js";
+import { colour } from "./live/colours.js";
+import { Demos } from "./live/demos.js";
+import { History } from "./live/history.js";
+import { showMemory, showStates } from "./live/memory.js";
+import { Pool } from "./live/pool.js";
+import { LiveStream } from "./live/stream.js";
+import { Tape } from "./live/tape.js";
+
+const pool = new Pool();
+const tape = new Tape(byId("tape"), byId("tape-now"), pool);
+const blocks = new Blocks(byId("blocks"), byId("blocks-now"), byId("blocks-text"), pool);
+const history = new History(byId("charts"));
+let facts = null; // the last snapshot, with the stats of the last frame
+
+const chat = new Chat(new Settings(), {
+  request: (serverId) => (serverId === null ? null : pool.find(`${serverId}-0`)),
+  colour: (request) => colour(request.key),
+});
+const demos = new Demos(() => facts);
+setUpClients(() => facts?.models[0] ?? "MODEL");
+
+const demoButtons = ["demo-eight", "demo-long", "demo-fill"].map(byId);
+for (const button of demoButtons) button.disabled = true;
+
+new LiveStream({
+  snapshot(snapshot) {
+    const isFirst = facts === null;
+    facts = snapshot;
+    const { models, model, limits } = snapshot;
+    byId("model").textContent = `${models[0]} · ${model.type}, ${model.dtype}, ${count(limits.max_model_len)} tokens of context`;
+    document.title = `${models[0]} · metal-engine ${snapshot.version}`;
+    showMemory(snapshot);
+    pool.begin(snapshot);
+    tape.begin(snapshot);
+    history.begin(snapshot.stats);
+    blocks.update([]);
+    if (isFirst) for (const button of demoButtons) button.disabled = false;
+  },
+  frame(frame) {
+    const lost = pool.apply(frame);
+    for (const [key, proposed, accepted] of frame.drafts ?? []) chat.drafted(pool.requests.get(key), proposed, accepted);
+    tape.add(frame.rows ?? []);
+    blocks.update(lost);
+    if (frame.stats) {
+      facts.stats = frame.stats;
+      history.add(frame.stats);
+      showStates(facts.pool.num_state_slots, frame.stats);
+      const [proposed, accepted] = frame.stats.drafts;
+      byId("drafts-text").textContent = proposed ? `${count(accepted)} of ${count(proposed)} drafts accepted so far.` : "";
+    }
+    chat.follow();
+  },
+  connection(state, text) {
+    byId("connection").dataset.state = state;
+    byId("connection").textContent = text;
+  },
+}).run();
+
+for (const tab of ["chat", "live"]) {
+  byId(`tab-${tab}`).addEventListener("click", () => {
+    document.body.dataset.tab = tab;
+    for (const other of ["chat", "live"]) byId(`tab-${other}`).setAttribute("aria-pressed", String(other === tab));
+  });
+}
+export { chat, demos, pool };

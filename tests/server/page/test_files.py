@@ -1,0 +1,124 @@
+"""The page's files: what they are, how they are served, and what they may load."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import PurePosixPath
+
+import httpx
+import pytest
+
+from metal_engine import __version__
+from metal_engine.server.page.files import INDEX, PREFIX, STATIC, load_files
+from metal_engine.server.status.pages import LINKS
+from metal_engine.settings.args import ServerArgs
+from tests.support.serving import MODEL, Served, serve
+
+CLIENT = httpx.Client()  # to make one takes longer than what is asked here
+HTML = {"accept": "text/html,application/xhtml+xml;q=0.9"}
+FILES = sorted(load_files())
+
+
+class Index(HTMLParser):
+    """The tags of the page, and what it loads and links to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.script = ""
+        self._in_script = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        assert not any(name.startswith("on") or name == "style" for name in given), f"inline: {tag} {given}"
+        self.loaded += [given[name] for name in ("src",) if name in given]
+        (self.loaded if tag == "link" else self.links).extend([given["href"]] if "href" in given else [])
+        self.ids += [given["id"]] if "id" in given else []
+        self._in_script = tag == "script"
+
+    def handle_data(self, data: str) -> None:
+        self.script += data if self._in_script else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = False
+
+
+def test_the_page(served: Served) -> None:
+    response = CLIENT.get(served.url + "/", headers=HTML)
+    assert response.status_code == 200 and response.headers["content-type"] == "text/html; charset=utf-8"
+    page = Index(response.text)
+    assert not page.script.strip() and len(set(page.ids)) == len(page.ids)
+    assert set(LINKS.values()) <= set(page.links)
+    for path in page.loaded:
+        assert path.startswith(PREFIX) and CLIENT.get(served.url + path).status_code == 200
+
+
+def test_the_page_for_programs(served: Served) -> None:
+    for headers in ({}, {"accept": "application/json"}):
+        answer = CLIENT.get(served.url + "/", headers=headers).json()
+        assert answer == {"name": "metal-engine", "version": __version__, "models": [MODEL], "links": LINKS}
+    for link in LINKS.values():
+        assert CLIENT.get(served.url + link).status_code == 200
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_is_served_with_the_policy(served: Served, name: str) -> None:
+    path = "/" if name == INDEX else PREFIX + name
+    response = CLIENT.get(served.url + path, headers=HTML)
+    assert response.status_code == 200 and response.content == (STATIC / name).read_bytes()
+    policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'" and policy["script-src"] == policy["connect-src"] == "'self'"
+    assert "unsafe" not in response.headers["content-security-policy"]
+    assert response.headers["x-content-type-options"] == "nosniff"
+    again = CLIENT.get(served.url + path, headers={**HTML, "if-none-match": response.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_nothing_comes_from_elsewhere() -> None:
+    """Imports are of files that are there; no style loads anything."""
+    for name in FILES:
+        text = (STATIC / name).read_text(encoding="utf-8")
+        if name.endswith(".css"):
+            assert "url(" not in text and "@import" not in text
+        if name.endswith((".js", ".mjs")):
+            folder = PurePosixPath(name).parent
+            for target in re.findall(r"""^(?:import|export)\b[^'"]*?from\s*['"]([^'"]+)['"]""", text, re.MULTILINE):
+                assert target.startswith("."), f"{name} imports {target}"
+                parts: list[str] = []
+                for part in (*folder.parts, *target.split("/")):
+                    parts = parts[:-1] if part == ".." else parts if part == "." else [*parts, part]
+                assert "/".join(parts) in FILES, f"{name} imports {target}"
+
+
+def test_the_files_are_small_and_name_their_licences() -> None:
+    assert sum((STATIC / name).stat().st_size for name in FILES) < 600_000
+    everything = {path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.is_file()}
+    assert everything == set(FILES), "a file that is not served"
+    notes = (STATIC / "vendor" / "README.txt").read_text(encoding="utf-8")
+    for name in FILES:
+        if name.startswith("vendor/") and name.endswith("js"):
+            assert PurePosixPath(name).name in notes
+    ours = [name for name in FILES if not name.startswith("vendor/")]
+    assert all(len((STATIC / name).read_text(encoding="utf-8").splitlines()) <= 400 for name in ours)
+
+
+def test_the_page_is_open_and_what_it_shows_is_not() -> None:
+    with serve(args=ServerArgs(api_key=("k",))) as served:
+        for path in ("/", PREFIX + "js/main.js"):
+            for method in ("GET", "HEAD"):
+                assert CLIENT.request(method, served.url + path, headers=HTML).status_code == 200
+        assert MODEL not in CLIENT.get(served.url + "/", headers=HTML).text
+        for path in ("/", "/watch", "/v1/models", "/docs", "/page"):
+            assert CLIENT.get(served.url + path).status_code == 401
+    with serve() as served:
+        for path in ("/", "/watch", PREFIX + "js/main.js"):
+            assert CLIENT.get(served.url + path, headers={"host": "evil.example", **HTML}).status_code == 403
+
+
+@pytest.mark.parametrize("path", ["index.html", "../routes.py", "%2e%2e/routes.py", "js", "js/", "", "js/main.js/x"])
+def test_other_paths_are_not_there(served: Served, path: str) -> None:
+    assert CLIENT.get(served.url + PREFIX + path).status_code == 404

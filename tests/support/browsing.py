@@ -1,0 +1,80 @@
+"""A browser on the page: opens it, and holds against it whatever goes wrong in there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.serving import Served
+from tools.fixtures.browser import VARIABLE, find_chromium, open_browser
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+DESK = {"width": 1280, "height": 900}
+PHONE = {"width": 390, "height": 780}
+# Milliseconds: generous, for it is no part of what is tested.
+PATIENCE = 30_000
+
+
+def browser_or_skip() -> Iterator[Browser]:
+    """For a fixture of a module. No other test of that module may run an event loop: playwright's is running."""
+    pytest.importorskip("playwright", reason="playwright is not installed: pip install -e '.[dev]'")
+    executable = find_chromium()
+    if executable is None:
+        pytest.skip(f"there is no Chromium here: apt-get install chromium, or name one in {VARIABLE}")
+    with open_browser(executable) as browser:
+        yield browser
+
+
+@contextmanager
+def page_of(browser: Browser, served: Served, *, live: bool = True, **options: Any) -> Iterator[Page]:
+    """The page, in a context of its own. No error may happen in it, and nothing may be loaded from elsewhere."""
+    context = browser.new_context(**{"viewport": DESK, **options})
+    context.set_default_timeout(PATIENCE)
+    problems: list[str] = []
+
+    def check(url: str) -> None:
+        if not url.startswith((served.url, "data:", "blob:")):
+            problems.append(f"loads {url}")
+
+    page = context.new_page()
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if is_problem(message) else None)
+    page.on("request", lambda request: check(request.url))
+    try:
+        page.goto(served.url)
+        if live:
+            page.wait_for_selector("#connection[data-state=live]")
+            page.wait_for_function("() => document.querySelector('#blocks-text').textContent !== ''")
+        yield page
+    finally:
+        context.close()
+    assert not problems, problems
+
+
+def is_problem(message: Any) -> bool:
+    # The browser itself writes a line for each answer that is an error.
+    return message.type in ("error", "warning") and "Failed to load resource" not in message.text
+
+
+def say(page: Page, text: str) -> None:
+    """Send a message in the chat."""
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
+def wait_for_answer(page: Page, number: int = 1) -> None:
+    """Wait until the answer at this place, from 1, is complete."""
+    page.wait_for_function(
+        "n => document.querySelectorAll('.message.assistant').length >= n && !document.querySelector('#send').hidden",
+        arg=number,
+    )
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    return [re.sub(r"\s+", " ", text).strip() for text in page.locator(selector).all_inner_texts()]

@@ -1,0 +1,93 @@
+"""Takes the screenshots of the page for README.md and docs/page.md: ``python -m tools.docs.page``.
+
+Serves the demo model with a small KV cache, asks it something, fills the cache, and takes pictures with a headless
+Chromium: docs/images/page-light.png, page-dark.png and page-phone.png. Takes a minute or two on two cores.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from metal_engine.build import build_engine
+from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.server.listen import listen
+from metal_engine.server.run import run_server
+from metal_engine.settings.args import EngineArgs, ServerArgs
+from tools.fixtures.browser import find_chromium, open_browser
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
+QUESTION = "What is the capital of France?"
+FOLLOW_UP = "Write a Python function that adds two numbers."
+# Milliseconds: the model runs on a CPU.
+PATIENCE = 300_000
+
+
+def ask(page: object, text: str, number: int) -> None:
+    from playwright.sync_api import Page
+
+    assert isinstance(page, Page)
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+    done = "n => document.querySelectorAll('.message.assistant').length >= n && !document.querySelector('#send').hidden"
+    page.wait_for_function(done, arg=number)
+
+
+def picture(browser: Browser, url: str, name: str, *, scheme: str, width: int, height: int, tab: str = "chat") -> None:
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+    page.set_default_timeout(PATIENCE)
+    page.goto(url)
+    page.wait_for_selector("#connection[data-state=live]")
+    page.evaluate('localStorage.setItem(\'metal-engine.settings\', \'{"temperature": "0", "max_tokens": "120"}\')')
+    page.reload()
+    page.wait_for_selector("#connection[data-state=live]")
+    ask(page, QUESTION, 1)
+    ask(page, FOLLOW_UP, 2)
+    if tab == "live":
+        page.click("#tab-live")
+    page.click("#demo-eight")
+    page.wait_for_selector("#demo-stop", state="hidden")
+    page.click("#demo-fill")
+    # When the cache is full, the latest have been preempted, and the others have gone on for a while.
+    page.wait_for_function("() => document.querySelector('#blocks-text').textContent.includes(' 0 free')")
+    page.wait_for_function("() => /· [2-9]/.test(document.querySelector('.chart .value').textContent)")
+    page.wait_for_timeout(4000)
+    page.screenshot(path=IMAGES / name)
+    page.click("#demo-stop")
+    page.wait_for_selector("#demo-stop", state="hidden")
+    page.close()
+
+
+def main() -> None:
+    executable = find_chromium()
+    if executable is None:
+        sys.exit("there is no Chromium here: apt-get install chromium")
+    args = EngineArgs(model="demo", num_gpu_blocks_override=160, max_num_seqs=12, max_num_batched_tokens=256)
+    engine = AsyncEngine(lambda: build_engine(args))
+    engine.start()
+    ready: list[str] = []
+    is_ready = threading.Event()
+
+    def on_ready(url: str) -> None:
+        ready.append(url)
+        is_ready.set()
+
+    with listen(ServerArgs(port=0)) as listener:
+        served = threading.Thread(
+            target=run_server, args=(engine, ServerArgs(port=0), ("demo",), listener, on_ready), daemon=True
+        )
+        served.start()
+        is_ready.wait()
+        with open_browser(executable) as browser:
+            picture(browser, ready[0], "page-light.png", scheme="light", width=1360, height=850)
+            picture(browser, ready[0], "page-dark.png", scheme="dark", width=1360, height=850)
+            picture(browser, ready[0], "page-phone.png", scheme="light", width=390, height=800, tab="live")
+
+
+if __name__ == "__main__":
+    main()
