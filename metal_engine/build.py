@@ -88,7 +88,7 @@ def _build(
 
     loaded = loader.load(args, device, check)
     opened = _open(args, loaded, choice)
-    draft = _load_draft(args, loaded, device, choice)
+    draft = _load_draft(args, loaded, device_info(blas), choice)
     models = [opened] if draft is None else [opened, draft]
     info, paged = opened.info, opened.paged
     config = resolve_config(

@@ -53,6 +53,7 @@ def test_never_stops(folder: Path, demo_path: Path, tmp_path: Path) -> None:
     assert {a.dtype for a in weights.values()} == {mx.float32}
 
 
+@pytest.mark.full
 def test_synthetic_pairs(folder: Path, demo_tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Idle layers change nothing that comes out, and layers that are left out do."""
     export(tmp_path / "slow", idle_layers=5)
