@@ -17,6 +17,7 @@ from metal_engine.settings.config import (
     EngineConfig,
     ModelInfo,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from metal_engine.settings.pool_size import affordable_states, pool_flag, pool_size, wanted_context
 from metal_engine.settings.speculative import check_speculation, speculative_config
@@ -67,10 +68,6 @@ def resolve_config(
             f"({max_num_seqs} + {args.block_size}), got {budget}: decodes could leave less than a block for ever, "
             "and prompts would starve",
         )
-    speculative = speculative_config(args)
-    check_speculation(speculative, model)
-    if speculative is not None and draft is not None:
-        speculative = replace(speculative, max_draft_len=draft.max_position_embeddings)
     scheduler = SchedulerConfig(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
@@ -82,7 +79,7 @@ def resolve_config(
         scheduling_policy=args.scheduling_policy,
         max_attention_work=args.max_attention_work or _attention_work(model, device),
         async_scheduling=args.async_scheduling,
-        speculative=speculative,
+        speculative=_speculative(args, model, draft),
     )
     step_bytes = measure_step(budget, scheduler.max_sample_rows)
     pool = pool_size(args, _with_draft(model, draft), device, max_num_seqs, step_bytes)
@@ -104,6 +101,14 @@ def resolve_config(
         step_bytes=step_bytes,
         draft=draft,
     )
+
+
+def _speculative(args: EngineArgs, model: ModelInfo, draft: ModelInfo | None) -> SpeculativeConfig | None:
+    config = speculative_config(args)
+    check_speculation(config, model)
+    if config is None or draft is None:
+        return config
+    return replace(config, max_draft_len=draft.max_position_embeddings)
 
 
 def _with_draft(model: ModelInfo, draft: ModelInfo | None) -> ModelInfo:
