@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_engine.request import Request
-from metal_engine.scheduling.draft_lengths import Acceptance, StepTimes, best_lengths, least_gain
+from metal_engine.scheduling.draft_lengths import Acceptance, StepTimes, choose_lengths, least_gain
 from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
@@ -139,7 +139,7 @@ def test_lengths_are_those_that_give_most_tokens_a_second(
         tokens = sum(sum(p**j for j in range(n + 1)) for p, n in zip(acceptances, lengths, strict=True))
         return tokens / seconds[sum(lengths)]
 
-    ours = best_lengths(acceptances, limits, len(requests), seconds)
+    ours = choose_lengths(acceptances, limits, len(requests), seconds).lengths
     assert all(0 <= n <= limit for n, limit in zip(ours, limits, strict=True))
     # Drafts that are almost never accepted are not even considered.
     considered = [
@@ -153,9 +153,9 @@ def test_lengths_are_those_that_give_most_tokens_a_second(
 def test_rows_that_cost_what_they_give_are_not_taken() -> None:
     proportional = [float(n) for n in range(16, 80)]
     assert least_gain(16, proportional) == pytest.approx(1.0)
-    assert best_lengths([0.9] * 16, [4] * 16, 16, proportional) == [0] * 16
-    assert best_lengths([0.9] * 16, [4] * 16, 16, [1.0] * 65) == [4] * 16
-    assert best_lengths([0.9], [4], 1, [1.0]) == [0]
+    assert choose_lengths([0.9] * 16, [4] * 16, 16, proportional).lengths == [0] * 16
+    assert choose_lengths([0.9] * 16, [4] * 16, 16, [1.0] * 65).lengths == [4] * 16
+    assert choose_lengths([0.9], [4], 1, [1.0]).lengths == [0]
 
 
 # --- runs ---------------------------------------------------------------------------------------------------
