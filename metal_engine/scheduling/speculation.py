@@ -101,7 +101,8 @@ class Speculation:
         # Drafts that fit into a step of these requests alone.
         most = min(self._config.max_num_batched_tokens, self._max_sample_rows) - len(requests)
         is_ahead = any(r.num_output_placeholders for r in requests)
-        if not is_ahead or max(remaining) > 1 or most <= 0:
+        only_decodes = all(r.num_output_tokens or r.num_output_placeholders for r in requests)
+        if not is_ahead or not only_decodes or max(remaining) > 1 or most <= 0:
             return False
         self._proposer.begin_step()
         times = self._times.times(len(requests), most)

@@ -54,7 +54,9 @@ def make_harness(
     if right:
         blocks = harness.scheduler.blocks
         harness.proposer = None
-        harness.scheduler.speculation = Speculation(harness.config, blocks, RightDrafts(harness), KnownTimes())
+        harness.scheduler.speculation = Speculation(
+            harness.config, blocks, RightDrafts(harness), KnownTimes(), states=harness.scheduler.states
+        )
     return harness
 
 

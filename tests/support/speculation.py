@@ -6,6 +6,7 @@ import random
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import Request
+from metal_engine.scheduling.ahead import AheadTimes
 from metal_engine.scheduling.draft_lengths import StepTimes
 from metal_engine.scheduling.speculation import Proposer, Speculation
 from metal_engine.settings.config import SpeculativeConfig
@@ -33,6 +34,17 @@ class KnownTimes(StepTimes):
 
     def times(self, num_rows: int, most: int) -> list[float]:
         return [1 + self._row_seconds * n for n in range(num_rows, num_rows + most + 1)]
+
+
+class KnownAheadTimes(AheadTimes):
+    """Steps planned ahead that take as long as they are said to."""
+
+    def __init__(self, step_seconds: float) -> None:
+        super().__init__()
+        self._step_seconds = step_seconds
+
+    def seconds(self, num_rows: int) -> float | None:
+        return self._step_seconds
 
 
 class KnownOutputs:
@@ -72,6 +84,11 @@ class KnownOutputs:
 
 
 def propose_from(engine: EngineCore, proposer: Proposer) -> None:
-    """Have an engine that speculates take its drafts from ``proposer``, as if its rows cost nothing."""
-    scheduler = engine.scheduler
-    scheduler.speculation = Speculation(engine.config.scheduler, scheduler.blocks, proposer, KnownTimes())
+    """Have an engine that speculates take its drafts from ``proposer``, as if its rows cost nothing.
+
+    Steps that are planned ahead take 0.7 of others.
+    """
+    scheduler, config, ahead = engine.scheduler, engine.config.scheduler, KnownAheadTimes(0.7)
+    scheduler.speculation = Speculation(
+        config, scheduler.blocks, proposer, KnownTimes(), states=scheduler.states, ahead=ahead
+    )
