@@ -288,7 +288,7 @@ class EngineCore:
         failed = self._failed_loads()
         if plan.num_scheduled_tokens:
             self.num_steps += 1
-            self.metrics.scheduled(plan, started)
+            self.metrics.scheduled(plan, started, is_ahead=bool(self._under_way))
             try:
                 handle = self._runner.execute(plan)
             except Exception as error:  # noqa: BLE001  (logged there)

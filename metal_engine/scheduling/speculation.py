@@ -24,6 +24,9 @@ from metal_engine.step import ModelOutput, SchedulerOutput
 # Requests of a step whose drafts would not pay, and that have one noted only to be compared with what comes. To find
 # drafts takes the host some microseconds.
 _MAX_NOTED = 4
+# Rows of a request with a recurrent state that a step computes without drafts: where there are more, it has none, since
+# the state gets on only when none is rejected.
+_MAX_ROWS_AGAIN = 16
 
 
 class Proposer(Protocol):
@@ -138,10 +141,14 @@ class Speculation:
         most = min(budget.tokens, self._max_sample_rows - len(plan.sampled_req_ids))
         has_room = decoding and most > 0 and budget.attention_work > 0
         times = self._times.times(num_rows, most) if has_room else []
-        proposals = self._propose(decoding, len(decoding), times)
+        usable = [request for request in decoding if self._may_get_on(plan, request)]
+        proposals = self._propose(usable, len(decoding), times)
         for request, drafts in self._chosen(proposals, len(decoding), times, plan):
             num_rows += self._add(plan, budget, request, drafts)
         self._times.planned(num_rows if only_decodes else 0)
+
+    def _may_get_on(self, plan: SchedulerOutput, request: Request) -> bool:
+        return self._states is None or plan.num_scheduled_tokens[request.request_id] <= _MAX_ROWS_AGAIN
 
     def _decodes(self, request: Request, num_rows: int) -> bool:
         return num_rows == 1 or (self._states is not None and self._states.computes_again(request))

@@ -15,6 +15,8 @@ _CPU_POOL_BYTES = 2 * GIB
 _UNKNOWN_CONTEXT = 4096
 # Slots of a request: its state, and where prefixes are cached the checkpoints that follow its prompt and its answer.
 _SLOTS_PER_REQUEST, _SLOTS_WITHOUT_CACHING = 3, 1
+# And the state from before drafts, which may be rejected.
+_SLOTS_FOR_DRAFTS = 1
 # Of the memory for KV cache and states: most that the states of requests take where their number is not given, and most
 # that checkpoints beside them take.
 _REQUESTS_SHARE, _CHECKPOINTS_SHARE = 1 / 3, 1 / 6
@@ -45,7 +47,8 @@ def affordable_states(args: EngineArgs, model: ModelInfo, device: DeviceInfo) ->
 
 
 def _slots_per_request(args: EngineArgs) -> int:
-    return _SLOTS_PER_REQUEST if args.enable_prefix_caching else _SLOTS_WITHOUT_CACHING
+    num_slots = _SLOTS_PER_REQUEST if args.enable_prefix_caching else _SLOTS_WITHOUT_CACHING
+    return num_slots + (_SLOTS_FOR_DRAFTS if args.speculative_config is not None else 0)
 
 
 def pool_size(args: EngineArgs, model: ModelInfo, device: DeviceInfo, max_num_seqs: int, step_bytes: int) -> PoolSize:

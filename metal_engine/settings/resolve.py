@@ -19,7 +19,7 @@ from metal_engine.settings.config import (
     SchedulerConfig,
 )
 from metal_engine.settings.pool_size import affordable_states, pool_flag, pool_size, wanted_context
-from metal_engine.settings.speculative import check_speculation, speculative_config
+from metal_engine.settings.speculative import speculative_config
 
 # A step on a CPU should take about a second at most; two laptop-class cores reach about this rate.
 _CPU_FLOPS = 1.5e11
@@ -66,7 +66,6 @@ def resolve_config(
             "and prompts would starve",
         )
     speculative = speculative_config(args)
-    check_speculation(speculative, model)
     scheduler = SchedulerConfig(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,

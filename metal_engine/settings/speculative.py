@@ -7,7 +7,7 @@ from typing import Any
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.config import ModelInfo, SpeculativeConfig
+from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.settings.fields import Setting, read_object
 
 FLAG = "--speculative-config"
@@ -42,10 +42,6 @@ def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
     shortest = values.get("prompt_lookup_min", longest)
     if shortest > longest:
         raise ConfigError(FLAG, f"prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}")
-    if args.async_scheduling:
-        raise ConfigError(
-            "--async-scheduling", f"and {FLAG} exclude each other: drafts follow tokens that are known on the host"
-        )
     return SpeculativeConfig(
         method=values["method"],
         num_speculative_tokens=values["num_speculative_tokens"],
@@ -59,9 +55,3 @@ def _check_method(given: Any) -> None:
     method = given.get("method") if isinstance(given, dict) else None
     if method is not None and method != "ngram":
         raise ConfigError(FLAG, f"has the method {method!r}, but the only one is ngram")
-
-
-def check_speculation(config: SpeculativeConfig | None, model: ModelInfo) -> None:
-    """Refuse speculation for a model whose state cannot go back past rejected drafts."""
-    if config is not None and model.state_bytes_per_request:
-        raise ConfigError(FLAG, f"does not go with {model.name}: its recurrent states cannot go back past drafts")
