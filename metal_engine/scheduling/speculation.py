@@ -16,7 +16,7 @@ from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.ahead import AheadTimes
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.checkpoints import RequestStates
-from metal_engine.scheduling.draft_lengths import Acceptance, StepTimes, choose_lengths, least_gain
+from metal_engine.scheduling.draft_lengths import Acceptance, Choice, StepTimes, choose_lengths, least_gain
 from metal_engine.scheduling.limits import StepBudget, attention_work, num_remaining, rows_for_work
 from metal_engine.settings.config import SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
@@ -123,7 +123,11 @@ class Speculation:
         chances = [p**n for p, n in zip(acceptances, num_pending, strict=True)]
         num_again = [1] * len(limits) if self._states is not None else None
         choice = choose_lengths(acceptances, limits, len(requests), times, num_again=num_again, chances=chances)
-        return any(choice.lengths) and self._ahead.is_slower(sum(remaining), choice)
+        return self._pays(sum(remaining), choice)
+
+    def _pays(self, num_ahead: int, choice: Choice) -> bool:
+        """Whether a step has drafts, and gives more tokens a second than one that is planned ahead, of so many rows."""
+        return any(choice.lengths) and self._ahead.is_slower(num_ahead, choice)
 
     def add_drafts(self, plan: SchedulerOutput, budget: StepBudget, running: Mapping[str, Request]) -> None:
         """Give the requests that sample in a plan drafts, out of what is left of its budget."""
@@ -219,10 +223,11 @@ class Speculation:
         acceptances = [self._acceptance.of(request.request_id) for request in proposals]
         limits = list(map(len, proposals.values()))
         num_again = None if self._states is None else [plan.num_scheduled_tokens[r.request_id] for r in proposals]
-        lengths = choose_lengths(acceptances, limits, num_sampling, times, num_again=num_again).lengths
+        choice = choose_lengths(acceptances, limits, num_sampling, times, num_again=num_again)
+        pays = not self._config.async_scheduling or self._pays(num_sampling, choice)
         chosen = []
-        for (request, drafts), length in zip(proposals.items(), lengths, strict=True):
-            if length:
+        for (request, drafts), length in zip(proposals.items(), choice.lengths, strict=True):
+            if length and pays:
                 chosen.append((request, drafts[:length]))
             else:
                 self._note(request, drafts)
