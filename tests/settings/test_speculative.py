@@ -105,6 +105,19 @@ def test_rows_that_sample(max_num_seqs: int, num_drafts: int, budget: int, rows:
     assert config.max_sample_rows == rows
 
 
+def test_the_banner_counts_states_before_drafts() -> None:
+    config = fake_config(speculative=SpeculativeConfig(**GIVEN), max_num_seqs=3)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, state_bytes_per_request=1024),
+        cache=dataclasses.replace(config.cache, num_state_slots=20),
+    )
+    facts = startup_facts(config, "http://127.0.0.1:1", ("fake",))
+    assert facts["states"].endswith(
+        "20 slots: 3 for requests, 3 for their states before drafts, the others for checkpoints"
+    )
+
+
 def test_the_banner_says_so() -> None:
     facts = startup_facts(fake_config(speculative=SpeculativeConfig(**GIVEN)), "http://127.0.0.1:1", ("fake",))
     assert facts["speculation"].startswith("ngram: up to 4 tokens")
