@@ -129,6 +129,7 @@ class Request:
         sort_key: order of service; lower goes first.
         last_step: id of the last step that computed some of it; -1 before the first.
         num_preemptions: how often the request lost its blocks.
+        num_draft_tokens: how many tokens were proposed for it, and how many of those were accepted.
         num_predicted_tokens: of the tokens that its client predicted, how many were proposed and accepted, and how many
             proposed and rejected.
     """
@@ -160,6 +161,7 @@ class Request:
     num_registered_blocks: int = field(default=0, init=False)
     sort_key: tuple[int, int] = field(default=(0, -1), init=False)
     last_step: int = field(default=-1, init=False)
+    num_draft_tokens: tuple[int, int] = field(default=(0, 0), init=False)
     num_predicted_tokens: tuple[int, int] = field(default=(0, 0), init=False)
 
     def __post_init__(self, prompt_token_ids: list[int]) -> None:

@@ -85,6 +85,7 @@ class Frame:
         uncached: blocks that do no longer.
         preempted: requests that lost their blocks and wait again.
         finished: requests that are gone, and whose keys mean nothing any more.
+        drafts: of those of them that had some: how many were proposed and how many accepted, by request's key.
         is_whole: whether everything about the pool has been told, so that what was told is what it is now.
     """
 
@@ -96,6 +97,7 @@ class Frame:
     uncached: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
+    drafts: dict[int, tuple[int, int]] = field(default_factory=dict)
     is_whole: bool = True
 
 
@@ -283,6 +285,8 @@ class StepWatch:
         if request_id not in self._scheduler.requests:
             del self._watched[request_id]
             self._frame.finished.append(watched.key)
+            if watched.request.num_draft_tokens[0]:
+                self._frame.drafts[watched.key] = watched.request.num_draft_tokens
 
     # --- frames ---------------------------------------------------------------------------------------------
 

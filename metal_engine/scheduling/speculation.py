@@ -284,6 +284,8 @@ class Speculation:
                 self._blocks.trim(request_id, request.num_tokens + num_accepted)
             accepted[request_id] = drafts[:num_accepted]
             if request_id not in model_output.late_req_ids and request_id not in model_output.errors:
+                before = request.num_draft_tokens
+                request.num_draft_tokens = before[0] + len(drafts), before[1] + num_accepted
                 self._acceptance.tried(request_id, len(drafts), num_accepted)
                 self._proposer.settled(request, len(drafts), num_accepted)
         return accepted

@@ -95,6 +95,7 @@ def frame_data(frame: Frame, stats_now: dict[str, Any]) -> dict[str, Any]:
         "uncached": runs_of(frame.uncached),
         "preempted": frame.preempted,
         "finished": frame.finished,
+        "drafts": [[key, proposed, accepted] for key, (proposed, accepted) in frame.drafts.items()],
     }
     return {name: part for name, part in parts.items() if part} | {"whole": frame.is_whole, "stats": stats_now}
 

@@ -12,6 +12,7 @@ from metal_engine.settings.args import ServerArgs
 from tests.support.browsing import DESK, PHONE, browser_or_skip, page_of, say, texts, wait_for_answer
 from tests.support.pool_picture import PoolPicture
 from tests.support.serving import Served, serve, wait_until
+from tests.support.speculation import speculative_config
 from tests.support.splitting import answer_format
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
 
@@ -57,6 +58,24 @@ def test_an_answer_is_streamed_as_markdown_with_what_it_took(browser: Browser) -
         assert "first token after" in first and "tokens/s" in first and "0 of " in first
         cached = int(second.split("·")[-1].split()[0])
         assert cached > 0 and cached % 8 == 0  # blocks of the first prompt
+
+
+def test_under_an_answer_are_its_accepted_drafts(browser: Browser) -> None:
+    """And not those of the answer before."""
+    config = fake_config(speculative=speculative_config())
+    with serve(script("again and " * 30), config=config, step_time=0.005) as served, page_of(browser, served) as page:
+        other = {"prompt": "again and again and", "max_tokens": 200}
+        assert served.post("/v1/completions", other).status_code == 200
+        before = served.engine.metrics.num_draft_tokens, sum(served.engine.metrics.num_accepted_tokens)
+        say(page, "Go on")
+        wait_for_answer(page)
+        figures = page.locator(".message.assistant .figures", has_text="drafts accepted")
+        after = served.engine.metrics.num_draft_tokens, sum(served.engine.metrics.num_accepted_tokens)
+        proposed, accepted = after[0] - before[0], after[1] - before[1]
+        assert proposed > accepted > 0 or proposed == accepted > 0
+        assert f" {accepted} of {proposed} drafts accepted" in figures.inner_text()
+        page.reload()
+        assert f" {accepted} of {proposed} drafts accepted" in figures.inner_text()
 
 
 def test_what_a_model_writes_cannot_hurt(browser: Browser) -> None:

@@ -45,6 +45,7 @@ new LiveStream({
   },
   frame(frame) {
     const lost = pool.apply(frame);
+    for (const [key, proposed, accepted] of frame.drafts ?? []) chat.drafted(pool.requests.get(key), proposed, accepted);
     tape.add(frame.rows ?? []);
     blocks.update(lost);
     if (frame.stats) {

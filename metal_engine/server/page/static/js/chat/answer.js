@@ -4,12 +4,13 @@ import { chunks } from "../api.js";
 import { withKey } from "../key.js";
 
 /**
- * Streams an answer into `message`. `changed(part)` is called whenever it has: "text" for more of it, "end" for its end.
+ * Streams an answer into `message` of `conversation`. `changed(part)` is called whenever it has: "text" for more of it, "end" for its end.
  * `serverId` is the server's name for it, null until it has been taken in.
  */
 export class Answer {
-  constructor(message, changed) {
+  constructor(message, conversation, changed) {
     this.message = message;
+    this.conversation = conversation;
     this.changed = changed;
     this.abort = new AbortController();
     this.serverId = null;

@@ -13,6 +13,7 @@ export class Chat {
     this.settings = settings;
     this.live = live;
     this.answer = null; // the one that is on its way
+    this.last = null; // the one that began last
     this.views = new Map();
     this.list = byId("messages");
     this.prompt = byId("prompt");
@@ -113,8 +114,8 @@ export class Chat {
     const { conversation } = this;
     const body = { messages: [...this.settings.system, ...conversation.upTo(last)], ...this.settings.parameters };
     const message = conversation.add(last, { role: "assistant", content: "", reasoning: "", calls: [], state: "running" });
-    const answer = new Answer(message, (part) => this.changed(answer, conversation, part));
-    this.answer = answer;
+    const answer = new Answer(message, conversation, (part) => this.changed(answer, part));
+    this.answer = this.last = answer;
     this.show();
     this.showList();
     this.save();
@@ -123,7 +124,8 @@ export class Chat {
     await answer.run(body);
   }
 
-  changed(answer, conversation, part) {
+  changed(answer, part) {
+    const { conversation } = answer;
     const view = conversation === this.conversation ? this.views.get(answer.message.id) : undefined;
     if (part === "text") {
       view?.waiting(null);
@@ -161,6 +163,16 @@ export class Chat {
       this.saving = undefined;
       saveConversation(conversation);
     }, 1000 * SAVE_SECONDS);
+  }
+
+  /** A request has ended, and so many tokens of it were drafts: this is told about when its answer ends. */
+  drafted(request, proposed, accepted) {
+    if (!this.last || this.live.request(this.last.serverId) !== request) return;
+    const { message, conversation } = this.last;
+    message.drafts = { proposed, accepted };
+    const view = conversation === this.conversation ? this.views.get(message.id) : undefined;
+    if (view) this.draw(view);
+    saveConversation(conversation);
   }
 
   /** What the engine says of the answer on its way. */

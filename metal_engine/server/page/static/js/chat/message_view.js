@@ -107,7 +107,7 @@ export class MessageView {
     if (message.role === "assistant" && message.state !== "running") {
       parts.push(button("Again", "Answer again", () => actions.again(message)));
     }
-    if (message.figures) parts.push(el("span", { className: "figures", textContent: figuresText(message.figures) }));
+    if (message.figures) parts.push(el("span", { className: "figures", textContent: figuresText(message) }));
     if (message.reason === "length") parts.push("cut at the token limit");
     if (message.problem) parts.push(el("span", { className: "problem", textContent: message.problem }));
     this.foot.replaceChildren(...parts);
@@ -136,10 +136,11 @@ function button(text, label, onclick, disabled = false) {
   return made;
 }
 
-function figuresText({ firstSeconds, perSecond, tokens, promptTokens, cachedTokens }) {
+function figuresText({ figures: { firstSeconds, perSecond, tokens, promptTokens, cachedTokens }, drafts }) {
   const parts = [`first token after ${duration(firstSeconds)}`];
   if (perSecond) parts.push(`${perSecond.toFixed(1)} tokens/s`);
   parts.push(`${count(tokens)} ${tokens === 1 ? "token" : "tokens"}`);
   parts.push(`${count(cachedTokens)} of ${count(promptTokens)} prompt tokens from the cache`);
+  if (drafts) parts.push(`${count(drafts.accepted)} of ${count(drafts.proposed)} drafts accepted`);
   return parts.join(" · ");
 }
