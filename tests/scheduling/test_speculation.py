@@ -14,7 +14,7 @@ from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
-from tests.support.speculation import KnownTimes, speculative_config
+from tests.support.speculation import KnownAheadTimes, KnownTimes, speculative_config
 
 NEVER_WRONG = 1 << 30
 
@@ -50,21 +50,30 @@ def make_harness(
     right: bool = True,
     num_right: int = NEVER_WRONG,
     num_state_slots: int = 0,
+    ahead_seconds: float | None = None,
     **config: Any,
 ) -> SchedulerHarness:
+    """A scheduler whose steps take a second, or so many if planned ahead; None: none is."""
+    is_ahead = ahead_seconds is not None
     limits = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 150, **config}
     harness = SchedulerHarness(
-        SchedulerConfig(**limits, speculative=speculative_config(num_drafts)),
+        SchedulerConfig(**limits, speculative=speculative_config(num_drafts), async_scheduling=is_ahead),
         CacheConfig(
             block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=caching, num_state_slots=num_state_slots
         ),
+        depth=1 + is_ahead,
         drafts=0,
     )
     if right:
-        blocks = harness.scheduler.blocks
+        proposer, scheduler = RightDrafts(harness, num_right), harness.scheduler
         harness.proposer = None
-        harness.scheduler.speculation = Speculation(
-            harness.config, blocks, RightDrafts(harness, num_right), KnownTimes(), states=harness.scheduler.states
+        scheduler.speculation = Speculation(
+            harness.config,
+            scheduler.blocks,
+            proposer,
+            KnownTimes(),
+            states=scheduler.states,
+            ahead=KnownAheadTimes(ahead_seconds or 1.0),
         )
     return harness
 
@@ -190,6 +199,57 @@ def test_accepted_tokens_are_computed_again_from_the_state_before() -> None:
     harness.drain()
 
 
+# --- steps planned ahead ---
+
+
+def kinds_of(harness: SchedulerHarness) -> list[str]:
+    """What each turn planned: nothing, drafts, or a step without."""
+    return [
+        "waits" if not plan.num_scheduled_tokens else "drafts" if plan.scheduled_spec_decode_tokens else "plain"
+        for plan in harness.plans
+    ]
+
+
+def test_steps_wait_for_tokens_where_drafts_give_more() -> None:
+    harness = make_harness(num_drafts=4, ahead_seconds=0.9)
+    harness.submit("a", make_prompt(0, 6), 16)
+    harness.run()
+    assert kinds_of(harness) == ["plain", "waits", *["drafts", "waits"] * 3]
+    harness.drain()
+
+
+def test_steps_are_planned_ahead_where_that_gives_more() -> None:
+    harness = make_harness(num_drafts=4, ahead_seconds=0.1)
+    harness.submit("a", make_prompt(0, 6), 16)
+    harness.run()
+    assert kinds_of(harness) == ["plain"] * 16 + ["waits"]  # for the last token
+    assert harness.scheduler.speculation is not None
+    harness.drain()
+
+
+def test_steps_do_not_wait_where_drafts_are_wrong() -> None:
+    harness = make_harness(num_drafts=4, ahead_seconds=0.9, num_right=0)
+    harness.submit("a", make_prompt(0, 6), 100)
+    harness.run()
+    kinds = kinds_of(harness)
+    assert kinds.count("drafts") <= 10 and kinds[30:90] == ["plain"] * 60
+    harness.drain()
+
+
+def test_prompts_do_not_wait_for_drafts_that_may_come() -> None:
+    """Only for those under way."""
+    harness = make_harness(num_drafts=4, ahead_seconds=0.9, max_num_batched_tokens=8)
+    harness.submit("a", make_prompt(0, 6), 60)
+    for _ in range(3):
+        harness.step()
+    harness.submit("b", make_prompt(1, 30), 2)
+    for _ in range(6):
+        harness.step()
+    assert kinds_of(harness) == ["plain", "waits", "drafts", "waits", *["plain"] * 5]
+    assert [plan.num_scheduled_tokens.get("b", 0) for plan in harness.plans[4:]] == [7, 7, 7, 7, 2]
+    harness.drain()
+
+
 # --- the harness must notice --------------------------------------------------------------------------------
 
 
@@ -228,6 +288,20 @@ def test_harness_notices(mutate: Callable[[Any], Any] | None, monkeypatch: pytes
         monkeypatch.setattr(BlockManager, "trim", lambda self, request_id, num_tokens: None)
     else:
         monkeypatch.setattr(Speculation, "settle", mutate(Speculation.settle))
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        run()
+
+
+def test_harness_notices_a_step_on_top_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> None:
+        harness = make_harness(ahead_seconds=0.9)
+        harness.submit("a", make_prompt(0, 6), 40)
+        harness.drain()
+
+    run()
+    monkeypatch.setattr(
+        Speculation, "waits", lambda self, running, others_wait: not self._under_way and len(running) > 0
+    )
     with pytest.raises((AssertionError, KeyError, IndexError)):
         run()
 
