@@ -15,6 +15,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
     model, cache, scheduler = config.model, config.cache, config.scheduler
     named = ", ".join(names)
     states = f", recurrent states {format_size(config.state_bytes)}" if config.state_bytes else ""
+    before_drafts = f", {scheduler.max_num_seqs} for their states before drafts" if scheduler.speculative else ""
     concurrency = cache.num_tokens / scheduler.max_model_len
     facts = {
         "model": model.name if names == (model.name,) else f"{model.name}, served as {named}",
@@ -27,7 +28,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "KV cache": f"{cache.num_tokens:,} tokens in {cache.num_blocks:,} blocks of {cache.block_size}; "
         f"{concurrency:.1f} requests of the maximum length at once",
         "states": f"{format_size(model.state_bytes_per_request)} a request; {cache.num_state_slots:,} slots: "
-        f"{scheduler.max_num_seqs} for requests, the others for checkpoints",
+        f"{scheduler.max_num_seqs} for requests{before_drafts}, the others for checkpoints",
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "
         f"{scheduler.max_num_batched_tokens:,} tokens a step",
         "speculation": "",

@@ -22,8 +22,8 @@ from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus, client_id
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
+from metal_engine.scheduling.proposals import make_proposer
 from metal_engine.scheduling.scheduler import Scheduler
-from metal_engine.scheduling.speculation import make_proposer
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, StepHandle
@@ -288,7 +288,7 @@ class EngineCore:
         failed = self._failed_loads()
         if plan.num_scheduled_tokens:
             self.num_steps += 1
-            self.metrics.scheduled(plan, started)
+            self.metrics.scheduled(plan, started, is_ahead=bool(self._under_way))
             try:
                 handle = self._runner.execute(plan)
             except Exception as error:  # noqa: BLE001  (logged there)

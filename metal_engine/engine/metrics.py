@@ -66,6 +66,7 @@ class EngineMetrics:
         num_rows: rows of packed steps, by what they were: ``decode`` (a request's only one, without its drafts),
             ``chunk`` (of a prompt that was begun before), ``fresh`` (the first of a request) or, where there have been
             any, ``draft``.
+        num_steps: steps by when they were planned: ``ahead``, while the one before ran, or ``after`` its end.
         num_finished: requests by the reason they finished for.
         first_token: from arrival to the first token.
         inter_token: between two tokens of a request.
@@ -98,6 +99,7 @@ class EngineMetrics:
         self.num_cache_queries = 0
         self.num_cache_hits = 0
         self.num_rows = {"decode": 0, "chunk": 0, "fresh": 0}
+        self.num_steps = {"ahead": 0, "after": 0}
         self.num_finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.first_token = Histogram(_FIRST_TOKEN_SECONDS)
         self.inter_token = Histogram(_TOKEN_SECONDS)
@@ -116,8 +118,9 @@ class EngineMetrics:
         """Note a request that was queued, and when it arrived: now, unless ``arrival`` is given."""
         self._times[request_id] = _Times(time.monotonic() if arrival is None else arrival, num_prompt_tokens)
 
-    def scheduled(self, plan: SchedulerOutput, now: float) -> None:
-        """Count a step that is about to run."""
+    def scheduled(self, plan: SchedulerOutput, now: float, *, is_ahead: bool = False) -> None:
+        """Count a step that is about to run, planned ahead of the end of the one before or not."""
+        self.num_steps["ahead" if is_ahead else "after"] += 1
         num_fresh = 0
         for new in plan.new_requests:
             num_fresh += plan.num_scheduled_tokens[new.request_id]

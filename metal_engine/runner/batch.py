@@ -92,6 +92,9 @@ class RequestTable:
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
         self._state_reads = np.zeros(max_num_seqs, np.int32)  # slots that the next step goes on from, and leaves
         self._state_writes = np.zeros(max_num_seqs, np.int32)
+        # By index, of requests with drafts in the last step and a recurrent state: how many tokens they had computed
+        # before it, and the slot that it went on from.
+        self._before_drafts: dict[int, tuple[int, int]] = {}
         self.sampling = SamplingTable(max_num_seqs)
         self.edits: dict[int, RequestEdits] = {}  # by index, of the requests that have any
         self._stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_seqs
@@ -129,6 +132,7 @@ class RequestTable:
         if index is not None:
             self._free_indices.append(index)
             self.edits.pop(index, None)
+            self._before_drafts.pop(index, None)
             self.pooling.pop(request_id, None)
             self.num_prompt_logprobs_requests -= int(self.sampling.prompt_logprobs[index] >= 0)
 
@@ -177,14 +181,25 @@ class RequestTable:
         self._num_tokens[indices] += 1
 
     def _settle_drafts(self, index: int, num_accepted: int) -> None:
-        """Make the first drafts of a request tokens of it, and forget the others, with the blocks only they took."""
+        """Make the first drafts of a request tokens of it, and forget the others, with the blocks only they took.
+
+        Where one is rejected, a recurrent state goes back to before them all.
+        """
         num_tokens = self._num_tokens[index] + num_accepted
-        self._num_tokens[index] = self._num_computed[index] = num_tokens
+        before = self._before_drafts.pop(index, None)
+        if before is not None and num_tokens < self._num_computed[index]:
+            self._num_computed[index], self._state_reads[index] = before
+        else:
+            self._num_computed[index] = num_tokens
+        self._num_tokens[index] = num_tokens
         self._num_blocks[index] = -(-num_tokens // self.block_size)
 
     def _take_in_drafts(self, drafts_of: dict[str, list[int]]) -> None:
         for request_id, drafts in drafts_of.items():
-            self.write_drafts(self._index_of[request_id], drafts)
+            index = self._index_of[request_id]
+            if self._state_writes[index]:
+                self._before_drafts[index] = int(self._num_computed[index]), int(self._state_reads[index])
+            self.write_drafts(index, drafts)
 
     def write_drafts(self, index: int, drafts: list[int]) -> None:
         """Write drafts behind a request's known tokens; they count only where a step asks for them."""

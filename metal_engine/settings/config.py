@@ -11,6 +11,8 @@ MARGIN_BYTES = GIB // 4
 # Recurrent states of a request that a step has at hand beside its slots: what it goes on from, what it leaves, and a
 # copy on the way to another order of the requests.
 IN_FLIGHT_STATES = 3
+# And with drafts: what was before them, on its way to its slot, and what rejected ones have left.
+IN_FLIGHT_STATES_OF_DRAFTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +222,10 @@ class EngineConfig:
         """Recurrent states: in their slots, and at hand in a step."""
         if not self.cache.num_state_slots:
             return 0
-        num_states = 1 + self.cache.num_state_slots + IN_FLIGHT_STATES * self.scheduler.max_num_seqs
+        num_in_flight = IN_FLIGHT_STATES
+        if self.scheduler.speculative is not None:
+            num_in_flight += IN_FLIGHT_STATES_OF_DRAFTS
+        num_states = 1 + self.cache.num_state_slots + num_in_flight * self.scheduler.max_num_seqs
         return num_states * self.model.state_bytes_per_request
 
     @property

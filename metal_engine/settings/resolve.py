@@ -20,7 +20,7 @@ from metal_engine.settings.config import (
     SpeculativeConfig,
 )
 from metal_engine.settings.pool_size import affordable_states, pool_flag, pool_size, wanted_context
-from metal_engine.settings.speculative import check_speculation, speculative_config
+from metal_engine.settings.speculative import speculative_config
 
 # A step on a CPU should take about a second at most; two laptop-class cores reach about this rate.
 _CPU_FLOPS = 1.5e11
@@ -79,7 +79,7 @@ def resolve_config(
         scheduling_policy=args.scheduling_policy,
         max_attention_work=args.max_attention_work or _attention_work(model, device),
         async_scheduling=args.async_scheduling,
-        speculative=_speculative(args, model, draft),
+        speculative=_speculative(args, draft),
     )
     step_bytes = measure_step(budget, scheduler.max_sample_rows)
     pool = pool_size(args, _with_draft(model, draft), device, max_num_seqs, step_bytes)
@@ -103,9 +103,8 @@ def resolve_config(
     )
 
 
-def _speculative(args: EngineArgs, model: ModelInfo, draft: ModelInfo | None) -> SpeculativeConfig | None:
+def _speculative(args: EngineArgs, draft: ModelInfo | None) -> SpeculativeConfig | None:
     config = speculative_config(args)
-    check_speculation(config, model)
     if config is None or draft is None:
         return config
     return replace(config, max_draft_len=draft.max_position_embeddings)

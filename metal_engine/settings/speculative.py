@@ -52,10 +52,6 @@ def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
     shortest = values.get("prompt_lookup_min", longest)
     if shortest > longest:
         raise ConfigError(FLAG, f"prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}")
-    if args.async_scheduling:
-        raise ConfigError(
-            "--async-scheduling", f"and {FLAG} exclude each other: drafts follow tokens that are known on the host"
-        )
     return SpeculativeConfig(
         method=values["method"],
         num_speculative_tokens=values["num_speculative_tokens"],
@@ -74,12 +70,6 @@ def _method(given: Any) -> str:
     if not isinstance(method, str) or method not in _SETTINGS:
         raise ConfigError(FLAG, f"has the method {method!r}, but there are only {' and '.join(_SETTINGS)}")
     return method
-
-
-def check_speculation(config: SpeculativeConfig | None, model: ModelInfo) -> None:
-    """Refuse speculation for a model whose state cannot go back past rejected drafts."""
-    if config is not None and model.state_bytes_per_request:
-        raise ConfigError(FLAG, f"does not go with {model.name}: its recurrent states cannot go back past drafts")
 
 
 def check_draft_model(draft: ModelInfo) -> None:

@@ -21,10 +21,11 @@ from tests.engine.test_failed_steps import GREEDY, PROMPTS, VOCAB_SIZE, Fault, r
 from tests.support.demo import engine_for
 from tests.support.running import run
 from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
-from tests.support.tiny_engine import run_all, tiny_engine, token_ids
+from tests.support.tiny_engine import run_all, tiny_engine, token_ids, with_vocabulary
 from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import byte_ids, tiny_tokenizer
-from tools.fixtures.tiny_models import tiny_model
+from tools.fixtures.tiny_models import random_model, tiny_model
 
 TASKS = [
     "Repeat this: the quick brown fox jumps over the lazy dog. The quick brown fox",
@@ -138,12 +139,29 @@ def requests_of(seed: int, num: int = 12) -> list[tuple[list[int], SamplingParam
     ]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_aborts(seed: int) -> None:
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one ahead": {"ahead": True},
+    "recurrent": {"architecture": "qwen3_next", "num_state_slots": 300},
+    "recurrent, one ahead": {"architecture": "qwen3_next", "num_state_slots": 300, "ahead": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        *((kind, 0) for kind in MODELS),
+        ("plain", 1),
+        ("plain", 2),
+        *(pytest.param(kind, seed, marks=pytest.mark.full) for kind in MODELS for seed in (3, 4, 5)),
+    ],
+)
+def test_aborts(kind: str, seed: int) -> None:
     """Requests that leave in the middle change nothing for the others, and leave nothing behind."""
+    model = MODELS[kind]
     requests = requests_of(seed)
-    expected = [token_ids(outputs) for outputs in run_all(tiny_engine(), requests)]
-    engine = tiny_engine(speculative=speculative_config(5), num_blocks=40)
+    expected = [token_ids(outputs) for outputs in run_all(tiny_engine(**{**model, "ahead": False}), requests)]
+    engine = tiny_engine(speculative=speculative_config(5), num_blocks=40, **model)
     propose_from(engine, known_to(requests, expected))
     rng = random.Random(seed)
     for i, (prompt, params) in enumerate(requests):
@@ -187,14 +205,20 @@ def test_next_turns_find_what_was_accepted() -> None:
 @pytest.mark.parametrize(
     ("kind", "at_step"), [("build", 2), ("build", 5), pytest.param("eval", 5, marks=pytest.mark.own_process)]
 )
-def test_the_engine_goes_on_after_a_step_that_fails(kind: str, at_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
+@pytest.mark.parametrize("is_hybrid", [False, True], ids=["attention", "hybrid"])
+def test_the_engine_goes_on_after_a_step_that_fails(
+    is_hybrid: bool, ahead: bool, kind: str, at_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
+    if is_hybrid:
+        model = random_model(with_vocabulary(configuration("qwen3_next"), VOCAB_SIZE))
     fault = Fault()
     fault.install(model, monkeypatch)
     sizes = {"vocab_size": VOCAB_SIZE, "budget": 16, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
     paged = PagedModel(model)
     expected = dict(zip("0123", run(engine_for(paged, tiny_tokenizer(), **sizes), PROMPTS, GREEDY), strict=True))
-    engine = engine_for(paged, tiny_tokenizer(), **sizes, speculative=speculative_config(3))
+    engine = engine_for(paged, tiny_tokenizer(), **sizes, speculative=speculative_config(3), ahead=ahead)
     known = KnownOutputs({tuple(prompt): expected[str(i)] for i, prompt in enumerate(PROMPTS)})
     propose_from(engine, known)
     failed, outputs = run_with_fault(engine, fault, kind, at_step)

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_engine.request import RequestOptions
-from metal_engine.scheduling.draft_lengths import MIN_GAIN, StepTimes, best_lengths, least_gain
-from metal_engine.scheduling.speculation import Speculation, make_proposer
+from metal_engine.scheduling.draft_lengths import MIN_GAIN, StepTimes, choose_lengths, least_gain
+from metal_engine.scheduling.proposals import make_proposer
+from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, SchedulerOutput
 from tests.scheduling.test_draft_lengths import Clock, compute_bound, memory_bound
@@ -189,7 +190,7 @@ def test_lengths_count_its_forwards(p: float, limit: int, rows: list[float], dra
     def rate(length: int) -> float:
         return sum(p**j for j in range(length + 1)) / (seconds[length] + length * draft_seconds)
 
-    (ours,) = best_lengths([p], [limit], 1, seconds, draft_seconds)
+    (ours,) = choose_lengths([p], [limit], 1, seconds, draft_seconds).lengths
     considered = [n for n in range(min(limit, len(rows)) + 1) if n == 0 or p**n >= MIN_GAIN]
     assert rate(ours) == pytest.approx(max(map(rate, considered)))
     if ours:
@@ -199,5 +200,5 @@ def test_lengths_count_its_forwards(p: float, limit: int, rows: list[float], dra
 def test_one_forward_serves_all_requests() -> None:
     rng = random.Random(0)
     acceptances = [rng.uniform(0.7, 0.9) for _ in range(8)]
-    assert best_lengths(acceptances, [4] * 8, 8, [1.0] * 33, 0.3) != [0] * 8
-    assert best_lengths(acceptances[:1], [4], 1, [1.0] * 33, 1.0) == [0]
+    assert choose_lengths(acceptances, [4] * 8, 8, [1.0] * 33, 0.3).lengths != [0] * 8
+    assert choose_lengths(acceptances[:1], [4], 1, [1.0] * 33, 1.0).lengths == [0]

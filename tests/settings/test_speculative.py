@@ -89,19 +89,8 @@ def test_refusals_name_the_flag(given: Any, flag: str | None, message: str) -> N
     assert flag is None or caught.value.flag == flag
 
 
-def test_no_speculation_one_step_ahead() -> None:
-    with pytest.raises(ConfigError, match="exclude each other") as caught:
-        read(GIVEN, async_scheduling=True)
-    assert caught.value.flag == "--async-scheduling"
-
-
-def test_no_speculation_on_recurrent_models() -> None:
-    config = fake_config()
-    model = dataclasses.replace(config.model, state_bytes_per_request=1024, num_params=1000)
-    args = EngineArgs(model="m", speculative_config=json.dumps(GIVEN), num_gpu_blocks_override=64)
-    with pytest.raises(ConfigError, match="recurrent states") as caught:
-        resolve_config(args, model, config.device, "mlx")
-    assert caught.value.flag == "--speculative-config"
+def test_steps_may_be_planned_ahead() -> None:
+    assert read(GIVEN, async_scheduling=True) == SpeculativeConfig(**GIVEN)
 
 
 def test_the_largest_step_has_the_rows_of_drafts() -> None:
@@ -128,6 +117,19 @@ def test_rows_that_sample(max_num_seqs: int, num_drafts: int, budget: int, rows:
         speculative=speculation.speculative_config(num_drafts) if num_drafts else None,
     )
     assert config.max_sample_rows == rows
+
+
+def test_the_banner_counts_states_before_drafts() -> None:
+    config = fake_config(speculative=SpeculativeConfig(**GIVEN), max_num_seqs=3)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, state_bytes_per_request=1024),
+        cache=dataclasses.replace(config.cache, num_state_slots=20),
+    )
+    facts = startup_facts(config, "http://127.0.0.1:1", ("fake",))
+    assert facts["states"].endswith(
+        "20 slots: 3 for requests, 3 for their states before drafts, the others for checkpoints"
+    )
 
 
 def test_the_banner_says_so() -> None:

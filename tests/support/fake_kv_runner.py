@@ -20,8 +20,9 @@ from metal_engine.kv_transfer.layout import state_key
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+from metal_engine.scheduling.proposals import make_proposer
 from metal_engine.scheduling.scheduler import Scheduler
-from metal_engine.scheduling.speculation import Speculation, make_proposer
+from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, KVConnectorMetadata, ModelOutput, SchedulerOutput
 from tests.support.fake_kv_transfer import FakeTransfer
@@ -35,7 +36,7 @@ from tests.support.scheduling_checks import (
     was_passed_over,
     without_drafts,
 )
-from tests.support.speculation import FreeDrafts, KnownTimes
+from tests.support.speculation import FreeDrafts, KnownAheadTimes, KnownTimes
 
 # Large, so that a wrong token is not the right one by chance.
 VOCAB_SIZE = 1 << 30
@@ -154,7 +155,7 @@ class FakeKVRunner:
             self.kv[self._slots_of(block_id)] = data.view(np.uint64)
         for slot, data in meta.state_loads.items():
             self.states[slot] = int(data.view(np.uint64)[0])
-        ranges = {}
+        ranges, reads = {}, {}
         for request_id, share in plan.num_scheduled_tokens.items():
             held = self.held[request_id]
             start, stop = held.num_computed_tokens, held.num_computed_tokens + share
@@ -163,7 +164,7 @@ class FakeKVRunner:
             assert stop <= num_known, f"{request_id}: tokens up to {stop} of {num_known}"
             assert stop == num_known or not held.drafts, f"{request_id}: drafts that are not computed"
             assert stop <= len(held.slots), f"{request_id}: tokens up to {stop}, slots for {len(held.slots)}"
-            ranges[request_id] = start, stop
+            ranges[request_id], reads[request_id] = (start, stop), held.state_slots[0]
             for block_id in held.block_ids[start // self.block_size : -(-stop // self.block_size)]:
                 assert self.num_holders[block_id] == 1, f"{request_id} writes to block {block_id}, which is shared"
                 assert block_id not in meta.loads, f"block {block_id} is loaded and computed"
@@ -202,7 +203,7 @@ class FakeKVRunner:
             self.save(state_key(block_hash), np.array([self.states[slot]], np.uint64).view(np.uint8))
 
         output = ModelOutput([], drafting=drafting)
-        for request_id, (_, stop) in ranges.items():
+        for request_id, (start, stop) in ranges.items():
             held = self.held[request_id]
             held.num_computed_tokens = stop
             if stop < len(held.token_ids):
@@ -213,7 +214,10 @@ class FakeKVRunner:
             is_late = held.has_grammar and self.num_late > 0
             if held.drafts or (drafting is not None and request_id in drafting.token_ids):
                 output.num_accepted_tokens[request_id] = self._settle_drafts(request_id, none=is_late)
-            output.sampled_token_ids.append(_sampled(self._digest(held, held.num_computed_tokens)))
+            # Of all rows that are not void, as this step has written them.
+            output.sampled_token_ids.append(_sampled(self._kv_digest(held, len(held.token_ids))))
+            if len(self.states) > 1 and len(held.token_ids) < stop:  # a state that has gone too far
+                held.num_computed_tokens, held.state_slots = start, (reads[request_id], held.state_slots[1])
             if is_late:
                 self.num_late -= 1
                 held.num_computed_tokens -= 1
@@ -274,7 +278,7 @@ class FakeKVRunner:
             assert block_ids and request_id in plan.num_scheduled_tokens
             self._append_blocks(request_id, block_ids)
         for request_id, drafts in plan.scheduled_spec_decode_tokens.items():
-            assert drafts and request_id in plan.sampled_req_ids and len(self.states) == 1
+            assert drafts and request_id in plan.sampled_req_ids
             self.held[request_id].drafts = list(drafts)
         for request_id, slot in plan.new_state_slots.items():
             assert request_id in plan.num_scheduled_tokens
@@ -351,7 +355,6 @@ class SomeRightDrafts:
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         self.known.add(request.request_id)
-        assert request.num_output_placeholders == 1
         return self.drafts(request, num_tokens)
 
     def drafts(self, request: Request, num_tokens: int) -> list[int]:
@@ -429,7 +432,10 @@ class SchedulerHarness:
             times = KnownTimes(row_seconds=(0.0, 0.02, 0.2)[drafts % 3])
             proposer = self.proposer or make_proposer(config.speculative)
             costs = FreeDrafts(may_try=drafts % 2 == 0) if has_draft_model else None
-            self.scheduler.speculation = Speculation(config, self.scheduler.blocks, proposer, times, costs)
+            ahead = KnownAheadTimes((0.3, 0.6, 2.0)[drafts // 3 % 3])
+            self.scheduler.speculation = Speculation(
+                config, self.scheduler.blocks, proposer, times, costs, states=self.scheduler.states, ahead=ahead
+            )
             self.runner.draft_model = SomeRightDraftModel(self.tracked, drafts) if has_draft_model else None
         self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
@@ -534,20 +540,15 @@ class SchedulerHarness:
         assert len(self.in_flight) < self.depth
         before = {t.request.request_id: demand_of(t.request) for t in self.live}
         context_lens = {request_id: r.num_computed_tokens for request_id, r in self.scheduler.running.items()}
+        again = {request_id for request_id, r in self.scheduler.running.items() if self.scheduler.states.is_rejected(r)}
         num_preemptions = self.scheduler.num_preemptions
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         self.check_limits(plan)
         num_preemptions = self.scheduler.num_preemptions - num_preemptions
-        check_drafts(self.scheduler, plan, context_lens)
-        # What the others get does not depend on drafts.
-        undrafted = without_drafts(plan)
-        check_plan(self.scheduler, undrafted, before, context_lens)
-        passed_over = not num_preemptions and was_passed_over(self.scheduler, undrafted, before, context_lens)
-        self._steps_passed_over = self._steps_passed_over + 1 if passed_over else 0
-        assert self._steps_passed_over <= self.config.max_num_partial_prefills, "a free slot stays free"
-        if is_plain(self.config, self.cache_config) and not self.cache_config.num_state_slots:
-            check_fcfs(self.scheduler, undrafted, before, context_lens, num_preemptions, self.depth)
+        # A step may be left for when all tokens are known, so that it can have drafts.
+        if plan.num_scheduled_tokens or not self.in_flight or not self.config.speculative:
+            self._check_plan(plan, before, context_lens, again, num_preemptions)
         is_idle = not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions
         if is_idle and not self.scheduler.admissions.loading:
             assert not self.live, "nothing is under way, and nothing is planned"
@@ -557,6 +558,24 @@ class SchedulerHarness:
         else:
             assert not (plan.dropped_req_ids or plan.new_requests or plan.new_block_ids), "lost on the runner"
         return plan
+
+    def _check_plan(
+        self,
+        plan: SchedulerOutput,
+        demand: dict[str, int],
+        context_lens: dict[str, int],
+        again: set[str],
+        num_preemptions: int,
+    ) -> None:
+        check_drafts(self.scheduler, plan, demand, context_lens)
+        # What the others get does not depend on drafts.
+        undrafted = without_drafts(plan)
+        check_plan(self.scheduler, undrafted, demand, context_lens, again)
+        passed_over = not num_preemptions and was_passed_over(self.scheduler, undrafted, demand, context_lens, again)
+        self._steps_passed_over = self._steps_passed_over + 1 if passed_over else 0
+        assert self._steps_passed_over <= self.config.max_num_partial_prefills, "a free slot stays free"
+        if is_plain(self.config, self.cache_config) and not self.cache_config.num_state_slots:
+            check_fcfs(self.scheduler, undrafted, demand, context_lens, num_preemptions, self.depth)
 
     def update(self) -> list[RequestOutput]:
         """Take in the oldest step under way."""

@@ -7,9 +7,11 @@ from typing import Any
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import Request
+from metal_engine.scheduling.ahead import AheadTimes
 from metal_engine.scheduling.draft_lengths import StepTimes
 from metal_engine.scheduling.draft_model import DraftCosts
-from metal_engine.scheduling.speculation import Proposer, Speculation, make_proposer
+from metal_engine.scheduling.proposals import Proposer, make_proposer
+from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import SpeculativeConfig
 
 
@@ -46,6 +48,17 @@ class KnownTimes(StepTimes):
 
     def times(self, num_rows: int, most: int) -> list[float]:
         return [1 + self._row_seconds * n for n in range(num_rows, num_rows + most + 1)]
+
+
+class KnownAheadTimes(AheadTimes):
+    """Steps planned ahead that take as long as they are said to."""
+
+    def __init__(self, step_seconds: float) -> None:
+        super().__init__()
+        self._step_seconds = step_seconds
+
+    def seconds(self, num_rows: int) -> float | None:
+        return self._step_seconds
 
 
 class KnownOutputs:
@@ -107,15 +120,24 @@ class FreeDrafts(DraftCosts):
 
 
 def draft_for_free(engine: EngineCore, *, may_try: bool = True) -> None:
-    """Have an engine with a draft model take drafts as if neither its forwards nor rows cost anything."""
-    scheduler = engine.scheduler
-    config = engine.config.scheduler
+    """Have an engine with a draft model take drafts as if neither its forwards nor rows cost anything.
+
+    Steps that are planned ahead take 0.7 of others.
+    """
+    scheduler, config, ahead = engine.scheduler, engine.config.scheduler, KnownAheadTimes(0.7)
     assert config.speculative is not None
     proposer, costs = make_proposer(config.speculative), FreeDrafts(may_try=may_try)
-    scheduler.speculation = Speculation(config, scheduler.blocks, proposer, KnownTimes(), costs)
+    scheduler.speculation = Speculation(
+        config, scheduler.blocks, proposer, KnownTimes(), costs, states=scheduler.states, ahead=ahead
+    )
 
 
 def propose_from(engine: EngineCore, proposer: Proposer) -> None:
-    """Have an engine that speculates take its drafts from ``proposer``, as if its rows cost nothing."""
-    scheduler = engine.scheduler
-    scheduler.speculation = Speculation(engine.config.scheduler, scheduler.blocks, proposer, KnownTimes())
+    """Have an engine that speculates take its drafts from ``proposer``, as if its rows cost nothing.
+
+    Steps that are planned ahead take 0.7 of others.
+    """
+    scheduler, config, ahead = engine.scheduler, engine.config.scheduler, KnownAheadTimes(0.7)
+    scheduler.speculation = Speculation(
+        config, scheduler.blocks, proposer, KnownTimes(), states=scheduler.states, ahead=ahead
+    )
