@@ -14,14 +14,7 @@ from metal_engine.scheduling.admission import Admissions, Candidate
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.integrity import check_integrity
-from metal_engine.scheduling.limits import (
-    MAX_PROMPT_ROWS,
-    PrefillShares,
-    StepBudget,
-    attention_work,
-    check_fits,
-    num_remaining,
-)
+from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillShares, StepBudget, check_fits, num_remaining
 from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.proposals import Proposer
 from metal_engine.scheduling.speculation import Speculation
@@ -181,8 +174,7 @@ class Scheduler:
                         break  # the request was the last in order and preempted itself
                     if new_block_ids:
                         plan.new_block_ids[request.request_id] = new_block_ids
-                budget.tokens -= remaining
-                budget.attention_work -= attention_work(request.num_computed_tokens, remaining)
+                budget.take(request.num_computed_tokens, remaining)
                 self._add_to_plan(plan, request, remaining)
         return [request for request in prefills if request.status is RequestStatus.RUNNING]
 

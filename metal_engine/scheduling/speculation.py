@@ -17,7 +17,7 @@ from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.draft_lengths import Choice, StepTimes, choose_lengths
 from metal_engine.scheduling.draft_model import DraftCosts
-from metal_engine.scheduling.limits import StepBudget, attention_work, num_remaining, rows_for_work
+from metal_engine.scheduling.limits import StepBudget, num_remaining, rows_for_work
 from metal_engine.scheduling.proposals import Proposals, Proposer
 from metal_engine.settings.config import SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
@@ -201,8 +201,7 @@ class Speculation:
         if drafts:
             plan.scheduled_spec_decode_tokens[request.request_id] = drafts
             plan.num_scheduled_tokens[request.request_id] += len(drafts)
-            budget.tokens -= len(drafts)
-            budget.attention_work -= attention_work(request.num_computed_tokens, len(drafts))
+            budget.take(request.num_computed_tokens, len(drafts))
             request.num_computed_tokens += len(drafts)
             request.num_output_placeholders += len(drafts)
             self._under_way.add(request.request_id)
