@@ -341,7 +341,7 @@ def _share_what_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _compute_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(self: Speculation, plan: SchedulerOutput, request: Request, num_rejected: int) -> None:
+    def wrong(self: Speculation, request: Request, num_rows: int, num_rejected: int) -> None:
         request.num_computed_tokens -= num_rejected
 
     monkeypatch.setattr(Speculation, "_take_back", wrong)
