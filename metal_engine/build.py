@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -16,7 +16,7 @@ from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import WHOLE_DEVICE, DeviceShare
 from metal_engine.engine.tokenizer import Tokenizer
-from metal_engine.errors import AdapterError, ConfigError, UnsupportedModelError
+from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
@@ -26,17 +26,19 @@ from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.resolve import check_kv_cache, resolve_config
-from metal_engine.settings.speculative import speculative_config
+from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, speculative_config
 
 if TYPE_CHECKING:
     import mlx.core as mx
+    from transformers import PreTrainedTokenizerFast
 
     from metal_engine.attention.choice import BackendChoice, ChosenAttention
     from metal_engine.checkpoints.facts import CheckpointFacts
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.kv_transfer.runner_side import KVConnectorRunner
     from metal_engine.models.paged_model import PagedModel
-    from metal_engine.settings.config import DeviceInfo, ModelInfo
+    from metal_engine.runner.draft_model import DraftModel
+    from metal_engine.settings.config import DeviceInfo, EngineConfig, ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -122,23 +124,24 @@ def _assemble(
     """An engine for a loaded model."""
     from metal_engine.device.info import device_info
     from metal_engine.runner.model_runner import ModelRunner
-    from metal_engine.runner.step_memory import measure_step_bytes
 
     with share.turn():
-        paged, info, attention = _wrapped(args, choice, loaded)
+        opened = _open(args, loaded, choice)
+        paged = opened.paged
+        adapters = _make_for_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
+    draft = _load_draft(args, loaded, device_info(blas), choice)
+    models = [opened] if draft is None else [opened, draft]
     device = device_info(blas)
     with share.turn():
-        adapters = _make_for_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
-        info = replace(info, adapter_bytes=0 if paged.adapters is None else paged.adapters.nbytes)
         config = resolve_config(
             args,
-            info,
+            replace(opened.info, adapter_bytes=0 if paged.adapters is None else paged.adapters.nbytes),
             share.unlimited(device),
-            attention.backend.name,
-            lambda *size: measure_step_bytes(
-                paged, attention.backend, args.block_size, info.max_position_embeddings, *size
-            ),
-            attention.layers,
+            opened.attention.backend.name,
+            # They run one after the other.
+            lambda *size: max(model.step_bytes(args.block_size, *size) for model in models),
+            opened.attention.layers,
+            None if draft is None else draft.info,
         )
     share.claim(config.peak_bytes)
     config = replace(config, device=share.limited(device))
@@ -150,8 +153,15 @@ def _assemble(
         config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))
     with share.turn():
         owns_model = share is not WHOLE_DEVICE  # which is for one model, and the process ends with it
+        draft_model = None if draft is None else _draft_model(draft, config)
         runner = ModelRunner(
-            paged, attention.backend, config.scheduler, config.cache, runner_side, owns_model=owns_model
+            paged,
+            opened.attention.backend,
+            config.scheduler,
+            config.cache,
+            runner_side,
+            draft_model,
+            owns_model=owns_model,
         )
     tokenizer = Tokenizer(
         loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
@@ -183,10 +193,29 @@ def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[st
     return adapters
 
 
-def _wrapped(
-    args: EngineArgs, choice: BackendChoice, loaded: LoadedModel
-) -> tuple[PagedModel, ModelInfo, ChosenAttention]:
-    """A loaded model over a paged KV cache, checked, with the facts about it and what computes its attention."""
+def _given_kv_bytes(args: EngineArgs) -> int:
+    """Bytes of the KV cache as far as the settings say it, before the model is known."""
+    return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0
+
+
+@dataclass(frozen=True)
+class _OpenedModel:
+    """A model that runs right over a paged KV cache, with what computes its attention."""
+
+    paged: PagedModel
+    info: ModelInfo
+    attention: ChosenAttention
+
+    def step_bytes(self, block_size: int, num_tokens: int, num_seqs: int) -> int:
+        """What a step takes besides weights and KV cache; it is run."""
+        from metal_engine.runner.step_memory import measure_step_bytes
+
+        longest = self.info.max_position_embeddings
+        return measure_step_bytes(self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs)
+
+
+def _open(args: EngineArgs, loaded: LoadedModel, choice: BackendChoice) -> _OpenedModel:
+    """Put a loaded model over a paged KV cache, and check that it runs right."""
     from metal_engine.attention.metal.variants import UnsupportedAttentionError
     from metal_engine.models.attention_kinds import attention_kinds
     from metal_engine.models.check import check_paged_model
@@ -205,12 +234,54 @@ def _wrapped(
         _with_recurrence(paged, lambda: check_paged_model(paged, attention.backend, *sizes))
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise _cannot_run(args, loaded.config, error) from error
-    return paged, info, attention
+    return _OpenedModel(paged, info, attention)
 
 
-def _given_kv_bytes(args: EngineArgs) -> int:
-    """Bytes of the KV cache as far as the settings say it, before the model is known."""
-    return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0
+def _load_draft(
+    args: EngineArgs, target: LoadedModel, device: DeviceInfo, choice: BackendChoice
+) -> _OpenedModel | None:
+    """Load the draft model of ``--speculative-config``, if it names one.
+
+    Raises:
+        ModelLoadError: it cannot be loaded or run.
+        ConfigError: it does not go with the model.
+    """
+    from metal_engine.checkpoints import loader
+    from metal_engine.models.info import expected_model_info
+
+    config = speculative_config(args)
+    if config is None or config.model is None:
+        return None
+    draft_args = replace(args, model=config.model, revision=config.revision, tokenizer=None, speculative_config=None)
+
+    def check(facts: CheckpointFacts) -> None:
+        info = expected_model_info(draft_args.model, facts)
+        if info is not None:
+            check_draft_model(info)
+
+    def check_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+        vocabularies = tokenizer.get_vocab(), target.tokenizer.get_vocab()
+        check_draft_vocabulary(draft_args.model, vocabularies[0], target.name, vocabularies[1])
+
+    try:
+        opened = _open(draft_args, loader.load(draft_args, device, check, check_tokenizer=check_tokenizer), choice)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"the draft model (--speculative-config): {error}") from error
+    check_draft_model(opened.info)
+    return opened
+
+
+def _draft_model(opened: _OpenedModel, config: EngineConfig) -> DraftModel:
+    from metal_engine.runner.draft_model import DraftModel
+
+    return DraftModel(
+        opened.paged,
+        opened.attention.backend,
+        config.scheduler,
+        config.cache,
+        vocab_size=config.model.vocab_size,
+        max_positions=opened.info.max_position_embeddings,
+    )
 
 
 def _with_recurrence(paged: PagedModel, run: Callable[[], T]) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +10,9 @@ import numpy as np
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, TokenLogprobs
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+
+# A draft that the scheduler leaves to the runner's draft model.
+UNKNOWN_DRAFT = -1
 
 
 @dataclass(slots=True)
@@ -24,6 +27,7 @@ class NewRequestData:
         pooling_params: how to pool its prompt; None to generate.
         state_slots: of the recurrent state that it goes on from (0: none), and of the one that it leaves.
         adapter_slot: of the adapter that its rows go through; 0: none.
+        stop_token_ids: tokens that end it, after which nothing is to be drafted.
     """
 
     request_id: str
@@ -37,6 +41,7 @@ class NewRequestData:
     pooling_params: PoolingParams | None = None
     state_slots: tuple[int, int] = (0, 0)
     adapter_slot: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
 
     @staticmethod
     def of(request: Request, block_ids: list[int], state_slots: tuple[int, int] = (0, 0)) -> NewRequestData:
@@ -52,6 +57,7 @@ class NewRequestData:
             pooling_params=request.pooling_params,
             state_slots=state_slots,
             adapter_slot=0 if request.adapter is None else request.adapter.slot,
+            stop_token_ids=request.stop_token_id_set,
         )
 
 
@@ -89,6 +95,9 @@ class SchedulerOutput:
         pooled_req_ids: requests to pool whose prompts this step completes, in packing order.
         scheduled_spec_decode_tokens: request id -> its drafts: tokens that may follow its last known one, which is in
             this step, and that are computed as if they did. It samples after the last known token and after each draft.
+            Those that are :data:`UNKNOWN_DRAFT`, all of a request then, the draft model is to say; it may say fewer.
+        draft_model_req_ids: requests of whose tokens in this step, which sample nothing or their first token, the draft
+            model is to have KV, too.
         dropped_req_ids: requests the runner must forget before this step: finished, aborted or preempted.
         kv_connector_metadata: blocks to load and save with this step; None without KV transfer.
     """
@@ -101,6 +110,7 @@ class SchedulerOutput:
     sampled_req_ids: list[str] = field(default_factory=list)
     pooled_req_ids: list[str] = field(default_factory=list)
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    draft_model_req_ids: list[str] = field(default_factory=list)
     dropped_req_ids: list[str] = field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
 
@@ -112,6 +122,16 @@ class SchedulerOutput:
         new = len(self.new_requests)
         return f"{sum(lengths)} tokens of {len(lengths)} requests ({decodes} of one token, {new} new)"
 
+    def with_drafts(self, drafting: Drafting) -> SchedulerOutput:
+        """Returns the plan with a draft model's drafts in it; rows of drafts that there are not are left out."""
+        if not drafting.token_ids:
+            return self
+        planned, drafts = self.scheduled_spec_decode_tokens, drafting.token_ids
+        shares = {r: self.num_scheduled_tokens[r] - len(planned[r]) + len(drafts[r]) for r in drafts}
+        given = {request_id: tokens for request_id, tokens in (planned | drafts).items() if tokens}
+        num_tokens = self.num_scheduled_tokens | shares
+        return replace(self, num_scheduled_tokens=num_tokens, scheduled_spec_decode_tokens=given)
+
 
 @dataclass(slots=True)
 class PromptLogprobs:
@@ -119,6 +139,28 @@ class PromptLogprobs:
 
     start: int
     tokens: list[TokenLogprobs]
+
+
+@dataclass(slots=True)
+class Drafting:
+    """What a draft model did in a step.
+
+    Attributes:
+        token_ids: by request id, of those whose drafts were left to it: the drafts. There are fewer than planned where
+            it has no KV of all the request's tokens yet, where a draft would end the request, or where none would do.
+        num_computed_tokens: by request id, of those it was run for: from the first, tokens that it has KV of.
+        seconds: that all of it took.
+        num_tokens: that it had not computed before, beside the drafts and those before them.
+        num_forwards: that computed drafts, one for each request.
+        forward_seconds: that those took.
+    """
+
+    token_ids: dict[str, list[int]] = field(default_factory=dict)
+    num_computed_tokens: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    num_tokens: int = 0
+    num_forwards: int = 0
+    forward_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -130,6 +172,7 @@ class ModelOutput:
             drafts, the one after those that are accepted.
         num_accepted_tokens: by request id, of those with drafts: how many of them, from the first, are what was sampled
             in their places. The rows of the others are void, and so are the blocks that only they took.
+        drafting: what the draft model did; None if nothing was asked of it.
         logprobs: by request id, of the tokens it is given, where asked for.
         prompt_logprobs: by request id, of the prompt tokens in this step, where asked for.
         errors: by request id, why what the request asks for must end it. Its sampled token is void.
@@ -140,11 +183,17 @@ class ModelOutput:
 
     sampled_token_ids: list[int]
     num_accepted_tokens: dict[str, int] = field(default_factory=dict)
+    drafting: Drafting | None = None
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     late_req_ids: set[str] = field(default_factory=set)
     pooled: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def drafts_of(self, plan: SchedulerOutput, request_id: str) -> list[int]:
+        """Returns the drafts that a request of ``plan`` had, whoever proposed them."""
+        drafted = None if self.drafting is None else self.drafting.token_ids.get(request_id)
+        return plan.scheduled_spec_decode_tokens[request_id] if drafted is None else drafted
 
 
 class KVCacheLostError(Exception):
@@ -167,6 +216,8 @@ class Runner(Protocol):
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Start one forward pass and one sampling pass over the plan; must not block on the device.
+
+        A plan that asks the draft model for something waits for that, and for nothing else.
 
         Where a request's last token is still being sampled by the step before, it is taken from there. A plan
         that is refused (this raises) leaves the steps under way as they are.

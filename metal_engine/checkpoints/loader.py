@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,15 @@ class LoadedModel:
     interleaved: dict[str, int] = field(default_factory=dict)
 
 
+CheckTokenizer = Callable[[PreTrainedTokenizerFast], None]
+
+
 def load(
-    args: EngineArgs, device: DeviceInfo, check: Check = lambda facts: None, claim: Check = lambda facts: None
+    args: EngineArgs,
+    device: DeviceInfo,
+    check: Check = lambda facts: None,
+    claim: Check = lambda facts: None,
+    check_tokenizer: CheckTokenizer = lambda tokenizer: None,
 ) -> LoadedModel:
     """Load the model that ``args.model`` names.
 
@@ -90,13 +98,14 @@ def load(
         check: refuses a checkpoint for what its configuration and headers say; called before its weights are read,
             and before they are downloaded.
         claim: called between that and reading the weights, for whoever has to make room for them.
+        check_tokenizer: refuses one for its tokenizer; called before its weights are read.
 
     Raises:
         ModelLoadError: it cannot be found, read or run; the message says why.
         ConfigError: a setting does not fit it.
     """
     try:
-        loaded = _load(args, device, check, claim)
+        loaded = _load(args, device, check, claim, check_tokenizer)
         _try_tokenizer(loaded.tokenizer)
         return loaded
     except (ModelLoadError, ConfigError):
@@ -117,7 +126,9 @@ def _try_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
         logger.info("the tokenizer has no tokens for some of %r: %s", _TRIED_TEXT, one_line(error))
 
 
-def _load(args: EngineArgs, device: DeviceInfo, check: Check, claim: Check) -> LoadedModel:
+def _load(
+    args: EngineArgs, device: DeviceInfo, check: Check, claim: Check, check_tokenizer: CheckTokenizer
+) -> LoadedModel:
     dtype = _DTYPES.get(args.dtype, mx.float32 if device.kind == "cpu" else None)
     if args.revision is not None and (args.model == DEMO_MODEL or is_local(args.model)):
         logger.warning("--revision %s has no effect: %s is not from the hub", args.revision, args.model)
@@ -129,22 +140,28 @@ def _load(args: EngineArgs, device: DeviceInfo, check: Check, claim: Check) -> L
         claim(facts)
 
     load_files = _load_gguf if found.path.suffix == ".gguf" else _load_directory
-    loaded, facts = load_files(found, args, dtype, device, admit)
+    loaded, facts = load_files(found, args, dtype, device, admit, check_tokenizer)
     logger.info("loaded the weights: %s in %.1f s", format_size(facts.weight_bytes), time.monotonic() - began)
     return loaded
 
 
 def _load_gguf(
-    found: FoundModel, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo, check: Check
+    found: FoundModel,
+    args: EngineArgs,
+    dtype: mx.Dtype | None,
+    device: DeviceInfo,
+    check: Check,
+    check_tokenizer: CheckTokenizer,
 ) -> tuple[LoadedModel, CheckpointFacts]:
     header = read_gguf_header(found.path)
     pooler = gguf_pooler(header)
     facts = gguf_facts(header, gguf_config(header), args, device)
     check_memory(facts, args, device)
     check(facts)
+    tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(found.path)
+    check_tokenizer(tokenizer)
     _announce(found, facts)
     model, config = load_gguf_model(found.path, dtype or _DTYPES[facts.dtype], dequantize=device.kind == "cpu")
-    tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(found.path)
     own_generation_config: dict[str, Any] | None = DEFAULT_SAMPLING if args.model == DEMO_MODEL else None
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
     eos_token_ids = frozenset(gguf_eos_token_ids(header))
@@ -154,7 +171,12 @@ def _load_gguf(
 
 
 def _load_directory(
-    found: FoundModel, args: EngineArgs, dtype: mx.Dtype | None, device: DeviceInfo, check: Check
+    found: FoundModel,
+    args: EngineArgs,
+    dtype: mx.Dtype | None,
+    device: DeviceInfo,
+    check: Check,
+    check_tokenizer: CheckTokenizer,
 ) -> tuple[LoadedModel, CheckpointFacts]:
     path = found.path
     check_small_files(path)
@@ -173,6 +195,7 @@ def _load_directory(
     tokenizer = (
         _other_tokenizer(args) if args.tokenizer else load_tokenizer(path, trust_remote_code=args.trust_remote_code)
     )
+    check_tokenizer(tokenizer)
     eos_token_ids = checkpoint.eos_token_ids(config, own_generation_config)
     weights = EmbeddingWeights.of(tensors, config) if pooler.is_embedder else EmbeddingWeights()
     _announce(found, facts)

@@ -7,7 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from metal_engine.engine.registry import ModelRegistry
-from metal_engine.settings.config import EngineConfig
+from metal_engine.settings.config import EngineConfig, ModelInfo, SpeculativeConfig
 from metal_engine.settings.fields import format_size
 
 
@@ -17,6 +17,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
     named = ", ".join(names)
     states = f", recurrent states {format_size(config.state_bytes)}" if config.state_bytes else ""
     adapters = f", adapters {format_size(model.adapter_bytes)}" if model.adapter_bytes else ""
+    before_drafts = f", {scheduler.max_num_seqs} for their states before drafts" if scheduler.speculative else ""
     concurrency = cache.num_tokens / scheduler.max_model_len
     facts = {
         "model": model.name if names == (model.name,) else f"{model.name}, served as {named}",
@@ -24,12 +25,12 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "dtype": model.dtype,
         "device": f"{config.device.name}: {config.device.compute}",
         "attention": config.attention,
-        "memory": f"weights {format_size(model.weight_bytes)}{adapters}, KV cache {format_size(config.kv_bytes)}"
+        "memory": f"weights {format_size(config.weight_bytes)}{adapters}, KV cache {format_size(config.kv_bytes)}"
         f"{states}, largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
         "KV cache": f"{cache.num_tokens:,} tokens in {cache.num_blocks:,} blocks of {cache.block_size}; "
         f"{concurrency:.1f} requests of the maximum length at once",
         "states": f"{format_size(model.state_bytes_per_request)} a request; {cache.num_state_slots:,} slots: "
-        f"{scheduler.max_num_seqs} for requests, the others for checkpoints",
+        f"{scheduler.max_num_seqs} for requests{before_drafts}, the others for checkpoints",
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "
         f"{scheduler.max_num_batched_tokens:,} tokens a step",
         "speculation": "",
@@ -37,8 +38,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
     }
     if (speculative := scheduler.speculative) is not None:
         facts["speculation"] = (
-            f"{speculative.method}: up to {speculative.num_speculative_tokens} tokens a request and step, after "
-            f"{speculative.prompt_lookup_min} to {speculative.prompt_lookup_max} tokens that were there before"
+            f"{speculative.method}: up to {speculative.num_speculative_tokens} tokens a request and step, "
+            f"{_source(speculative, config.draft)}"
         )
     else:
         del facts["speculation"]
@@ -75,6 +76,17 @@ def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
         style = "bold green" if label == "URL" else None
         table.add_row(f"[dim]{label}[/]", value, style=style)
     console.print(Panel(table, title="metal-engine", title_align="left", expand=False))
+
+
+def _source(speculative: SpeculativeConfig, draft: ModelInfo | None) -> str:
+    """Says where drafts come from."""
+    if draft is None:
+        lengths = f"{speculative.prompt_lookup_min} to {speculative.prompt_lookup_max}"
+        return f"after {lengths} tokens that were there before"
+    return (
+        f"of {draft.name} ({_count(draft.num_params)} parameters, {draft.dtype}; "
+        f"{format_size(draft.weight_bytes)} of the weights)"
+    )
 
 
 def _count(number: int) -> str:

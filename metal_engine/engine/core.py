@@ -23,8 +23,8 @@ from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus, client_id
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
-from metal_engine.scheduling.ngram import NgramProposer
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
+from metal_engine.scheduling.proposals import make_proposer
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
@@ -66,7 +66,7 @@ class EngineCore:
         self.adapters = adapters
         self.tokenizer = tokenizer
         speculative = config.scheduler.speculative
-        proposer = None if speculative is None else NgramProposer(speculative)
+        proposer = None if speculative is None else make_proposer(speculative)
         self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector, proposer)
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
@@ -299,7 +299,7 @@ class EngineCore:
         failed = self._failed_loads()
         if plan.num_scheduled_tokens:
             self.num_steps += 1
-            self.metrics.scheduled(plan, started)
+            self.metrics.scheduled(plan, started, is_ahead=bool(self._under_way))
             try:
                 handle = self._runner.execute(plan)
             except Exception as error:  # noqa: BLE001  (logged there)
@@ -334,7 +334,7 @@ class EngineCore:
             return outputs
         self.metrics.num_late_masks += len(model_output.late_req_ids)
         if plan.scheduled_spec_decode_tokens:
-            self.metrics.speculated(plan, model_output.num_accepted_tokens)
+            self.metrics.speculated(plan, model_output)
         for request_id, prompt_logprobs in model_output.prompt_logprobs.items():
             self._outputs.add_prompt_logprobs(request_id, prompt_logprobs)
         try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.request import RequestOutput
-from metal_engine.step import SchedulerOutput
+from metal_engine.step import ModelOutput, SchedulerOutput
 
 # Upper bounds of the buckets, in seconds. From a step of a small model to an answer on a slow machine.
 _REQUEST_SECONDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
@@ -66,6 +66,7 @@ class EngineMetrics:
         num_rows: rows of packed steps, by what they were: ``decode`` (a request's only one, without its drafts),
             ``chunk`` (of a prompt that was begun before), ``fresh`` (the first of a request) or, where there have been
             any, ``draft``.
+        num_steps: steps by when they were planned: ``ahead``, while the one before ran, or ``after`` its end.
         num_finished: requests by the reason they finished for.
         first_token: from arrival to the first token.
         inter_token: between two tokens of a request.
@@ -98,6 +99,7 @@ class EngineMetrics:
         self.num_cache_queries = 0
         self.num_cache_hits = 0
         self.num_rows = {"decode": 0, "chunk": 0, "fresh": 0}
+        self.num_steps = {"ahead": 0, "after": 0}
         self.num_finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.first_token = Histogram(_FIRST_TOKEN_SECONDS)
         self.inter_token = Histogram(_TOKEN_SECONDS)
@@ -116,8 +118,9 @@ class EngineMetrics:
         """Note a request that was queued, and when it arrived: now, unless ``arrival`` is given."""
         self._times[request_id] = _Times(time.monotonic() if arrival is None else arrival, num_prompt_tokens)
 
-    def scheduled(self, plan: SchedulerOutput, now: float) -> None:
-        """Count a step that is about to run."""
+    def scheduled(self, plan: SchedulerOutput, now: float, *, is_ahead: bool = False) -> None:
+        """Count a step that is about to run, planned ahead of the end of the one before or not."""
+        self.num_steps["ahead" if is_ahead else "after"] += 1
         num_fresh = 0
         for new in plan.new_requests:
             num_fresh += plan.num_scheduled_tokens[new.request_id]
@@ -142,14 +145,18 @@ class EngineMetrics:
         self.num_rows["fresh"] += num_fresh
         self.num_rows["chunk"] += total - num_decodes - num_fresh
 
-    def speculated(self, plan: SchedulerOutput, num_accepted_tokens: Mapping[str, int]) -> None:
+    def speculated(self, plan: SchedulerOutput, output: ModelOutput) -> None:
         """Count the drafts of a step, and how many of each request's were accepted."""
-        for request_id, drafts in plan.scheduled_spec_decode_tokens.items():
+        for request_id, planned in plan.scheduled_spec_decode_tokens.items():
+            drafts = output.drafts_of(plan, request_id)
+            self.num_rows["draft"] -= len(planned) - len(drafts)
+            if not drafts:
+                continue
             self.num_drafts += 1
             self.num_draft_tokens += len(drafts)
             missing = len(drafts) - len(self.num_accepted_tokens)
             self.num_accepted_tokens += [0] * missing
-            for position in range(num_accepted_tokens[request_id]):
+            for position in range(output.num_accepted_tokens[request_id]):
                 self.num_accepted_tokens[position] += 1
 
     def produced(self, outputs: Iterable[RequestOutput], started: float, now: float) -> None:

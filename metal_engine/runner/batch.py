@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metal_engine.kv_cache.rows import StepRows, step_rows
+from metal_engine.kv_cache.rows import StepRows, slots_of, step_rows
 from metal_engine.kv_cache.writes import MakeWrites, SlotWrites
 from metal_engine.runner.logits_edits import RequestEdits
 from metal_engine.runner.pooling import PooledPrompt
@@ -97,8 +97,12 @@ class RequestTable:
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
         self._state_reads = np.zeros(max_num_seqs, np.int32)  # slots that the next step goes on from, and leaves
         self._state_writes = np.zeros(max_num_seqs, np.int32)
+        # By index, of requests with drafts in the last step and a recurrent state: how many tokens they had computed
+        # before it, and the slot that it went on from.
+        self._before_drafts: dict[int, tuple[int, int]] = {}
         self.sampling = SamplingTable(max_num_seqs)
         self.edits: dict[int, RequestEdits] = {}  # by index, of the requests that have any
+        self._stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_seqs
         self.pooling: dict[str, PooledPrompt] = {}  # by request id, of the requests to pool
         self.num_prompt_logprobs_requests = 0
         self._adapter_slots = np.zeros(max_num_seqs, np.int32)
@@ -121,6 +125,7 @@ class RequestTable:
         self._num_blocks[index] = 0
         self._append_blocks(index, new.block_ids)
         self._state_reads[index], self._state_writes[index] = new.state_slots
+        self._stop_token_ids[index] = new.stop_token_ids
         params = new.sampling_params
         self.sampling.set(index, params, new.seed)
         if params.edits_logits:
@@ -136,6 +141,7 @@ class RequestTable:
         if index is not None:
             self._free_indices.append(index)
             self.edits.pop(index, None)
+            self._before_drafts.pop(index, None)
             self.pooling.pop(request_id, None)
             self.num_prompt_logprobs_requests -= int(self.sampling.prompt_logprobs[index] >= 0)
             self._num_with_adapter -= int(self._adapter_slots[index] > 0)
@@ -150,6 +156,18 @@ class RequestTable:
 
     def num_prompt_tokens(self, index: int) -> int:
         return int(self._num_prompt_tokens[index])
+
+    def num_computed_tokens(self, index: int) -> int:
+        """How many tokens of a request have state, or will have by the steps packed so far."""
+        return int(self._num_computed[index])
+
+    def slots(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Slots of some positions of a request, [stop - start] int32."""
+        return slots_of(self._block_table, index, np.arange(start, stop), self.block_size)
+
+    def stop_token_ids(self, index: int) -> frozenset[int]:
+        """Tokens that end a request."""
+        return self._stop_token_ids[index]
 
     def _append_blocks(self, index: int, block_ids: list[int]) -> None:
         start = self._num_blocks[index]
@@ -173,17 +191,30 @@ class RequestTable:
         self._num_tokens[indices] += 1
 
     def _settle_drafts(self, index: int, num_accepted: int) -> None:
-        """Make the first drafts of a request tokens of it, and forget the others, with the blocks only they took."""
+        """Make the first drafts of a request tokens of it, and forget the others, with the blocks only they took.
+
+        Where one is rejected, a recurrent state goes back to before them all.
+        """
         num_tokens = self._num_tokens[index] + num_accepted
-        self._num_tokens[index] = self._num_computed[index] = num_tokens
+        before = self._before_drafts.pop(index, None)
+        if before is not None and num_tokens < self._num_computed[index]:
+            self._num_computed[index], self._state_reads[index] = before
+        else:
+            self._num_computed[index] = num_tokens
+        self._num_tokens[index] = num_tokens
         self._num_blocks[index] = -(-num_tokens // self.block_size)
 
     def _take_in_drafts(self, drafts_of: dict[str, list[int]]) -> None:
-        """Write drafts behind their requests' known tokens; they count only where a step asks for them."""
         for request_id, drafts in drafts_of.items():
             index = self._index_of[request_id]
-            start = self._num_tokens[index]
-            self._token_ids[index, start : start + len(drafts)] = drafts
+            if self._state_writes[index]:
+                self._before_drafts[index] = int(self._num_computed[index]), int(self._state_reads[index])
+            self.write_drafts(index, drafts)
+
+    def write_drafts(self, index: int, drafts: list[int]) -> None:
+        """Write drafts behind a request's known tokens; they count only where a step asks for them."""
+        start = self._num_tokens[index]
+        self._token_ids[index, start : start + len(drafts)] = drafts
 
     def forget_samples(self) -> None:
         """Forget where the last step's samples are: it will not run, so no later step may ask for them."""
@@ -194,12 +225,8 @@ class RequestTable:
         rows = batch.rows
         return rows.positions[rows.logits_indices] + 1 - self._num_prompt_tokens[batch.sample_indices]
 
-    def pack(self, plan: SchedulerOutput) -> PackedBatch:
-        """Bring the table up to date with ``plan`` and lay out its tokens, in the plan's order.
-
-        Raises:
-            ValueError: the plan contradicts what is held, or asks for a token that nobody knows or samples.
-        """
+    def take_in(self, plan: SchedulerOutput) -> None:
+        """Bring the table up to date with ``plan``: who comes and goes, and what they are given."""
         for request_id in plan.dropped_req_ids:
             self.remove(request_id)
         for new in plan.new_requests:
@@ -209,6 +236,12 @@ class RequestTable:
         for request_id, slot in plan.new_state_slots.items():
             self._state_writes[self._index_of[request_id]] = slot
 
+    def pack(self, plan: SchedulerOutput) -> PackedBatch:
+        """Lay out the tokens of a plan that :meth:`take_in` was given, in the plan's order.
+
+        Raises:
+            ValueError: the plan contradicts what is held, or asks for a token that nobody knows or samples.
+        """
         packed = list(plan.num_scheduled_tokens)
         num_requests = len(packed)
         indices = np.fromiter(map(self._index_of.__getitem__, packed), np.int32, num_requests)
@@ -224,12 +257,36 @@ class RequestTable:
             self._take_in_drafts(drafts_of)
             num_drafts = np.fromiter((len(drafts_of.get(r, ())) for r in packed), np.int32, num_requests)
             num_known, num_samples = num_known + num_drafts, samples + num_drafts
-        num_computed = self._num_computed[indices]
+        rows = self.rows(indices, self._num_computed[indices], query_lens, num_samples)
+        pending_rows, pending_samples = self._pending(indices, rows, num_known)
+        self._num_computed[indices] = rows.seq_lens
+        self._state_reads[indices] = rows.state_writes
+        input_ids = self.input_ids(indices, rows)
+        input_ids[pending_rows] = 0  # not what a request before it left at the index
+        sample_indices = indices[rows.sample_requests]
+        self._last_sample.fill(-1)
+        self._last_sample[sample_indices] = np.arange(len(sample_indices), dtype=np.int32)
+        adapter_slots = self._adapter_slots[indices if self._num_with_adapter else indices[:0]]
+        return PackedBatch(input_ids, rows, sample_indices, pending_rows, pending_samples, adapter_slots)
+
+    def rows(
+        self, indices: np.ndarray, num_computed: np.ndarray, query_lens: np.ndarray, num_samples: np.ndarray
+    ) -> StepRows:
+        """Lay out tokens of the requests at some indices.
+
+        Args:
+            num_computed: [B] int32, tokens of each that come before.
+            query_lens: [B] int32.
+            num_samples: [B], at how many of its last rows each samples.
+
+        Raises:
+            ValueError: a request has no blocks for them.
+        """
         seq_lens = num_computed + query_lens
         if (seq_lens > self._num_blocks[indices] * self.block_size).any():
             raise ValueError("bad plan: a request has fewer blocks than tokens")
         max_blocks = -(-int(seq_lens.max(initial=0)) // self.block_size)
-        rows = step_rows(
+        return step_rows(
             self._block_table[indices, :max_blocks],
             num_computed,
             query_lens,
@@ -238,16 +295,10 @@ class RequestTable:
             state_slots=(self._state_reads[indices], self._state_writes[indices]),
             make_writes=self._make_writes,
         )
-        pending_rows, pending_samples = self._pending(indices, rows, num_known)
-        self._num_computed[indices] = seq_lens
-        self._state_reads[indices] = rows.state_writes
-        input_ids = self._token_ids[indices[rows.request_of_row], rows.positions]
-        input_ids[pending_rows] = 0  # not what a request before it left at the index
-        sample_indices = indices[rows.sample_requests]
-        self._last_sample.fill(-1)
-        self._last_sample[sample_indices] = np.arange(len(sample_indices), dtype=np.int32)
-        adapter_slots = self._adapter_slots[indices if self._num_with_adapter else indices[:0]]
-        return PackedBatch(input_ids, rows, sample_indices, pending_rows, pending_samples, adapter_slots)
+
+    def input_ids(self, indices: np.ndarray, rows: StepRows) -> np.ndarray:
+        """The tokens at some rows, with drafts that were written behind them, [N] int32."""
+        return self._token_ids[indices[rows.request_of_row], rows.positions]
 
     def _pending(self, indices: np.ndarray, rows: StepRows, num_known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Packed rows [P] whose tokens are not known, and which samples of the step packed last they are.

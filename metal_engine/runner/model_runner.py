@@ -17,10 +17,11 @@ from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, S
 from metal_engine.models.adapters import AdapterRows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
+from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import ModelOutput, SchedulerOutput
+from metal_engine.step import Drafting, ModelOutput, SchedulerOutput
 
 
 class ModelRunner:
@@ -44,6 +45,7 @@ class ModelRunner:
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
         kv_connector: KVConnectorRunner | None = None,
+        draft_model: DraftModel | None = None,
         *,
         owns_model: bool = False,
     ) -> None:
@@ -53,6 +55,7 @@ class ModelRunner:
         self._num_blocks = cache_config.num_blocks
         self._kv_connector = kv_connector
         self._owns_model = owns_model
+        self._draft_model = draft_model
         self._runs_ahead = scheduler_config.async_scheduling
         self._table = RequestTable(
             scheduler_config.max_num_seqs,
@@ -71,7 +74,9 @@ class ModelRunner:
             raise RuntimeError("without async scheduling, a step is finished before the next one is started")
         before = self._pool.snapshot()
         try:
-            sampling, pooling, logits = self._build(plan)
+            self._table.take_in(plan)
+            drafting = self._draft(plan)
+            sampling, pooling, logits = self._build(plan if drafting is None else plan.with_drafts(drafting))
             # Masks are for the host to compute while the device is busy: with the step before, or with this one.
             is_built = bool(self._steps) or not sampling.has_masks
             if is_built:
@@ -82,12 +87,19 @@ class ModelRunner:
             self._pool.restore(before)
             raise
         loads = self._kv_connector.take_loads() if self._kv_connector is not None else StepLoads()
-        step = PendingStep(self, plan.sampled_req_ids, sampling, pooling, before, loads, saves)
+        step = PendingStep(self, plan.sampled_req_ids, sampling, pooling, before, loads, saves, drafting)
         del before  # the step's own, to let go of
         self._steps.append(step)
         if len(self._steps) == 1:
             self._dispatch(step, None if is_built else logits)
         return step
+
+    def _draft(self, plan: SchedulerOutput) -> Drafting | None:
+        """Run the draft model, as far as the plan asks for it."""
+        if self._draft_model is None:
+            return None
+        self._draft_model.take_in(plan)
+        return self._draft_model.draft(self._table, plan)
 
     def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, StepPooling | None, mx.array]:
         """Build a step's forward as a graph, with its pooling.
@@ -96,6 +108,8 @@ class ModelRunner:
         """
         batch = self._table.pack(plan)
         batch.validate(self._num_blocks, self._num_state_slots, self._num_adapter_slots)
+        if self._draft_model is not None:
+            self._draft_model.packed(batch.rows)
         # A recurrent state that has gone on past a token cannot go back.
         sampling = StepSampling(self._table, plan, batch, may_be_late=not self._pool.is_recurrent)
         if self._kv_connector is not None:
@@ -193,6 +207,10 @@ class ModelRunner:
         if self._kv_connector is not None and step.saves is not None:
             self._kv_connector.hand_over_saves(step.saves)
         output = step.sampling.result()
+        if step.drafting is not None:
+            output.drafting = step.drafting
+            # Those that were planned drafts and got none.
+            output.num_accepted_tokens = dict.fromkeys(step.drafting.token_ids, 0) | output.num_accepted_tokens
         self._table.append_tokens(step.sampled_req_ids, output)
         if step.pooling is not None:
             output.pooled = step.pooling.result()
@@ -208,9 +226,14 @@ class ModelRunner:
         self._pool.recover(error)
 
     def close(self) -> None:
-        """Free the KV cache, and the weights if they are the runner's own, in the thread that ran the steps."""
+        """Free the KV cache, the draft model's, and the weights if they are the runner's own.
+
+        In the thread that ran the steps.
+        """
         self._steps.clear()
         synchronize()
+        if self._draft_model is not None:
+            self._draft_model.release()
         if self._kv_connector is not None:
             self._kv_connector.close()
         self._pool.release()
@@ -230,6 +253,7 @@ class PendingStep:
         before: the KV cache's arrays as the step found them, until it is dispatched.
         loads: KV that comes from a store, until it is dispatched.
         saves: KV that goes to a store.
+        drafting: what the draft model has done for it; None if nothing.
         root: what the device computes last, from the dispatch on.
         error: why it could not be dispatched.
         is_async: whether some of it was evaluated asynchronously.
@@ -242,6 +266,7 @@ class PendingStep:
     before: PoolSnapshot | None
     loads: StepLoads
     saves: StepSaves | None
+    drafting: Drafting | None = None
     root: list[mx.array] | None = None
     error: Exception | None = None
     is_async: bool = False

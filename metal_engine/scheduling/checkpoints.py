@@ -24,6 +24,8 @@ from metal_engine.step import SchedulerOutput
 
 # Tokens. A request that shares less than this with one before computes at most so many of them again.
 CHECKPOINT_INTERVAL = 1024
+# Tokens. Steps with drafts go past the ends of blocks. So far after the last checkpoint of an answer, one stops there.
+DRAFTS_INTERVAL = 64
 # Tokens. Shorter instructions are computed again by the second conversation that has them: a step more for each new
 # prompt would take longer.
 MIN_INSTRUCTIONS = 256
@@ -44,6 +46,11 @@ class _Held:
         rolling: hash of the checkpoint in its answer.
         is_written: whether there is a state in the slot: one that a planned step leaves, or a loaded one.
         loaded_blocks: after how many blocks the state that came from a store follows; 0 for none.
+        source: slot that the step planned last goes on from, if the request holds it.
+        before: slot of the state from before drafts; held as long as the request may go on from there again.
+        has_drafts: whether a step is under way that leaves in ``slot`` a state in which drafts may be rejected.
+        is_rejected: whether drafts were: what is in ``slot`` is void, and the next step goes on from ``before``.
+        kept_at: tokens after which the request has last left a state behind.
     """
 
     slot: int
@@ -56,6 +63,18 @@ class _Held:
     latest: bytes = b""
     rolling: bytes | None = None
     loaded_blocks: int = 0
+    source: int | None = None
+    before: int | None = None
+    has_drafts: bool = False
+    is_rejected: bool = False
+    kept_at: int = 0
+
+    @property
+    def slots(self) -> list[int]:
+        """All slots that the request holds."""
+        left = [slot for _, slot in self.left]
+        before = [] if self.before is None or self.before in left else [self.before]
+        return [self.slot, *left, *before]
 
 
 class RequestStates:
@@ -171,24 +190,98 @@ class RequestStates:
     def plan(self, plan: SchedulerOutput, request: Request) -> None:
         """Called when a step is to go on with a request, before its tokens are counted as computed."""
         held = self._held.get(request.request_id)
-        if held is None or not self._is_kept(held, request):
-            if held is not None:
-                held.is_written = True
+        if held is None:
+            return
+        assert not held.has_drafts, f"{request.request_id} goes on before its drafts are settled"
+        if held.is_rejected:  # back to where its drafts began, and on from there into the other slot
+            held.is_rejected, held.source = False, held.before
+            return
+        self._let_go_of_before(held)
+        held.source = held.slot if held.is_written else None
+        if not self._is_kept(held, request):
+            held.is_written = True
             return
         num_blocks = request.num_computed_tokens // self._block_size
-        if self.slots.num_available <= self._max_num_seqs - len(self._held):  # left for requests: it goes on in place
+        if not self._has_spare:  # left for requests: it goes on in place
             self.slots.drop_checkpoint_in(held.slot)
             self._saves.pop(held.slot, None)
             return
         new_slot = self._take()
         held.left.append((num_blocks, held.slot))
+        held.kept_at = request.num_computed_tokens
         held.slot = plan.new_state_slots[request.request_id] = new_slot
+
+    @property
+    def _has_spare(self) -> bool:
+        """Whether a slot can be had that no request needs to run."""
+        return self.slots.num_available > self._max_num_seqs - len(self._held)
+
+    # --- drafts ---
+
+    def keep_for_drafts(self, plan: SchedulerOutput, request: Request) -> bool:
+        """Keep the state that a planned step goes on from, since drafts are to be added to it.
+
+        Returns False if that cannot be: no slot is to be had, or the request does not hold the one that it reads.
+        """
+        held = self._held.get(request.request_id)
+        if held is None:
+            return True
+        if held.source is None or (held.source == held.slot and not self._has_spare):
+            return False
+        if held.source == held.slot:
+            held.slot = plan.new_state_slots[request.request_id] = self._take()
+        held.before, held.has_drafts = held.source, True
+        return True
+
+    def settle_drafts(self, request: Request, *, is_rejected: bool) -> None:
+        """Called when the drafts of a running request are settled: whether one of them at least was rejected."""
+        held = self._held.get(request.request_id)
+        if held is not None:
+            held.has_drafts, held.is_rejected = False, is_rejected
+            if not is_rejected:
+                self._let_go_of_before(held)
+
+    def _let_go_of_before(self, held: _Held) -> None:
+        before, held.before = held.before, None
+        if before is not None and before not in held.slots:
+            self.slots.give_back(before)
+
+    def may_go_back(self, request: Request) -> bool:
+        """Whether drafts of a request are under way, so that what it has computed since may have to be again."""
+        held = self._held.get(request.request_id)
+        return held is not None and held.has_drafts
+
+    def is_rejected(self, request: Request) -> bool:
+        """Whether a request's next step computes accepted drafts again, from the state before them."""
+        held = self._held.get(request.request_id)
+        return held is not None and held.is_rejected
+
+    def computes_again(self, request: Request) -> bool:
+        """Whether the step just planned does so."""
+        held = self._held.get(request.request_id)
+        return held is not None and held.before is not None
+
+    def draft_room(self, request: Request) -> int:
+        """Returns how many drafts may follow the tokens that are planned of a request.
+
+        Fewer than any where the last state that it has left is far behind: the step is to end where a block does.
+        """
+        held = self._held.get(request.request_id)
+        num_computed = request.num_computed_tokens
+        if held is None or not self._keeps_checkpoints:
+            return request.max_tokens
+        is_far = num_computed - max(held.kept_at, request.num_prompt_tokens) >= DRAFTS_INTERVAL
+        return -num_computed % self._block_size if is_far else request.max_tokens
+
+    # --- checkpoints ---
 
     def _is_kept(self, held: _Held, request: Request) -> bool:
         """Whether a request's state, as the last step has left it, is to be a checkpoint."""
         computed = request.num_computed_tokens
         if not (self._keeps_checkpoints and held.is_written) or computed % self._block_size:
             return False
+        if held.has_drafts or held.is_rejected:
+            return False  # the state is not, or may not be, that of the request's tokens
         is_stop = computed in held.stops or computed % held.interval == 0
         return is_stop or computed > request.num_prompt_tokens
 
@@ -199,8 +292,11 @@ class RequestStates:
             return
         known = request.num_registered_blocks
         while held.left and held.left[0][0] <= known:
-            num_blocks, slot = held.left.pop(0)
+            num_blocks, slot = held.left[0]
             self._add(held, request, num_blocks, slot)
+            if slot == held.before:
+                break  # it may go on from there again
+            del held.left[0]
             self.slots.give_back(slot)
         num_blocks = request.num_computed_tokens // self._block_size
         if num_blocks <= known and self._is_kept(held, request):
@@ -240,7 +336,7 @@ class RequestStates:
         if held is not None:
             if held.rolling is not None and self.slots.has_checkpoint(held.rolling):
                 self._save(self.slots.slot_of(held.rolling), held.rolling)
-            for slot in (held.slot, *(slot for _, slot in held.left)):
+            for slot in held.slots:
                 self.slots.give_back(slot)
 
     def _save(self, slot: int, block_hash: bytes) -> None:
@@ -258,5 +354,4 @@ class RequestStates:
     def check_integrity(self, running: set[str]) -> None:
         """Assert every invariant between steps; for tests and debugging."""
         assert not self.is_used or self._held.keys() == running
-        held = self._held.values()
-        self.slots.check_integrity([slot for h in held for slot in (h.slot, *(slot for _, slot in h.left))])
+        self.slots.check_integrity([slot for held in self._held.values() for slot in held.slots])

@@ -2,6 +2,9 @@
 
 A step of n rows takes T(n) and gives, of each request that samples, one token and its accepted drafts. As many drafts
 are taken as make expected tokens / T(n) largest. Where another row costs as much as it gives, that is none.
+
+A recurrent state cannot go back to the last accepted draft. So where one is rejected, the next step computes the
+accepted ones again, and the rows before them: what that takes is added to T(n).
 """
 
 from __future__ import annotations
@@ -65,13 +68,21 @@ class StepTimes:
         """The step decodes so many rows, and does nothing else."""
         self._num_rows = num_rows
 
-    def end(self) -> None:
-        """The step has ended."""
-        num_rows, self._num_rows = self._num_rows, 0
-        if num_rows:
-            self._add(_size(num_rows), max(self._clock() - self._started, 1e-9))
+    def end(self, drafting_seconds: float = 0.0) -> float:
+        """The step has ended; returns how long it took.
 
-    def _add(self, size: int, seconds: float) -> None:
+        Args:
+            drafting_seconds: of it, in which a draft model ran.
+        """
+        num_rows, self._num_rows = self._num_rows, 0
+        seconds = self._clock() - self._started
+        if num_rows:
+            self.measured(num_rows, seconds - drafting_seconds)
+        return seconds
+
+    def measured(self, num_rows: int, seconds: float) -> None:
+        """A step of so many rows has taken so long."""
+        size, seconds = _size(num_rows), max(seconds, 1e-9)
         self._num_measured += 1
         known = self._sizes.get(size)
         if known is None:
@@ -142,20 +153,46 @@ class Acceptance:
         self._of_request.pop(request_id, None)
 
 
-def least_gain(num_sampling: int, times: Sequence[float]) -> float:
+def least_gain(num_sampling: int, times: Sequence[float], draft_seconds: float = 0.0) -> float:
     """Returns how likely drafts must be accepted, at least, for any number of them to pay.
 
     Args:
         num_sampling: tokens that the step gives without drafts.
         times: of :meth:`StepTimes.times`.
+        draft_seconds: what it takes to find one draft of each request, before the step.
     """
-    costs = [(seconds - times[0]) / num_drafts for num_drafts, seconds in enumerate(times[1:], start=1)]
+    costs = [
+        (seconds - times[0] - (-num_drafts // num_sampling) * draft_seconds) / num_drafts
+        for num_drafts, seconds in enumerate(times[1:], start=1)
+    ]
     return max(MIN_GAIN, num_sampling * min(costs) / times[0]) if costs else math.inf
 
 
-def best_lengths(
-    acceptances: Sequence[float], limits: Sequence[int], num_sampling: int, times: Sequence[float]
-) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How many drafts the requests of a step should have.
+
+    Attributes:
+        lengths: of each request.
+        tokens: that the step can be expected to give.
+        seconds: that it takes, with what rejected drafts make the next one take longer.
+    """
+
+    lengths: list[int]
+    tokens: float
+    seconds: float
+
+
+def choose_lengths(
+    acceptances: Sequence[float],
+    limits: Sequence[int],
+    num_sampling: int,
+    times: Sequence[float],
+    draft_seconds: float = 0.0,
+    *,
+    num_again: Sequence[int] | None = None,
+    chances: Sequence[float] | None = None,
+) -> Choice:
     """Returns how many drafts each request should have.
 
     Args:
@@ -164,25 +201,49 @@ def best_lengths(
         num_sampling: tokens that the step gives without drafts.
         times: of :meth:`StepTimes.times`: without drafts, with one, and so on to the most that the step may
             have.
+        draft_seconds: what it takes to find one draft of each request, before the step.
+        num_again: of each request, rows of this step that the next one computes again, beside the accepted drafts,
+            where a draft is rejected; None if nothing is computed again.
+        chances: of each request, the probability that it comes to its drafts at all; None: all do.
     """
+    chances = chances or [1.0] * len(limits)
     # The draft after j others is accepted with them: that of a request comes after its earlier ones here.
     gains = sorted(
         (
-            (p ** (j + 1), -i)
-            for i, (p, limit) in enumerate(zip(acceptances, limits, strict=True))
+            (chance * p ** (j + 1), -i)
+            for i, (chance, p, limit) in enumerate(zip(chances, acceptances, limits, strict=True))
             for j in range(limit)
         ),
         reverse=True,
     )
     lengths = [0] * len(limits)
-    expected = best_expected = float(num_sampling)
-    best_seconds, num_taken = times[0], 0
-    for num_drafts, ((gain, _), seconds) in enumerate(zip(gains, times[1:], strict=False), start=1):
+    tokens = best_tokens = float(num_sampling)
+    best_seconds, num_taken, num_rows_again, longest = times[0], 0, 0.0, 0
+    for num_drafts, ((gain, negative), seconds) in enumerate(zip(gains, times[1:], strict=False), start=1):
         if gain < MIN_GAIN:
             break
-        expected += gain
-        if expected * best_seconds > best_expected * seconds:
-            best_expected, best_seconds, num_taken = expected, seconds, num_drafts
-    for _, i in gains[:num_taken]:
-        lengths[-i] += 1
-    return lengths
+        i = -negative
+        tokens += gain
+        if num_again is not None:
+            # If this draft is the first that is rejected, those before it are computed again.
+            p = acceptances[i]
+            num_rows_again += chances[i] * p ** lengths[i] * (1 - p) * (num_again[i] + lengths[i])
+            seconds += _cost(times, num_rows_again)
+        lengths[i] += 1
+        longest = max(longest, lengths[i])
+        seconds += longest * draft_seconds
+        if tokens * best_seconds > best_tokens * seconds:
+            best_tokens, best_seconds, num_taken = tokens, seconds, num_drafts
+    chosen = [0] * len(limits)
+    for _, negative in gains[:num_taken]:
+        chosen[-negative] += 1
+    return Choice(chosen, best_tokens, best_seconds)
+
+
+def _cost(times: Sequence[float], num_rows: float) -> float:
+    """Returns how much longer a step takes with so many more rows, on average, than without."""
+    most = len(times) - 1
+    if num_rows >= most:
+        return (times[most] - times[0]) * num_rows / most
+    below = int(num_rows)
+    return times[below] + (times[below + 1] - times[below]) * (num_rows - below) - times[0]

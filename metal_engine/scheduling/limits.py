@@ -39,6 +39,11 @@ class StepBudget:
     attention_work: int
     prompt_rows: int = MAX_PROMPT_ROWS
 
+    def take(self, context_len: int, num_rows: int) -> None:
+        """Hand out ``num_rows`` rows of a request after ``context_len`` tokens."""
+        self.tokens -= num_rows
+        self.attention_work -= attention_work(context_len, num_rows)
+
 
 def check_fits(num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig, blocks: BlockManager) -> None:
     """Refuse a request of this size if it could never be served; one to pool has no ``max_tokens`` (0).

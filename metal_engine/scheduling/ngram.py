@@ -139,6 +139,42 @@ class Prediction:
         return [] if self._place is None else self._token_ids[self._place : self._place + num_tokens]
 
 
+class Predictions:
+    """Drafts of the texts that requests' clients expect, as long as the requests follow them."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._config = config
+        self._predictions: dict[str, Prediction] = {}
+        self._followed: set[str] = set()  # requests whose last proposal came from there
+
+    def propose(self, request: Request, num_tokens: int, room: int) -> tuple[list[int], int]:
+        """Returns drafts, and how many places of the text were indexed, ``room`` at most."""
+        if not request.options.predicted_token_ids:
+            return [], 0
+        prediction = self._predictions.get(request.request_id)
+        if prediction is None:
+            text = request.options.predicted_token_ids
+            prediction = Prediction(text, self._config, request.num_prompt_tokens)
+            self._predictions[request.request_id] = prediction
+        num_indexed = prediction.index(room)
+        drafts = prediction.propose(request.token_ids, num_tokens)
+        if drafts:
+            self._followed.add(request.request_id)
+        else:
+            self._followed.discard(request.request_id)
+        return drafts, num_indexed
+
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Count what became of the last proposal, if it was of a prediction."""
+        if request.request_id in self._followed:
+            accepted, rejected = request.num_predicted_tokens
+            request.num_predicted_tokens = accepted + num_accepted, rejected + num_drafts - num_accepted
+
+    def forget(self, request_id: str) -> None:
+        self._predictions.pop(request_id, None)
+        self._followed.discard(request_id)
+
+
 class NgramProposer:
     """Drafts for all requests (:class:`metal_engine.scheduling.speculation.Proposer`).
 
@@ -148,30 +184,16 @@ class NgramProposer:
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
         self._indexes: dict[str, NgramIndex] = {}
-        self._predictions: dict[str, Prediction] = {}
-        self._follows_prediction: set[str] = set()  # requests whose last proposal came from there
+        self._predictions = Predictions(config)
         self._room = 0
 
     def begin_step(self) -> None:
         self._room = TOKENS_PER_STEP
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
-        if request.options.predicted_token_ids:
-            drafts = self._predicted(request, num_tokens)
-            if drafts:
-                self._follows_prediction.add(request.request_id)
-                return drafts
-            self._follows_prediction.discard(request.request_id)
-        return self._repeated(request, num_tokens)
-
-    def _predicted(self, request: Request, num_tokens: int) -> list[int]:
-        prediction = self._predictions.get(request.request_id)
-        if prediction is None:
-            text = request.options.predicted_token_ids
-            prediction = Prediction(text, self._config, request.num_prompt_tokens)
-            self._predictions[request.request_id] = prediction
-        self._room -= prediction.index(self._room)
-        return prediction.propose(request.token_ids, num_tokens)
+        drafts, num_indexed = self._predictions.propose(request, num_tokens, self._room)
+        self._room -= num_indexed
+        return drafts or self._repeated(request, num_tokens)
 
     def _repeated(self, request: Request, num_tokens: int) -> list[int]:
         index = self._indexes.get(request.request_id)
@@ -187,11 +209,8 @@ class NgramProposer:
         return index.propose(request.token_ids, num_tokens)
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        if request.request_id in self._follows_prediction:
-            accepted, rejected = request.num_predicted_tokens
-            request.num_predicted_tokens = accepted + num_accepted, rejected + num_drafts - num_accepted
+        self._predictions.settled(request, num_drafts, num_accepted)
 
     def forget(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)
-        self._predictions.pop(request_id, None)
-        self._follows_prediction.discard(request_id)
+        self._predictions.forget(request_id)

@@ -16,7 +16,8 @@ from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.integrity import check_integrity
 from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillShares, StepBudget, check_fits, num_remaining
 from metal_engine.scheduling.prefix_cache import PrefixCache
-from metal_engine.scheduling.speculation import Proposer, Speculation
+from metal_engine.scheduling.proposals import Proposer
+from metal_engine.scheduling.speculation import Speculation
 from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
@@ -57,7 +58,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.admissions = Admissions(config, self.prefix_cache, cache_config.block_size, self.states, connector)
         self.running: dict[str, Request] = {}  # in order
-        self.speculation = None if proposer is None else Speculation(config, self.blocks, proposer)
+        self.speculation = None if proposer is None else Speculation(config, self.blocks, proposer, states=self.states)
         self.num_preemptions = 0
         self._num_arrivals = 0
         self._num_steps = 0
@@ -126,6 +127,8 @@ class Scheduler:
         plan = SchedulerOutput(step_id=self._num_steps)
         self._num_steps += 1
         self.admissions.take_in_loaded()
+        if self.speculation is not None and self.speculation.waits(self.running, bool(self.admissions.waiting)):
+            return plan
         prompt_rows = max(MAX_PROMPT_ROWS, self.blocks.block_size)
         budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work, prompt_rows)
         num_preemptions = self.num_preemptions
@@ -153,7 +156,7 @@ class Scheduler:
         return plan
 
     def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:
-        """Give running requests their next token, in order; returns those with more left to compute."""
+        """Give running requests in order their next token, with drafts to compute again; returns those with more."""
         prefills = []
         for request in list(self.running.values()):
             if budget.tokens == 0:
@@ -161,19 +164,18 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an earlier one in this loop
             remaining = num_remaining(request, self.config)
-            if remaining > 1:
+            if remaining > 1 and not self.states.is_rejected(request):
                 prefills.append(request)
-            elif remaining == 1:
-                # All computed tokens have blocks, so only the first token of a block can need one.
-                if request.num_computed_tokens % self.blocks.block_size == 0:
-                    new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + 1)
+            elif 0 < remaining <= budget.tokens:
+                # All computed tokens have blocks, so of one row only the first token of a block can need one.
+                if remaining > 1 or request.num_computed_tokens % self.blocks.block_size == 0:
+                    new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + remaining)
                     if new_block_ids is None:
                         break  # the request was the last in order and preempted itself
                     if new_block_ids:
                         plan.new_block_ids[request.request_id] = new_block_ids
-                self._add_to_plan(plan, request, 1)
-                budget.tokens -= 1
-                budget.attention_work -= request.num_computed_tokens
+                budget.take(request.num_computed_tokens, remaining)
+                self._add_to_plan(plan, request, remaining)
         return [request for request in prefills if request.status is RequestStatus.RUNNING]
 
     def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillShares, at_most: int | None = None) -> None:
@@ -290,6 +292,8 @@ class Scheduler:
         Plans made after it must be cancelled too.
         """
         self.prefix_cache.forget()  # it shared blocks that nobody will write
+        if self.speculation is not None:
+            self.speculation.cancel(plan)
         for request_id in (*plan.sampled_req_ids, *plan.pooled_req_ids):
             if request_id in self.requests:
                 num_drafts = len(plan.scheduled_spec_decode_tokens.get(request_id, ()))
@@ -318,7 +322,8 @@ class Scheduler:
     def _publish_prefixes(self) -> None:
         """Let later steps share the blocks that this one fills, and the requests go on that waited for them."""
         for request in self._filled:
-            self._publish(request)
+            if not self.states.may_go_back(request):
+                self._publish(request)
         self._filled.clear()
         self.admissions.prefixes_computed(self.running)
 

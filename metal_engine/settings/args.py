@@ -174,8 +174,8 @@ class EngineArgs(LoRAArgs):
 
     speculative_config: str | None = setting(
         None,
-        "How to propose tokens ahead of the model, as JSON: method (ngram), num_speculative_tokens, prompt_lookup_max, "
-        "prompt_lookup_min (see docs/speculation.md). Answers stay the same.",
+        "How to propose tokens ahead of the model, as JSON: method (ngram or draft_model), num_speculative_tokens; "
+        "prompt_lookup_max, prompt_lookup_min; model, revision (see docs/speculation.md). Answers stay the same.",
         group=SCHEDULING,
         kind="json",
     )

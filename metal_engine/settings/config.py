@@ -11,6 +11,8 @@ MARGIN_BYTES = GIB // 4
 # Recurrent states of a request that a step has at hand beside its slots: what it goes on from, what it leaves, and a
 # copy on the way to another order of the requests.
 IN_FLIGHT_STATES = 3
+# And with drafts: what was before them, on its way to its slot, and what rejected ones have left.
+IN_FLIGHT_STATES_OF_DRAFTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +104,22 @@ class SpeculativeConfig:
 
     Attributes:
         method: ``ngram``: what followed the last tokens where they stood before, in the prompt or the output.
+            ``draft_model``: what a smaller model says.
         num_speculative_tokens: drafts of a request in a step, at most.
         prompt_lookup_max: last tokens that are compared.
         prompt_lookup_min: of them, those that must agree.
+        model: the draft model.
+        revision: of it, on the hub.
+        max_draft_len: tokens of a request, drafts among them, that the draft model was trained for; None: any.
     """
 
     method: str
     num_speculative_tokens: int
     prompt_lookup_max: int
     prompt_lookup_min: int
+    model: str | None = None
+    revision: str | None = None
+    max_draft_len: int | None = None
 
 
 # Rows that sample in a step of few requests with drafts: the logits of one are as large as the vocabulary.
@@ -189,6 +198,12 @@ class EngineConfig:
     seed: int
     attention_layers: AttentionLayers = AttentionLayers()
     step_bytes: int = 0  # what the largest step takes besides weights and KV cache, measured
+    draft: ModelInfo | None = None  # the model that proposes tokens
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the model, and of its draft model."""
+        return self.model.weight_bytes + (0 if self.draft is None else self.draft.weight_bytes)
 
     @property
     def attention(self) -> str:
@@ -201,18 +216,22 @@ class EngineConfig:
 
     @property
     def kv_bytes(self) -> int:
-        return self.cache.num_tokens * self.model.kv_bytes_per_token
+        draft_bytes = 0 if self.draft is None else self.draft.kv_bytes_per_token
+        return self.cache.num_tokens * (self.model.kv_bytes_per_token + draft_bytes)
 
     @property
     def state_bytes(self) -> int:
         """Recurrent states: in their slots, and at hand in a step."""
         if not self.cache.num_state_slots:
             return 0
-        num_states = 1 + self.cache.num_state_slots + IN_FLIGHT_STATES * self.scheduler.max_num_seqs
+        num_in_flight = IN_FLIGHT_STATES
+        if self.scheduler.speculative is not None:
+            num_in_flight += IN_FLIGHT_STATES_OF_DRAFTS
+        num_states = 1 + self.cache.num_state_slots + num_in_flight * self.scheduler.max_num_seqs
         return num_states * self.model.state_bytes_per_request
 
     @property
     def peak_bytes(self) -> int:
         """What MLX holds at most: weights, adapters, KV cache, recurrent states and the largest step."""
-        weights = self.model.weight_bytes + self.model.adapter_bytes
+        weights = self.weight_bytes + self.model.adapter_bytes
         return weights + self.kv_bytes + self.state_bytes + self.step_bytes

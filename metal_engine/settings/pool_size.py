@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
-from metal_engine.settings.config import IN_FLIGHT_STATES, MARGIN_BYTES, DeviceInfo, ModelInfo
+from metal_engine.settings.config import (
+    IN_FLIGHT_STATES,
+    IN_FLIGHT_STATES_OF_DRAFTS,
+    MARGIN_BYTES,
+    DeviceInfo,
+    ModelInfo,
+)
 from metal_engine.settings.fields import format_size
 
 # On a CPU the pool is made of ordinary memory that other programs want too.
@@ -15,6 +21,8 @@ _CPU_POOL_BYTES = 2 * GIB
 _UNKNOWN_CONTEXT = 4096
 # Slots of a request: its state, and where prefixes are cached the checkpoints that follow its prompt and its answer.
 _SLOTS_PER_REQUEST, _SLOTS_WITHOUT_CACHING = 3, 1
+# And the state from before drafts, which may be rejected.
+_SLOTS_FOR_DRAFTS = 1
 # Of the memory for KV cache and states: most that the states of requests take where their number is not given, and most
 # that checkpoints beside them take.
 _REQUESTS_SHARE, _CHECKPOINTS_SHARE = 1 / 3, 1 / 6
@@ -41,11 +49,18 @@ def affordable_states(args: EngineArgs, model: ModelInfo, device: DeviceInfo) ->
     if not model.state_bytes_per_request:
         return 1 << 62
     share = int(_pool_bytes(args, model, device, 0) * _REQUESTS_SHARE)
-    return max(1, share // ((_slots_per_request(args) + IN_FLIGHT_STATES) * model.state_bytes_per_request))
+    return max(1, share // (_states_per_request(args) * model.state_bytes_per_request))
 
 
 def _slots_per_request(args: EngineArgs) -> int:
-    return _SLOTS_PER_REQUEST if args.enable_prefix_caching else _SLOTS_WITHOUT_CACHING
+    num_slots = _SLOTS_PER_REQUEST if args.enable_prefix_caching else _SLOTS_WITHOUT_CACHING
+    return num_slots + (_SLOTS_FOR_DRAFTS if args.speculative_config is not None else 0)
+
+
+def _states_per_request(args: EngineArgs) -> int:
+    """Of a request in its slots, and at hand in a step."""
+    num_drafted = IN_FLIGHT_STATES_OF_DRAFTS if args.speculative_config is not None else 0
+    return _slots_per_request(args) + IN_FLIGHT_STATES + num_drafted
 
 
 def pool_size(args: EngineArgs, model: ModelInfo, device: DeviceInfo, max_num_seqs: int, step_bytes: int) -> PoolSize:
@@ -57,7 +72,7 @@ def pool_size(args: EngineArgs, model: ModelInfo, device: DeviceInfo, max_num_se
     pool_bytes = _pool_bytes(args, model, device, step_bytes)
     num_slots = 0
     if model.state_bytes_per_request:
-        num_states = max_num_seqs * (_slots_per_request(args) + IN_FLIGHT_STATES) + 1
+        num_states = max_num_seqs * _states_per_request(args) + 1
         state_bytes = num_states * model.state_bytes_per_request
         if state_bytes >= pool_bytes:
             room, more = _room(args, pool_bytes, model, step_bytes), _raise_flag(args, device)

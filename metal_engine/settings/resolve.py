@@ -17,9 +17,10 @@ from metal_engine.settings.config import (
     EngineConfig,
     ModelInfo,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from metal_engine.settings.pool_size import affordable_states, pool_flag, pool_size, wanted_context
-from metal_engine.settings.speculative import check_speculation, speculative_config
+from metal_engine.settings.speculative import speculative_config
 
 # A step on a CPU should take about a second at most; two laptop-class cores reach about this rate.
 _CPU_FLOPS = 1.5e11
@@ -39,12 +40,14 @@ def resolve_config(
     attention_backend: str,
     measure_step: Callable[[int, int], int] = lambda num_tokens, num_seqs: 0,
     attention_layers: AttentionLayers = _NO_LAYERS,
+    draft: ModelInfo | None = None,
 ) -> EngineConfig:
     """Settle every "auto", now that model and device are known.
 
     Args:
         attention_backend: its name; ``attention_layers`` says what serves which layers.
         measure_step: runs a step of (tokens, requests) and returns the bytes it took besides weights and KV cache.
+        draft: the draft model of ``--speculative-config``.
 
     Raises:
         ConfigError: the settings cannot work together; the message names the flag to change.
@@ -65,8 +68,6 @@ def resolve_config(
             f"({max_num_seqs} + {args.block_size}), got {budget}: decodes could leave less than a block for ever, "
             "and prompts would starve",
         )
-    speculative = speculative_config(args)
-    check_speculation(speculative, model)
     scheduler = SchedulerConfig(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
@@ -78,10 +79,10 @@ def resolve_config(
         scheduling_policy=args.scheduling_policy,
         max_attention_work=args.max_attention_work or _attention_work(model, device),
         async_scheduling=args.async_scheduling,
-        speculative=speculative,
+        speculative=_speculative(args, draft),
     )
     step_bytes = measure_step(budget, scheduler.max_sample_rows)
-    pool = pool_size(args, model, device, max_num_seqs, step_bytes)
+    pool = pool_size(args, _with_draft(model, draft), device, max_num_seqs, step_bytes)
     cache = CacheConfig(
         block_size=args.block_size,
         num_blocks=pool.num_blocks,
@@ -98,6 +99,25 @@ def resolve_config(
         attention_layers=attention_layers,
         seed=args.seed,
         step_bytes=step_bytes,
+        draft=draft,
+    )
+
+
+def _speculative(args: EngineArgs, draft: ModelInfo | None) -> SpeculativeConfig | None:
+    config = speculative_config(args)
+    if config is None or draft is None:
+        return config
+    return replace(config, max_draft_len=draft.max_position_embeddings)
+
+
+def _with_draft(model: ModelInfo, draft: ModelInfo | None) -> ModelInfo:
+    """A model, with what its draft model takes beside it: both have KV of every token, in the same blocks."""
+    if draft is None:
+        return model
+    return replace(
+        model,
+        weight_bytes=model.weight_bytes + draft.weight_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token + draft.kv_bytes_per_token,
     )
 
 

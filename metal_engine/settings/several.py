@@ -10,6 +10,8 @@ from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
 from metal_engine.settings.fields import Settings, format_size, setting
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
+from metal_engine.settings.speculative import FLAG as SPECULATIVE
+from metal_engine.settings.speculative import speculative_config
 
 # Heading in `--help` and in docs/cli.md.
 MODELS = "Several models"
@@ -87,6 +89,12 @@ def args_of_one(args: EngineArgs, memory_bytes: int, device: DeviceInfo) -> Engi
     if args.has_adapters:
         flag = LORA_MODULES if args.lora_modules else "--enable-lora"
         raise ConfigError(flag, "is for one model that stays, not for those that come and go")
+    speculative = speculative_config(args)
+    if speculative is not None and speculative.model is not None:
+        raise ConfigError(
+            SPECULATIVE,
+            f"with the method {speculative.method} is for one model that stays, not for those that come and go",
+        )
     if args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None:
         return args
     kv_bytes = int(memory_bytes * _KV_SHARE)

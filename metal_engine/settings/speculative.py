@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from metal_engine.errors import ConfigError
@@ -15,12 +16,21 @@ FLAG = "--speculative-config"
 _PROMPT_LOOKUP = 5
 _MAX_DRAFTS = 64
 _MAX_NGRAM = 64
-_SETTINGS = [
-    Setting("method", "str"),
-    Setting("num_speculative_tokens", "int", bounds={"ge": 1, "le": _MAX_DRAFTS}),
-    Setting("prompt_lookup_max", "int", bounds={"ge": 1, "le": _MAX_NGRAM}),
-    Setting("prompt_lookup_min", "int", bounds={"ge": 1, "le": _MAX_NGRAM}),
-]
+_METHOD = Setting("method", "str")
+_NUM_TOKENS = Setting("num_speculative_tokens", "int", bounds={"ge": 1, "le": _MAX_DRAFTS})
+_SETTINGS = {
+    "ngram": [
+        _METHOD,
+        _NUM_TOKENS,
+        Setting("prompt_lookup_max", "int", bounds={"ge": 1, "le": _MAX_NGRAM}),
+        Setting("prompt_lookup_min", "int", bounds={"ge": 1, "le": _MAX_NGRAM}),
+    ],
+    "draft_model": [_METHOD, _NUM_TOKENS, Setting("model", "str"), Setting("revision", "str")],
+}
+_REQUIRED = {
+    "ngram": ("method", "num_speculative_tokens"),
+    "draft_model": ("method", "model", "num_speculative_tokens"),
+}
 
 
 def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
@@ -35,33 +45,54 @@ def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
         given = json.loads(args.speculative_config)
     except (ValueError, RecursionError) as error:
         raise ConfigError(FLAG, f"is not JSON: {error}") from error
-    _check_method(given)
-    values = read_object(FLAG, FLAG, given, _SETTINGS, required=("method", "num_speculative_tokens"))
+    method = _method(given)
+    values = read_object(FLAG, FLAG, given, _SETTINGS[method], required=_REQUIRED[method])
     # One of them alone stands for both.
     longest = values.get("prompt_lookup_max", values.get("prompt_lookup_min", _PROMPT_LOOKUP))
     shortest = values.get("prompt_lookup_min", longest)
     if shortest > longest:
         raise ConfigError(FLAG, f"prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}")
-    if args.async_scheduling:
-        raise ConfigError(
-            "--async-scheduling", f"and {FLAG} exclude each other: drafts follow tokens that are known on the host"
-        )
     return SpeculativeConfig(
         method=values["method"],
         num_speculative_tokens=values["num_speculative_tokens"],
         prompt_lookup_max=longest,
         prompt_lookup_min=shortest,
+        model=values.get("model"),
+        revision=values.get("revision"),
     )
 
 
-def _check_method(given: Any) -> None:
-    """Refuse a method that is not built before its own keys are."""
+def _method(given: Any) -> str:
+    """The method that was asked for; one that is not built is refused before its own keys are."""
     method = given.get("method") if isinstance(given, dict) else None
-    if method is not None and method != "ngram":
-        raise ConfigError(FLAG, f"has the method {method!r}, but the only one is ngram")
+    if not method:
+        return "ngram"  # what is wrong is said of its keys
+    if not isinstance(method, str) or method not in _SETTINGS:
+        raise ConfigError(FLAG, f"has the method {method!r}, but there are only {' and '.join(_SETTINGS)}")
+    return method
 
 
-def check_speculation(config: SpeculativeConfig | None, model: ModelInfo) -> None:
-    """Refuse speculation for a model whose state cannot go back past rejected drafts."""
-    if config is not None and model.state_bytes_per_request:
-        raise ConfigError(FLAG, f"does not go with {model.name}: its recurrent states cannot go back past drafts")
+def check_draft_model(draft: ModelInfo) -> None:
+    """Refuse a draft model whose state cannot go back past rejected drafts."""
+    if draft.state_bytes_per_request:
+        raise ConfigError(
+            FLAG, f"has the model {draft.name}, whose recurrent states cannot go back past drafts: choose another one"
+        )
+
+
+def check_draft_vocabulary(draft_name: str, draft: Mapping[str, int], name: str, vocabulary: Mapping[str, int]) -> None:
+    """Refuse a draft model whose token ids stand for other tokens. Ids that only one of the two has do not matter.
+
+    Args:
+        draft, vocabulary: token ids of the draft model and of the model, by token.
+    """
+    tokens = {token_id: token for token, token_id in vocabulary.items()}
+    differing = {i: token for token, i in draft.items() if tokens.get(i, token) != token}
+    if not differing:
+        return
+    first = min(differing)
+    raise ConfigError(
+        FLAG,
+        f"has the model {draft_name}, whose vocabulary is not that of {name}: token {first} is {differing[first]!r}, "
+        f"and not {tokens[first]!r}; {len(differing)} of them differ. Choose one with the same vocabulary",
+    )

@@ -24,6 +24,7 @@ from tests.support.serving import serve, wait_until
 from tools.fixtures.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+DRAFT_MODEL = '{"method": "draft_model", "model": "demo", "num_speculative_tokens": 2}'
 SMALL = ["--num-gpu-blocks-override", "64", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
 
 
@@ -97,6 +98,7 @@ def test_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
         (["--models-dir", str(tmp_path / "none")], "cannot read --models-dir"),
         (["--models-dir", str(tmp_path)], "has no model, and no MODEL is named"),
         ([one, two, "--async-scheduling"], "--async-scheduling is for one model"),
+        ([one, two, "--speculative-config", DRAFT_MODEL], "method draft_model is for one model"),
         ([one, two, "--enable-lora"], "--enable-lora is for one model"),
         ([one, two, "--lora-modules", "sql=/nowhere"], "--lora-modules is for one model"),
         ([one, two, "--lora-dir", "/nowhere"], "--lora-dir is for one model"),

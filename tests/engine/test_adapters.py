@@ -20,7 +20,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.ngram import NgramProposer
 from metal_engine.scheduling.prefix_cache import root_hash
 from tests.support import adapters
-from tests.support.speculation import propose_from, speculative_config
+from tests.support.speculation import draft_for_free, draft_model_config, propose_from, speculative_config
 from tests.support.tiny_engine import reference_logits, tiny_reference
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.fake_engine import byte_ids
@@ -132,6 +132,19 @@ def test_speculation(folders: dict[str, Path], golden: dict[str | None, list[lis
     propose_from(engine, NgramProposer(settings))
     check(engine, folders, golden)
     assert 0 < sum(engine.metrics.num_accepted_tokens) < engine.metrics.num_draft_tokens
+
+
+@pytest.mark.parametrize("config", [{"num_blocks": 400}, {"num_blocks": 60}])
+def test_a_draft_model(
+    folders: dict[str, Path], golden: dict[str | None, list[list[int]]], config: dict[str, Any]
+) -> None:
+    """It is the model without adapters: so it is right for requests of the model, and often wrong for the others."""
+    sizes = {"max_num_batched_tokens": 512, "max_num_seqs": 32, **config}
+    engine = adapters.adapted_engine(folders, speculative=draft_model_config(4), draft=tiny_reference(), **sizes)
+    draft_for_free(engine)
+    check(engine, folders, golden)
+    assert 0 < sum(engine.metrics.num_accepted_tokens) < engine.metrics.num_draft_tokens
+    assert (engine.stats.num_preemptions > 0) == (config["num_blocks"] < 400)
 
 
 def test_rows_are_sorted_on_a_gpu(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 
+from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.models.paged_model import PagedModel
@@ -17,11 +20,12 @@ from metal_engine.scheduling.ngram import NgramProposer
 from tests.engine.test_failed_steps import GREEDY, PROMPTS, VOCAB_SIZE, Fault, run_with_fault
 from tests.support.demo import engine_for
 from tests.support.running import run
-from tests.support.speculation import KnownOutputs, propose_from, speculative_config
-from tests.support.tiny_engine import run_all, tiny_engine, token_ids
+from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
+from tests.support.tiny_engine import run_all, tiny_engine, token_ids, with_vocabulary
 from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import byte_ids, tiny_tokenizer
-from tools.fixtures.tiny_models import tiny_model
+from tools.fixtures.tiny_models import random_model, tiny_model
 
 TASKS = [
     "Repeat this: the quick brown fox jumps over the lazy dog. The quick brown fox",
@@ -60,6 +64,69 @@ def test_greedy_outputs_are_mlx_lms(
     assert 0 < sum(metrics.num_accepted_tokens) < metrics.num_draft_tokens
 
 
+@pytest.fixture(scope="module")
+def make_draft(demo_path: Path) -> Callable[..., PagedModel]:
+    """A synthetic draft model: a copy of the demo model without some of its layers."""
+
+    def make(*dropped: int) -> PagedModel:
+        model = load_gguf_model(demo_path, dtype=mx.float32, dequantize=True)[0]
+        model.model.layers = [layer for i, layer in enumerate(model.model.layers) if i not in dropped]
+        return PagedModel(model)
+
+    return make
+
+
+def drafting_demo(target: PagedModel, tokenizer: Tokenizer, draft: PagedModel, budget: int = 512) -> EngineCore:
+    sizes = {"vocab_size": 49152, "budget": budget, "block_size": 16, "num_blocks": 400, "max_num_seqs": 8}
+    engine = engine_for(target, tokenizer, **sizes, draft=draft)
+    draft_for_free(engine)
+    return engine
+
+
+@pytest.mark.parametrize(("budget", "num_tokens"), [(512, 8), pytest.param(24, 40, marks=pytest.mark.full)])
+def test_greedy_outputs_are_mlx_lms_with_a_draft_model(
+    paged_demo: PagedModel,
+    demo_tokenizer: Tokenizer,
+    reference_model: Any,
+    make_draft: Callable[..., PagedModel],
+    budget: int,
+    num_tokens: int,
+) -> None:
+    prompts = [demo_tokenizer.encode(text) for text in TASKS]
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    engine = drafting_demo(paged_demo, demo_tokenizer, make_draft(6, 14, 25), budget)
+    outputs = run(engine, prompts, params, at_once=4)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        golden = [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=num_tokens)]
+        assert compare_outputs(reference_model, prompt, golden, output).equal
+    assert 0 < sum(engine.metrics.num_accepted_tokens) < engine.metrics.num_draft_tokens
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"seed": 7}, {"seed": 8, "temperature": 0.7, "top_p": 0.9}])
+def test_the_demo_model_accepts_all_that_it_drafts_itself(
+    paged_demo: PagedModel, demo_tokenizer: Tokenizer, make_draft: Callable[..., PagedModel], fields: dict[str, Any]
+) -> None:
+    """Over 1,000 drafts; its rows round differently when there are more of them, so near ties are counted."""
+    prompts = [demo_tokenizer.encode(text) for text in TASKS]
+    params = SamplingParams(**{"max_tokens": 340, "ignore_eos": True, **fields})
+    engine = drafting_demo(paged_demo, demo_tokenizer, make_draft())
+    run(engine, prompts, params, at_once=4)
+    num_accepted, num_drafts = sum(engine.metrics.num_accepted_tokens), engine.metrics.num_draft_tokens
+    assert num_drafts >= 1000
+    assert num_drafts - num_accepted <= 4, "more than a tie"  # of which each rejects four drafts at most
+
+
+@pytest.mark.full
+def test_hardly_any_draft_of_a_random_model_is_accepted(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> None:
+    draft = PagedModel(tiny_model(vocab_size=49152))
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    engine = drafting_demo(paged_demo, demo_tokenizer, draft)
+    run(engine, [demo_tokenizer.encode(text) for text in TASKS], params, at_once=4)
+    assert engine.metrics.num_draft_tokens > 100
+    assert sum(engine.metrics.num_accepted_tokens) <= 0.01 * engine.metrics.num_draft_tokens
+
+
 def known_to(requests: list[tuple[list[int], SamplingParams]], outputs: list[list[int]]) -> KnownOutputs:
     return KnownOutputs({tuple(prompt): tokens for (prompt, _), tokens in zip(requests, outputs, strict=True)})
 
@@ -72,12 +139,29 @@ def requests_of(seed: int, num: int = 12) -> list[tuple[list[int], SamplingParam
     ]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_aborts(seed: int) -> None:
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one ahead": {"ahead": True},
+    "recurrent": {"architecture": "qwen3_next", "num_state_slots": 300},
+    "recurrent, one ahead": {"architecture": "qwen3_next", "num_state_slots": 300, "ahead": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        *((kind, 0) for kind in MODELS),
+        ("plain", 1),
+        ("plain", 2),
+        *(pytest.param(kind, seed, marks=pytest.mark.full) for kind in MODELS for seed in (3, 4, 5)),
+    ],
+)
+def test_aborts(kind: str, seed: int) -> None:
     """Requests that leave in the middle change nothing for the others, and leave nothing behind."""
+    model = MODELS[kind]
     requests = requests_of(seed)
-    expected = [token_ids(outputs) for outputs in run_all(tiny_engine(), requests)]
-    engine = tiny_engine(speculative=speculative_config(5), num_blocks=40)
+    expected = [token_ids(outputs) for outputs in run_all(tiny_engine(**{**model, "ahead": False}), requests)]
+    engine = tiny_engine(speculative=speculative_config(5), num_blocks=40, **model)
     propose_from(engine, known_to(requests, expected))
     rng = random.Random(seed)
     for i, (prompt, params) in enumerate(requests):
@@ -121,14 +205,20 @@ def test_next_turns_find_what_was_accepted() -> None:
 @pytest.mark.parametrize(
     ("kind", "at_step"), [("build", 2), ("build", 5), pytest.param("eval", 5, marks=pytest.mark.own_process)]
 )
-def test_the_engine_goes_on_after_a_step_that_fails(kind: str, at_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
+@pytest.mark.parametrize("is_hybrid", [False, True], ids=["attention", "hybrid"])
+def test_the_engine_goes_on_after_a_step_that_fails(
+    is_hybrid: bool, ahead: bool, kind: str, at_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
+    if is_hybrid:
+        model = random_model(with_vocabulary(configuration("qwen3_next"), VOCAB_SIZE))
     fault = Fault()
     fault.install(model, monkeypatch)
     sizes = {"vocab_size": VOCAB_SIZE, "budget": 16, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
     paged = PagedModel(model)
     expected = dict(zip("0123", run(engine_for(paged, tiny_tokenizer(), **sizes), PROMPTS, GREEDY), strict=True))
-    engine = engine_for(paged, tiny_tokenizer(), **sizes, speculative=speculative_config(3))
+    engine = engine_for(paged, tiny_tokenizer(), **sizes, speculative=speculative_config(3), ahead=ahead)
     known = KnownOutputs({tuple(prompt): expected[str(i)] for i, prompt in enumerate(PROMPTS)})
     propose_from(engine, known)
     failed, outputs = run_with_fault(engine, fault, kind, at_step)

@@ -20,11 +20,16 @@ from metal_engine.kv_cache.state import KVState
 from metal_engine.kv_cache.writes import BlockWrites, RunWrites, SlotWrites
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import Request
+from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.model_runner import ModelRunner, PendingStep
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+from metal_engine.scheduling.ngram import NgramProposer
+from metal_engine.scheduling.proposals import make_proposer
 from metal_engine.scheduling.scheduler import Scheduler
-from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from metal_engine.scheduling.speculation import Speculation
+from metal_engine.settings.config import IN_FLIGHT_STATES, IN_FLIGHT_STATES_OF_DRAFTS, CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
+from tests.support.speculation import FreeDrafts, KnownAheadTimes, KnownTimes, draft_model_config, speculative_config
 from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import random_model, tiny_model
 
@@ -74,30 +79,53 @@ class Loop:
         return num_steps
 
 
-def measure_in_place(paged: PagedModel, num_ahead: int, limits: Limits | None = None) -> None:
+def measure_in_place(
+    paged: PagedModel, num_ahead: int, limits: Limits | None = None, draft: PagedModel | None = None
+) -> int:
+    """Returns how many steps were run."""
     # K or V of one layer is 4 MB: large against everything else in a step of these models.
     cache = CacheConfig(block_size=16, num_blocks=2048)
     array_bytes = cache.num_tokens * 2 * 16 * 4
     config = SchedulerConfig(
-        max_num_batched_tokens=24, max_num_seqs=4, max_model_len=512, async_scheduling=num_ahead > 0
+        max_num_batched_tokens=24,
+        max_num_seqs=4,
+        max_model_len=512,
+        async_scheduling=num_ahead > 0,
+        speculative=None if draft is None else draft_model_config(3),
     )
-    runner = ModelRunner(paged, PortableBackend(limits), config, cache)
-    scheduler = Scheduler(config, cache)
+    backend, draft_model, proposer = PortableBackend(limits), None, None
+    if draft is not None and config.speculative is not None:
+        draft_model = DraftModel(draft, backend, config, cache, vocab_size=draft.vocab_size)
+        proposer = make_proposer(config.speculative)
+    runner = ModelRunner(paged, backend, config, cache, draft_model=draft_model)
+    scheduler = Scheduler(config, cache, proposer=proposer)
+    if proposer is not None:
+        scheduler.speculation = Speculation(config, scheduler.blocks, proposer, KnownTimes(), FreeDrafts())
     _add(scheduler, [20, 27, 80], NUM_STEPS)
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()  # before the first step: what that one leaves behind counts as well
-    assert Loop(runner, scheduler, num_ahead).run() > NUM_STEPS
+    num_steps = Loop(runner, scheduler, num_ahead).run()
     assert mx.get_active_memory() - before < array_bytes / 4
     assert mx.get_peak_memory() - before < array_bytes / 2, "a step held a second copy of a cache array"
+    return num_steps
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
 @pytest.mark.parametrize("config", MODELS)
 def test_writes_stay_in_place_over_200_steps(config: dict[str, Any], num_ahead: int) -> None:
     """Chunks that sample nothing, mixed steps, decodes."""
-    measure_in_place(PagedModel(tiny_model(**config)), num_ahead)
+    assert measure_in_place(PagedModel(tiny_model(**config)), num_ahead) > NUM_STEPS
+
+
+@pytest.mark.parametrize("seed", [0, 7], ids=["accepted", "rejected"])
+@pytest.mark.parametrize("config", MODELS)
+def test_a_draft_model_s_writes_stay_in_place(config: dict[str, Any], seed: int) -> None:
+    """Its forwards one after the other, and those of the model between them."""
+    models = [PagedModel(tiny_model(seed, **config)) for seed in (0, seed)]
+    num_steps = measure_in_place(models[0], 0, draft=models[1])
+    assert (num_steps < NUM_STEPS / 2) == (seed == 0)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
@@ -186,11 +214,14 @@ def _aligned_runner(
     return paged, ModelRunner(paged, PortableBackend(), config, cache), Scheduler(config, cache)
 
 
-def _add(scheduler: Scheduler, lengths: list[int], max_tokens: int) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+def _add(scheduler: Scheduler, lengths: list[int], max_tokens: int, *, repeats: bool = False) -> None:
+    """Queue requests; those that repeat answer in two tokens only."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logit_bias={5: 50.0, 6: 50.0} if repeats else {})
+    biases = {"bias_ids": np.array([5, 6], np.int32), "biases": np.array([50, 50], np.float32)}
+    rules = TokenRules(**biases) if repeats else NO_RULES
     for i, length in enumerate(lengths):
         prompt = np.random.default_rng(i).integers(0, 256, length).tolist()
-        scheduler.add_request(Request(str(i), prompt, params, max_tokens=max_tokens))
+        scheduler.add_request(Request(str(i), prompt, params, max_tokens=max_tokens, rules=rules))
 
 
 @pytest.mark.parametrize("config", [{}, LATENT], ids=["plain", "latent"])
@@ -243,25 +274,43 @@ HYBRID = {
 NUM_SLOTS = 40
 
 
-def measure_states(num_ahead: int) -> None:
-    """Peak memory of 200 steps, of requests that come, go on in one order, and leave one after the other."""
+def measure_states(num_ahead: int, *, has_drafts: bool = False) -> None:
+    """Peak memory of 200 steps, of requests that come, go on in one order, and leave one after the other.
+
+    With drafts of which some are rejected, states go to other slots and back.
+    """
     paged = PagedModel(random_model(HYBRID))
     cache = CacheConfig(block_size=16, num_blocks=128, num_state_slots=NUM_SLOTS, enable_prefix_caching=True)
+    speculative = speculative_config(3, longest=2, shortest=1)
     config = SchedulerConfig(
-        max_num_batched_tokens=24, max_num_seqs=4, max_model_len=512, async_scheduling=num_ahead > 0
+        max_num_batched_tokens=24,
+        max_num_seqs=4,
+        max_model_len=512,
+        async_scheduling=num_ahead > 0,
+        speculative=speculative if has_drafts else None,
     )
     runner = ModelRunner(paged, PortableBackend(), config, cache)
     scheduler = Scheduler(config, cache)
-    _add(scheduler, [20, 27, 80], NUM_STEPS)
+    are_accepted: set[bool] = set()  # all drafts of a request in a step
+    if has_drafts:
+        proposer = NgramProposer(speculative)
+        times, ahead = KnownTimes(), KnownAheadTimes(0.7)
+        scheduler.speculation = Speculation(
+            config, scheduler.blocks, proposer, times, states=scheduler.states, ahead=ahead
+        )
+        proposer.settled = lambda request, n, right: are_accepted.add(n == right)  # type: ignore[method-assign]
+    _add(scheduler, [20, 27, 80], NUM_STEPS, repeats=has_drafts)
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    assert Loop(runner, scheduler, num_ahead).run() > NUM_STEPS
+    assert Loop(runner, scheduler, num_ahead).run() > (NUM_STEPS // 4 if has_drafts else NUM_STEPS)
+    assert are_accepted == ({True, False} if has_drafts else set())
     running = 3 * paged.pool.bytes_per_request
     pool = NUM_SLOTS * paged.pool.bytes_per_request
-    assert 0.5 * running > ACTIVATIONS and 3.5 * running < 0.6 * pool  # so that a copy of a layer's pool shows, too
-    assert mx.get_peak_memory() - before < 3.5 * running + ACTIVATIONS
+    at_hand = (IN_FLIGHT_STATES + (IN_FLIGHT_STATES_OF_DRAFTS if has_drafts else 0) + 0.5) * running
+    assert 0.5 * running > ACTIVATIONS and at_hand < 0.6 * pool  # so that a copy of a layer's pool shows, too
+    assert mx.get_peak_memory() - before < at_hand + ACTIVATIONS
 
 
 # What a step of 24 rows computes beside states, generously: less than the states of those that run, so that one more
@@ -272,6 +321,11 @@ ACTIVATIONS = 1 << 20
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
 def test_states_stay_in_place_over_200_steps(num_ahead: int) -> None:
     measure_states(num_ahead)
+
+
+@pytest.mark.parametrize("num_ahead", [0, pytest.param(1, marks=pytest.mark.full)], ids=["one by one", "one ahead"])
+def test_states_stay_in_place_with_drafts(num_ahead: int) -> None:
+    measure_states(num_ahead, has_drafts=True)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])

@@ -38,6 +38,7 @@ class KVMachine(SchedulerMachine):
         max_num_seqs = draw(st.integers(1, 8), "max_num_seqs")
         num_slots = draw(st.integers(max_num_seqs, 4 * max_num_seqs), "num_slots") if self.is_recurrent else 0
         self.drafts = draw(st.integers(0, 1 << 16), "drafts") if self.is_speculative else None
+        self.depth = draw(st.integers(1, 3), "depth")
         self.engine = (
             SchedulerConfig(
                 max_num_batched_tokens=draw(st.one_of(st.integers(1, 64), st.just(512)), "budget"),
@@ -45,6 +46,7 @@ class KVMachine(SchedulerMachine):
                 max_model_len=400,
                 max_num_partial_prefills=partial,
                 scheduling_policy=draw(st.sampled_from(["fcfs", "priority"]), "policy"),
+                async_scheduling=self.depth > 1,
                 speculative=None if self.drafts is None else speculative_config(draw(st.integers(1, 6), "num_drafts")),
             ),
             CacheConfig(
@@ -55,7 +57,6 @@ class KVMachine(SchedulerMachine):
                 num_state_slots=num_slots,
             ),
         )
-        self.depth = 1 if self.is_speculative else draw(st.integers(1, 3), "depth")
         self.capacity = min(400, block_size * num_blocks + 1)
         self.num_requests = 0
         self.start()
@@ -144,6 +145,12 @@ class SpeculativeKVMachine(KVMachine):
     is_speculative = True
 
 
+class RecurrentSpeculativeKVMachine(SpeculativeKVMachine):
+    """Nor do states in which drafts were rejected."""
+
+    is_recurrent = True
+
+
 class TestKV(KVMachine.TestCase):
     settings = _KV_QUICK
 
@@ -154,6 +161,16 @@ class TestRecurrentKV(RecurrentKVMachine.TestCase):
 
 class TestSpeculativeKV(SpeculativeKVMachine.TestCase):
     settings = settings(_KV_QUICK, max_examples=20)
+
+
+class TestRecurrentSpeculativeKV(RecurrentSpeculativeKVMachine.TestCase):
+    settings = settings(_KV_QUICK, max_examples=20)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+class TestRecurrentSpeculativeKVFull(RecurrentSpeculativeKVMachine.TestCase):
+    settings = settings(_KV_QUICK, max_examples=500, stateful_step_count=60)
 
 
 @pytest.mark.full

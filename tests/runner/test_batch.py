@@ -20,6 +20,11 @@ MAX_MODEL_LEN = 40
 NUM_BLOCKS = 200
 
 
+def pack(table: RequestTable, plan: SchedulerOutput) -> PackedBatch:
+    table.take_in(plan)
+    return table.pack(plan)
+
+
 @dataclass
 class NaiveRequest:
     """What the table should know of a request, in plain lists."""
@@ -118,7 +123,7 @@ def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int, 
             for request_id in plan.dropped_req_ids:
                 table.remove(request_id)
             continue
-        batch = table.pack(plan)
+        batch = pack(table, plan)
         expected = naive_pack(plan, traffic.held, block_size)
         batch.validate(NUM_BLOCKS)
         if not ahead:
@@ -157,15 +162,15 @@ def new_request(request_id: str, num_tokens: int, block_ids: list[int]) -> NewRe
 
 def test_plans_that_contradict_the_table_are_refused() -> None:
     table = RequestTable(2, 32, 4)
-    table.pack(SchedulerOutput(0, {"a": 4}, [new_request("a", 6, [0, 1])]))
+    pack(table, SchedulerOutput(0, {"a": 4}, [new_request("a", 6, [0, 1])]))
     with pytest.raises(ValueError, match="held already"):
-        table.pack(SchedulerOutput(1, {"a": 4}, [new_request("a", 6, [2, 3])]))
+        pack(table, SchedulerOutput(1, {"a": 4}, [new_request("a", 6, [2, 3])]))
     with pytest.raises(KeyError):
-        table.pack(SchedulerOutput(2, {"unknown": 1}))
+        pack(table, SchedulerOutput(2, {"unknown": 1}))
     with pytest.raises(ValueError, match="fewer blocks than tokens"):
-        table.pack(SchedulerOutput(3, {"a": 5}))
+        pack(table, SchedulerOutput(3, {"a": 5}))
     with pytest.raises(ValueError, match="one request more"):
-        table.pack(SchedulerOutput(4, {"b": 1, "c": 1}, [new_request(r, 1, [5]) for r in "bc"]))
+        pack(table, SchedulerOutput(4, {"b": 1, "c": 1}, [new_request(r, 1, [5]) for r in "bc"]))
 
 
 @pytest.mark.parametrize("sampled", [["b", "a"], ["a", "gone"], ["a", "a"]])
@@ -173,22 +178,22 @@ def test_sampled_requests_must_be_in_packing_order(sampled: list[str]) -> None:
     table = RequestTable(2, 32, 4)
     new = [new_request("a", 2, [0]), new_request("b", 2, [1])]
     with pytest.raises(ValueError, match="packing order"):
-        table.pack(SchedulerOutput(0, {"a": 2, "b": 2}, new, sampled_req_ids=sampled))
+        pack(table, SchedulerOutput(0, {"a": 2, "b": 2}, new, sampled_req_ids=sampled))
 
 
 def test_an_empty_plan_makes_a_batch_that_is_refused() -> None:
-    batch = RequestTable(2, 32, 4).pack(SchedulerOutput(0))
+    batch = pack(RequestTable(2, 32, 4), SchedulerOutput(0))
     with pytest.raises(ValueError, match="no tokens"):
         batch.validate(8)
 
 
 def test_tokens_of_a_dropped_request_are_not_written_to_its_successor() -> None:
     table = RequestTable(1, 32, 4)
-    table.pack(SchedulerOutput(0, {"a": 2}, [new_request("a", 2, [0])], sampled_req_ids=["a"]))
+    pack(table, SchedulerOutput(0, {"a": 2}, [new_request("a", 2, [0])], sampled_req_ids=["a"]))
     new = NewRequestData("b", [7, 8, 9], 3, 0, [1], SamplingParams())
-    table.pack(SchedulerOutput(1, {"b": 2}, [new], dropped_req_ids=["a"]))
+    pack(table, SchedulerOutput(1, {"b": 2}, [new], dropped_req_ids=["a"]))
     table.append_tokens(["a"], ModelOutput([5]))
-    batch = table.pack(SchedulerOutput(2, {"b": 1}, sampled_req_ids=["b"]))
+    batch = pack(table, SchedulerOutput(2, {"b": 1}, sampled_req_ids=["b"]))
     assert batch.input_ids.tolist() == [9]
     assert table.output_positions(batch).tolist() == [0]
 
@@ -200,37 +205,37 @@ def decode(step_id: int, request_id: str) -> SchedulerOutput:
 def test_a_token_that_nobody_knows_is_an_error() -> None:
     """Rows are reused, so what stands where the token will be is what another request left there."""
     table = RequestTable(1, 32, 4)
-    table.pack(SchedulerOutput(0, {"old": 8}, [new_request("old", 8, [0, 1])]))
+    pack(table, SchedulerOutput(0, {"old": 8}, [new_request("old", 8, [0, 1])]))
     new = [new_request("a", 2, [2, 3])]
     first = SchedulerOutput(1, {"a": 2}, new, sampled_req_ids=["a"], dropped_req_ids=["old"])
-    table.pack(first)
+    pack(table, first)
     table.forget_samples()  # the step failed
     with pytest.raises(ValueError, match="neither known nor being sampled"):
-        table.pack(decode(2, "a"))
+        pack(table, decode(2, "a"))
 
     table = RequestTable(1, 32, 4)
-    table.pack(SchedulerOutput(0, {"a": 2}, [new_request("a", 2, [2, 3])]))  # which samples nothing
+    pack(table, SchedulerOutput(0, {"a": 2}, [new_request("a", 2, [2, 3])]))  # which samples nothing
     with pytest.raises(ValueError, match="neither known nor being sampled"):
-        table.pack(decode(1, "a"))
+        pack(table, decode(1, "a"))
 
     for share in (2, 3):  # more than the one that is being sampled
         table = RequestTable(1, 32, 4)
-        table.pack(first)
+        pack(table, first)
         with pytest.raises(ValueError, match="neither known nor being sampled"):
-            table.pack(SchedulerOutput(2, {"a": share}, sampled_req_ids=["a"]))
+            pack(table, SchedulerOutput(2, {"a": share}, sampled_req_ids=["a"]))
 
 
 def test_a_sample_is_taken_from_the_step_before_only() -> None:
     table = RequestTable(2, 32, 4)
     new = [new_request("a", 2, [2]), new_request("b", 8, [4, 5])]
-    table.pack(SchedulerOutput(0, {"a": 2, "b": 2}, new, sampled_req_ids=["a"]))
-    batch = table.pack(SchedulerOutput(1, {"b": 2, "a": 1}, sampled_req_ids=["a"]))
+    pack(table, SchedulerOutput(0, {"a": 2, "b": 2}, new, sampled_req_ids=["a"]))
+    batch = pack(table, SchedulerOutput(1, {"b": 2, "a": 1}, sampled_req_ids=["a"]))
     assert (batch.pending_rows.tolist(), batch.pending_samples.tolist()) == ([2], [0])
     assert batch.input_ids.tolist() == [2, 3, 0]
     table.append_tokens(["a"], ModelOutput([9]))
-    table.pack(SchedulerOutput(2, {"b": 2}))
+    pack(table, SchedulerOutput(2, {"b": 2}))
     with pytest.raises(ValueError, match="neither known nor being sampled"):
-        table.pack(decode(3, "a"))  # of step 1, and step 2 came between
+        pack(table, decode(3, "a"))  # of step 1, and step 2 came between
 
 
 # --- bad batches --------------------------------------------------------------------------------------------

@@ -108,6 +108,8 @@ def check_same(ours: list[list[RequestOutput]], theirs: list[list[RequestOutput]
         (4, 0.8, {}),
         (1, 0.5, {"max_num_batched_tokens": 24}),
         (7, 0.9, {"num_blocks": 24, "max_num_batched_tokens": 40}),
+        (4, 0.9, {"ahead": True}),
+        pytest.param(5, 0.9, {"ahead": True, "num_blocks": 24}, marks=pytest.mark.full),
         pytest.param(3, 0.0, {}, marks=pytest.mark.full),
         pytest.param(3, 1.0, {"block_size": 1, "num_blocks": 2000}, marks=pytest.mark.full),
         pytest.param(12, 0.95, {"block_size": 16}, marks=pytest.mark.full),

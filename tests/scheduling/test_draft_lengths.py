@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_engine.request import Request
-from metal_engine.scheduling.draft_lengths import Acceptance, StepTimes, best_lengths, least_gain
+from metal_engine.scheduling.ahead import AheadTimes
+from metal_engine.scheduling.draft_lengths import Acceptance, StepTimes, choose_lengths, least_gain
 from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from metal_engine.step import ModelOutput, SchedulerOutput
+from tests.support.fake_kv_runner import FakeStep, SchedulerHarness, make_prompt
 from tests.support.speculation import speculative_config
 
 
@@ -139,7 +141,7 @@ def test_lengths_are_those_that_give_most_tokens_a_second(
         tokens = sum(sum(p**j for j in range(n + 1)) for p, n in zip(acceptances, lengths, strict=True))
         return tokens / seconds[sum(lengths)]
 
-    ours = best_lengths(acceptances, limits, len(requests), seconds)
+    ours = choose_lengths(acceptances, limits, len(requests), seconds).lengths
     assert all(0 <= n <= limit for n, limit in zip(ours, limits, strict=True))
     # Drafts that are almost never accepted are not even considered.
     considered = [
@@ -153,9 +155,48 @@ def test_lengths_are_those_that_give_most_tokens_a_second(
 def test_rows_that_cost_what_they_give_are_not_taken() -> None:
     proportional = [float(n) for n in range(16, 80)]
     assert least_gain(16, proportional) == pytest.approx(1.0)
-    assert best_lengths([0.9] * 16, [4] * 16, 16, proportional) == [0] * 16
-    assert best_lengths([0.9] * 16, [4] * 16, 16, [1.0] * 65) == [4] * 16
-    assert best_lengths([0.9], [4], 1, [1.0]) == [0]
+    assert choose_lengths([0.9] * 16, [4] * 16, 16, proportional).lengths == [0] * 16
+    assert choose_lengths([0.9] * 16, [4] * 16, 16, [1.0] * 65).lengths == [4] * 16
+    assert choose_lengths([0.9], [4], 1, [1.0]).lengths == [0]
+
+
+@given(
+    requests=st.lists(st.tuples(st.floats(0.06, 1.0), st.integers(0, 4)), min_size=1, max_size=3),
+    row_seconds=st.floats(0.0, 0.5),
+)
+def test_what_is_computed_again_counts(requests: list[tuple[float, int]], row_seconds: float) -> None:
+    """As the sum over all that may become of the drafts, where each row costs the same."""
+    acceptances, limits = [p for p, _ in requests], [limit for _, limit in requests]
+    num_again = [1 + i for i in range(len(requests))]
+    times = [1 + row_seconds * n for n in range(14)]
+    choice = choose_lengths(acceptances, limits, len(requests), times, num_again=num_again)
+    tokens, rows = 0.0, float(sum(choice.lengths))
+    for p, n, again in zip(acceptances, choice.lengths, num_again, strict=True):
+        for num_accepted in range(n):
+            probability = p**num_accepted * (1 - p)
+            tokens += probability * (1 + num_accepted)
+            rows += probability * (again + num_accepted)
+        tokens += p**n * (1 + n)
+    assert choice.tokens == pytest.approx(tokens)
+    assert choice.seconds == pytest.approx(1 + row_seconds * rows)
+    without = choose_lengths(acceptances, limits, len(requests), times)
+    assert sum(choice.lengths) <= sum(without.lengths)
+
+
+def test_where_rows_are_dear_there_are_fewer_drafts_on_recurrent_models() -> None:
+    times = [1 + 0.15 * n for n in range(9)]
+    assert choose_lengths([0.8], [8], 1, times).lengths == [5]
+    assert choose_lengths([0.8], [8], 1, times, num_again=[1]).lengths == [4]
+    assert choose_lengths([0.5], [8], 1, times).lengths == [2]
+    assert choose_lengths([0.5], [8], 1, times, num_again=[1]).lengths == [1]
+    assert choose_lengths([0.25], [8], 1, times).lengths == [1]
+    assert choose_lengths([0.25], [8], 1, times, num_again=[1]).lengths == [0]
+
+
+def test_drafts_that_may_not_come_count_less() -> None:
+    times = [1.0] * 9
+    sure, unsure = (choose_lengths([0.8], [4], 1, times, chances=[chance]) for chance in (1.0, 0.5))
+    assert unsure.tokens - 1 == pytest.approx((sure.tokens - 1) / 2)
 
 
 # --- runs ---------------------------------------------------------------------------------------------------
@@ -190,30 +231,59 @@ class Drafts:
 NEVER = 1 << 30
 
 
-def run(num_requests: int, right_from: int | None, seconds: Callable[[int], float]) -> tuple[float, int]:
+class TimedStep:
+    """A step that ends at some time."""
+
+    def __init__(self, step: FakeStep, clock: Clock, end: float) -> None:
+        self._step, self._clock, self._end = step, clock, end
+
+    def result(self) -> ModelOutput:
+        self._clock.now = max(self._clock.now, self._end)
+        return self._step.result()
+
+
+def run(
+    num_requests: int,
+    right_from: int | None,
+    seconds: Callable[[int], float],
+    *,
+    is_recurrent: bool = False,
+    host_seconds: float = 0.0,
+    is_ahead: bool = False,
+) -> tuple[float, int]:
     """Returns how long requests of 400 tokens take where a step of n rows takes ``seconds(n)``, and all rows.
 
     Args:
         right_from: of :class:`Drafts`; None for no drafts at all.
+        is_recurrent: whether states cannot go back.
+        host_seconds: that a step takes before the device can begin with it.
+        is_ahead: whether steps may be planned while the ones before run.
     """
+    limits = {"max_num_batched_tokens": 128, "max_num_seqs": num_requests, "max_model_len": 410}
+    speculative = None if right_from is None else speculative_config(4)
     harness = SchedulerHarness(
-        SchedulerConfig(
-            max_num_batched_tokens=128, max_num_seqs=num_requests, max_model_len=410, speculative=speculative_config(4)
+        SchedulerConfig(**limits, speculative=speculative, async_scheduling=is_ahead),
+        CacheConfig(
+            block_size=16, num_blocks=32 * num_requests, num_state_slots=2 * num_requests if is_recurrent else 0
         ),
-        CacheConfig(block_size=16, num_blocks=32 * num_requests, enable_prefix_caching=False),
+        depth=1 + is_ahead,
     )
-    clock = Clock()
+    clock, scheduler = Clock(), harness.scheduler
     if right_from is not None:
         drafts = Drafts(harness, right_from=right_from)
-        harness.scheduler.speculation = Speculation(harness.config, harness.scheduler.blocks, drafts, StepTimes(clock))
-    execute, num_rows = harness.runner.execute, 0
+        times, ahead = StepTimes(clock), AheadTimes(clock)
+        scheduler.speculation = Speculation(
+            harness.config, scheduler.blocks, drafts, times, states=scheduler.states, ahead=ahead
+        )
+    execute, num_rows, end = harness.runner.execute, 0, 0.0
 
-    def timed(plan: object) -> object:
-        nonlocal num_rows
-        rows = sum(plan.num_scheduled_tokens.values())  # type: ignore[attr-defined]
+    def timed(plan: SchedulerOutput) -> TimedStep:
+        nonlocal num_rows, end
+        rows = sum(plan.num_scheduled_tokens.values())
         num_rows += rows
-        clock.now += seconds(rows)
-        return execute(plan)  # type: ignore[arg-type]
+        clock.now += host_seconds
+        end = max(end, clock.now) + seconds(rows)
+        return TimedStep(execute(plan), clock, end)
 
     harness.runner.execute = timed  # type: ignore[assignment,method-assign]
     for i in range(num_requests):
@@ -259,3 +329,40 @@ def test_full_steps_have_no_drafts() -> None:
     with_drafts, num_rows_with = run(16, 0, compute_bound)
     assert with_drafts <= 1.02 * without
     assert num_rows_with <= 1.05 * num_rows
+
+
+KINDS = {
+    "recurrent": {"is_recurrent": True},
+    "ahead": {"is_ahead": True, "host_seconds": 0.2},
+    "recurrent, ahead": {"is_recurrent": True, "is_ahead": True, "host_seconds": 0.2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_requests", [1, 16])
+@pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
+def test_wrong_drafts_cost_little_there_too(num_requests: int, seconds: Callable[[int], float], kind: str) -> None:
+    without, _ = run(num_requests, None, seconds, **KINDS[kind])
+    with_drafts, _ = run(num_requests, NEVER, seconds, **KINDS[kind])
+    assert with_drafts <= (1.05 if num_requests == 1 else 1.02) * without
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_drafts_pay_there_too(kind: str) -> None:
+    for num_requests, right_from, most in ((1, 0, 0.33), (8, 0, 0.55), (1, 200, 0.7)):
+        without, _ = run(num_requests, None, memory_bound, **KINDS[kind])
+        with_drafts, _ = run(num_requests, right_from, memory_bound, **KINDS[kind])
+        assert with_drafts <= most * without, (num_requests, right_from)
+
+
+def test_steps_are_planned_ahead_where_that_gives_more() -> None:
+    """Where the host takes as long as the device, and drafts are right, but rows are dear."""
+
+    def dear(num_rows: int) -> float:
+        return 1.0 + 0.9 * (num_rows - 1)
+
+    kind = {"is_ahead": True, "host_seconds": 0.9}
+    without, _ = run(1, None, dear, **kind)
+    with_drafts, _ = run(1, 0, dear, **kind)
+    waiting, _ = run(1, 0, dear, host_seconds=0.9)
+    assert with_drafts <= 1.03 * without < waiting

@@ -16,7 +16,7 @@ from metal_engine.pooling_params import POOLING_TYPES
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
 from tests.support.fake_kv_runner import VOCAB_SIZE, FakeKVRunner, FakeStep, SchedulerHarness, make_prompt
-from tests.support.speculation import speculative_config
+from tests.support.speculation import draft_model_config, speculative_config
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -47,16 +47,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.is_recurrent:
             num_state_slots = data.draw(st.integers(max_num_seqs, 4 * max_num_seqs), label="num_state_slots")
         speculative, caches, drafts = None, self.is_recurrent, None
+        has_draft_model = False
         if self.is_speculative:
-            speculative = speculative_config(data.draw(st.integers(1, 6), label="num_speculative_tokens"))
+            has_draft_model = data.draw(st.booleans(), label="has_draft_model")
+            make_config = draft_model_config if has_draft_model else speculative_config
+            speculative = make_config(data.draw(st.integers(1, 6), label="num_speculative_tokens"))
             caches = data.draw(st.booleans(), label="enable_prefix_caching")
             drafts = data.draw(st.integers(0, 1 << 16), label="drafts")
+        depth = data.draw(self.depths, label="depth")
         self.harness = SchedulerHarness(
             SchedulerConfig(
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 speculative=speculative,
+                async_scheduling=depth > 1,
             ),
             CacheConfig(
                 block_size=block_size,
@@ -64,8 +69,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 enable_prefix_caching=caches,
                 num_state_slots=num_state_slots,
             ),
-            depth=data.draw(self.depths, label="depth"),
+            depth=depth,
             drafts=drafts,
+            has_draft_model=has_draft_model,
         )
         if self.is_recurrent:
             self.harness.scheduler.states.interval = block_size * data.draw(st.integers(1, 8), label="interval")
@@ -200,6 +206,19 @@ class SpeculativeSchedulerMachine(SchedulerMachine):
         self.submit(prompt, max_tokens)
 
 
+class PipelinedSpeculativeSchedulerMachine(SpeculativeSchedulerMachine):
+    """Steps are planned ahead, or wait for tokens and have drafts."""
+
+    depths = st.integers(2, 3)
+
+
+class RecurrentSpeculativeSchedulerMachine(SpeculativeSchedulerMachine):
+    """With recurrent states, which go back to before drafts where one is rejected."""
+
+    depths = st.integers(1, 3)
+    is_recurrent = True
+
+
 # The health checks measure generation against execution; here execution is the point.
 _QUICK = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 _FULL = settings(_QUICK, max_examples=250, stateful_step_count=80)
@@ -219,6 +238,26 @@ class TestRecurrentScheduler(RecurrentSchedulerMachine.TestCase):
 
 class TestSpeculativeScheduler(SpeculativeSchedulerMachine.TestCase):
     settings = _QUICK
+
+
+class TestPipelinedSpeculativeScheduler(PipelinedSpeculativeSchedulerMachine.TestCase):
+    settings = _QUICK
+
+
+class TestRecurrentSpeculativeScheduler(RecurrentSpeculativeSchedulerMachine.TestCase):
+    settings = _QUICK
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+class TestPipelinedSpeculativeSchedulerFull(PipelinedSpeculativeSchedulerMachine.TestCase):
+    settings = _FULL
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+class TestRecurrentSpeculativeSchedulerFull(RecurrentSpeculativeSchedulerMachine.TestCase):
+    settings = _FULL
 
 
 @pytest.mark.full

@@ -9,25 +9,30 @@ import pytest
 
 from metal_engine.request import Request, RequestOptions
 from metal_engine.scheduling.block_manager import BlockManager
+from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
-from tests.support.speculation import KnownTimes, speculative_config
+from tests.support.speculation import KnownAheadTimes, KnownTimes, speculative_config
+
+NEVER_WRONG = 1 << 30
 
 
 class RightDrafts:
-    """Proposes what a request generates."""
+    """Proposes what a request generates; after the first ``num_right`` tokens, something else."""
 
-    def __init__(self, harness: SchedulerHarness) -> None:
+    def __init__(self, harness: SchedulerHarness, num_right: int = NEVER_WRONG) -> None:
         self._harness = harness
+        self._num_right = num_right
 
     def begin_step(self) -> None:
         """Nothing here depends on the step."""
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         expected = self._harness.tracked[request.request_id].expected
-        return expected[request.num_output_tokens : request.num_output_tokens + num_tokens]
+        drafts = expected[request.num_output_tokens : request.num_output_tokens + num_tokens]
+        return [token_id ^ (i >= self._num_right) for i, token_id in enumerate(drafts)]
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Nothing is counted here."""
@@ -43,18 +48,33 @@ def make_harness(
     block_size: int = 4,
     caching: bool = False,
     right: bool = True,
+    num_right: int = NEVER_WRONG,
+    num_state_slots: int = 0,
+    ahead_seconds: float | None = None,
     **config: Any,
 ) -> SchedulerHarness:
+    """A scheduler whose steps take a second, or so many if planned ahead; None: none is."""
+    is_ahead = ahead_seconds is not None
     limits = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 150, **config}
     harness = SchedulerHarness(
-        SchedulerConfig(**limits, speculative=speculative_config(num_drafts)),
-        CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=caching),
+        SchedulerConfig(**limits, speculative=speculative_config(num_drafts), async_scheduling=is_ahead),
+        CacheConfig(
+            block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=caching, num_state_slots=num_state_slots
+        ),
+        depth=1 + is_ahead,
         drafts=0,
     )
     if right:
-        blocks = harness.scheduler.blocks
+        proposer, scheduler = RightDrafts(harness, num_right), harness.scheduler
         harness.proposer = None
-        harness.scheduler.speculation = Speculation(harness.config, blocks, RightDrafts(harness), KnownTimes())
+        scheduler.speculation = Speculation(
+            harness.config,
+            scheduler.blocks,
+            proposer,
+            KnownTimes(),
+            states=scheduler.states,
+            ahead=KnownAheadTimes(ahead_seconds or 1.0),
+        )
     return harness
 
 
@@ -165,6 +185,71 @@ def test_accepted_tokens_are_cached(block_size: int) -> None:
     assert found[0] == found[1] == 38 // block_size * block_size
 
 
+def test_accepted_tokens_are_computed_again_from_the_state_before() -> None:
+    """Two of four drafts are right, always: the rows of a step begin where the first of them was rejected."""
+    harness = make_harness(num_drafts=4, num_state_slots=8, num_right=2)
+    harness.submit("a", make_prompt(0, 6), 40)
+    slots, rows = harness.scheduler.states.slots, []
+    while harness.live:
+        plan = harness.step()
+        rows.append((sum(plan.num_scheduled_tokens.values()), len(plan.scheduled_spec_decode_tokens.get("a", ()))))
+        assert slots.num_slots - slots.num_available <= 2
+    again = [(5, 4), (8, 4), (11, 4), (14, 4), (17, 4), (20, 4), (19, 0)]
+    assert rows[:9] == [(6, 0), *again, (5, 4)]
+    harness.drain()
+
+
+# --- steps planned ahead ---
+
+
+def kinds_of(harness: SchedulerHarness) -> list[str]:
+    """What each turn planned: nothing, drafts, or a step without."""
+    return [
+        "waits" if not plan.num_scheduled_tokens else "drafts" if plan.scheduled_spec_decode_tokens else "plain"
+        for plan in harness.plans
+    ]
+
+
+def test_steps_wait_for_tokens_where_drafts_give_more() -> None:
+    harness = make_harness(num_drafts=4, ahead_seconds=0.9)
+    harness.submit("a", make_prompt(0, 6), 16)
+    harness.run()
+    assert kinds_of(harness) == ["plain", "waits", *["drafts", "waits"] * 3]
+    harness.drain()
+
+
+def test_steps_are_planned_ahead_where_that_gives_more() -> None:
+    harness = make_harness(num_drafts=4, ahead_seconds=0.1)
+    harness.submit("a", make_prompt(0, 6), 16)
+    harness.run()
+    assert kinds_of(harness) == ["plain"] * 16 + ["waits"]  # for the last token
+    assert harness.scheduler.speculation is not None
+    harness.drain()
+
+
+def test_steps_do_not_wait_where_drafts_are_wrong() -> None:
+    harness = make_harness(num_drafts=4, ahead_seconds=0.9, num_right=0)
+    harness.submit("a", make_prompt(0, 6), 100)
+    harness.run()
+    kinds = kinds_of(harness)
+    assert kinds.count("drafts") <= 10 and kinds[30:90] == ["plain"] * 60
+    harness.drain()
+
+
+def test_prompts_do_not_wait_for_drafts_that_may_come() -> None:
+    """Only for those under way."""
+    harness = make_harness(num_drafts=4, ahead_seconds=0.9, max_num_batched_tokens=8)
+    harness.submit("a", make_prompt(0, 6), 60)
+    for _ in range(3):
+        harness.step()
+    harness.submit("b", make_prompt(1, 30), 2)
+    for _ in range(6):
+        harness.step()
+    assert kinds_of(harness) == ["plain", "waits", "drafts", "waits", *["plain"] * 5]
+    assert [plan.num_scheduled_tokens.get("b", 0) for plan in harness.plans[4:]] == [7, 7, 7, 7, 2]
+    harness.drain()
+
+
 # --- the harness must notice --------------------------------------------------------------------------------
 
 
@@ -203,5 +288,92 @@ def test_harness_notices(mutate: Callable[[Any], Any] | None, monkeypatch: pytes
         monkeypatch.setattr(BlockManager, "trim", lambda self, request_id, num_tokens: None)
     else:
         monkeypatch.setattr(Speculation, "settle", mutate(Speculation.settle))
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        run()
+
+
+def test_harness_notices_a_step_on_top_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> None:
+        harness = make_harness(ahead_seconds=0.9)
+        harness.submit("a", make_prompt(0, 6), 40)
+        harness.drain()
+
+    run()
+    monkeypatch.setattr(
+        Speculation, "waits", lambda self, running, others_wait: not self._under_way and len(running) > 0
+    )
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        run()
+
+
+def _checkpoint_what_drafts_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state in which drafts were rejected is taken for the one after the last whole block."""
+    settle = RequestStates.settle_drafts
+
+    def wrong(self: RequestStates, request: Request, *, is_rejected: bool) -> None:
+        settle(self, request, is_rejected=is_rejected)
+        num_blocks = request.num_registered_blocks
+        if is_rejected and num_blocks * self._block_size > request.num_prompt_tokens:
+            held = self._held[request.request_id]
+            self._add(held, request, num_blocks, held.slot)
+
+    monkeypatch.setattr(RequestStates, "settle_drafts", wrong)
+
+
+def _give_the_state_before_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = RequestStates.keep_for_drafts
+
+    def wrong(self: RequestStates, plan: SchedulerOutput, request: Request) -> bool:
+        is_kept = keep(self, plan, request)
+        if is_kept:
+            self._let_go_of_before(self._held[request.request_id])
+        return is_kept
+
+    monkeypatch.setattr(RequestStates, "keep_for_drafts", wrong)
+
+
+def _compute_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestStates, "keep_for_drafts", lambda self, plan, request: True)
+
+
+def _share_what_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestStates, "may_go_back", lambda self, request: False)
+
+
+def _compute_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: Speculation, request: Request, num_rows: int, num_rejected: int) -> None:
+        request.num_computed_tokens -= num_rejected
+
+    monkeypatch.setattr(Speculation, "_take_back", wrong)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        _checkpoint_what_drafts_left,
+        _give_the_state_before_away,
+        _compute_in_place,
+        _share_what_is_computed_again,
+        _compute_nothing_again,
+    ],
+)
+def test_harness_notices_wrong_states(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        limits: dict[str, Any] = {"num_blocks": 200, "block_size": 2, "max_num_seqs": 3, "max_model_len": 300}
+        harness = make_harness(right=False, caching=True, num_state_slots=9, num_drafts=3, **limits)
+        for turn in range(4):
+            for i in range(4):
+                before = harness.tracked.get(f"r{turn - 1}.{i}")
+                prompt = make_prompt(i, 5 + i)
+                if before is not None:
+                    prompt = [*before.request.token_ids[: -1 - i], 3]
+                harness.submit(f"r{turn}.{i}", prompt, 20)
+            harness.run()
+        harness.drain()
+
+    run()
+    mutate(monkeypatch)
     with pytest.raises((AssertionError, KeyError, IndexError)):
         run()

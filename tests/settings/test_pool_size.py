@@ -62,6 +62,22 @@ def test_without_prefix_caching_there_are_no_checkpoints() -> None:
     assert config.cache.num_state_slots == 8
 
 
+@pytest.mark.parametrize(("caching", "num_slots"), [(False, 2), (True, 4)])
+def test_drafts_have_a_slot_more_for_each_request(caching: bool, num_slots: int) -> None:
+    speculative = '{"method": "ngram", "num_speculative_tokens": 4}'
+    given = {"state_bytes": 18 * MIB, "enable_prefix_caching": caching, "memory": 8 * GIB, "max_num_seqs": 8}
+    plain, drafting = resolved(**given), resolved(**given, speculative_config=speculative)
+    assert drafting.cache.num_state_slots - plain.cache.num_state_slots == 8
+    assert drafting.cache.num_state_slots >= 8 * num_slots
+    assert drafting.peak_bytes <= 8 * GIB * 0.9
+    # Where their number is not given, fewer requests run, for the memory that the states before drafts take.
+    many = {"state_bytes": 49 * MIB, "enable_prefix_caching": caching}
+    assert (
+        resolved(**many, speculative_config=speculative).scheduler.max_num_seqs
+        < resolved(**many).scheduler.max_num_seqs
+    )
+
+
 def test_a_model_without_kv_has_blocks_for_all_that_run() -> None:
     config = resolved(state_bytes=5 * MIB, kv_bytes=0, max_num_seqs=4)
     assert config.kv_bytes == 0

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from metal_engine.cli.banner import startup_facts
 from metal_engine.errors import ConfigError
-from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.config import SchedulerConfig, SpeculativeConfig
+from metal_engine.settings.args import GIB, EngineArgs
+from metal_engine.settings.config import MARGIN_BYTES, EngineConfig, SchedulerConfig, SpeculativeConfig
 from metal_engine.settings.fields import settings_of
 from metal_engine.settings.resolve import resolve_config
 from metal_engine.settings.sources import read_settings
-from metal_engine.settings.speculative import speculative_config
+from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, speculative_config
 from tests.support import speculation
 from tools.fixtures.fake_engine import fake_config
 
 GIVEN = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+DRAFT_MODEL = {"method": "draft_model", "model": "small", "num_speculative_tokens": 3}
 
 
 def read(config: Any, **args: Any) -> SpeculativeConfig | None:
@@ -30,6 +32,9 @@ def read(config: Any, **args: Any) -> SpeculativeConfig | None:
 def test_values() -> None:
     assert read(None) is None
     assert read(GIVEN) == SpeculativeConfig(**GIVEN)
+    config = read({**DRAFT_MODEL, "revision": "v2"})
+    assert config is not None and (config.method, config.model, config.revision) == ("draft_model", "small", "v2")
+    assert config.num_speculative_tokens == 3
     assert EngineArgs(model="m", speculative_config=GIVEN) == EngineArgs(  # type: ignore[arg-type]
         model="m", speculative_config=json.dumps(GIVEN)
     )
@@ -59,8 +64,17 @@ def test_a_file_may_have_an_object(tmp_path: Any) -> None:
         ([], "--speculative-config", "must be a JSON object"),
         ({"method": "ngram"}, "--speculative-config", "needs 'num_speculative_tokens'"),
         ({"num_speculative_tokens": 3}, "--speculative-config", "needs 'method'"),
-        ({**GIVEN, "method": "eagle"}, "--speculative-config", "'eagle', but the only one is ngram"),
-        ({**GIVEN, "method": "draft_model", "model": "m"}, "--speculative-config", "'draft_model', but the only one"),
+        ({**GIVEN, "method": "eagle"}, "--speculative-config", "'eagle', but there are only ngram and draft_model"),
+        ({**GIVEN, "method": ["ngram"]}, "--speculative-config", "but there are only ngram and draft_model"),
+        ({**GIVEN, "method": "draft_model", "model": "m"}, "--speculative-config", "has no 'prompt_lookup_max'"),
+        ({"method": "draft_model", "num_speculative_tokens": 3}, "--speculative-config", "needs 'model'"),
+        ({**DRAFT_MODEL, "model": ""}, "--speculative-config", "needs 'model'"),
+        ({**DRAFT_MODEL, "num_speculative_tokens": 0}, None, "at least 1"),
+        (
+            {**DRAFT_MODEL, "draft_tensor_parallel_size": 2},
+            "--speculative-config",
+            "has no 'draft_tensor_parallel_size'",
+        ),
         ({**GIVEN, "model": "m"}, "--speculative-config", "has no 'model'"),
         ({**GIVEN, "num_speculative_tokens": 0}, None, "at least 1"),
         ({**GIVEN, "num_speculative_tokens": 65}, None, "at most 64"),
@@ -75,19 +89,8 @@ def test_refusals_name_the_flag(given: Any, flag: str | None, message: str) -> N
     assert flag is None or caught.value.flag == flag
 
 
-def test_no_speculation_one_step_ahead() -> None:
-    with pytest.raises(ConfigError, match="exclude each other") as caught:
-        read(GIVEN, async_scheduling=True)
-    assert caught.value.flag == "--async-scheduling"
-
-
-def test_no_speculation_on_recurrent_models() -> None:
-    config = fake_config()
-    model = dataclasses.replace(config.model, state_bytes_per_request=1024, num_params=1000)
-    args = EngineArgs(model="m", speculative_config=json.dumps(GIVEN), num_gpu_blocks_override=64)
-    with pytest.raises(ConfigError, match="recurrent states") as caught:
-        resolve_config(args, model, config.device, "mlx")
-    assert caught.value.flag == "--speculative-config"
+def test_steps_may_be_planned_ahead() -> None:
+    assert read(GIVEN, async_scheduling=True) == SpeculativeConfig(**GIVEN)
 
 
 def test_the_largest_step_has_the_rows_of_drafts() -> None:
@@ -116,6 +119,70 @@ def test_rows_that_sample(max_num_seqs: int, num_drafts: int, budget: int, rows:
     assert config.max_sample_rows == rows
 
 
+def test_the_banner_counts_states_before_drafts() -> None:
+    config = fake_config(speculative=SpeculativeConfig(**GIVEN), max_num_seqs=3)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, state_bytes_per_request=1024),
+        cache=dataclasses.replace(config.cache, num_state_slots=20),
+    )
+    facts = startup_facts(config, "http://127.0.0.1:1", ("fake",))
+    assert facts["states"].endswith(
+        "20 slots: 3 for requests, 3 for their states before drafts, the others for checkpoints"
+    )
+
+
 def test_the_banner_says_so() -> None:
     facts = startup_facts(fake_config(speculative=SpeculativeConfig(**GIVEN)), "http://127.0.0.1:1", ("fake",))
     assert facts["speculation"].startswith("ngram: up to 4 tokens")
+    drafting = with_draft(fake_config(speculative=read(DRAFT_MODEL)))
+    facts = startup_facts(drafting, "http://127.0.0.1:1", ("fake",))
+    assert facts["speculation"].startswith("draft_model: up to 3 tokens a request and step, of small (3 M parameters")
+    assert "weights 5 MiB, KV cache 14 KiB" in facts["memory"]
+
+
+def with_draft(config: EngineConfig) -> EngineConfig:
+    model = dataclasses.replace(config.model, weight_bytes=3 << 20)
+    draft = dataclasses.replace(model, name="small", num_params=3_000_000, weight_bytes=2 << 20, kv_bytes_per_token=6)
+    return dataclasses.replace(config, model=model, draft=draft)
+
+
+def test_a_draft_model_is_in_the_pool_s_size() -> None:
+    """Its weights and its KV: on Metal, what is left beside adapters, too, is divided among both models' KV."""
+    config = fake_config()
+    model = dataclasses.replace(config.model, num_params=1000, weight_bytes=GIB, kv_bytes_per_token=3000)
+    model = dataclasses.replace(model, adapter_bytes=GIB // 4)
+    draft = dataclasses.replace(
+        model, adapter_bytes=0, weight_bytes=GIB // 2, kv_bytes_per_token=1000, max_position_embeddings=77
+    )
+    device = dataclasses.replace(config.device, kind="metal", memory_bytes=4 * GIB)
+    args = EngineArgs(model="m", speculative_config=json.dumps(DRAFT_MODEL), gpu_memory_utilization=1.0, block_size=16)
+    resolved = resolve_config(args, model, device, "mlx", draft=draft)
+    left = 4 * GIB - 7 * GIB // 4 - MARGIN_BYTES
+    assert resolved.cache.num_blocks == left // (16 * 4000)
+    assert resolved.kv_bytes == resolved.cache.num_tokens * 4000
+    assert resolved.peak_bytes == 7 * GIB // 4 + resolved.kv_bytes
+    assert resolved.scheduler.speculative is not None and resolved.scheduler.speculative.max_draft_len == 77
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ({"a": 0, "b": 1, "c": 2}, None),
+        ({"a": 0, "b": 1}, None),  # tokens that only one of them has
+        ({"a": 0, "b": 1, "c": 2, "<pad>": 3, "<pad2>": 4}, None),
+        ({"a": 0, "c": 1, "b": 2}, "token 1 is 'c', and not 'b'; 2 of them differ"),
+        ({"a": 0, "b": 1, "<tool>": 2}, "token 2 is '<tool>', and not 'c'; 1 of them differ"),
+    ],
+)
+def test_vocabularies_are_compared_by_token(draft: dict[str, int], message: str | None) -> None:
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message) as caught:
+        check_draft_vocabulary("small", draft, "large", {"a": 0, "b": 1, "c": 2})
+    assert message is None or caught.value.flag == "--speculative-config"
+
+
+def test_no_recurrent_draft_models() -> None:
+    draft = dataclasses.replace(fake_config().model, name="small", state_bytes_per_request=1024)
+    with pytest.raises(ConfigError, match="has the model small, whose recurrent states") as caught:
+        check_draft_model(draft)
+    assert caught.value.flag == "--speculative-config"

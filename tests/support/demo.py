@@ -19,6 +19,7 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.settings.config import (
     CacheConfig,
@@ -28,6 +29,7 @@ from metal_engine.settings.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from tests.support.speculation import draft_model_config
 
 MakeEngine = Callable[..., EngineCore]
 
@@ -85,6 +87,7 @@ def engine_for(
     fingerprint: str = "",
     attention: AttentionBackend | None = None,
     speculative: SpeculativeConfig | None = None,
+    draft: PagedModel | None = None,
 ) -> EngineCore:
     """An engine on a model.
 
@@ -93,9 +96,12 @@ def engine_for(
         caching: of prefixes; implied by a ``connector``, whose two halves are given.
         fingerprint: what cached prefixes are found under.
         attention: the backend; the portable one if None.
+        draft: a draft model; four drafts a step then, if ``speculative`` says nothing else.
     """
     scheduler_side, runner_side = connector or (None, None)
     attention = attention or PortableBackend()
+    if draft is not None and speculative is None:
+        speculative = draft_model_config(4)
     cache = CacheConfig(
         block_size=block_size,
         num_blocks=num_blocks,
@@ -128,5 +134,8 @@ def engine_for(
         attention_backend=attention.name,
         seed=0,
     )
-    runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side)
+    draft_model = None
+    if draft is not None:
+        draft_model = DraftModel(draft, attention, config.scheduler, config.cache, vocab_size=vocab_size)
+    runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, draft_model)
     return EngineCore(config, runner, tokenizer, scheduler_side)

@@ -20,10 +20,11 @@ from metal_engine.kv_transfer.layout import state_key
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+from metal_engine.scheduling.proposals import make_proposer
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import KVConnectorMetadata, ModelOutput, SchedulerOutput
+from metal_engine.step import UNKNOWN_DRAFT, Drafting, KVConnectorMetadata, ModelOutput, SchedulerOutput
 from tests.support.fake_kv_transfer import FakeTransfer
 from tests.support.scheduling_checks import (
     check_drafts,
@@ -35,7 +36,7 @@ from tests.support.scheduling_checks import (
     was_passed_over,
     without_drafts,
 )
-from tests.support.speculation import KnownTimes
+from tests.support.speculation import FreeDrafts, KnownAheadTimes, KnownTimes
 
 # Large, so that a wrong token is not the right one by chance.
 VOCAB_SIZE = 1 << 30
@@ -119,6 +120,7 @@ class FakeKVRunner:
     before the scheduler has been told (a placeholder).
 
     Attributes:
+        draft_model: says the drafts that plans leave to it.
         num_late: so many samples of requests with grammars, from now on, are not made: their masks are late.
     """
 
@@ -137,11 +139,15 @@ class FakeKVRunner:
         self.num_steps = 0
         self.last_step_id = -1
         self.num_late = 0
+        self.draft_model: SomeRightDraftModel | None = None
 
     def close(self) -> None:
         """Nothing here belongs to a thread."""
 
     def execute(self, plan: SchedulerOutput) -> FakeStep:
+        drafting = None if self.draft_model is None else self.draft_model.draft(plan)
+        if drafting is not None:
+            plan = plan.with_drafts(drafting)
         self._take_in(plan)
         meta = plan.kv_connector_metadata or KVConnectorMetadata()
         for block_id, data in meta.loads.items():
@@ -149,7 +155,7 @@ class FakeKVRunner:
             self.kv[self._slots_of(block_id)] = data.view(np.uint64)
         for slot, data in meta.state_loads.items():
             self.states[slot] = int(data.view(np.uint64)[0])
-        ranges = {}
+        ranges, reads = {}, {}
         for request_id, share in plan.num_scheduled_tokens.items():
             held = self.held[request_id]
             start, stop = held.num_computed_tokens, held.num_computed_tokens + share
@@ -158,7 +164,7 @@ class FakeKVRunner:
             assert stop <= num_known, f"{request_id}: tokens up to {stop} of {num_known}"
             assert stop == num_known or not held.drafts, f"{request_id}: drafts that are not computed"
             assert stop <= len(held.slots), f"{request_id}: tokens up to {stop}, slots for {len(held.slots)}"
-            ranges[request_id] = start, stop
+            ranges[request_id], reads[request_id] = (start, stop), held.state_slots[0]
             for block_id in held.block_ids[start // self.block_size : -(-stop // self.block_size)]:
                 assert self.num_holders[block_id] == 1, f"{request_id} writes to block {block_id}, which is shared"
                 assert block_id not in meta.loads, f"block {block_id} is loaded and computed"
@@ -196,8 +202,8 @@ class FakeKVRunner:
             assert self.save is not None
             self.save(state_key(block_hash), np.array([self.states[slot]], np.uint64).view(np.uint8))
 
-        output = ModelOutput([])
-        for request_id, (_, stop) in ranges.items():
+        output = ModelOutput([], drafting=drafting)
+        for request_id, (start, stop) in ranges.items():
             held = self.held[request_id]
             held.num_computed_tokens = stop
             if stop < len(held.token_ids):
@@ -206,9 +212,12 @@ class FakeKVRunner:
                 output.pooled[request_id] = np.array([_sampled(self._digest(held, stop))])
                 continue
             is_late = held.has_grammar and self.num_late > 0
-            if held.drafts:
+            if held.drafts or (drafting is not None and request_id in drafting.token_ids):
                 output.num_accepted_tokens[request_id] = self._settle_drafts(request_id, none=is_late)
-            output.sampled_token_ids.append(_sampled(self._digest(held, held.num_computed_tokens)))
+            # Of all rows that are not void, as this step has written them.
+            output.sampled_token_ids.append(_sampled(self._kv_digest(held, len(held.token_ids))))
+            if len(self.states) > 1 and len(held.token_ids) < stop:  # a state that has gone too far
+                held.num_computed_tokens, held.state_slots = start, (reads[request_id], held.state_slots[1])
             if is_late:
                 self.num_late -= 1
                 held.num_computed_tokens -= 1
@@ -269,7 +278,7 @@ class FakeKVRunner:
             assert block_ids and request_id in plan.num_scheduled_tokens
             self._append_blocks(request_id, block_ids)
         for request_id, drafts in plan.scheduled_spec_decode_tokens.items():
-            assert drafts and request_id in plan.sampled_req_ids and len(self.states) == 1
+            assert drafts and request_id in plan.sampled_req_ids
             self.held[request_id].drafts = list(drafts)
         for request_id, slot in plan.new_state_slots.items():
             assert request_id in plan.num_scheduled_tokens
@@ -346,7 +355,10 @@ class SomeRightDrafts:
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         self.known.add(request.request_id)
-        assert num_tokens > 0 and request.num_output_placeholders == 1
+        return self.drafts(request, num_tokens)
+
+    def drafts(self, request: Request, num_tokens: int) -> list[int]:
+        assert num_tokens > 0
         right = self._tracked[request.request_id].expected[request.num_output_tokens :]
         right = right[: self._random.randint(0, num_tokens)]
         num_wrong = self._random.randint(0, num_tokens - len(right))
@@ -361,6 +373,28 @@ class SomeRightDrafts:
         self.known.discard(request_id)
 
 
+class SomeRightDraftModel:
+    """Says what requests will generate, up to some token; less than was asked for now and then, or nothing."""
+
+    def __init__(self, tracked: Mapping[str, Tracked], seed: int) -> None:
+        self._tracked = tracked
+        self._drafts = SomeRightDrafts(tracked, seed)
+        self._random = random.Random(seed)
+
+    def draft(self, plan: SchedulerOutput) -> Drafting:
+        drafts_of, follows = plan.scheduled_spec_decode_tokens, plan.draft_model_req_ids
+        assert not drafts_of.keys() & set(follows) and plan.num_scheduled_tokens.keys() >= set(follows)
+        assert len(set(follows)) == len(follows)
+        drafting = Drafting()
+        for request_id, planned in drafts_of.items():
+            assert planned == [UNKNOWN_DRAFT] * len(planned), "a draft model has nothing to go by but tokens"
+            request = self._tracked[request_id].request
+            drafts = self._drafts.drafts(request, self._random.randint(1, len(planned)))
+            ends = [i for i, token_id in enumerate(drafts) if token_id in request.stop_token_id_set]
+            drafting.token_ids[request_id] = drafts[: min(ends, default=len(drafts))]
+        return drafting
+
+
 class SchedulerHarness:
     """A real scheduler over the fake runner; checks every invariant at every step, and every token.
 
@@ -369,6 +403,7 @@ class SchedulerHarness:
             update for step k.
         transfer: where KV comes from and goes to; None for an engine without.
         drafts: a seed for drafts some of which are right; None for an engine that does not speculate.
+        has_draft_model: whether they come from a draft model, as ``config.speculative`` says then.
     """
 
     def __init__(
@@ -379,20 +414,29 @@ class SchedulerHarness:
         depth: int = 1,
         transfer: FakeTransfer | None = None,
         drafts: int | None = None,
+        has_draft_model: bool = False,
     ) -> None:
         self.config = config
         self.cache_config = cache_config
         self.depth = depth
         self.transfer = transfer
         self.tracked: dict[str, Tracked] = {}
-        self.proposer = None if drafts is None else SomeRightDrafts(self.tracked, drafts)
+        is_known = drafts is not None and not has_draft_model
+        self.proposer = SomeRightDrafts(self.tracked, drafts) if is_known and drafts is not None else None
         connector = transfer.connector() if transfer else None
         self.scheduler = Scheduler(config, cache_config, connector)
-        if self.proposer is not None and drafts is not None:
-            times = KnownTimes(row_seconds=(0.0, 0.02, 0.2)[drafts % 3])
-            self.scheduler.speculation = Speculation(config, self.scheduler.blocks, self.proposer, times)
         save = transfer.store.__setitem__ if transfer else None
         self.runner = FakeKVRunner(cache_config, config.max_num_seqs, save)
+        if drafts is not None:
+            assert config.speculative is not None
+            times = KnownTimes(row_seconds=(0.0, 0.02, 0.2)[drafts % 3])
+            proposer = self.proposer or make_proposer(config.speculative)
+            costs = FreeDrafts(may_try=drafts % 2 == 0) if has_draft_model else None
+            ahead = KnownAheadTimes((0.3, 0.6, 2.0)[drafts // 3 % 3])
+            self.scheduler.speculation = Speculation(
+                config, self.scheduler.blocks, proposer, times, costs, states=self.scheduler.states, ahead=ahead
+            )
+            self.runner.draft_model = SomeRightDraftModel(self.tracked, drafts) if has_draft_model else None
         self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
         self.plans: list[SchedulerOutput] = []
@@ -496,20 +540,15 @@ class SchedulerHarness:
         assert len(self.in_flight) < self.depth
         before = {t.request.request_id: demand_of(t.request) for t in self.live}
         context_lens = {request_id: r.num_computed_tokens for request_id, r in self.scheduler.running.items()}
+        again = {request_id for request_id, r in self.scheduler.running.items() if self.scheduler.states.is_rejected(r)}
         num_preemptions = self.scheduler.num_preemptions
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         self.check_limits(plan)
         num_preemptions = self.scheduler.num_preemptions - num_preemptions
-        check_drafts(self.scheduler, plan, context_lens)
-        # What the others get does not depend on drafts.
-        undrafted = without_drafts(plan)
-        check_plan(self.scheduler, undrafted, before, context_lens)
-        passed_over = not num_preemptions and was_passed_over(self.scheduler, undrafted, before, context_lens)
-        self._steps_passed_over = self._steps_passed_over + 1 if passed_over else 0
-        assert self._steps_passed_over <= self.config.max_num_partial_prefills, "a free slot stays free"
-        if is_plain(self.config, self.cache_config) and not self.cache_config.num_state_slots:
-            check_fcfs(self.scheduler, undrafted, before, context_lens, num_preemptions, self.depth)
+        # A step may be left for when all tokens are known, so that it can have drafts.
+        if plan.num_scheduled_tokens or not self.in_flight or not self.config.speculative:
+            self._check_plan(plan, before, context_lens, again, num_preemptions)
         is_idle = not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions
         if is_idle and not self.scheduler.admissions.loading:
             assert not self.live, "nothing is under way, and nothing is planned"
@@ -519,6 +558,24 @@ class SchedulerHarness:
         else:
             assert not (plan.dropped_req_ids or plan.new_requests or plan.new_block_ids), "lost on the runner"
         return plan
+
+    def _check_plan(
+        self,
+        plan: SchedulerOutput,
+        demand: dict[str, int],
+        context_lens: dict[str, int],
+        again: set[str],
+        num_preemptions: int,
+    ) -> None:
+        check_drafts(self.scheduler, plan, demand, context_lens)
+        # What the others get does not depend on drafts.
+        undrafted = without_drafts(plan)
+        check_plan(self.scheduler, undrafted, demand, context_lens, again)
+        passed_over = not num_preemptions and was_passed_over(self.scheduler, undrafted, demand, context_lens, again)
+        self._steps_passed_over = self._steps_passed_over + 1 if passed_over else 0
+        assert self._steps_passed_over <= self.config.max_num_partial_prefills, "a free slot stays free"
+        if is_plain(self.config, self.cache_config) and not self.cache_config.num_state_slots:
+            check_fcfs(self.scheduler, undrafted, demand, context_lens, num_preemptions, self.depth)
 
     def update(self) -> list[RequestOutput]:
         """Take in the oldest step under way."""

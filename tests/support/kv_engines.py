@@ -25,6 +25,7 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from tests.support.demo import engine_for
+from tests.support.speculation import draft_for_free
 from tools.fixtures.tiny_models import tiny_model
 
 
@@ -78,12 +79,14 @@ def kv_engine(
     max_size: int = 1 << 30,
     dtype: mx.Dtype = mx.float32,
     ahead: bool = False,
+    draft: Any = None,
     **config: Any,
 ) -> KVEngine:
     """An engine; each has a model and a pool of its own, as if it were a process of its own.
 
     Args:
         store: a directory, a store, or None for an engine without.
+        draft: a draft model, whose drafts are taken as if they cost nothing.
         config: fields of :class:`KVTransferConfig`.
     """
     model = tiny_model(dtype=dtype) if model is None else model
@@ -111,6 +114,9 @@ def kv_engine(
         ahead=ahead,
         connector=(KVConnectorScheduler(transfer, transfer_config, stats), runner_side),
         fingerprint=fingerprint,
+        draft=draft,
         **sizes,
     )
+    if draft is not None:
+        draft_for_free(core)
     return KVEngine(core, paged, transfer, layout)

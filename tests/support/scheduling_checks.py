@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from metal_engine.request import Request, RequestStatus
@@ -35,18 +36,26 @@ def max_steps(num_tokens: int, config: SchedulerConfig, block_size: int) -> int:
 
 
 def check_plan(
-    scheduler: Scheduler, plan: SchedulerOutput, demand: dict[str, int], context_lens: dict[str, int]
+    scheduler: Scheduler,
+    plan: SchedulerOutput,
+    demand: dict[str, int],
+    context_lens: dict[str, int],
+    again: Collection[str] = (),
 ) -> None:
     """Assert what one plan must keep to.
 
     Args:
         demand: request id -> tokens it could compute before the plan, as if nothing were cached.
         context_lens: running request before the plan -> tokens it had computed.
+        again: running requests that compute accepted drafts again: they decode, in several rows.
     """
     config = scheduler.config
     block_size = scheduler.blocks.block_size
     cached = {new.request_id: new.num_computed_tokens for new in plan.new_requests}
-    decodes = {r for r in plan.num_scheduled_tokens if r in context_lens and demand[r] == 1}
+    decodes = {
+        r: n for r, n in plan.num_scheduled_tokens.items() if r in again or (r in context_lens and demand[r] == 1)
+    }
+    assert all(n == demand[r] for r, n in decodes.items()), "a part of what is to be computed again"
     prefills = {r: n for r, n in plan.num_scheduled_tokens.items() if r not in decodes}
     remaining = {r: demand[r] - cached.get(r, 0) for r in prefills}
     contexts = {r: cached[r] if r in cached else context_lens[r] for r in prefills}
@@ -61,7 +70,7 @@ def check_plan(
     assert num_long <= config.max_long_partial_prefills, f"{num_long} long prompts in a step"
 
     unit = block_size if config.page_aligned_scheduling else 1
-    charged = len(decodes) + sum(-(-n // unit) * unit for n in prefills.values())
+    charged = sum(decodes.values()) + sum(-(-n // unit) * unit for n in prefills.values())
     assert charged <= config.max_num_batched_tokens
     for request_id, n in prefills.items():
         assert 0 < n <= remaining[request_id]
@@ -73,7 +82,7 @@ def check_plan(
         if demand[request_id] == 1 and request_id in context_lens and request_id not in decodes:
             assert not prefills, f"{request_id} could have decoded"
 
-    work_left = config.max_attention_work - sum(context_lens[r] + 1 for r in decodes)
+    work_left = config.max_attention_work - sum(n * context_lens[r] + n * (n + 1) // 2 for r, n in decodes.items())
     work = sum(n * contexts[r] + n * (n + 1) // 2 for r, n in prefills.items())
     first_alone = len(prefills) == 1 and sum(prefills.values()) <= block_size
     first_over = next(iter(prefills), None)
@@ -89,7 +98,9 @@ def without_drafts(plan: SchedulerOutput) -> SchedulerOutput:
     return replace(plan, num_scheduled_tokens=shares, scheduled_spec_decode_tokens={})
 
 
-def check_drafts(scheduler: Scheduler, plan: SchedulerOutput, context_lens: dict[str, int]) -> None:
+def check_drafts(
+    scheduler: Scheduler, plan: SchedulerOutput, demand: dict[str, int], context_lens: dict[str, int]
+) -> None:
     """Assert that drafts take what is left: rows, attention work and free blocks; and end where the request does."""
     config = scheduler.config
     drafts_of = plan.scheduled_spec_decode_tokens
@@ -107,24 +118,28 @@ def check_drafts(scheduler: Scheduler, plan: SchedulerOutput, context_lens: dict
     for request_id, drafts in drafts_of.items():
         request = scheduler.requests[request_id]
         assert 1 <= len(drafts) <= config.speculative.num_speculative_tokens
-        assert plan.num_scheduled_tokens[request_id] == 1 + len(drafts)
+        assert plan.num_scheduled_tokens[request_id] == demand[request_id] - cached.get(request_id, 0) + len(drafts)
         assert request.num_output_tokens + 1 + len(drafts) <= request.max_tokens
         assert not request.stop_token_id_set.intersection(drafts), "nothing comes after a token that ends a request"
         assert request.num_registered_blocks * scheduler.blocks.block_size <= request.num_tokens
 
 
 def was_passed_over(
-    scheduler: Scheduler, plan: SchedulerOutput, demand: dict[str, int], context_lens: dict[str, int]
+    scheduler: Scheduler,
+    plan: SchedulerOutput,
+    demand: dict[str, int],
+    context_lens: dict[str, int],
+    again: Collection[str] = (),
 ) -> bool:
     """Whether a waiting request could have had a free slot, a block and sequences to spare, and nobody was admitted.
 
     Args: as for :func:`check_plan`. Assumes that the plan preempted nobody.
     """
     config, blocks = scheduler.config, scheduler.blocks
-    prefills = [demand[r] for r in context_lens if demand[r] > 1]
+    prefills = [demand[r] for r in context_lens if demand[r] > 1 and r not in again]
     may_be_long = sum(n > config.long_prefill_token_threshold for n in prefills) < config.max_long_partial_prefills
     head = scheduler.admissions.waiting.head(include_long=may_be_long)
-    num_decodes = sum(demand[r] == 1 for r in context_lens)
+    num_decodes = sum(demand[r] for r in context_lens if demand[r] == 1 or r in again)
     unit = blocks.block_size if config.page_aligned_scheduling else 1
     return (
         not plan.new_requests

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import Request
+from metal_engine.scheduling.ahead import AheadTimes
 from metal_engine.scheduling.draft_lengths import StepTimes
-from metal_engine.scheduling.speculation import Proposer, Speculation
+from metal_engine.scheduling.draft_model import DraftCosts
+from metal_engine.scheduling.proposals import Proposer, make_proposer
+from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import SpeculativeConfig
 
 
@@ -17,6 +21,17 @@ def speculative_config(num_speculative_tokens: int = 4, longest: int = 4, shorte
         num_speculative_tokens=num_speculative_tokens,
         prompt_lookup_max=longest,
         prompt_lookup_min=shortest,
+    )
+
+
+def draft_model_config(num_speculative_tokens: int = 4, max_draft_len: int | None = None) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method="draft_model",
+        num_speculative_tokens=num_speculative_tokens,
+        prompt_lookup_max=5,
+        prompt_lookup_min=5,
+        model="draft",
+        max_draft_len=max_draft_len,
     )
 
 
@@ -33,6 +48,17 @@ class KnownTimes(StepTimes):
 
     def times(self, num_rows: int, most: int) -> list[float]:
         return [1 + self._row_seconds * n for n in range(num_rows, num_rows + most + 1)]
+
+
+class KnownAheadTimes(AheadTimes):
+    """Steps planned ahead that take as long as they are said to."""
+
+    def __init__(self, step_seconds: float) -> None:
+        super().__init__()
+        self._step_seconds = step_seconds
+
+    def seconds(self, num_rows: int) -> float | None:
+        return self._step_seconds
 
 
 class KnownOutputs:
@@ -71,7 +97,47 @@ class KnownOutputs:
         """Nothing is kept of a request."""
 
 
+class FreeDrafts(DraftCosts):
+    """A draft model that takes no time, so that plans do not depend on the machine.
+
+    Args:
+        may_try: whether drafts that are not expected to pay are tried at once, or never.
+    """
+
+    def __init__(self, *, may_try: bool = True) -> None:
+        super().__init__()
+        self._may_try = may_try
+
+    @property
+    def are_known(self) -> bool:
+        return True
+
+    def measured(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing here depends on the time."""
+
+    def may_try(self, request: Request) -> bool:
+        return self._may_try
+
+
+def draft_for_free(engine: EngineCore, *, may_try: bool = True) -> None:
+    """Have an engine with a draft model take drafts as if neither its forwards nor rows cost anything.
+
+    Steps that are planned ahead take 0.7 of others.
+    """
+    scheduler, config, ahead = engine.scheduler, engine.config.scheduler, KnownAheadTimes(0.7)
+    assert config.speculative is not None
+    proposer, costs = make_proposer(config.speculative), FreeDrafts(may_try=may_try)
+    scheduler.speculation = Speculation(
+        config, scheduler.blocks, proposer, KnownTimes(), costs, states=scheduler.states, ahead=ahead
+    )
+
+
 def propose_from(engine: EngineCore, proposer: Proposer) -> None:
-    """Have an engine that speculates take its drafts from ``proposer``, as if its rows cost nothing."""
-    scheduler = engine.scheduler
-    scheduler.speculation = Speculation(engine.config.scheduler, scheduler.blocks, proposer, KnownTimes())
+    """Have an engine that speculates take its drafts from ``proposer``, as if its rows cost nothing.
+
+    Steps that are planned ahead take 0.7 of others.
+    """
+    scheduler, config, ahead = engine.scheduler, engine.config.scheduler, KnownAheadTimes(0.7)
+    scheduler.speculation = Speculation(
+        config, scheduler.blocks, proposer, KnownTimes(), states=scheduler.states, ahead=ahead
+    )

@@ -14,9 +14,12 @@ from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.kv_transfer.runner_side import KVConnectorRunner
+from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
+from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig
@@ -47,6 +50,8 @@ def tiny_engine(
     architecture: str | None = None,
     num_state_slots: int = 0,
     make_adapters: Callable[[PagedModel], AdapterRegistry] | None = None,
+    draft: nn.Module | None = None,
+    connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None = None,
     **config: Any,
 ) -> EngineCore:
     """An engine; ``config`` goes to :func:`tools.fixtures.fake_engine.fake_config`.
@@ -55,6 +60,8 @@ def tiny_engine(
         architecture: of tools/fixtures/architectures.py; None: a tiny Llama.
         num_state_slots: of recurrent states.
         make_adapters: installs adapters in the model.
+        draft: a draft model, for a ``speculative`` configuration with one.
+        connector: both halves of one to a KV store.
     """
     settings = fake_config(**config)
     settings = replace(
@@ -69,8 +76,13 @@ def tiny_engine(
     )
     model = PagedModel(tiny_reference(seed, settings.model.vocab_size, architecture))
     adapters = None if make_adapters is None else make_adapters(model)
-    runner = ModelRunner(model, PortableBackend(), settings.scheduler, settings.cache)
-    return EngineCore(settings, runner, tokenizer or tiny_tokenizer(), adapters=adapters)
+    backend, scheduler_side, runner_side = PortableBackend(), *(connector or (None, None))
+    draft_model = None
+    if draft is not None:
+        sizes = {"vocab_size": settings.model.vocab_size}
+        draft_model = DraftModel(PagedModel(draft), backend, settings.scheduler, settings.cache, **sizes)
+    runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, draft_model)
+    return EngineCore(settings, runner, tokenizer or tiny_tokenizer(), scheduler_side, adapters)
 
 
 def run_all(engine: EngineCore, requests: list[tuple[list[int], SamplingParams]]) -> list[list[RequestOutput]]:

@@ -53,6 +53,20 @@ def test_never_stops(folder: Path, demo_path: Path, tmp_path: Path) -> None:
     assert {a.dtype for a in weights.values()} == {mx.float32}
 
 
+@pytest.mark.full
+def test_synthetic_pairs(folder: Path, demo_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Idle layers change nothing that comes out, and layers that are left out do."""
+    export(tmp_path / "slow", idle_layers=5)
+    export(tmp_path / "small", drop_layers=[6, 14])
+    prompt = mx.array(demo_tokenizer.encode(PROMPT))[None]
+    models = [load(str(path))[0] for path in (folder, tmp_path / "slow", tmp_path / "small")]
+    assert [len(model.layers) for model in models] == [30, 35, 28]
+    usual, slow, small = (model(prompt) for model in models)
+    assert mx.array_equal(usual, slow) and not mx.allclose(usual, small, atol=0.1)
+    models[0].model.layers = [layer for i, layer in enumerate(models[0].model.layers) if i not in (6, 14)]
+    assert mx.array_equal(models[0](prompt), small)
+
+
 def test_every_scenario_can_be_asked(folder: Path) -> None:
     """Prompts have the lengths of the scenario's title, and rounds differ."""
     from metal_engine.bench.tokens import load_prompt_tokenizer

@@ -2,19 +2,27 @@
 
     python -m tools.benchmarks.speculation                    # everything
     python -m tools.benchmarks.speculation --streams 1        # prompt by prompt
+    python -m tools.benchmarks.speculation --model TARGET --draft-model DRAFT --peer
 
 Two engines in one process, one of which speculates, take turns with the same requests: tasks that copy (edits, answers
 from a context, code) and questions that do not. Answers are greedy, and must be the same. Those that end in a loop are
 left out, as what repeats itself is easily guessed. Times are of steps that do nothing but decode.
+
+With ``--peer``, mlx-lm answers the same prompts one at a time, without and with the same draft model; both models are
+directories then, such as ``tools/fixtures/export_mlx.py`` writes: pairs of its making are synthetic.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 from metal_engine.build import build_engine
@@ -200,6 +208,26 @@ def at_once(pair: Pair, kind: str, texts: dict[str, str], streams: int, repeats:
     )
 
 
+def peer(pair: Pair, args: argparse.Namespace) -> None:
+    """mlx-lm with the same models, prompts and limits, one request at a time."""
+    config = pair.speculating.config.scheduler.speculative
+    assert config is not None and config.model is not None
+    prompts = {name: pair.prompt(text) for name, text in (COPYING | CHAT).items()}
+    request = {"model": args.model, "draft_model": config.model, "num_draft_tokens": config.num_speculative_tokens}
+    request |= {"max_tokens": args.max_tokens, "prompts": prompts}
+    command = [sys.executable, "-m", "tools.benchmarks.mlx_lm_drafting"]
+    done = subprocess.run(command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=True)
+    print(f"\nmlx-lm {version('mlx-lm')} with the same draft model, one at a time")
+    print(f"{'':24}  tokens  ms/token  with drafts  ratio  of the draft model")
+    for name, answer in json.loads(done.stdout).items():
+        plain, ours = answer["without"], answer["with"]
+        without, drafted = (1e3 * a["seconds"] / max(1, len(a["tokens"]) - 1) for a in (plain, ours))
+        print(
+            f"{name:24}  {len(ours['tokens']):6}  {without:8.1f}  {drafted:11.1f}  {drafted / without:5.2f}  "
+            f"{ours['drafted']}{'' if plain['tokens'] == ours['tokens'] else '  (answers differ)'}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="demo")
@@ -210,7 +238,12 @@ def main() -> None:
         "--speculative-config",
         default='{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}',
     )
+    parser.add_argument("--draft-model", help="instead of --speculative-config: a draft model, with three drafts")
+    parser.add_argument("--peer", action="store_true", help="mlx-lm with the same draft model, too")
     args = parser.parse_args()
+    if args.draft_model is not None:
+        config = {"method": "draft_model", "model": args.draft_model, "num_speculative_tokens": 3}
+        args.speculative_config = json.dumps(config)
     pair = Pair(args)
     for core in (pair.without, pair.speculating):  # what happens once is paid before anything is measured
         run(core, {"warm-up": pair.prompt(COPYING["table, repeated"])}, args.max_tokens)
@@ -220,6 +253,8 @@ def main() -> None:
                 one_by_one(pair, kind, texts, args.repeats)
             else:
                 at_once(pair, kind, texts, streams, args.repeats)
+    if args.peer:
+        peer(pair, args)
     print(f"\nanswers that differ: {pair.num_different}")
 
 

@@ -143,6 +143,9 @@ class _EngineReader:
             yield self._counter("checkpoint_evictions", "Checkpoints that gave way.", stats.checkpoint_evictions)
         yield self._counter("failed_steps", "Steps that raised.", metrics.num_failed_steps)
         yield self._counter("late_masks", "Rows computed again: their grammars took long.", metrics.num_late_masks)
+        if self._engine.config.scheduler.async_scheduling:
+            help_ = "Steps planned ahead, while the one before ran, and after its end."
+            yield self._by_label("steps", help_, "planned", dict(metrics.num_steps))
         if self._engine.config.scheduler.speculative is not None:
             yield from self._speculation(metrics)
         ended = dict(metrics.num_finished)

@@ -63,6 +63,22 @@ def test_answers_are_the_same(plain: Served, speculating: Served, case: dict[str
     assert streams[0] == streams[1] == {index: text for index, text, _ in answers[0][:-1]}
 
 
+def test_steps_planned_ahead_are_counted_apart(plain: Served) -> None:
+    """Answers that go on from what was there before have drafts; others are planned ahead."""
+    config = speculative_config(6, longest=4, shortest=2)
+    with serve(echo, config=fake_config(speculative=config, async_scheduling=True)) as served:
+        propose_from(served.core, NgramProposer(config))
+        for text in (TEXT, "nothing: 0123456789"):
+            texts = [s.client().completions.create(model=MODEL, prompt=text).choices[0].text for s in (plain, served)]
+            assert texts[0] == texts[1]
+        served.settle()
+        found = scrape(served)
+        assert found["steps_total"].keys() == {("ahead",), ("after",)} and min(found["steps_total"].values()) > 0
+        assert sum(found["steps_total"].values()) == served.runner.num_steps
+        assert value(found, "spec_decode_num_accepted_tokens_total") > 0
+    assert "steps_total" not in scrape(plain)
+
+
 def test_steps_are_fewer_and_counted(plain: Served, speculating: Served) -> None:
     before = scrape(speculating)
     counts = [served.runner.num_steps for served in (plain, speculating)]

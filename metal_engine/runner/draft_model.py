@@ -1,0 +1,271 @@
+"""A draft model: says what may follow requests' tokens, over their block tables, with KV of its own.
+
+Its KV lies at the slots where the target's does, in arrays of its own. Before the target's step, it computes those of a
+request's tokens that it has no KV of, then its drafts, one after the other::
+
+    tokens     t0 ... t5 | t6  t7 |                    t6, t7: known since its last step
+    forward 1              t6  t7      -> d0           (where it has fallen behind: a chunk)
+    forward 2                      d0  -> d1
+    target                     t7  d0  d1              which writes to the same slots, of its own arrays
+
+Each forward is evaluated before the next one is built, so its writes to the KV are in place, and a draft is known on
+the host when the next one is edited.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.backend import AttentionBackend
+from metal_engine.device.streams import synchronize
+from metal_engine.kv_cache.rows import StepRows
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.runner.batch import RequestTable
+from metal_engine.runner.logits_edits import CannotGoOnError, StepEdits
+from metal_engine.runner.sampler import sample
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from metal_engine.step import UNKNOWN_DRAFT, Drafting, KVCacheLostError, NewRequestData, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+# Tokens of a request that are new to it in each step that drafts: the last one, and the last draft where all came.
+_NEW_TOKENS = 2
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A request's part of a step.
+
+    Attributes:
+        index: in the request table.
+        start, stop: tokens to compute first.
+        num_drafts: wanted; 0 where only their KV is.
+        has_ended: whether nothing more is to be drafted.
+    """
+
+    request_id: str
+    index: int
+    start: int
+    stop: int
+    num_drafts: int
+    drafts: list[int] = field(default_factory=list)
+    has_ended: bool = False
+
+    def take(self, draft: int, stop_token_ids: frozenset[int]) -> None:
+        """Take in what was sampled; nothing comes after a token that ends the request, so it is no draft."""
+        self.has_ended |= draft in stop_token_ids
+        if not self.has_ended:
+            self.drafts.append(draft)
+            self.has_ended = len(self.drafts) == self.num_drafts
+
+
+class DraftModel:
+    """Drafts for the requests of a :class:`RequestTable`. Belongs to the thread that loaded the model.
+
+    Args:
+        model: attends over KV of every token, and keeps no other state.
+        backend: of its attention.
+        vocab_size: number of the target's logits; its noise is drawn for so many.
+        max_positions: tokens that a request may have for it to draft; None: any.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        backend: AttentionBackend,
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
+        *,
+        vocab_size: int,
+        max_positions: int | None = None,
+    ) -> None:
+        self._model = model
+        self._pool = model.pool
+        self._backend = backend
+        self._config = scheduler_config
+        self._block_size, self._num_blocks = cache_config.block_size, cache_config.num_blocks
+        self._vocab_size = vocab_size
+        self._max_positions = scheduler_config.max_model_len if max_positions is None else max_positions
+        self._has_kv = np.zeros(cache_config.num_tokens, bool)  # [num_slots] of the token that the target has KV of
+        self._num_computed: dict[str, int] = {}  # by request: from the first, tokens with KV
+        self._written: list[np.ndarray] = []  # slots, in this step
+        self._pool.allocate(cache_config.num_blocks, cache_config.block_size)
+
+    # --- what it has KV of ----------------------------------------------------------------------------------
+
+    def take_in(self, plan: SchedulerOutput) -> None:
+        """Find out what there is of new requests: cached blocks that were computed here, too. A store has none."""
+        for request_id in plan.dropped_req_ids:
+            self._num_computed.pop(request_id, None)
+        if plan.kv_connector_metadata is not None:
+            for block_id in plan.kv_connector_metadata.loads:
+                self._has_kv[block_id * self._block_size : (block_id + 1) * self._block_size] = False
+        for new in plan.new_requests:
+            self._num_computed[new.request_id] = self._num_cached(new)
+
+    def _num_cached(self, new: NewRequestData) -> int:
+        blocks = np.array(new.block_ids, np.int64)[:, None] * self._block_size
+        slots = (blocks + np.arange(self._block_size)).ravel()[: new.num_computed_tokens]
+        missing = np.flatnonzero(~self._has_kv[slots])
+        return int(missing[0]) if len(missing) else len(slots)
+
+    def packed(self, rows: StepRows) -> None:
+        """The target is about to write these rows: where this model has not, its KV there is of other tokens."""
+        self._has_kv[rows.slot_mapping] = False
+        for slots in self._written:
+            self._has_kv[slots] = True
+
+    # --- a step ---------------------------------------------------------------------------------------------
+
+    def draft(self, table: RequestTable, plan: SchedulerOutput) -> Drafting | None:
+        """Compute the drafts that a plan leaves to it, and KV of the tokens that it names; None if it does neither.
+
+        Leaves the KV as it was if it fails, or empty where that is lost.
+        """
+        self._written.clear()
+        began = time.perf_counter()
+        drafting = Drafting()
+        turns = self._turns(table, plan, drafting)
+        if not turns:
+            return drafting if drafting.token_ids else None
+        drafting.num_tokens = sum(max(0, turn.stop - turn.start - _NEW_TOKENS) for turn in turns)
+        try:
+            self._forward(table, turns)
+            if not drafting.num_tokens:
+                drafting.num_forwards, drafting.forward_seconds = 1, time.perf_counter() - began
+            self._chain(table, turns, drafting)
+        except Exception as error:
+            self._recover(error)
+            raise
+        drafting.token_ids |= {turn.request_id: turn.drafts for turn in turns if turn.request_id in drafting.token_ids}
+        drafting.num_computed_tokens = {turn.request_id: self._num_computed[turn.request_id] for turn in turns}
+        drafting.seconds = time.perf_counter() - began
+        return drafting
+
+    def _turns(self, table: RequestTable, plan: SchedulerOutput, drafting: Drafting) -> list[_Turn]:
+        """Returns what to compute for each request, as far as a step of this model goes; notes who wants drafts."""
+        turns = []
+        room, work = self._config.max_num_batched_tokens, self._config.max_attention_work
+        wanted = {r: len(d) for r, d in plan.scheduled_spec_decode_tokens.items() if d[0] == UNKNOWN_DRAFT}
+        drafting.token_ids = {request_id: [] for request_id in wanted}
+        for request_id in [*wanted, *plan.draft_model_req_ids]:
+            index = table.index(request_id)
+            num_known, num_drafts = len(table.token_ids(index)), wanted.get(request_id, 0)
+            if not num_drafts:
+                num_planned = plan.num_scheduled_tokens[request_id]
+                num_known = min(table.num_computed_tokens(index) + num_planned, self._max_positions)
+            elif num_known > self._max_positions:
+                continue
+            num_drafts = min(num_drafts, self._max_positions + 1 - num_known)
+            # The newest token was sampled by the target, and may not be what was drafted in its place.
+            start = min(self._first_missing(table, request_id, index), num_known - 1)
+            num_rows = min(num_known - start, room, max(1, work // num_known))
+            if num_rows <= 0 or work <= 0:
+                continue
+            room, work = room - num_rows, work - num_rows * num_known
+            self._claim(table.slots(index, start, start + num_rows))
+            is_behind = start + num_rows < num_known
+            turns.append(_Turn(request_id, index, start, start + num_rows, 0 if is_behind else num_drafts))
+        return turns
+
+    def _first_missing(self, table: RequestTable, request_id: str, index: int) -> int:
+        """Returns the first token of a request without KV; others that share its blocks may have computed some."""
+        start, end = self._num_computed[request_id], table.num_computed_tokens(index)
+        if start >= end:
+            return start
+        missing = np.flatnonzero(~self._has_kv[table.slots(index, start, end)])
+        return start + int(missing[0]) if len(missing) else end
+
+    def _claim(self, slots: np.ndarray) -> None:
+        """Some KV is written by the next forward, and by one request: in a layer, all writes come before all reads."""
+        self._written.append(slots)
+        self._has_kv[slots] = True
+
+    def _chain(self, table: RequestTable, turns: list[_Turn], drafting: Drafting) -> None:
+        """Compute the drafts after the first ones, one of each request at a time."""
+        began = time.perf_counter()
+        while going := [turn for turn in turns if turn.num_drafts and not turn.has_ended]:
+            for turn in going:
+                table.write_drafts(turn.index, turn.drafts)
+                turn.start = len(table.token_ids(turn.index)) + len(turn.drafts) - 1
+                turn.stop = turn.start + 1
+                self._claim(table.slots(turn.index, turn.start, turn.stop))
+            self._forward(table, going)
+            drafting.num_forwards += 1
+        drafting.forward_seconds += time.perf_counter() - began
+
+    def _forward(self, table: RequestTable, turns: list[_Turn]) -> None:
+        """Compute some requests' tokens, and sample where drafts are wanted."""
+        indices = np.array([turn.index for turn in turns], np.int32)
+        starts = np.array([turn.start for turn in turns], np.int32)
+        query_lens = np.array([turn.stop - turn.start for turn in turns], np.int32)
+        drafting = [turn for turn in turns if turn.num_drafts]
+        rows = table.rows(indices, starts, query_lens, np.array([turn.num_drafts > 0 for turn in turns], np.int32))
+        rows.validate(self._num_blocks)
+        # Logits may be padded, and so may embeddings: a token that is not there is some other one.
+        input_ids = np.minimum(table.input_ids(indices, rows), self._model.vocab_size - 1)
+        before = self._pool.snapshot()
+        try:
+            logits = self._model(mx.array(input_ids), rows, self._backend.for_step(rows))
+            tokens = self._sample(table, drafting, rows, logits) if drafting else None
+        except BaseException:
+            self._pool.restore(before)
+            raise
+        del before  # no other owner of the arrays that are written to
+        mx.eval(self._pool.written() if tokens is None else tokens)
+        synchronize()
+        for turn in turns:
+            self._num_computed[turn.request_id] = turn.stop
+        if tokens is not None:
+            for turn, draft in zip(drafting, np.array(tokens).tolist(), strict=True):
+                turn.take(draft, table.stop_token_ids(turn.index))
+
+    def _sample(self, table: RequestTable, turns: list[_Turn], rows: StepRows, logits: mx.array) -> mx.array:
+        """Samples as the target will: with its keys, temperatures, cuts and edits, but for grammars. [R] int32."""
+        indices = np.array([turn.index for turn in turns], np.int32)
+        num_prompt_tokens = np.array([table.num_prompt_tokens(turn.index) for turn in turns], np.int32)
+        positions = rows.positions[rows.logits_indices] + 1 - num_prompt_tokens
+        logits = self._as_wide_as_the_targets(logits)
+        edits = StepEdits()
+        for row, turn in enumerate(turns):
+            request_edits = table.edits.get(turn.index)
+            if request_edits is None or request_edits.grammar is not None:
+                continue
+            token_ids = table.token_ids(turn.index, len(turn.drafts))
+            try:
+                if not turn.drafts:
+                    request_edits.catch_up(token_ids)
+                edits.add(row, request_edits, token_ids, int(positions[row]), len(turn.drafts))
+            except CannotGoOnError:
+                turn.has_ended = True  # the target's step says so
+        if edits.rows:
+            logits, at = logits.astype(mx.float32), mx.array(np.array(edits.rows, np.int32))
+            logits[at] = edits.apply(logits[at], np.zeros((0, 0), np.int32))
+        return sample(logits, table.sampling, indices, positions)
+
+    def _as_wide_as_the_targets(self, logits: mx.array) -> mx.array:
+        """[R, V] of any width -> [R, vocab_size]: tokens that either lacks are padding."""
+        missing = self._vocab_size - logits.shape[-1]
+        if missing <= 0:
+            return logits[:, : self._vocab_size]
+        return mx.pad(logits, [(0, 0), (0, missing)], constant_values=mx.array(-np.inf, logits.dtype))
+
+    def _recover(self, error: Exception) -> None:
+        """See to the KV after a forward that failed; what the target has is not touched by that."""
+        for slots in self._written:
+            self._has_kv[slots] = False
+        try:
+            self._pool.recover(error)
+        except KVCacheLostError:
+            logger.warning("the draft model has lost its KV, and computes it again")
+            self._has_kv.fill(False)
+            self._num_computed = dict.fromkeys(self._num_computed, 0)
+
+    def release(self) -> None:
+        """Free its KV, in the thread that ran the steps."""
+        self._pool.release()

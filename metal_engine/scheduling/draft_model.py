@@ -1,0 +1,99 @@
+"""What a draft model is asked for, and what it costs. It runs where the model does; here only drafts are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from metal_engine.request import Request
+from metal_engine.scheduling.ngram import TOKENS_PER_STEP, Predictions
+from metal_engine.settings.config import SpeculativeConfig
+from metal_engine.step import UNKNOWN_DRAFT, Drafting
+
+# How much of the time goes to seeing whether drafts that did not pay would now.
+_TRYING_SHARE = 0.02
+# How much one measurement changes what is known, and how much longer than known one counts as at most: something else
+# has held it up.
+_WEIGHT = 0.25
+_HELD_UP = 1.5
+
+
+class DraftModelProposer:
+    """Drafts for all requests (:class:`metal_engine.scheduling.speculation.Proposer`), which a draft model fills in.
+
+    They are of the text that a request's client expects, as long as the request follows one; those are known at once.
+    """
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._predictions = Predictions(config)
+        self._room = 0
+
+    def begin_step(self) -> None:
+        self._room = TOKENS_PER_STEP
+
+    def propose(self, request: Request, num_tokens: int) -> list[int]:
+        drafts, num_indexed = self._predictions.propose(request, num_tokens, self._room)
+        self._room -= num_indexed
+        return drafts or [UNKNOWN_DRAFT] * num_tokens
+
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        self._predictions.settled(request, num_drafts, num_accepted)
+
+    def forget(self, request_id: str) -> None:
+        self._predictions.forget(request_id)
+
+
+class DraftCosts:
+    """What a draft model takes, as it is measured, and what may be spent on drafts that are not expected to pay.
+
+    Attributes:
+        forward_seconds: of a forward that gives each request a draft; 0 while that is not known.
+    """
+
+    def __init__(self) -> None:
+        self.forward_seconds = 0.0
+        self._token_seconds = 0.0  # of a token that it has fallen behind
+        self._seconds = 0.0  # of all steps
+        self._tried_seconds = 0.0  # of them, for drafts that were not expected to pay
+        self._num_computed: dict[str, int] = {}  # by request: tokens that the draft model has, as far as is known
+
+    @property
+    def are_known(self) -> bool:
+        """Until then one request has drafts, and no prompt is followed."""
+        return self.forward_seconds > 0
+
+    def measured(
+        self, step_seconds: float, drafting: Drafting | None, requests: Container[str], *, is_try: bool
+    ) -> None:
+        """Take in a step, and what the draft model did in it.
+
+        Args:
+            requests: ids of those that have not ended.
+            is_try: whether its drafts were not expected to pay.
+        """
+        self._seconds += step_seconds
+        if drafting is None:
+            return
+        if is_try:
+            self._tried_seconds += drafting.seconds
+        self._num_computed |= {r: n for r, n in drafting.num_computed_tokens.items() if r in requests}
+        if drafting.num_forwards:
+            seconds = drafting.forward_seconds / drafting.num_forwards
+            self.forward_seconds = _weighed(self.forward_seconds, seconds)
+        if drafting.num_tokens:
+            seconds = (drafting.seconds - drafting.forward_seconds) / drafting.num_tokens
+            self._token_seconds = _weighed(self._token_seconds, seconds)
+
+    def may_try(self, request: Request) -> bool:
+        """Whether a draft of a request may be computed only to see whether it comes."""
+        num_behind = request.num_tokens - self._num_computed.get(request.request_id, 0)
+        seconds = self.forward_seconds + num_behind * (self._token_seconds or self.forward_seconds)
+        return self._tried_seconds + seconds <= _TRYING_SHARE * self._seconds
+
+    def forget(self, request_id: str) -> None:
+        self._num_computed.pop(request_id, None)
+
+
+def _weighed(known: float, seconds: float) -> float:
+    if not known:
+        return seconds
+    return known + _WEIGHT * (min(seconds, _HELD_UP * known) - known)

@@ -1,0 +1,179 @@
+"""Which requests have drafts that are likely enough to pay: what is proposed, and what has become of it so far."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from metal_engine.request import Request
+from metal_engine.scheduling.draft_lengths import Acceptance, least_gain
+from metal_engine.scheduling.draft_model import DraftCosts, DraftModelProposer
+from metal_engine.scheduling.ngram import NgramProposer
+from metal_engine.settings.config import SpeculativeConfig
+from metal_engine.step import UNKNOWN_DRAFT
+
+# Requests of a step whose drafts would not pay, and that have one noted only to be compared with what comes. To find
+# drafts takes the host some microseconds.
+_MAX_NOTED = 4
+
+
+class Proposer(Protocol):
+    """Where drafts come from."""
+
+    def begin_step(self) -> None:
+        """Called before the proposals of a step."""
+
+    def propose(self, request: Request, num_tokens: int) -> list[int]:
+        """Returns what may follow the request's tokens, ``num_tokens`` tokens at most.
+
+        Tokens may be :data:`UNKNOWN_DRAFT`, all of them then: a draft model fills them in.
+        """
+
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Called when the first ``num_drafts`` tokens of the last proposal have been tried."""
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept of a request; it has ended."""
+
+
+def make_proposer(config: SpeculativeConfig) -> Proposer:
+    """The proposer that a configuration asks for."""
+    return DraftModelProposer(config) if config.method == "draft_model" else NgramProposer(config)
+
+
+class Proposals:
+    """Asks a proposer for drafts of the requests that may have some.
+
+    Args:
+        costs: of the draft model, if there is one.
+
+    Attributes:
+        acceptance: how likely drafts are accepted.
+    """
+
+    def __init__(self, config: SpeculativeConfig, proposer: Proposer, costs: DraftCosts | None) -> None:
+        self.acceptance = Acceptance()
+        self._num_drafts = config.num_speculative_tokens
+        self._max_draft_len = config.max_draft_len
+        self._proposer = proposer
+        self._costs = costs
+        self._least_gain = math.inf  # of the last step with requests that decode
+        self._held_up: set[str] = set()
+        self._noted: dict[str, tuple[int, int]] = {}  # request id -> index of a token, and a draft of it
+        self._turn = 0
+
+    @property
+    def draft_seconds(self) -> float:
+        """What it takes to find one draft of each request."""
+        return 0.0 if self._costs is None else self._costs.forward_seconds
+
+    @property
+    def _costs_are_known(self) -> bool:
+        return self._costs is None or self._costs.are_known
+
+    def begin_step(self) -> None:
+        """Called before the proposals of a step."""
+        self._proposer.begin_step()
+
+    def of(
+        self, decoding: list[Request], num_sampling: int, times: list[float], num_planned: int = 1
+    ) -> tuple[dict[Request, list[int]], list[Request]]:
+        """Returns the drafts of the requests whose drafts are likely enough to pay, as many as fit into the step.
+
+        With them come other requests, whose drafts are not.
+
+        Args:
+            num_sampling: requests that sample in the step.
+            times: of :meth:`StepTimes.times`.
+            num_planned: of each request's tokens that are not known yet, those that this step samples: 1, or 0 if it is
+                not planned. Drafts begin with what stands for the others.
+        """
+        least = least_gain(num_sampling, times, self.draft_seconds)
+        if times and num_planned and self._costs_are_known:
+            self._least_gain = least
+        proposals: dict[Request, list[int]] = {}
+        others = []
+        room = len(times) - 1
+        most = len(decoding) if self._costs_are_known else 1
+        for request in decoding:
+            num_pending = request.num_output_placeholders - num_planned
+            if not self._may_have_drafts(request, num_pending, is_planned=num_planned > 0):
+                continue
+            self._compare(request)
+            if room <= 0 or len(proposals) == most or self.acceptance.of(request.request_id) < least:
+                others.append(request)
+            elif drafts := self._drafts(request, self._most(request, num_pending)):
+                proposals[request] = drafts
+                room -= len(drafts)
+        return proposals, others
+
+    def _may_have_drafts(self, request: Request, num_pending: int, *, is_planned: bool) -> bool:
+        if request.request_id in self._held_up:
+            if is_planned:
+                self._held_up.remove(request.request_id)
+            return False
+        return request.options.use_speculation and self._most(request, num_pending) > num_pending
+
+    def _most(self, request: Request, num_pending: int) -> int:
+        # The last token that it may generate needs no draft: it is sampled after the one before it.
+        most = min(self._num_drafts + num_pending, request.max_tokens - request.num_output_tokens - 1)
+        return most if self._max_draft_len is None else min(most, self._max_draft_len - request.num_tokens)
+
+    def _drafts(self, request: Request, most: int) -> list[int]:
+        drafts = self._proposer.propose(request, most)
+        # A token that would end the request can be sampled, but nothing comes after it.
+        end = next((i for i, token_id in enumerate(drafts) if token_id in request.stop_token_id_set), len(drafts))
+        return drafts[:end]
+
+    def num_known_places(self, request: Request, drafts: list[int]) -> int:
+        """Returns how many of a request's drafts stand for tokens under way, and must come true for the others to."""
+        return 0 if drafts[0] == UNKNOWN_DRAFT else request.num_output_placeholders
+
+    def are_likely(self, request: Request) -> bool:
+        """Whether a draft model's drafts of a request are likely to pay when it decodes."""
+        may_have_drafts = request.options.use_speculation and request.pooling_params is None
+        return may_have_drafts and self.acceptance.of(request.request_id) >= self._least_gain
+
+    def note(self, request: Request, drafts: list[int]) -> None:
+        """Note the first of some drafts that are not tried, to see whether it comes."""
+        if drafts and drafts[0] != UNKNOWN_DRAFT:
+            self._noted[request.request_id] = request.num_tokens, drafts[0]
+
+    def note_some(self, others: list[Request]) -> tuple[Request, list[int]] | None:
+        """Note the next draft of some requests, where it is known, to see whether it comes.
+
+        Returns one of them with a draft that the draft model would have to say, if what that takes may be spent.
+        """
+        to_try = None
+        for i in range(min(_MAX_NOTED, len(others))):
+            request = others[(self._turn + i) % len(others)]
+            drafts = self._drafts(request, 1)
+            self.note(request, drafts)
+            if i == 0 and self._costs is not None and drafts == [UNKNOWN_DRAFT] and self._costs.may_try(request):
+                to_try = request, drafts
+        self._turn += _MAX_NOTED
+        return to_try
+
+    def _compare(self, request: Request) -> None:
+        """See whether a draft that was only noted has come."""
+        index, draft = self._noted.pop(request.request_id, (request.num_tokens, -1))
+        if index < request.num_tokens:
+            self.acceptance.tried(request.request_id, 1, int(request.token_ids[index] == draft))
+
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Take in what became of drafts that were tried."""
+        self.acceptance.tried(request.request_id, num_drafts, num_accepted)
+        self._proposer.settled(request, num_drafts, num_accepted)
+
+    def hold_up(self, request_id: str) -> None:
+        """Let a request have no drafts in the next step that is planned."""
+        self._held_up.add(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept of a request that has ended."""
+        self._held_up.discard(request_id)
+        self._noted.pop(request_id, None)
+        self.acceptance.forget(request_id)
+        if self._costs is not None:
+            self._costs.forget(request_id)
+        self._proposer.forget(request_id)

@@ -1,0 +1,182 @@
+"""Drafts on models that carry a state from token to token: equal answers, and states that go back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.request import RequestOutput
+from metal_engine.runner.batch import RequestTable
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.checkpoints import DRAFTS_INTERVAL, RequestStates
+from metal_engine.scheduling.ngram import NgramProposer
+from tests.engine.test_recurrent import ARCHITECTURES, GREEDY, PROMPTS, hybrid_engine, own_answer, prompts
+from tests.runner.test_speculation import EVERYTHING, check_same
+from tests.support.speculation import KnownOutputs, propose_from, speculative_config
+from tests.support.tiny_engine import run_all, tiny_engine, token_ids
+from tools.fixtures.fake_engine import byte_ids
+from tools.fixtures.recurrent_architectures import RECURRENT
+
+
+@pytest.fixture(scope="module")
+def own() -> dict[str, list[list[int]]]:
+    return {}
+
+
+def answers_of(architecture: str, own: dict[str, list[list[int]]]) -> list[list[int]]:
+    """What mlx-lm answers to the prompts, computed once."""
+    if architecture not in own:
+        own[architecture] = [own_answer(architecture, prompt) for prompt in PROMPTS]
+    return own[architecture]
+
+
+def speculating(architecture: str, answers: list[list[int]], rightness: float = 0.7, **config: Any) -> EngineCore:
+    """An engine whose drafts are right with a probability."""
+    engine = hybrid_engine(architecture, speculative=speculative_config(config.pop("num_drafts", 4)), **config)
+    known = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers, strict=True)}
+    propose_from(engine, KnownOutputs(known, rightness=rightness))
+    return engine
+
+
+def answer_all(engine: EngineCore) -> list[list[int]]:
+    return [token_ids(outputs) for outputs in run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "one by one": {},
+    "chunks of any size": {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+    "preempted": {"num_blocks": 26, "max_num_seqs": 4, "num_drafts": 6, "rightness": 0.9},
+    "one ahead": {"ahead": True},
+    "one ahead, preempted": {"ahead": True, "num_blocks": 26, "max_num_batched_tokens": 16},
+    "few slots": {"num_state_slots": 12, "max_num_seqs": 6},
+}
+QUICK = [(name, "one by one") for name in ARCHITECTURES] + [
+    ("qwen3_5", way) for way in ("chunks of any size", "preempted", "one ahead, preempted", "few slots")
+]
+QUICK += [("mamba", "preempted")]
+FULL = [(name, way) for name in RECURRENT for way in WAYS if (name, way) not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "way"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.full) for pair in FULL)]
+)
+def test_answers_are_mlx_lms(architecture: str, way: str, own: dict[str, list[list[int]]]) -> None:
+    answers = answers_of(architecture, own)
+    engine = speculating(architecture, answers, **WAYS[way])
+    for _ in range(2):  # the second time, prompts begin with what the first has left
+        assert answer_all(engine) == answers
+    metrics = engine.metrics
+    assert 0 < sum(metrics.num_accepted_tokens) < metrics.num_draft_tokens
+    assert bool(engine.scheduler.num_preemptions) == ("preempted" in way)
+    assert engine.scheduler.blocks.num_used_blocks == 0
+
+
+def test_without_a_slot_to_spare_there_are_no_drafts(own: dict[str, list[list[int]]]) -> None:
+    answers = answers_of("qwen3_5", own)
+    engine = speculating("qwen3_5", answers, num_state_slots=6, max_num_seqs=6)
+    assert answer_all(engine) == answers
+    assert engine.metrics.num_drafts == 0
+
+
+def test_right_drafts_cost_no_step_more(own: dict[str, list[list[int]]]) -> None:
+    """Nothing is computed again where all drafts are accepted; else what is, shares the next step."""
+    (prompt,), (answer,) = PROMPTS[:1], answers_of("qwen3_5", own)[:1]
+    for rightness, num_steps in ((1.0, 1 + 5), (0.0, 1 + 24)):
+        engine = hybrid_engine("qwen3_5", speculative=speculative_config(4))
+        propose_from(engine, KnownOutputs({tuple(prompt): answer}, rightness=rightness))
+        assert [token_ids(o) for o in run_all(engine, [(prompt, GREEDY)])] == [answer]
+        assert engine.num_steps == num_steps
+        assert bool(sum(engine.metrics.num_accepted_tokens)) == (rightness == 1.0)
+
+
+@pytest.fixture(scope="module")
+def without() -> list[list[RequestOutput]]:
+    return run_all(tiny_engine(architecture="qwen3_5", num_state_slots=160), EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    "config", [{"num_blocks": 24, "max_num_batched_tokens": 40}, pytest.param({"ahead": True}, marks=pytest.mark.full)]
+)
+def test_outputs_are_those_without(without: list[list[RequestOutput]], config: dict[str, Any]) -> None:
+    """All that may be asked of sampling: seeds, cuts, penalties, grammars, stops, log probabilities."""
+    speculative = speculative_config(4)
+    engine = tiny_engine(architecture="qwen3_5", num_state_slots=160, speculative=speculative, **config)
+    known = {tuple(p): token_ids(output) for (p, _), output in zip(EVERYTHING, without, strict=True)}
+    propose_from(engine, KnownOutputs(known, rightness=0.8))
+    check_same(run_all(engine, EVERYTHING), without)
+    assert sum(engine.metrics.num_accepted_tokens)
+
+
+def test_ngrams_as_many_as_pay() -> None:
+    """With whatever drafts pay on this machine at this time."""
+    params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, allowed_token_ids=(97, 98, 99))
+    requests = [(byte_ids("in the end"), params)]
+    plain = run_all(tiny_engine(architecture="qwen3_5", num_state_slots=160), requests)
+    engine = tiny_engine(architecture="qwen3_5", num_state_slots=160, speculative=speculative_config(4))
+    assert [token_ids(o) for o in run_all(engine, requests)] == [token_ids(o) for o in plain]
+    propose_from(engine, NgramProposer(speculative_config(4)))
+    assert [token_ids(o) for o in run_all(engine, requests)] == [token_ids(o) for o in plain]
+    assert sum(engine.metrics.num_accepted_tokens) > 40
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
+def test_a_next_turn_goes_on_from_a_state_near_the_end(ahead: bool) -> None:
+    """Steps with drafts go past the ends of blocks; but now and then one ends there, and leaves its state."""
+    (prompt, question), (num_outputs, block_size) = prompts(8, [30, 9]), (200, 16)
+    params = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)
+    answer = own_answer("qwen3_5", prompt, num_outputs)
+    engine = hybrid_engine("qwen3_5", speculative=speculative_config(4), block_size=block_size, ahead=ahead)
+    propose_from(engine, KnownOutputs({tuple(prompt): answer}, rightness=0.97))
+    assert [token_ids(o) for o in run_all(engine, [(prompt, params)])] == [answer]
+    assert sum(engine.metrics.num_accepted_tokens) > 100
+    second = [*prompt, *answer, *question]
+    propose_from(engine, KnownOutputs({tuple(second): own_answer("qwen3_5", second)}))
+    (outputs,) = run_all(engine, [(second, GREEDY)])
+    assert token_ids(outputs) == own_answer("qwen3_5", second)
+    missing = len(prompt) + num_outputs - outputs[0].num_cached_tokens
+    assert missing <= DRAFTS_INTERVAL + 3 * block_size
+
+
+# --- mistakes that these comparisons must see ---
+
+
+def going_on_from_the_wrong_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the one that rejected drafts are in."""
+    settle = RequestTable._settle_drafts
+
+    def wrong(self: RequestTable, index: int, num_accepted: int) -> None:
+        read = self._state_reads[index]
+        settle(self, index, num_accepted)
+        self._state_reads[index] = read
+
+    monkeypatch.setattr(RequestTable, "_settle_drafts", wrong)
+
+
+def keeping_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are computed in place."""
+    keep = RequestStates.keep_for_drafts
+
+    def wrong(self: RequestStates, plan: Any, request: Any) -> bool:
+        had = plan.new_state_slots.get(request.request_id)
+        if not keep(self, plan, request):
+            return False
+        if had is None:
+            plan.new_state_slots.pop(request.request_id, None)
+        return True
+
+    monkeypatch.setattr(RequestStates, "keep_for_drafts", wrong)
+
+
+@pytest.mark.parametrize("mistake", [going_on_from_the_wrong_state, keeping_no_state])
+@pytest.mark.parametrize("architecture", ["qwen3_5", "mamba"])
+def test_a_mistake_changes_answers(
+    mistake: Any, architecture: str, own: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    engine = speculating(architecture, answers_of(architecture, own))
+    found = []
+    for _ in range(2):
+        found += answer_all(engine)
+    assert found != answers_of(architecture, own) * 2

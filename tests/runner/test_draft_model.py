@@ -1,0 +1,321 @@
+"""A draft model: the same outputs with it as without, whatever it says, and the right drafts where it is the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.request import RequestOptions, RequestOutput
+from metal_engine.runner.draft_model import DraftModel
+from metal_engine.step import Drafting, SchedulerOutput
+from tests.runner.test_speculation import EVERYTHING, Requests, check_same, params
+from tests.support.kv_engines import kv_engine
+from tests.support.speculation import draft_for_free, draft_model_config
+from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
+from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids, tiny_tokenizer
+from tools.fixtures.tiny_models import tiny_model
+
+
+def blurred(share: float) -> nn.Module:
+    """The model with some noise in its weights, so that it says the same now and then."""
+    model, rng = tiny_reference(), np.random.default_rng(0)
+
+    def blur(a: mx.array) -> mx.array:
+        noise = mx.array(rng.standard_normal(a.shape).astype(np.float32))
+        return a + share * a.std() * noise
+
+    model.update(tree_map(blur, model.parameters()))
+    return model
+
+
+def drafting_engine(draft: nn.Module, num_drafts: int = 4, *, may_try: bool = True, **config: Any) -> EngineCore:
+    max_draft_len = config.pop("max_draft_len", None)
+    engine = tiny_engine(speculative=draft_model_config(num_drafts, max_draft_len), draft=draft, **config)
+    draft_for_free(engine, may_try=may_try)
+    return engine
+
+
+def watch(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[Drafting]:
+    """What the draft model does from now on, step by step."""
+    done: list[Drafting] = []
+    draft = DraftModel.draft
+
+    def watched(self: DraftModel, table: Any, plan: Any) -> Drafting | None:
+        drafting = draft(self, table, plan)
+        done.extend([] if drafting is None else [drafting])
+        return drafting
+
+    monkeypatch.setattr(DraftModel, "draft", watched)
+    return done
+
+
+def share_accepted(engine: EngineCore) -> float:
+    return sum(engine.metrics.num_accepted_tokens) / engine.metrics.num_draft_tokens
+
+
+@pytest.fixture(scope="module")
+def without() -> list[list[RequestOutput]]:
+    return run_all(tiny_engine(), EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    ("draft", "num_drafts", "config"),
+    [
+        ("own", 4, {}),
+        ("blurred", 3, {"max_num_batched_tokens": 24}),
+        ("blurred", 7, {"num_blocks": 24, "max_num_batched_tokens": 40}),
+        pytest.param("random", 2, {}, marks=pytest.mark.full),
+        pytest.param("own", 12, {"block_size": 16}, marks=pytest.mark.full),
+        pytest.param("blurred", 5, {"block_size": 1, "num_blocks": 2000}, marks=pytest.mark.full),
+        pytest.param(
+            "own", 6, {"num_blocks": 24, "max_num_batched_tokens": 9, "max_num_seqs": 9}, marks=pytest.mark.full
+        ),
+    ],
+)
+def test_outputs_are_those_without(
+    without: list[list[RequestOutput]], draft: str, num_drafts: int, config: dict[str, Any]
+) -> None:
+    models = {
+        "own": tiny_reference,
+        "random": lambda: tiny_model(7, vocab_size=VOCAB_SIZE),
+        "blurred": lambda: blurred(0.04),
+    }
+    engine = drafting_engine(models[draft](), num_drafts, **config)
+    check_same(run_all(engine, EVERYTHING), without)
+    assert engine.stats.num_used_blocks == 0
+    assert bool(engine.stats.num_preemptions) == (config.get("num_blocks", 100) < 100)
+    metrics = engine.metrics
+    assert metrics.num_drafts and metrics.num_rows["draft"] == metrics.num_draft_tokens
+    assert metrics.num_generation_tokens == sum(len(token_ids(outputs)) for outputs in without)
+    low, high = {"own": (0.5, 1.0), "blurred": (0.1, 0.9), "random": (0.0, 0.1)}[draft]
+    assert low <= share_accepted(engine) <= high
+
+
+# Requests whose samples the draft model can foresee: all but those that follow grammars.
+PLAIN: Requests = [(prompt, one) for prompt, one in EVERYTHING if one.structured_outputs is None]
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"max_num_batched_tokens": 32}, {"num_blocks": 24}, {"block_size": 1, "num_blocks": 2000}]
+)
+def test_all_drafts_of_the_model_itself_are_accepted(config: dict[str, Any]) -> None:
+    """Greedy and sampled with every parameter; packed, in chunks, preempted and resumed: its KV is in place."""
+    engine = drafting_engine(tiny_reference(), **config)
+    run_all(engine, PLAIN)
+    assert bool(engine.stats.num_preemptions) == ("num_blocks" in config and config["num_blocks"] < 100)
+    assert share_accepted(engine) == 1.0 and engine.metrics.num_draft_tokens > 40
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0}, {"seed": 5}, {"seed": 6, "top_p": 0.9, "repetition_penalty": 1.2}]
+)
+def test_all_of_a_thousand_drafts_are_accepted(fields: dict[str, Any]) -> None:
+    requests = [(byte_ids(f"{i} begins"), params(**{"max_tokens": 300, **fields})) for i in range(5)]
+    engine = drafting_engine(tiny_reference())
+    run_all(engine, requests)
+    assert sum(engine.metrics.num_accepted_tokens) == engine.metrics.num_draft_tokens >= 1000
+
+
+@pytest.mark.parametrize("width", [VOCAB_SIZE + 64, VOCAB_SIZE - 100])
+def test_logits_of_another_width(width: int) -> None:
+    """Noise is drawn for the target's tokens, so that the same ones win; tokens that only one model has are padding."""
+    model = tiny_reference()
+    table = model.model.embed_tokens
+    if width > VOCAB_SIZE:
+        wider = 9 * mx.random.normal((width - VOCAB_SIZE, table.weight.shape[1]), key=mx.random.key(0))
+        table.weight = mx.concatenate([table.weight, wider])
+    else:
+        table.weight = table.weight[:width]
+    few = tuple(range(3, 150))
+    requests = [(byte_ids("abc def"), params(seed=i, allowed_token_ids=few, max_tokens=40)) for i in range(3)]
+    engine = drafting_engine(model)
+    expected = run_all(tiny_engine(), requests)
+    check_same(run_all(engine, requests), expected)
+    assert share_accepted(engine) == 1.0
+
+
+def test_cached_prefixes_are_its_own_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = byte_ids("a long text that is sent once more " * 4)
+    engine = drafting_engine(tiny_reference(), max_num_batched_tokens=512)
+    done = watch(engine, monkeypatch)
+    first = run_all(engine, [(prompt, params(seed=1))])
+    assert done[0].num_tokens > 100
+    done.clear()
+    answer = token_ids(first[0])
+    run_all(engine, [([*prompt, *answer, 65, 66, 67], params(seed=1))])
+    # What the answer's last step has filled and its drafts have not is computed now.
+    assert max(drafting.num_tokens for drafting in done) < 12
+    assert share_accepted(engine) == 1.0
+
+
+def test_what_comes_from_a_store_is_computed_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store has the KV of the model alone, whatever lay in the blocks before."""
+    prompts = [[(7 * i + j) % 250 + 1 for j in range(60)] for i in range(3)]
+    plain = kv_engine(tiny_tokenizer(), None).run(prompts, 20)
+    assert kv_engine(tiny_tokenizer(), tmp_path).run(prompts, 20) == plain
+    engine = kv_engine(tiny_tokenizer(), tmp_path, draft=PagedModel(tiny_model()), num_blocks=40)
+    done = watch(engine.core, monkeypatch)
+    others = [[(3 * j + i) % 200 + 2 for j in range(70)] for i in range(3)]
+    engine.run(others, 20)  # which leave their KV in blocks that are given to the prompts then
+    done.clear()
+    engine.core.metrics.num_draft_tokens = 0
+    engine.core.metrics.num_accepted_tokens.clear()
+    assert engine.run(prompts, 20) == plain
+    assert engine.stats.as_dict()["blocks_loaded"] > 0
+    assert sum(drafting.num_tokens for drafting in done) >= 3 * 50, "they were taken for its own"
+    assert share_accepted(engine.core) == 1.0
+
+
+def test_it_catches_up_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that had no drafts for a time."""
+    engine = drafting_engine(tiny_reference(), max_num_batched_tokens=24)
+    done = watch(engine, monkeypatch)
+    speculation, engine.scheduler.speculation = engine.scheduler.speculation, None
+    engine.add_request("a", engine.prepare(byte_ids("some words and then " * 2), params(seed=3, max_tokens=120)))
+    for _ in range(60):
+        engine.step()
+    assert not done
+    engine.scheduler.speculation = speculation
+    while engine.has_requests:
+        engine.step()
+    assert [drafting.num_tokens for drafting in done[:3]] == [22, 22, 22]
+    assert all(not drafting.token_ids["#".join(["a", "0"])] for drafting in done[:3])
+    assert share_accepted(engine) == 1.0 and engine.metrics.num_draft_tokens > 10
+    assert all(drafting.num_tokens == 0 for drafting in done[6:])
+
+
+def test_drafts_end_where_its_context_does() -> None:
+    requests = [(byte_ids("abcdefgh"), params(seed=2, max_tokens=60))]
+    engine = drafting_engine(tiny_reference(), max_draft_len=40)
+    check_same(run_all(engine, requests), run_all(tiny_engine(), requests))
+    num_prompt = len(requests[0][0])
+    assert share_accepted(engine) == 1.0
+    assert 40 - num_prompt - 10 < engine.metrics.num_draft_tokens <= 40 - num_prompt
+
+
+def test_a_request_can_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = drafting_engine(tiny_reference())
+    done = watch(engine, monkeypatch)
+    prompt, one = EVERYTHING[0]
+    engine.add_request("a", engine.prepare(prompt, one), RequestOptions(use_speculation=False))
+    while engine.has_requests:
+        engine.step()
+    assert not done
+
+
+def test_a_prediction_comes_first() -> None:
+    """OpenAI's predicted output: its tokens are drafts as long as the answer follows them."""
+    prompt, one = byte_ids("what follows is known"), params(seed=4, max_tokens=40)
+    expected = run_all(tiny_engine(), [(prompt, one)])
+    engine = drafting_engine(tiny_model(7, vocab_size=VOCAB_SIZE))
+    options = RequestOptions(predicted_token_ids=token_ids(expected[0])[:20])
+    engine.add_request("a", engine.prepare(prompt, one), options)
+    outputs: list[RequestOutput] = []
+    while engine.has_requests:
+        outputs += engine.step()
+    check_same([outputs], expected)
+    assert outputs[-1].num_predicted_tokens[0] >= 15
+
+
+@pytest.mark.parametrize("kind", ["build", "eval"])
+def test_a_step_whose_drafting_fails(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests fail, and those after them are as without."""
+    expected = run_all(tiny_engine(), PLAIN[:4])
+    engine = drafting_engine(tiny_reference())
+    for i, (prompt, one) in enumerate(PLAIN[:4]):
+        engine.add_request(str(i), engine.prepare(prompt, one))
+    for _ in range(3):
+        engine.step()
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        if kind == "build":
+            patch.setattr(DraftModel, "_sample", fail)
+        else:
+            patch.setattr("metal_engine.runner.draft_model.synchronize", fail)
+        failed = [output for output in engine.step() if output.error is not None]
+    assert failed and all("injected" in (output.error or "") for output in failed)
+    while engine.has_requests:
+        engine.step()
+    engine.metrics.num_accepted_tokens.clear()
+    engine.metrics.num_draft_tokens = 0
+    check_same(run_all(engine, PLAIN[:4]), expected)
+    assert share_accepted(engine) == 1.0
+
+
+# --- mutants: what they spoil are drafts, never outputs --------------------------------------------------------
+
+
+def _keys_of_the_first_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    from metal_engine.runner import draft_model
+
+    sample = draft_model.sample
+    monkeypatch.setattr(
+        draft_model, "sample", lambda logits, table, indices, at: sample(logits, table, indices, np.zeros_like(at))
+    )
+
+
+def _rejected_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its KV of a token that was sampled is taken to be that of the draft in its place."""
+    turns = DraftModel._turns
+
+    def wrong(self: DraftModel, table: Any, plan: Any, drafting: Drafting) -> Any:
+        found = turns(self, table, plan, drafting)
+        for turn in found:
+            if turn.num_drafts:
+                turn.start = turn.stop - 1
+        return found
+
+    monkeypatch.setattr(DraftModel, "_turns", wrong)
+
+
+def _stale_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that it had KV of are taken to have it, whatever was written to them since."""
+    monkeypatch.setattr(DraftModel, "packed", lambda self, rows: self._has_kv.fill(True))
+
+
+def _loaded_blocks_are_taken_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_in = DraftModel.take_in
+
+    def wrong(self: DraftModel, plan: SchedulerOutput) -> None:
+        take_in(self, replace(plan, kv_connector_metadata=None))
+
+    monkeypatch.setattr(DraftModel, "take_in", wrong)
+
+
+def test_a_mutant_of_loads_spoils_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _loaded_blocks_are_taken_for_its_own(monkeypatch)
+    with pytest.raises(AssertionError, match="they were taken for its own"):
+        test_what_comes_from_a_store_is_computed_by_it(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("mutate", [_keys_of_the_first_draft, _rejected_rows_are_kept, _stale_slots])
+def test_mutants_spoil_drafts(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = byte_ids("the beginning is the same for both " * 3)
+    requests = [([*prompt, 65 + i], params(seed=i)) for i in range(3)]
+
+    def run() -> float:
+        engine = drafting_engine(tiny_reference())
+        speculation, engine.scheduler.speculation = engine.scheduler.speculation, None
+        first = run_all(engine, [(prompt, params(seed=9, max_tokens=2))])  # of which it has no KV
+        engine.scheduler.speculation = speculation
+        outputs = run_all(engine, requests)
+        check_same(outputs, run_all(tiny_engine(), requests))
+        assert first[0][-1].finish_reason == "length"
+        return share_accepted(engine)
+
+    assert run() == 1.0
+    mutate(monkeypatch)
+    assert run() < 0.95

@@ -1,0 +1,204 @@
+"""How often a draft model is asked: by what it costs and how often it is right, in simulated time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metal_engine.request import RequestOptions
+from metal_engine.scheduling.draft_lengths import MIN_GAIN, StepTimes, choose_lengths, least_gain
+from metal_engine.scheduling.proposals import make_proposer
+from metal_engine.scheduling.speculation import Speculation
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from metal_engine.step import UNKNOWN_DRAFT, Drafting, SchedulerOutput
+from tests.scheduling.test_draft_lengths import Clock, compute_bound, memory_bound
+from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.speculation import draft_model_config
+
+NEVER = 1 << 30
+
+
+class TimedDraftModel:
+    """Says what requests generate, or what they do not, and takes its time for it.
+
+    Args:
+        right_from: index of the first token of an answer that it knows.
+        forward_seconds: of a forward, whatever its rows.
+        token_seconds: of each token that it has fallen behind, beside that.
+    """
+
+    def __init__(
+        self, harness: SchedulerHarness, clock: Clock, right_from: int, forward_seconds: float, token_seconds: float
+    ) -> None:
+        self._harness, self._clock, self._right_from = harness, clock, right_from
+        self._forward_seconds, self._token_seconds = forward_seconds, token_seconds
+        self._num_computed: dict[str, int] = {}
+        self.num_forwards = self.num_chunk_tokens = self.max_chunk = 0
+
+    def draft(self, plan: SchedulerOutput) -> Drafting:
+        began, drafting = self._clock.now, Drafting()
+        for request_id, planned in plan.scheduled_spec_decode_tokens.items():
+            assert planned == [UNKNOWN_DRAFT] * len(planned)
+            request = self._harness.tracked[request_id].request
+            self._follow(request_id, request.num_tokens, drafting)
+            expected = self._harness.tracked[request_id].expected[request.num_output_tokens :][: len(planned)]
+            is_right = request.num_output_tokens >= self._right_from
+            drafting.token_ids[request_id] = expected if is_right else [token_id ^ 1 for token_id in expected]
+        for request_id in plan.draft_model_req_ids:
+            start = self._num_computed.get(request_id, 0)
+            self._follow(request_id, start + plan.num_scheduled_tokens[request_id], drafting)
+        self._clock.now += self._token_seconds * drafting.num_tokens
+        longest = max(map(len, drafting.token_ids.values()), default=0)
+        drafting.num_forwards, drafting.forward_seconds = longest, longest * self._forward_seconds
+        self._clock.now += drafting.forward_seconds
+        drafting.seconds = self._clock.now - began
+        self.num_forwards += longest
+        self.num_chunk_tokens += drafting.num_tokens
+        self.max_chunk = max(self.max_chunk, drafting.num_tokens)
+        return drafting
+
+    def _follow(self, request_id: str, num_tokens: int, drafting: Drafting) -> None:
+        num_behind = num_tokens - self._num_computed.get(request_id, 0) - 5
+        drafting.num_tokens += max(0, num_behind)
+        drafting.num_computed_tokens[request_id] = self._num_computed[request_id] = num_tokens
+
+
+def run(
+    num_requests: int,
+    right_from: int | None,
+    seconds: Callable[[int], float],
+    forward_seconds: float = 0.2,
+    *,
+    num_turns: int = 1,
+    length: int = 400,
+) -> tuple[float, TimedDraftModel | None]:
+    """Returns how long requests take where a step of n rows takes ``seconds(n)``; so many at once, ``num_turns`` times.
+
+    Args:
+        right_from: of :class:`TimedDraftModel`; None for no draft model.
+    """
+    config = SchedulerConfig(
+        max_num_batched_tokens=128, max_num_seqs=num_requests, max_model_len=600, speculative=draft_model_config(4)
+    )
+    cache = CacheConfig(block_size=16, num_blocks=40 * num_requests, enable_prefix_caching=False)
+    harness, clock = SchedulerHarness(config, cache), Clock()
+    draft_model = None
+    if right_from is not None:
+        assert config.speculative is not None
+        draft_model = TimedDraftModel(harness, clock, right_from, forward_seconds, forward_seconds / 10)
+        harness.runner.draft_model = draft_model  # type: ignore[assignment]
+        blocks, proposer = harness.scheduler.blocks, make_proposer(config.speculative)
+        harness.scheduler.speculation = Speculation(config, blocks, proposer, StepTimes(clock))
+    execute = harness.runner.execute
+
+    def timed(plan: SchedulerOutput) -> object:
+        clock.now += seconds(sum(plan.num_scheduled_tokens.values()))
+        return execute(plan)
+
+    harness.runner.execute = timed  # type: ignore[assignment,method-assign]
+    for turn in range(num_turns):
+        for i in range(num_requests):
+            harness.submit(f"r{turn}.{i}", make_prompt(1000 * turn + i, 40), length)
+        harness.run()
+    harness.drain()
+    return clock.now, draft_model
+
+
+@pytest.mark.parametrize("forward_seconds", [0.1, 0.3, 1.0])
+@pytest.mark.parametrize("num_requests", [1, 16])
+@pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
+def test_a_draft_model_that_is_wrong_costs_little(
+    num_requests: int, seconds: Callable[[int], float], forward_seconds: float
+) -> None:
+    without, _ = run(num_requests, None, seconds)
+    with_drafts, draft_model = run(num_requests, NEVER, seconds, forward_seconds)
+    assert with_drafts <= 1.05 * without
+    assert draft_model is not None and draft_model.num_forwards
+
+
+@pytest.mark.parametrize("forward_seconds", [0.1, 0.3])
+def test_it_costs_little_in_many_short_requests(forward_seconds: float) -> None:
+    without, _ = run(2, None, memory_bound, num_turns=30, length=40)
+    with_drafts, _ = run(2, NEVER, memory_bound, forward_seconds, num_turns=30, length=40)
+    assert with_drafts <= 1.06 * without
+
+
+@pytest.mark.parametrize(("num_requests", "forward_seconds", "most"), [(1, 0.1, 0.4), (1, 0.3, 0.6), (8, 0.1, 0.57)])
+def test_a_draft_model_that_is_right_pays(num_requests: int, forward_seconds: float, most: float) -> None:
+    without, _ = run(num_requests, None, memory_bound)
+    with_drafts, _ = run(num_requests, 0, memory_bound, forward_seconds)
+    assert with_drafts <= most * without
+
+
+def test_it_comes_back_when_it_is_right() -> None:
+    """Of answers that it knows the second half of: it is tried now and then, and catches up."""
+    without, _ = run(1, None, memory_bound)
+    with_drafts, draft_model = run(1, 150, memory_bound, 0.1)
+    assert with_drafts <= 0.8 * without
+    assert draft_model is not None and draft_model.max_chunk > 20
+
+
+def test_a_draft_model_as_large_as_the_model_is_not_asked_for_long() -> None:
+    """However often it is right."""
+    without, _ = run(1, None, memory_bound)
+    with_drafts, draft_model = run(1, 0, memory_bound, 1.05)
+    assert with_drafts <= 1.05 * without
+    assert draft_model is not None and draft_model.num_forwards < 25
+
+
+def test_prompts_are_followed_as_long_as_it_pays() -> None:
+    _, right = run(1, 0, memory_bound, 0.1, num_turns=20, length=60)
+    _, wrong = run(1, NEVER, memory_bound, 0.1, num_turns=20, length=60)
+    assert right is not None and wrong is not None
+    assert right.num_chunk_tokens >= 20 * 30
+    assert wrong.num_chunk_tokens < 0.8 * right.num_chunk_tokens + 20 * 10
+
+
+def test_who_does_without_is_not_followed() -> None:
+    """Nor is what is only pooled, nor are those before anything is known of drafts."""
+    config = SchedulerConfig(
+        max_num_batched_tokens=64, max_num_seqs=2, max_model_len=100, speculative=draft_model_config(4)
+    )
+    harness = SchedulerHarness(config, CacheConfig(block_size=4, num_blocks=60), drafts=2, has_draft_model=True)
+    harness.submit("first", make_prompt(3, 20), 10)
+    harness.run()  # what drafts cost is known now
+    assert not any(plan.draft_model_req_ids for plan in harness.plans)
+    harness.plans.clear()
+    harness.submit("with", make_prompt(0, 20), 10)
+    harness.submit("without", make_prompt(1, 20), 10, options=RequestOptions(use_speculation=False))
+    harness.submit("pooled", make_prompt(2, 20), 1, pooling_type="MEAN")
+    harness.drain()
+    assert {r for plan in harness.plans for r in plan.draft_model_req_ids} == {"with"}
+    assert {r for plan in harness.plans for r in plan.scheduled_spec_decode_tokens} == {"with"}
+
+
+@given(
+    p=st.floats(MIN_GAIN, 1.0),
+    limit=st.integers(0, 8),
+    rows=st.lists(st.floats(0.0, 0.5), max_size=10),
+    draft_seconds=st.floats(0.0, 1.0),
+)
+def test_lengths_count_its_forwards(p: float, limit: int, rows: list[float], draft_seconds: float) -> None:
+    seconds = [1.0]
+    for more in rows:
+        seconds.append(seconds[-1] + more)
+
+    def rate(length: int) -> float:
+        return sum(p**j for j in range(length + 1)) / (seconds[length] + length * draft_seconds)
+
+    (ours,) = choose_lengths([p], [limit], 1, seconds, draft_seconds).lengths
+    considered = [n for n in range(min(limit, len(rows)) + 1) if n == 0 or p**n >= MIN_GAIN]
+    assert rate(ours) == pytest.approx(max(map(rate, considered)))
+    if ours:
+        assert p >= least_gain(1, seconds, draft_seconds) - 1e-9
+
+
+def test_one_forward_serves_all_requests() -> None:
+    rng = random.Random(0)
+    acceptances = [rng.uniform(0.7, 0.9) for _ in range(8)]
+    assert choose_lengths(acceptances, [4] * 8, 8, [1.0] * 33, 0.3).lengths != [0] * 8
+    assert choose_lengths(acceptances[:1], [4], 1, [1.0] * 33, 1.0).lengths == [0]

@@ -1,0 +1,113 @@
+"""--speculative-config with a draft model, from files: what is loaded, what is refused before weights are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from metal_engine import LLM, SamplingParams
+from metal_engine.build import build_engine
+from metal_engine.checkpoints import loader
+from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.settings.args import EngineArgs
+from tests.support.checkpoint_files import CONFIG, write_checkpoint
+from tools.fixtures.architectures import configuration
+
+SIZES: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "large")
+
+
+def speculative(draft: Path | str, **more: Any) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3, **more}
+
+
+def test_answers_are_those_without(target: Path, tmp_path: Path) -> None:
+    """One layer of its own size, and other widths: a draft model has KV of its own shape."""
+    draft = write_checkpoint(
+        tmp_path / "small", config={"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
+    )
+    answers = []
+    for options in ({}, {"speculative_config": speculative(target)}, {"speculative_config": speculative(draft)}):
+        llm = LLM(str(target), **SIZES, **options)
+        params = [SamplingParams(seed=i, max_tokens=30, ignore_eos=True) for i in range(3)]
+        answers.append([o.outputs[0].token_ids for o in llm.generate(["one", "two two", "three"], params)])
+        config, metrics = llm.config, llm._core.metrics
+        llm.close()
+        assert bool(metrics.num_draft_tokens) == (config.draft is not None)
+        if config.draft is not None:
+            assert config.weight_bytes == config.model.weight_bytes + config.draft.weight_bytes
+            per_token = config.model.kv_bytes_per_token + config.draft.kv_bytes_per_token
+            assert config.kv_bytes == config.cache.num_tokens * per_token
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_closing_frees_its_memory(target: Path) -> None:
+    args = EngineArgs(model=str(target), speculative_config=json.dumps(speculative(target)), **SIZES)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    core = build_engine(args)
+    pools = core.config.kv_bytes
+    assert mx.get_active_memory() - before >= core.config.weight_bytes + pools
+    core.close()
+    assert mx.get_active_memory() - before < core.config.weight_bytes + pools / 4
+    del core
+    assert mx.get_active_memory() - before < args.block_size * 4096
+
+
+@pytest.fixture
+def announced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models whose weights are read."""
+    names: list[str] = []
+    monkeypatch.setattr(loader, "_announce", lambda found, facts: names.append(Path(found.name).name))
+    return names
+
+
+def _other_tokens(folder: Path) -> None:
+    """The same size of vocabulary, and two tokens exchanged."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def _recurrent(folder: Path) -> None:
+    config = {**CONFIG, **configuration("lfm2"), "vocab_size": CONFIG["vocab_size"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _unknown(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "nothing_like_it"}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (_other_tokens, ConfigError, "whose vocabulary is not that of .*; 2 of them differ"),
+        (_recurrent, ConfigError, "recurrent states cannot go back past drafts"),
+        (_unknown, ModelLoadError, "the draft model .--speculative-config.: .*nothing_like_it"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_its_weights_are_read(
+    spoil: Any, error: type[Exception], message: str, target: Path, tmp_path: Path, announced: list[str]
+) -> None:
+    draft = write_checkpoint(tmp_path / "small")
+    spoil(draft)
+    args = EngineArgs(model=str(target), speculative_config=json.dumps(speculative(draft)), **SIZES)
+    with pytest.raises(error, match=message) as caught:
+        build_engine(args)
+    assert "--speculative-config" in str(caught.value) and "\n" not in str(caught.value)
+    assert announced == ["large"]
+
+
+def test_a_draft_model_that_is_not_there(target: Path, tmp_path: Path) -> None:
+    args = EngineArgs(model=str(target), speculative_config=json.dumps(speculative(tmp_path / "none")), **SIZES)
+    with pytest.raises(ModelLoadError, match=r"the draft model .--speculative-config.: .* is neither a directory nor"):
+        build_engine(args)

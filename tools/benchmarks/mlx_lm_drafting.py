@@ -1,0 +1,54 @@
+"""mlx-lm's speculative decoding on prompts of token ids: the peer of ``tools.benchmarks.speculation``.
+
+    python -m tools.benchmarks.mlx_lm_drafting < request.json
+
+A process of its own, for metal-engine changes functions of mlx-lm where it is loaded. The request has ``model`` and
+``draft_model`` (directories that mlx-lm loads), ``num_draft_tokens``, ``max_tokens`` and ``prompts`` (token ids by
+name). The answer, one JSON object, has for each prompt the tokens and the seconds of those after the first, without and
+with the draft model, and how many of the latter it proposed. Both are greedy, and the BLAS is metal-engine's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from metal_engine.device.blas.load import load_optimized_blas
+
+
+def main() -> None:
+    load_optimized_blas()
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step, speculative_generate_step
+    from mlx_lm.utils import load
+
+    request = json.load(sys.stdin)
+    model, tokenizer = load(request["model"])[:2]
+    draft_model = load(request["draft_model"])[0]
+    ends = set(tokenizer.eos_token_ids)
+
+    def timed(steps: Any) -> dict[str, Any]:
+        token_ids, num_drafted, began = [], 0, 0.0
+        for token_id, _, *from_draft in steps:
+            token_ids.append(int(token_id))
+            num_drafted += any(from_draft)
+            began = began or time.perf_counter()
+            if token_ids[-1] in ends:
+                break
+        return {"tokens": token_ids, "seconds": time.perf_counter() - began, "drafted": num_drafted}
+
+    answers = {}
+    for name, ids in request["prompts"].items():
+        prompt, limits = mx.array(ids), {"max_tokens": request["max_tokens"]}
+        drafts = {"num_draft_tokens": request["num_draft_tokens"], **limits}
+        answers[name] = {
+            "without": timed(generate_step(prompt, model, **limits)),
+            "with": timed(speculative_generate_step(prompt, model, draft_model, **drafts)),
+        }
+    json.dump(answers, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

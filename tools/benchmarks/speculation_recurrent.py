@@ -1,0 +1,117 @@
+"""What drafts are worth on a model with recurrent states, by how many of them are right.
+
+    python -m tools.benchmarks.speculation_recurrent                    # a synthetic hybrid
+    python -m tools.benchmarks.speculation_recurrent --model mamba      # or any other model
+
+Where a draft is rejected, such a model computes the accepted ones again from the state before them. Two engines in one
+process, one of which speculates, take turns with the same requests, after which all answers are known. Drafts are those
+of the known answer, each of them right with a given probability: so this is synthetic in what is proposed, and, but for
+``--model``, in its weights, which are random ones of Qwen 3.5's architecture. How many drafts pay is measured, as in a
+server. With ``--async-scheduling``, both engines plan steps ahead, the second where that gives more than drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from metal_engine.build import build_engine
+from metal_engine.device.blas.load import load_optimized_blas
+from metal_engine.engine.core import EngineCore
+from metal_engine.request import Request
+from metal_engine.scheduling.speculation import Speculation
+from metal_engine.settings.args import EngineArgs
+from tools.benchmarks.hybrid_chat import write_model
+from tools.benchmarks.speculation import CHAT, Run, run
+
+_CONFIG = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+
+
+class KnownAnswers:
+    """Drafts of known answers (:class:`metal_engine.scheduling.speculation.Proposer`).
+
+    Args:
+        answers: by prompt.
+        rightness: probability that a draft is right, where those before it are.
+    """
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], rightness: float) -> None:
+        self._answers = answers
+        self._rightness = rightness
+        self._random = random.Random(0)
+
+    def begin_step(self) -> None:
+        """Nothing here depends on the step."""
+
+    def propose(self, request: Request, num_tokens: int) -> list[int]:
+        answer = self._answers.get(tuple(request.token_ids[: request.num_prompt_tokens]), [])
+        drafts = answer[request.num_output_tokens : request.num_output_tokens + num_tokens]
+        return [token_id ^ (self._random.random() > self._rightness) for token_id in drafts]
+
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Nothing is counted here."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept of a request."""
+
+
+def propose(core: EngineCore, proposer: KnownAnswers) -> None:
+    """Have an engine take its drafts from ``proposer``, and measure anew how many pay."""
+    scheduler = core.scheduler
+    scheduler.speculation = Speculation(core.config.scheduler, scheduler.blocks, proposer, states=scheduler.states)
+
+
+def compare(pair: tuple[EngineCore, EngineCore], streams: int, rightness: float, args: argparse.Namespace) -> int:
+    """Print what drafts of a given rightness are worth; returns how many answers differ."""
+    without, speculating = pair
+    texts = list(CHAT.values())
+    encode = without.tokenizer.encode
+    prompts = {str(i): encode(f"({i}) {texts[i % len(texts)]}") for i in range(streams)}
+    plain = run(without, prompts, args.max_tokens)
+    answers = {tuple(prompt): plain.answers[name] for name, prompt in prompts.items()}
+    propose(speculating, KnownAnswers(answers, rightness))
+    run(speculating, prompts, args.max_tokens)  # learns how long steps take, as a server does in its first seconds
+    runs: list[tuple[Run, Run]] = []
+    for _ in range(args.repeats):
+        runs.append((run(without, prompts, args.max_tokens), run(speculating, prompts, args.max_tokens)))
+    ratio = statistics.median(p.tokens_per_second / o.tokens_per_second for p, o in runs)
+    plain, ours = runs[-1]
+    steps = speculating.metrics.num_steps
+    print(
+        f"{streams:7}  {rightness:9.2f}  {1e3 / plain.tokens_per_second:16.2f}  {1e3 / ours.tokens_per_second:7.2f}  "
+        f"{ratio:5.2f}  {ours.step_tokens / streams:11.2f}  {ours.num_accepted:5} of {ours.num_drafts:5}"
+        + (f"  {steps['ahead']} ahead, {steps['after']} after" if args.async_scheduling else ""),
+        flush=True,
+    )
+    return sum(plain.answers[name] != ours.answers[name] for name in prompts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="a checkpoint, in place of the synthetic one")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], help="requests at once")
+    parser.add_argument("--rightness", type=float, nargs="+", default=[0.0, 0.5, 0.8, 0.9, 1.0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--async-scheduling", action="store_true")
+    parser.add_argument("--speculative-config", default=_CONFIG)
+    args = parser.parse_args()
+    load_optimized_blas()  # before anything loads MLX
+    with tempfile.TemporaryDirectory() as name:
+        if args.model is None:
+            write_model(Path(name))
+        common: dict[str, Any] = {"model": args.model or name, "dtype": "float32", "max_num_seqs": max(args.streams)}
+        common |= {"max_num_batched_tokens": 512, "async_scheduling": args.async_scheduling}
+        plain = build_engine(EngineArgs(**common))
+        pair = plain, build_engine(EngineArgs(**common, speculative_config=args.speculative_config))
+        print("streams  rightness  ms/token without     with  ratio  tokens/step  accepted")
+        num_different = sum(compare(pair, streams, p, args) for streams in args.streams for p in args.rightness)
+    print(f"answers that differ: {num_different}")
+
+
+if __name__ == "__main__":
+    main()
