@@ -139,20 +139,20 @@ class Proposals:
         if drafts and drafts[0] != UNKNOWN_DRAFT:
             self._noted[request.request_id] = request.num_tokens, drafts[0]
 
-    def note_some(self, others: list[Request]) -> tuple[Request, list[int]] | None:
-        """Note the next draft of some requests, where it is known, to see whether it comes.
-
-        Returns one of them with a draft that the draft model would have to say, if what that takes may be spent.
-        """
-        to_try = None
+    def note_some(self, others: list[Request]) -> None:
+        """Note the next draft of some requests, where it is known, to see whether it comes."""
         for i in range(min(_MAX_NOTED, len(others))):
             request = others[(self._turn + i) % len(others)]
-            drafts = self._drafts(request, 1)
-            self.note(request, drafts)
-            if i == 0 and self._costs is not None and drafts == [UNKNOWN_DRAFT] and self._costs.may_try(request):
-                to_try = request, drafts
+            self.note(request, self._drafts(request, 1))
         self._turn += _MAX_NOTED
-        return to_try
+
+    def to_try(self, requests: list[Request]) -> Request | None:
+        """Returns one of some requests whose drafts do not pay, for which the draft model may say one nevertheless."""
+        if self._costs is None or not requests:
+            return None
+        request = requests[self._turn // _MAX_NOTED % len(requests)]
+        is_unknown = self._drafts(request, 1) == [UNKNOWN_DRAFT]
+        return request if is_unknown and self._costs.may_try(request) else None
 
     def _compare(self, request: Request) -> None:
         """See whether a draft that was only noted has come."""

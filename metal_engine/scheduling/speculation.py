@@ -20,7 +20,7 @@ from metal_engine.scheduling.draft_model import DraftCosts
 from metal_engine.scheduling.limits import StepBudget, num_remaining, rows_for_work
 from metal_engine.scheduling.proposals import Proposals, Proposer
 from metal_engine.settings.config import SchedulerConfig
-from metal_engine.step import ModelOutput, SchedulerOutput
+from metal_engine.step import UNKNOWN_DRAFT, ModelOutput, SchedulerOutput
 
 # Rows of a request with a recurrent state that a step computes without drafts: where there are more, it has none, since
 # the state gets on only when none is rejected.
@@ -64,6 +64,7 @@ class Speculation:
         self._costs = costs
         self._proposals = Proposals(config.speculative, proposer, costs)
         self._is_try = False  # whether the drafts of the last planned step are not expected to pay
+        self._was_worth_waiting = False  # whether the next step has been waited with, for drafts
         self._under_way: set[str] = set()  # requests with drafts that are not settled
 
     # --- when ---
@@ -98,18 +99,22 @@ class Speculation:
         # Where nothing is known of steps with drafts, that is to be found out.
         known = times or [1.0] * (1 + self._num_drafts)
         proposals, others = self._proposals.of(requests, len(requests), known, num_planned=0)
-        to_try = self._proposals.note_some(others)
+        self._proposals.note_some(others)
         for request, drafts in proposals.items():
             self._proposals.note(request, drafts)
-        if not proposals or not times:
-            return bool(proposals) or to_try is not None
+        if proposals:
+            self._was_worth_waiting = not times or self._give_more(proposals, requests, times)
+        return self._was_worth_waiting or self._proposals.to_try([*proposals, *others]) is not None
+
+    def _give_more(self, proposals: dict[Request, list[int]], requests: list[Request], times: list[float]) -> bool:
+        """Whether drafts of what is known while tokens are under way give more than a step ahead of all requests."""
         pending = [self._proposals.num_known_places(r, drafts) for r, drafts in proposals.items()]
         acceptances = [self._proposals.acceptance.of(r.request_id) for r in proposals]
         limits = [max(0, len(d) - r.num_output_placeholders) for r, d in proposals.items()]
         chances = [p**n for p, n in zip(acceptances, pending, strict=True)]
         num_again = [1] * len(limits) if self._states is not None else None
         choice = self._choice(acceptances, limits, len(requests), times, num_again, chances)
-        return self._pays(sum(remaining), choice)
+        return self._pays(sum(num_remaining(r, self._config) for r in requests), choice)
 
     def _pays(self, num_ahead: int, choice: Choice) -> bool:
         """Whether a step has drafts, and gives more tokens a second than one that is planned ahead, of so many rows."""
@@ -124,6 +129,7 @@ class Speculation:
         decoding = [request for r in plan.sampled_req_ids if self._decodes(request := running[r], scheduled[r])]
         num_rows = sum(scheduled[request.request_id] for request in decoding)
         only_decodes = len(decoding) == len(scheduled)
+        was_worth_waiting, self._was_worth_waiting = self._was_worth_waiting, False
         if any(request.num_output_placeholders > 1 for request in decoding):  # planned ahead
             self._ahead.planned(plan.step_id, num_rows if only_decodes else 0)
             return
@@ -136,11 +142,13 @@ class Speculation:
         times = self._times.times(num_rows, most) if has_room else []
         usable = [request for request in decoding if self._may_get_on(plan, request)]
         proposals, others = self._proposals.of(usable, len(decoding), times)
-        chosen = self._chosen(proposals, len(decoding), times, plan)
+        chosen = self._chosen(proposals, len(decoding), times, plan, may_pay=was_worth_waiting)
         num_drafts = sum(self._add(plan, budget, request, drafts) for request, drafts in chosen)
-        to_try = self._proposals.note_some(others)
-        if times and not num_drafts and to_try is not None:
-            num_drafts = self._add(plan, budget, *to_try)
+        self._proposals.note_some(others)
+        # Beside steps ahead, those that pay are others than those that are likely enough.
+        unpaid = [*proposals, *others] if self._config.async_scheduling else others
+        if times and not num_drafts and (tried := self._proposals.to_try(unpaid)) is not None:
+            num_drafts = self._add(plan, budget, tried, [UNKNOWN_DRAFT])
             self._is_try = num_drafts > 0
         if self._costs is not None:
             self._have_prompts_followed(plan, running)
@@ -174,16 +182,26 @@ class Speculation:
         )
 
     def _chosen(
-        self, proposals: dict[Request, list[int]], num_sampling: int, times: list[float], plan: SchedulerOutput
+        self,
+        proposals: dict[Request, list[int]],
+        num_sampling: int,
+        times: list[float],
+        plan: SchedulerOutput,
+        *,
+        may_pay: bool,
     ) -> list[tuple[Request, list[int]]]:
-        """Returns of each request's drafts the first, as many as pay."""
+        """Returns of each request's drafts the first, as many as pay.
+
+        Args:
+            may_pay: they were found to give more than a step ahead would have, before all tokens were known.
+        """
         if not proposals:
             return []
         acceptances = [self._proposals.acceptance.of(request.request_id) for request in proposals]
         limits = list(map(len, proposals.values()))
         num_again = None if self._states is None else [plan.num_scheduled_tokens[r.request_id] for r in proposals]
         choice = self._choice(acceptances, limits, num_sampling, times, num_again)
-        pays = not self._config.async_scheduling or self._pays(num_sampling, choice)
+        pays = not self._config.async_scheduling or may_pay or self._pays(num_sampling, choice)
         chosen = []
         for (request, drafts), length in zip(proposals.items(), choice.lengths, strict=True):
             if length and pays:
