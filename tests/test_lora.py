@@ -87,6 +87,18 @@ def test_lora_modules(checkpoint: Path, folders: dict[str, Path]) -> None:
             llm.generate([PROMPT], GREEDY, lora_request=[None, None])
 
 
+def test_a_draft_model_beside_adapters(checkpoint: Path, folders: dict[str, Path]) -> None:
+    speculative = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 2}
+    with LLM(str(checkpoint), lora_modules={"a": folders["a"]}, speculative_config=speculative, **SMALL) as llm:
+        results = llm.generate([PROMPT] * 2, GREEDY, use_tqdm=False, lora_request=[LoRARequest("a"), None])
+        check(checkpoint, folders["a"], results[0].token_ids)
+        check(checkpoint, None, results[1].token_ids)
+        config = llm.config
+        assert config.draft is not None and config.draft.adapter_bytes == 0 < config.model.adapter_bytes
+        weights = config.model.weight_bytes + config.draft.weight_bytes + config.model.adapter_bytes
+        assert config.peak_bytes == weights + config.kv_bytes + config.step_bytes
+
+
 def test_adapters_that_come_later(checkpoint: Path, folders: dict[str, Path]) -> None:
     """As with vLLM's LLM: the first request with an adapter loads it."""
     with LLM(str(checkpoint), enable_lora=True, max_loras=1, max_lora_rank=4, **SMALL) as llm:
