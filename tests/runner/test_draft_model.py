@@ -16,6 +16,7 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import RequestOptions, RequestOutput
 from metal_engine.runner.draft_model import DraftModel
+from metal_engine.runner.sampler import sample
 from metal_engine.step import Drafting, SchedulerOutput
 from tests.runner.test_speculation import EVERYTHING, Requests, check_same, params
 from tests.support.kv_engines import kv_engine
@@ -192,6 +193,27 @@ def test_it_catches_up_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(not drafting.token_ids["#".join(["a", "0"])] for drafting in done[:3])
     assert share_accepted(engine) == 1.0 and engine.metrics.num_draft_tokens > 10
     assert all(drafting.num_tokens == 0 for drafting in done[6:])
+
+
+def test_kv_of_rejected_drafts_is_not_taken_for_that_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps without drafts follow a rejection, it computes the tokens in place of drafts before it goes on."""
+    engine = drafting_engine(tiny_reference())
+    engine.add_request("a", engine.prepare(byte_ids("what follows"), params(seed=3, max_tokens=120)))
+    for _ in range(3):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr("metal_engine.runner.draft_model.sample", lambda *args: (sample(*args) + 1) % 200)
+        engine.step()
+    assert share_accepted(engine) < 1.0
+    speculation, engine.scheduler.speculation = engine.scheduler.speculation, None
+    for _ in range(5):
+        engine.step()
+    engine.scheduler.speculation = speculation
+    engine.metrics.num_accepted_tokens.clear()
+    engine.metrics.num_draft_tokens = 0
+    while engine.has_requests:
+        engine.step()
+    assert share_accepted(engine) == 1.0 and engine.metrics.num_draft_tokens > 40
 
 
 def test_drafts_end_where_its_context_does() -> None:
