@@ -214,7 +214,7 @@ class RequestStates:
     @property
     def _has_spare(self) -> bool:
         """Whether a slot can be had that no request needs to run."""
-        return self.slots.num_available > self._max_num_seqs - len(self._held)
+        return self.num_spare > 0
 
     # --- drafts ---
 
@@ -232,6 +232,18 @@ class RequestStates:
             held.slot = plan.new_state_slots[request.request_id] = self._take()
         held.before, held.has_drafts = held.source, True
         return True
+
+    @property
+    def num_spare(self) -> int:
+        """Slots that can be had and that no request needs to run."""
+        return self.slots.num_available - (self._max_num_seqs - len(self._held))
+
+    def may_keep_for_drafts(self, request: Request, num_spare: int) -> bool:
+        """Whether a running request's next step may have drafts, as it stands, with so many slots to spare."""
+        held = self._held.get(request.request_id)
+        if held is None or held.is_rejected:
+            return True
+        return held.is_written and (num_spare > 0 or held.before not in (None, *(slot for _, slot in held.left)))
 
     def settle_drafts(self, request: Request, *, is_rejected: bool) -> None:
         """Called when the drafts of a running request are settled: whether one of them at least was rejected."""
@@ -261,13 +273,12 @@ class RequestStates:
         held = self._held.get(request.request_id)
         return held is not None and held.before is not None
 
-    def draft_room(self, request: Request) -> int:
-        """Returns how many drafts may follow the tokens that are planned of a request.
+    def draft_room(self, request: Request, num_computed: int) -> int:
+        """Returns how many drafts may follow so many tokens of a request, which are planned, or are with them.
 
         Fewer than any where the last state that it has left is far behind: the step is to end where a block does.
         """
         held = self._held.get(request.request_id)
-        num_computed = request.num_computed_tokens
         if held is None or not self._keeps_checkpoints:
             return request.max_tokens
         is_far = num_computed - max(held.kept_at, request.num_prompt_tokens) >= DRAFTS_INTERVAL
