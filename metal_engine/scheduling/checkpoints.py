@@ -50,6 +50,7 @@ class _Held:
         before: slot of the state from before drafts; held as long as the request may go on from there again.
         has_drafts: whether a step is under way that leaves in ``slot`` a state in which drafts may be rejected.
         is_rejected: whether drafts were: what is in ``slot`` is void, and the next step goes on from ``before``.
+        is_again: whether the step planned last computes accepted drafts again; all of them, or as many as fit into it.
         kept_at: tokens after which the request has last left a state behind.
     """
 
@@ -67,6 +68,7 @@ class _Held:
     before: int | None = None
     has_drafts: bool = False
     is_rejected: bool = False
+    is_again: bool = False
     kept_at: int = 0
 
     @property
@@ -193,6 +195,7 @@ class RequestStates:
         if held is None:
             return
         assert not held.has_drafts, f"{request.request_id} goes on before its drafts are settled"
+        held.is_again = (held.is_rejected or held.is_again) and request.num_tokens > request.num_computed_tokens + 1
         if held.is_rejected:  # back to where its drafts began, and on from there into the other slot
             held.is_rejected, held.source = False, held.before
             return
@@ -264,9 +267,9 @@ class RequestStates:
         return held is not None and held.has_drafts
 
     def is_rejected(self, request: Request) -> bool:
-        """Whether a request's next step computes accepted drafts again, from the state before them."""
+        """Whether a request's next step computes accepted drafts again, from the state before them, or the rest."""
         held = self._held.get(request.request_id)
-        return held is not None and held.is_rejected
+        return held is not None and (held.is_rejected or held.is_again)
 
     def computes_again(self, request: Request) -> bool:
         """Whether the step just planned does so."""

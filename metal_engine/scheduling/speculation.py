@@ -10,6 +10,7 @@ is rejected the request's next step begins there and computes the accepted ones 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.ahead import AheadTimes
@@ -204,16 +205,14 @@ class Speculation:
         num_again: list[int] | None,
         chances: list[float] | None = None,
     ) -> Choice:
-        return choose_lengths(
-            acceptances,
-            limits,
-            num_sampling,
-            times,
-            self._proposals.draft_seconds,
-            num_again=num_again,
-            chances=chances,
-            catching_up=[self._proposals.catching_up_seconds(request, drafts) for request, drafts in proposals.items()],
-        )
+        catching_up = [self._proposals.catching_up_seconds(request, drafts) for request, drafts in proposals.items()]
+        choose = partial(choose_lengths, acceptances, num_sampling=num_sampling, times=times, num_again=num_again)
+        choose = partial(choose, chances=chances, draft_seconds=self._proposals.draft_seconds, catching_up=catching_up)
+        choice = choose(limits=limits)
+        if any(catching_up):  # nobody goes without for one who is far behind
+            near = [0 if behind else limit for behind, limit in zip(catching_up, limits, strict=True)]
+            choice = max(choice, choose(limits=near), key=lambda choice: choice.tokens / choice.seconds)
+        return choice
 
     def _chosen(
         self,
