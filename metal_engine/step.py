@@ -13,6 +13,9 @@ from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 
 # A draft that the scheduler leaves to the runner's draft model.
 UNKNOWN_DRAFT = -1
+# Tokens of a request that are new to the draft model in each step that drafts: the last one, and the last draft where
+# all came.
+NEW_TO_DRAFT_MODEL = 2
 
 
 @dataclass(slots=True)
@@ -148,7 +151,7 @@ class Drafting:
     Attributes:
         token_ids: by request id, of those whose drafts were left to it: the drafts. There are fewer than planned where
             it has no KV of all the request's tokens yet, where a draft would end the request, or where none would do.
-        num_computed_tokens: by request id, of those it was run for: from the first, tokens that it has KV of.
+        num_computed_tokens: by request id, of those it was run for: from the first, tokens and drafts with KV of it.
         seconds: that all of it took.
         num_tokens: that it had not computed before, beside the drafts and those before them.
         num_forwards: that computed drafts, one for each request.

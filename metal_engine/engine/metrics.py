@@ -65,7 +65,7 @@ class EngineMetrics:
         num_cache_hits: of those, the ones found.
         num_rows: rows of packed steps, by what they were: ``decode`` (a request's only one, without its drafts),
             ``chunk`` (of a prompt that was begun before), ``fresh`` (the first of a request) or, where there have been
-            any, ``draft``.
+            any, ``draft``: those are counted at the end of a step, since a draft model may give fewer than are planned.
         num_steps: steps by when they were planned: ``ahead``, while the one before ran, or ``after`` its end.
         num_finished: requests by the reason they finished for.
         first_token: from arrival to the first token.
@@ -135,9 +135,7 @@ class EngineMetrics:
         self.step_tokens.add(total)
         if drafts := plan.scheduled_spec_decode_tokens:
             lengths = [n - len(drafts.get(r, ())) for r, n in plan.num_scheduled_tokens.items()]
-            num_drafts = total - sum(lengths)
-            self.num_rows["draft"] = self.num_rows.get("draft", 0) + num_drafts
-            total -= num_drafts
+            total = sum(lengths)
         num_decodes = lengths.count(1) - sum(
             plan.num_scheduled_tokens[new.request_id] == 1 for new in plan.new_requests
         )
@@ -147,12 +145,12 @@ class EngineMetrics:
 
     def speculated(self, plan: SchedulerOutput, output: ModelOutput) -> None:
         """Count the drafts of a step, and how many of each request's were accepted."""
-        for request_id, planned in plan.scheduled_spec_decode_tokens.items():
+        for request_id in plan.scheduled_spec_decode_tokens:
             drafts = output.drafts_of(plan, request_id)
-            self.num_rows["draft"] -= len(planned) - len(drafts)
             if not drafts:
                 continue
             self.num_drafts += 1
+            self.num_rows["draft"] = self.num_rows.get("draft", 0) + len(drafts)
             self.num_draft_tokens += len(drafts)
             missing = len(drafts) - len(self.num_accepted_tokens)
             self.num_accepted_tokens += [0] * missing

@@ -29,12 +29,16 @@ from metal_engine.runner.batch import RequestTable
 from metal_engine.runner.logits_edits import CannotGoOnError, StepEdits
 from metal_engine.runner.sampler import sample
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import UNKNOWN_DRAFT, Drafting, KVCacheLostError, NewRequestData, SchedulerOutput
+from metal_engine.step import (
+    NEW_TO_DRAFT_MODEL,
+    UNKNOWN_DRAFT,
+    Drafting,
+    KVCacheLostError,
+    NewRequestData,
+    SchedulerOutput,
+)
 
 logger = logging.getLogger(__name__)
-
-# Tokens of a request that are new to it in each step that drafts: the last one, and the last draft where all came.
-_NEW_TOKENS = 2
 
 
 @dataclass(slots=True)
@@ -92,7 +96,8 @@ class DraftModel:
         self._vocab_size = vocab_size
         self._max_positions = scheduler_config.max_model_len if max_positions is None else max_positions
         self._has_kv = np.zeros(cache_config.num_tokens, bool)  # [num_slots] of the token that the target has KV of
-        self._num_computed: dict[str, int] = {}  # by request: from the first, tokens with KV
+        # By request: from the first, tokens with KV, as far as they were known when it was run the last time.
+        self._num_computed: dict[str, int] = {}
         self._written: list[np.ndarray] = []  # slots, in this step
         self._pool.allocate(cache_config.num_blocks, cache_config.block_size)
 
@@ -133,7 +138,7 @@ class DraftModel:
         turns = self._turns(table, plan, drafting)
         if not turns:
             return drafting if drafting.token_ids else None
-        drafting.num_tokens = sum(max(0, turn.stop - turn.start - _NEW_TOKENS) for turn in turns)
+        drafting.num_tokens = sum(max(0, turn.stop - turn.start - NEW_TO_DRAFT_MODEL) for turn in turns)
         try:
             self._forward(table, turns)
             if not drafting.num_tokens:
@@ -143,7 +148,7 @@ class DraftModel:
             self._recover(error)
             raise
         drafting.token_ids |= {turn.request_id: turn.drafts for turn in turns if turn.request_id in drafting.token_ids}
-        drafting.num_computed_tokens = {turn.request_id: self._num_computed[turn.request_id] for turn in turns}
+        drafting.num_computed_tokens = {turn.request_id: turn.stop for turn in turns}
         drafting.seconds = time.perf_counter() - began
         return drafting
 
@@ -163,7 +168,8 @@ class DraftModel:
                 continue
             num_drafts = min(num_drafts, self._max_positions + 1 - num_known)
             # The newest token was sampled by the target, and may not be what was drafted in its place.
-            start = min(self._first_missing(table, request_id, index), num_known - 1)
+            end = num_known - 1 if num_drafts else table.num_computed_tokens(index)
+            start = min(self._first_missing(table, request_id, index, end), num_known - 1)
             num_rows = min(num_known - start, room, max(1, work // num_known))
             if num_rows <= 0 or work <= 0:
                 continue
@@ -173,9 +179,13 @@ class DraftModel:
             turns.append(_Turn(request_id, index, start, start + num_rows, 0 if is_behind else num_drafts))
         return turns
 
-    def _first_missing(self, table: RequestTable, request_id: str, index: int) -> int:
-        """Returns the first token of a request without KV; others that share its blocks may have computed some."""
-        start, end = self._num_computed[request_id], table.num_computed_tokens(index)
+    def _first_missing(self, table: RequestTable, request_id: str, index: int, end: int) -> int:
+        """Returns the first token of a request without KV, or ``end``, up to which the target has computed them.
+
+        Accepted drafts have some, and so do tokens that others have computed who share the request's blocks. What was
+        sampled in place of a rejected draft has none from when the target has written there.
+        """
+        start = self._num_computed[request_id]
         if start >= end:
             return start
         missing = np.flatnonzero(~self._has_kv[table.slots(index, start, end)])
@@ -220,7 +230,8 @@ class DraftModel:
         mx.eval(self._pool.written() if tokens is None else tokens)
         synchronize()
         for turn in turns:
-            self._num_computed[turn.request_id] = turn.stop
+            # Of its drafts it is not known yet whether they will be tokens of the request.
+            self._num_computed[turn.request_id] = min(turn.stop, len(table.token_ids(turn.index)))
         if tokens is not None:
             for turn, draft in zip(drafting, np.array(tokens).tolist(), strict=True):
                 turn.take(draft, table.stop_token_ids(turn.index))

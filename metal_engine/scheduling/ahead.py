@@ -45,14 +45,14 @@ class AheadTimes:
         times = self._times.times(num_rows, 0)
         return times[0] if times else None
 
-    def is_slower(self, num_rows: int, choice: Choice) -> bool:
+    def is_slower(self, num_rows: float, choice: Choice) -> bool:
         """Returns whether a step with drafts gives more tokens a second than one that is planned ahead.
 
         Args:
-            num_rows: of the step ahead, each of which gives a token.
+            num_rows: of steps ahead on average, 1 at least; each row gives a token.
             choice: of the step with drafts.
         """
-        seconds = self.seconds(num_rows)
+        seconds = self.seconds(int(num_rows))
         if seconds is None:
             return False  # it is to be measured
         self._num_decisions += 1

@@ -50,6 +50,7 @@ class _Held:
         before: slot of the state from before drafts; held as long as the request may go on from there again.
         has_drafts: whether a step is under way that leaves in ``slot`` a state in which drafts may be rejected.
         is_rejected: whether drafts were: what is in ``slot`` is void, and the next step goes on from ``before``.
+        is_again: whether the step planned last computes accepted drafts again; all of them, or as many as fit into it.
         kept_at: tokens after which the request has last left a state behind.
     """
 
@@ -67,6 +68,7 @@ class _Held:
     before: int | None = None
     has_drafts: bool = False
     is_rejected: bool = False
+    is_again: bool = False
     kept_at: int = 0
 
     @property
@@ -210,6 +212,7 @@ class RequestStates:
         if held is None:
             return
         assert not held.has_drafts, f"{request.request_id} goes on before its drafts are settled"
+        held.is_again = (held.is_rejected or held.is_again) and request.num_tokens > request.num_computed_tokens + 1
         if held.is_rejected:  # back to where its drafts began, and on from there into the other slot
             held.is_rejected, held.source = False, held.before
             return
@@ -231,7 +234,7 @@ class RequestStates:
     @property
     def _has_spare(self) -> bool:
         """Whether a slot can be had that no request needs to run."""
-        return self.slots.num_available > self._max_num_seqs - len(self._held)
+        return self.num_spare > 0
 
     # --- drafts ---
 
@@ -249,6 +252,18 @@ class RequestStates:
             held.slot = plan.new_state_slots[request.request_id] = self._take()
         held.before, held.has_drafts = held.source, True
         return True
+
+    @property
+    def num_spare(self) -> int:
+        """Slots that can be had and that no request needs to run."""
+        return self.slots.num_available - (self._max_num_seqs - len(self._held))
+
+    def may_keep_for_drafts(self, request: Request, num_spare: int) -> bool:
+        """Whether a running request's next step may have drafts, as it stands, with so many slots to spare."""
+        held = self._held.get(request.request_id)
+        if held is None or held.is_rejected:
+            return True
+        return held.is_written and (num_spare > 0 or held.before not in (None, *(slot for _, slot in held.left)))
 
     def settle_drafts(self, request: Request, *, is_rejected: bool) -> None:
         """Called when the drafts of a running request are settled: whether one of them at least was rejected."""
@@ -269,22 +284,21 @@ class RequestStates:
         return held is not None and held.has_drafts
 
     def is_rejected(self, request: Request) -> bool:
-        """Whether a request's next step computes accepted drafts again, from the state before them."""
+        """Whether a request's next step computes accepted drafts again, from the state before them, or the rest."""
         held = self._held.get(request.request_id)
-        return held is not None and held.is_rejected
+        return held is not None and (held.is_rejected or held.is_again)
 
     def computes_again(self, request: Request) -> bool:
         """Whether the step just planned does so."""
         held = self._held.get(request.request_id)
         return held is not None and held.before is not None
 
-    def draft_room(self, request: Request) -> int:
-        """Returns how many drafts may follow the tokens that are planned of a request.
+    def draft_room(self, request: Request, num_computed: int) -> int:
+        """Returns how many drafts may follow so many tokens of a request, which are planned, or are with them.
 
         Fewer than any where the last state that it has left is far behind: the step is to end where a block does.
         """
         held = self._held.get(request.request_id)
-        num_computed = request.num_computed_tokens
         if held is None or not self._keeps_checkpoints:
             return request.max_tokens
         is_far = num_computed - max(held.kept_at, request.num_prompt_tokens) >= DRAFTS_INTERVAL

@@ -192,6 +192,7 @@ def choose_lengths(
     *,
     num_again: Sequence[int] | None = None,
     chances: Sequence[float] | None = None,
+    catching_up: Sequence[float] | None = None,
 ) -> Choice:
     """Returns how many drafts each request should have.
 
@@ -205,6 +206,7 @@ def choose_lengths(
         num_again: of each request, rows of this step that the next one computes again, beside the accepted drafts,
             where a draft is rejected; None if nothing is computed again.
         chances: of each request, the probability that it comes to its drafts at all; None: all do.
+        catching_up: of each request, seconds that its first draft takes beside; None: nothing.
     """
     chances = chances or [1.0] * len(limits)
     # The draft after j others is accepted with them: that of a request comes after its earlier ones here.
@@ -218,7 +220,7 @@ def choose_lengths(
     )
     lengths = [0] * len(limits)
     tokens = best_tokens = float(num_sampling)
-    best_seconds, num_taken, num_rows_again, longest = times[0], 0, 0.0, 0
+    best_seconds, num_taken, num_rows_again, longest, before = times[0], 0, 0.0, 0, 0.0
     for num_drafts, ((gain, negative), seconds) in enumerate(zip(gains, times[1:], strict=False), start=1):
         if gain < MIN_GAIN:
             break
@@ -229,9 +231,10 @@ def choose_lengths(
             p = acceptances[i]
             num_rows_again += chances[i] * p ** lengths[i] * (1 - p) * (num_again[i] + lengths[i])
             seconds += _cost(times, num_rows_again)
+        before += catching_up[i] if catching_up is not None and not lengths[i] else 0.0
         lengths[i] += 1
         longest = max(longest, lengths[i])
-        seconds += longest * draft_seconds
+        seconds += longest * draft_seconds + before
         if tokens * best_seconds > best_tokens * seconds:
             best_tokens, best_seconds, num_taken = tokens, seconds, num_drafts
     chosen = [0] * len(limits)

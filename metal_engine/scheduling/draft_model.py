@@ -7,8 +7,10 @@ from collections.abc import Container
 from metal_engine.request import Request
 from metal_engine.scheduling.ngram import TOKENS_PER_STEP, Predictions
 from metal_engine.settings.config import SpeculativeConfig
-from metal_engine.step import UNKNOWN_DRAFT, Drafting
+from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 
+# Steps among which the time to catch up with a request is divided, at most: it may go on for so long.
+_CATCHING_UP_STEPS = 128
 # How much of the time goes to seeing whether drafts that did not pay would now.
 _TRYING_SHARE = 0.02
 # How much one measurement changes what is known, and how much longer than known one counts as at most: something else
@@ -89,7 +91,21 @@ class DraftCosts:
         seconds = self.forward_seconds + num_behind * (self._token_seconds or self.forward_seconds)
         return self._tried_seconds + seconds <= _TRYING_SHARE * self._seconds
 
+    def catching_up_seconds(self, request: Request) -> float:
+        """What it takes to compute the tokens of a request that the draft model lacks: the share of each further step.
+
+        0 while nothing is known of that.
+        """
+        num_behind = request.num_tokens - NEW_TO_DRAFT_MODEL - self._num_computed.get(request.request_id, 0)
+        num_steps = min(_CATCHING_UP_STEPS, request.max_tokens - request.num_output_tokens)
+        return max(0, num_behind) * self._token_seconds / max(1, num_steps)
+
+    def settled(self, request_id: str, num_tokens: int) -> None:
+        """A request has so many tokens, accepted drafts among them: KV of others is of rejected drafts."""
+        self._num_computed[request_id] = min(num_tokens, self._num_computed.get(request_id, 0))
+
     def forget(self, request_id: str) -> None:
+        """A request has ended, or lost its blocks."""
         self._num_computed.pop(request_id, None)
 
 

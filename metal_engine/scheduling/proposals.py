@@ -67,6 +67,11 @@ class Proposals:
         """What it takes to find one draft of each request."""
         return 0.0 if self._costs is None else self._costs.forward_seconds
 
+    def catching_up_seconds(self, request: Request, drafts: list[int]) -> float:
+        """What it takes a draft model to catch up with a request, of each further step; 0 if it is not asked."""
+        is_asked = self._costs is not None and drafts[0] == UNKNOWN_DRAFT
+        return self._costs.catching_up_seconds(request) if self._costs is not None and is_asked else 0.0
+
     @property
     def _costs_are_known(self) -> bool:
         return self._costs is None or self._costs.are_known
@@ -163,7 +168,14 @@ class Proposals:
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Take in what became of drafts that were tried."""
         self.acceptance.tried(request.request_id, num_drafts, num_accepted)
+        if self._costs is not None:
+            self._costs.settled(request.request_id, request.num_tokens + num_accepted)
         self._proposer.settled(request, num_drafts, num_accepted)
+
+    def admitted(self, request_id: str) -> None:
+        """A request has been admitted, maybe again: what a draft model had of it may be gone."""
+        if self._costs is not None:
+            self._costs.forget(request_id)
 
     def hold_up(self, request_id: str) -> None:
         """Let a request have no drafts in the next step that is planned."""

@@ -166,16 +166,16 @@ class Scheduler:
             remaining = num_remaining(request, self.config)
             if remaining > 1 and not self.states.is_rejected(request):
                 prefills.append(request)
-            elif 0 < remaining <= budget.tokens:
+            elif (num_rows := min(remaining, budget.tokens)) > 0:
                 # All computed tokens have blocks, so of one row only the first token of a block can need one.
-                if remaining > 1 or request.num_computed_tokens % self.blocks.block_size == 0:
-                    new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + remaining)
+                if num_rows > 1 or request.num_computed_tokens % self.blocks.block_size == 0:
+                    new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + num_rows)
                     if new_block_ids is None:
                         break  # the request was the last in order and preempted itself
                     if new_block_ids:
                         plan.new_block_ids[request.request_id] = new_block_ids
-                budget.take(request.num_computed_tokens, remaining)
-                self._add_to_plan(plan, request, remaining)
+                budget.take(request.num_computed_tokens, num_rows)
+                self._add_to_plan(plan, request, num_rows)
         return [request for request in prefills if request.status is RequestStatus.RUNNING]
 
     def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillShares, at_most: int | None = None) -> None:

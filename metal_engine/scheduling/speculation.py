@@ -10,6 +10,7 @@ is rejected the request's next step begins there and computes the accepted ones 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.ahead import AheadTimes
@@ -17,7 +18,8 @@ from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.draft_lengths import Choice, StepTimes, choose_lengths
 from metal_engine.scheduling.draft_model import DraftCosts
-from metal_engine.scheduling.limits import StepBudget, num_remaining, rows_for_work
+from metal_engine.scheduling.draft_room import DraftRoom, room_for_drafts
+from metal_engine.scheduling.limits import StepBudget, num_remaining
 from metal_engine.scheduling.proposals import Proposals, Proposer
 from metal_engine.settings.config import SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, ModelOutput, SchedulerOutput
@@ -66,15 +68,16 @@ class Speculation:
         self._is_try = False  # whether the drafts of the last planned step are not expected to pay
         self._was_worth_waiting = False  # whether the next step has been waited with, for drafts
         self._under_way: set[str] = set()  # requests with drafts that are not settled
+        self._steps: set[int] = set()  # ids of steps that have not ended, with --async-scheduling
 
     # --- when ---
 
     def waits(self, running: Mapping[str, Request], others_wait: bool) -> bool:
         """Whether a step must not be planned before the tokens of those under way are known.
 
-        It must not if one of those has drafts. Else it waits if all it would do ahead is to decode, and if it can be
-        expected to give more tokens a second with drafts: those of what is known now, of which the first stand for
-        the tokens under way, or a draft model's, which will be of all tokens.
+        It must not if one of those has drafts. Else it waits if all it would do ahead is to decode, if there is room
+        for drafts beside that, and if it can be expected to give more tokens a second with them: those of what is known
+        now, of which the first stand for the tokens under way, or a draft model's, which will be of all tokens.
 
         Args:
             running: all running requests.
@@ -92,7 +95,8 @@ class Speculation:
         most = min(self._config.max_num_batched_tokens, self._max_sample_rows) - len(requests)
         is_ahead = any(r.num_output_placeholders for r in requests)
         only_decodes = all(r.num_output_tokens or r.num_output_placeholders for r in requests)
-        if not is_ahead or not only_decodes or max(remaining) > 1 or most <= 0:
+        # Those that need their tokens on the host have nothing to compute ahead: there is nothing to give up.
+        if not is_ahead or not only_decodes or max(remaining) != 1 or most <= 0:
             return False
         self._proposals.begin_step()
         times = self._times.times(len(requests), most)
@@ -102,38 +106,59 @@ class Speculation:
         self._proposals.note_some(others)
         for request, drafts in proposals.items():
             self._proposals.note(request, drafts)
-        if proposals:
-            self._was_worth_waiting = not times or self._give_more(proposals, requests, times)
-        return self._was_worth_waiting or self._proposals.to_try([*proposals, *others]) is not None
+        room = self._room_after(requests)
+        limits = [room.take(r, len(drafts) - r.num_output_placeholders) for r, drafts in proposals.items()]
+        self._was_worth_waiting = any(limits) and (not times or self._give_more(proposals, limits, requests, times))
+        if self._was_worth_waiting:
+            return True
+        tried = self._proposals.to_try([*proposals, *others])
+        return tried is not None and self._room_after(requests).take(tried, 1) > 0
 
-    def _give_more(self, proposals: dict[Request, list[int]], requests: list[Request], times: list[float]) -> bool:
-        """Whether drafts of what is known while tokens are under way give more than a step ahead of all requests."""
+    def _room_after(self, requests: list[Request]) -> DraftRoom:
+        return DraftRoom(requests, self._config.max_attention_work, self._blocks, self._states)
+
+    def _give_more(
+        self, proposals: dict[Request, list[int]], limits: list[int], requests: list[Request], times: list[float]
+    ) -> bool:
+        """Whether drafts of what is known while tokens are under way give more than steps ahead of all requests.
+
+        Args:
+            limits: of the drafts of each proposal that follow those tokens, as many as there is room for.
+        """
         pending = [self._proposals.num_known_places(r, drafts) for r, drafts in proposals.items()]
         acceptances = [self._proposals.acceptance.of(r.request_id) for r in proposals]
-        limits = [max(0, len(d) - r.num_output_placeholders) for r, d in proposals.items()]
         chances = [p**n for p, n in zip(acceptances, pending, strict=True)]
         num_again = [1] * len(limits) if self._states is not None else None
-        choice = self._choice(acceptances, limits, len(requests), times, num_again, chances)
-        return self._pays(sum(num_remaining(r, self._config) for r in requests), choice)
+        choice = self._choice(proposals, acceptances, limits, len(requests), times, num_again, chances)
+        return self._pays(requests, choice)
 
-    def _pays(self, num_ahead: int, choice: Choice) -> bool:
-        """Whether a step has drafts, and gives more tokens a second than one that is planned ahead, of so many rows."""
-        return any(choice.lengths) and self._ahead.is_slower(num_ahead, choice)
+    def _pays(self, requests: list[Request], choice: Choice) -> bool:
+        """Whether a step has drafts, and gives more tokens a second than steps ahead of the same requests."""
+        num_waiting = sum(request.sampling_params.needs_token_on_host for request in requests)
+        # Those that need their tokens on the host are in every second step that is planned ahead.
+        return any(choice.lengths) and self._ahead.is_slower(len(requests) - num_waiting / 2, choice)
 
     # --- planning ---
 
     def add_drafts(self, plan: SchedulerOutput, budget: StepBudget, running: Mapping[str, Request]) -> None:
         """Give the requests that sample in a plan drafts, out of what is left of its budget."""
         scheduled = plan.num_scheduled_tokens
+        if not scheduled:
+            return  # there is nothing to do before the steps under way have ended
         # The end of a prompt is a chunk among chunks, and has no drafts.
         decoding = [request for r in plan.sampled_req_ids if self._decodes(request := running[r], scheduled[r])]
         num_rows = sum(scheduled[request.request_id] for request in decoding)
         only_decodes = len(decoding) == len(scheduled)
+        for new in plan.new_requests:
+            self._proposals.admitted(new.request_id)
         was_worth_waiting, self._was_worth_waiting = self._was_worth_waiting, False
-        if any(request.num_output_placeholders > 1 for request in decoding):  # planned ahead
+        if self._steps:  # planned ahead
             self._ahead.planned(plan.step_id, num_rows if only_decodes else 0)
+            self._steps.add(plan.step_id)
             return
-        if not self._config.async_scheduling:
+        if self._config.async_scheduling:
+            self._steps.add(plan.step_id)
+        else:
             self._times.start()
         self._is_try = False
         self._proposals.begin_step()
@@ -142,7 +167,9 @@ class Speculation:
         times = self._times.times(num_rows, most) if has_room else []
         usable = [request for request in decoding if self._may_get_on(plan, request)]
         proposals, others = self._proposals.of(usable, len(decoding), times)
-        chosen = self._chosen(proposals, len(decoding), times, plan, may_pay=was_worth_waiting)
+        # Where nobody could have gone on before, no step ahead is given up.
+        may_pay = was_worth_waiting or all(request.sampling_params.needs_token_on_host for request in decoding)
+        chosen = self._chosen(proposals, decoding, times, plan, may_pay=may_pay)
         num_drafts = sum(self._add(plan, budget, request, drafts) for request, drafts in chosen)
         self._proposals.note_some(others)
         # Beside steps ahead, those that pay are others than those that are likely enough.
@@ -150,8 +177,7 @@ class Speculation:
         if times and not num_drafts and (tried := self._proposals.to_try(unpaid)) is not None:
             num_drafts = self._add(plan, budget, tried, [UNKNOWN_DRAFT])
             self._is_try = num_drafts > 0
-        if self._costs is not None:
-            self._have_prompts_followed(plan, running)
+        self._have_prompts_followed(plan, running)
         self._times.planned(num_rows + num_drafts if only_decodes else 0)
 
     def _may_get_on(self, plan: SchedulerOutput, request: Request) -> bool:
@@ -161,7 +187,9 @@ class Speculation:
         return num_rows == 1 or (self._states is not None and self._states.computes_again(request))
 
     def _have_prompts_followed(self, plan: SchedulerOutput, running: Mapping[str, Request]) -> None:
-        """Have the draft model compute the prompts of a plan, too, where drafts are likely to pay later."""
+        """Have a draft model compute the prompts of a plan, too, where drafts are likely to pay later."""
+        if self._costs is None:
+            return
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             is_prompt = request_id not in plan.scheduled_spec_decode_tokens and num_tokens > 1
             if is_prompt and self._proposals.are_likely(running[request_id]):
@@ -169,6 +197,7 @@ class Speculation:
 
     def _choice(
         self,
+        proposals: dict[Request, list[int]],
         acceptances: list[float],
         limits: list[int],
         num_sampling: int,
@@ -176,15 +205,19 @@ class Speculation:
         num_again: list[int] | None,
         chances: list[float] | None = None,
     ) -> Choice:
-        draft_seconds = self._proposals.draft_seconds
-        return choose_lengths(
-            acceptances, limits, num_sampling, times, draft_seconds, num_again=num_again, chances=chances
-        )
+        catching_up = [self._proposals.catching_up_seconds(request, drafts) for request, drafts in proposals.items()]
+        choose = partial(choose_lengths, acceptances, num_sampling=num_sampling, times=times, num_again=num_again)
+        choose = partial(choose, chances=chances, draft_seconds=self._proposals.draft_seconds, catching_up=catching_up)
+        choice = choose(limits=limits)
+        if any(catching_up):  # nobody goes without for one who is far behind
+            near = [0 if behind else limit for behind, limit in zip(catching_up, limits, strict=True)]
+            choice = max(choice, choose(limits=near), key=lambda choice: choice.tokens / choice.seconds)
+        return choice
 
     def _chosen(
         self,
         proposals: dict[Request, list[int]],
-        num_sampling: int,
+        decoding: list[Request],
         times: list[float],
         plan: SchedulerOutput,
         *,
@@ -193,15 +226,15 @@ class Speculation:
         """Returns of each request's drafts the first, as many as pay.
 
         Args:
-            may_pay: they were found to give more than a step ahead would have, before all tokens were known.
+            may_pay: they were found to give more than a step ahead would have, or there is none to compare with.
         """
         if not proposals:
             return []
         acceptances = [self._proposals.acceptance.of(request.request_id) for request in proposals]
         limits = list(map(len, proposals.values()))
         num_again = None if self._states is None else [plan.num_scheduled_tokens[r.request_id] for r in proposals]
-        choice = self._choice(acceptances, limits, num_sampling, times, num_again)
-        pays = not self._config.async_scheduling or may_pay or self._pays(num_sampling, choice)
+        choice = self._choice(proposals, acceptances, limits, len(decoding), times, num_again)
+        pays = not self._config.async_scheduling or may_pay or self._pays(decoding, choice)
         chosen = []
         for (request, drafts), length in zip(proposals.items(), choice.lengths, strict=True):
             if length and pays:
@@ -212,10 +245,10 @@ class Speculation:
 
     def _add(self, plan: SchedulerOutput, budget: StepBudget, request: Request, drafts: list[int]) -> int:
         """Plan a request's drafts, as far as there are blocks and attention work for them; returns how many."""
-        drafts = drafts[: rows_for_work(request.num_computed_tokens, budget.attention_work)]
-        if self._states is not None:
-            drafts = drafts[: self._states.draft_room(request)]
-        drafts = self._with_blocks(request, plan, drafts)
+        num_computed, blocks = request.num_computed_tokens, self._blocks
+        num_tokens = blocks.num_held_tokens(request.request_id) + blocks.num_free_blocks * blocks.block_size
+        room = room_for_drafts(request, num_computed, budget.attention_work, num_tokens, self._states)
+        drafts = self._with_blocks(request, plan, drafts[:room])
         if drafts:
             plan.scheduled_spec_decode_tokens[request.request_id] = drafts
             plan.num_scheduled_tokens[request.request_id] += len(drafts)
@@ -226,10 +259,8 @@ class Speculation:
         return len(drafts)
 
     def _with_blocks(self, request: Request, plan: SchedulerOutput, drafts: list[int]) -> list[int]:
-        """Returns the drafts for which there are blocks, and a slot of a state; takes those that are free."""
+        """Returns the drafts, with free blocks taken for them; none if no slot of a state is to be had."""
         request_id, start = request.request_id, request.num_computed_tokens
-        room = self._blocks.num_held_tokens(request_id) - start + self._blocks.num_free_blocks * self._blocks.block_size
-        drafts = drafts[:room]
         if drafts and self._states is not None and not self._states.keep_for_drafts(plan, request):
             return []
         if drafts:
@@ -248,6 +279,7 @@ class Speculation:
 
         Returns the drafts of each request that are accepted, which are no tokens of it yet.
         """
+        self._steps = {step_id for step_id in self._steps if step_id > plan.step_id}  # steps that failed, too
         self._end_step(plan, model_output, requests)
         accepted = {}
         for request_id, planned in plan.scheduled_spec_decode_tokens.items():
@@ -292,6 +324,7 @@ class Speculation:
 
     def cancel(self, plan: SchedulerOutput) -> None:
         """A plan will not be run: the drafts in it are void."""
+        self._steps.discard(plan.step_id)
         self._under_way.difference_update(plan.scheduled_spec_decode_tokens)
 
     def hold_up(self, request_id: str) -> None:

@@ -171,7 +171,7 @@ def test_aborts(kind: str, seed: int) -> None:
     while engine.has_requests:
         for output in engine.step():
             found[int(output.request_id)] += output.token_ids
-        if rng.random() < 0.2 and engine.request_ids:
+        if rng.random() < 0.2 and engine.request_ids and len(gone) < len(requests) - 1:  # one stays
             victim = rng.choice(engine.request_ids)
             engine.abort_request(victim)
             gone.add(int(victim))

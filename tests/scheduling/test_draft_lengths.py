@@ -193,6 +193,16 @@ def test_where_rows_are_dear_there_are_fewer_drafts_on_recurrent_models() -> Non
     assert choose_lengths([0.25], [8], 1, times, num_again=[1]).lengths == [0]
 
 
+def test_catching_up_counts_once() -> None:
+    """With the first draft of a request, whoever has fallen behind."""
+    times = [1.0] * 9
+    assert choose_lengths([0.8, 0.8], [4, 4], 2, times, catching_up=[0.0, 0.0]).lengths == [4, 4]
+    choice = choose_lengths([0.8, 0.8], [4, 4], 2, times, catching_up=[0.0, 0.4])
+    assert choice.lengths == [4, 4] and choice.seconds == pytest.approx(1.4)
+    assert choose_lengths([0.8], [4], 1, times, catching_up=[2.5]).lengths == [0]
+    assert choose_lengths([0.8], [4], 1, times, 0.1, catching_up=[0.2]).seconds == pytest.approx(1.6)
+
+
 def test_drafts_that_may_not_come_count_less() -> None:
     times = [1.0] * 9
     sure, unsure = (choose_lengths([0.8], [4], 1, times, chances=[chance]) for chance in (1.0, 0.5))
@@ -250,6 +260,7 @@ def run(
     is_recurrent: bool = False,
     host_seconds: float = 0.0,
     is_ahead: bool = False,
+    num_on_host: int = 0,
 ) -> tuple[float, int]:
     """Returns how long requests of 400 tokens take where a step of n rows takes ``seconds(n)``, and all rows.
 
@@ -258,6 +269,7 @@ def run(
         is_recurrent: whether states cannot go back.
         host_seconds: that a step takes before the device can begin with it.
         is_ahead: whether steps may be planned while the ones before run.
+        num_on_host: requests that need their tokens on the host.
     """
     limits = {"max_num_batched_tokens": 128, "max_num_seqs": num_requests, "max_model_len": 410}
     speculative = None if right_from is None else speculative_config(4)
@@ -287,7 +299,7 @@ def run(
 
     harness.runner.execute = timed  # type: ignore[assignment,method-assign]
     for i in range(num_requests):
-        harness.submit(f"r{i}", make_prompt(i, 4), 400)
+        harness.submit(f"r{i}", make_prompt(i, 4), 400, needs_token_on_host=i < num_on_host)
     harness.drain()
     return clock.now, num_rows
 

@@ -9,15 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metal_engine.request import RequestOptions
+from metal_engine.request import Request, RequestOptions
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.draft_lengths import MIN_GAIN, StepTimes, choose_lengths, least_gain
+from metal_engine.scheduling.draft_model import DraftCosts
+from metal_engine.scheduling.limits import StepBudget
 from metal_engine.scheduling.proposals import make_proposer
 from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import UNKNOWN_DRAFT, Drafting, SchedulerOutput
+from metal_engine.step import UNKNOWN_DRAFT, Drafting, NewRequestData, SchedulerOutput
 from tests.scheduling.test_draft_lengths import Clock, compute_bound, memory_bound
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
-from tests.support.speculation import draft_model_config
+from tests.support.speculation import KnownTimes, draft_model_config
 
 NEVER = 1 << 30
 
@@ -195,6 +199,48 @@ def test_lengths_count_its_forwards(p: float, limit: int, rows: list[float], dra
     assert rate(ours) == pytest.approx(max(map(rate, considered)))
     if ours:
         assert p >= least_gain(1, seconds, draft_seconds) - 1e-9
+
+
+def make_speculation(costs: DraftCosts) -> Speculation:
+    speculative = draft_model_config(4)
+    config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_model_len=9000, speculative=speculative)
+    return Speculation(config, BlockManager(600, 16), make_proposer(speculative), KnownTimes(), costs)
+
+
+def test_nobody_goes_without_for_one_who_is_far_behind() -> None:
+    """And who is far behind catches up if there is enough to come, not for a few tokens."""
+    costs, drafting = DraftCosts(), Drafting(num_forwards=1, forward_seconds=0.01, seconds=1.01, num_tokens=100)
+    costs.measured(1.0, drafting, (), is_try=False)
+    speculation = make_speculation(costs)
+    found = []
+    for max_tokens in (6, 500):
+        requests = [Request(name, [1] * 4000, SamplingParams(), max_tokens=max_tokens) for name in ("near", "far")]
+        drafting = Drafting(num_computed_tokens={"near": 3999, "far": 0 if max_tokens == 6 else 3500})
+        costs.measured(1.0, drafting, ("near", "far"), is_try=False)
+        plan = SchedulerOutput(0)
+        for request in requests:
+            request.num_computed_tokens, request.num_output_placeholders = 4000, 1
+            plan.num_scheduled_tokens[request.request_id] = 1
+            plan.sampled_req_ids.append(request.request_id)
+        speculation.add_drafts(plan, StepBudget(60, 1 << 30), {r.request_id: r for r in requests})
+        found.append(set(plan.scheduled_spec_decode_tokens))
+    assert found == [{"near"}, {"near", "far"}]
+
+
+def test_what_is_known_of_a_request_ends_with_its_blocks() -> None:
+    """It is behind from its start when it is admitted again, and rejected drafts never count."""
+    costs = DraftCosts()
+    speculation = make_speculation(costs)
+    request = Request("a", [1] * 400, SamplingParams(), max_tokens=200)
+    costs.measured(1.0, Drafting(num_forwards=1, forward_seconds=0.01, seconds=1.01, num_tokens=100), (), is_try=False)
+    costs.measured(1.0, Drafting(num_computed_tokens={"a": 404}), ("a",), is_try=False)
+    assert costs.catching_up_seconds(request) == 0
+    costs.settled("a", 400)
+    request.token_ids += [1] * 12
+    assert costs.catching_up_seconds(request) == pytest.approx(10 * 0.01 / 128)
+    plan = SchedulerOutput(1, {"a": 64}, new_requests=[NewRequestData.of(request, [])])
+    speculation.add_drafts(plan, StepBudget(0, 0), {"a": request})
+    assert costs.catching_up_seconds(request) == pytest.approx(410 * 0.01 / 128)
 
 
 def test_one_forward_serves_all_requests() -> None:

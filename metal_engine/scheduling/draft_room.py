@@ -1,0 +1,54 @@
+"""How many drafts there is room for: attention work, blocks of the pool, and slots of recurrent states."""
+
+from __future__ import annotations
+
+from metal_engine.request import Request
+from metal_engine.scheduling.block_manager import BlockManager
+from metal_engine.scheduling.checkpoints import RequestStates
+from metal_engine.scheduling.limits import attention_work, rows_for_work
+
+
+def room_for_drafts(
+    request: Request, num_computed: int, work: int, num_tokens: int, states: RequestStates | None
+) -> int:
+    """Returns how many drafts may follow a running request's first ``num_computed`` tokens.
+
+    Args:
+        num_computed: tokens that are planned, or are with the drafts.
+        work: attention work that is left of the step.
+        num_tokens: that its blocks, and free ones, have room for, from its first token on.
+        states: recurrent states; None for a model without.
+    """
+    room = min(num_tokens - num_computed, rows_for_work(num_computed, work))
+    return room if states is None else min(room, states.draft_room(request, num_computed))
+
+
+class DraftRoom:
+    """What a step would leave for drafts that gave each of some running requests its next token.
+
+    Args:
+        requests: each has one token to compute, which may not be known yet.
+        work: attention work of a step.
+    """
+
+    def __init__(self, requests: list[Request], work: int, blocks: BlockManager, states: RequestStates | None) -> None:
+        self._blocks, self._states = blocks, states
+        self._num_spare = 0 if states is None else states.num_spare
+        self._work, self._num_free_blocks = work, blocks.num_free_blocks
+        for request in requests:
+            self._work -= attention_work(request.num_computed_tokens, 1)
+            self._num_free_blocks -= blocks.num_held_tokens(request.request_id) <= request.num_computed_tokens
+
+    def take(self, request: Request, num_drafts: int) -> int:
+        """Take room for one of the requests' drafts, up to so many; returns for how many there was some."""
+        if self._states is not None and not self._states.may_keep_for_drafts(request, self._num_spare):
+            return 0
+        start, block_size = request.num_computed_tokens + 1, self._blocks.block_size
+        held = max(self._blocks.num_held_tokens(request.request_id), self._blocks.blocks_for(start) * block_size)
+        num_tokens = held + self._num_free_blocks * block_size
+        num_taken = max(0, min(num_drafts, room_for_drafts(request, start, self._work, num_tokens, self._states)))
+        if num_taken:
+            self._work -= attention_work(start, num_taken)
+            self._num_free_blocks -= max(0, self._blocks.blocks_for(start + num_taken) - held // block_size)
+            self._num_spare -= 1
+        return num_taken

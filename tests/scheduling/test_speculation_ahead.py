@@ -1,0 +1,240 @@
+"""Which steps wait for tokens, so that they can have drafts: if they get some, and give nothing better up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from metal_engine.request import Request, RequestOptions
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.ahead import AheadTimes
+from metal_engine.scheduling.block_manager import BlockManager
+from metal_engine.scheduling.draft_lengths import Choice, StepTimes
+from metal_engine.scheduling.draft_room import DraftRoom
+from metal_engine.scheduling.proposals import make_proposer
+from metal_engine.scheduling.speculation import Speculation
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from tests.scheduling.test_draft_lengths import KINDS, memory_bound, run
+from tests.scheduling.test_speculation import RightDrafts, kinds_of, make_harness
+from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+from tests.support.speculation import FreeDrafts, KnownAheadTimes, KnownTimes, draft_model_config, speculative_config
+
+# --- requests that need their tokens on the host ---
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+@pytest.mark.parametrize("num_on_host", ["all", "half"])
+def test_requests_that_need_their_tokens_on_the_host_have_drafts(num_requests: int, num_on_host: str) -> None:
+    """Of which none is ever planned ahead: with times as they are measured."""
+    on_host = {"all": num_requests, "half": num_requests // 2}[num_on_host]
+    without, _ = run(num_requests, None, memory_bound, num_on_host=on_host, **KINDS["ahead"])
+    with_drafts, _ = run(num_requests, 0, memory_bound, num_on_host=on_host, **KINDS["ahead"])
+    assert with_drafts <= 0.55 * without
+
+
+@pytest.mark.parametrize("measured", [(), (4, 4, 4)], ids=["no step ahead", "larger ones only"])
+def test_they_have_drafts_whatever_is_known_of_steps_ahead(measured: tuple[int, ...]) -> None:
+    harness = make_harness(num_drafts=4, ahead_seconds=0.1)
+    ahead = AheadTimes()
+    for i, num_rows in enumerate(measured):
+        ahead.planned(-10 + i, num_rows)
+        ahead.ended(-10 + i)
+    scheduler = harness.scheduler
+    assert ahead.seconds(1) is None
+    scheduler.speculation = Speculation(
+        harness.config, scheduler.blocks, RightDrafts(harness), KnownTimes(), states=scheduler.states, ahead=ahead
+    )
+    harness.submit("a", make_prompt(0, 6), 21, needs_token_on_host=True)
+    harness.run()
+    assert kinds_of(harness) == ["plain", "waits", *["drafts", "waits"] * 4]
+    harness.drain()
+
+
+def test_steps_ahead_have_them_every_second_time() -> None:
+    """What is given up for drafts is counted as it would be."""
+    asked: list[float] = []
+
+    class Watched(KnownAheadTimes):
+        def is_slower(self, num_rows: float, choice: Choice) -> bool:
+            asked.append(num_rows)
+            return super().is_slower(num_rows, choice)
+
+    harness = make_harness(num_drafts=4, ahead_seconds=0.9)
+    scheduler = harness.scheduler
+    scheduler.speculation = Speculation(
+        harness.config,
+        scheduler.blocks,
+        RightDrafts(harness),
+        KnownTimes(),
+        states=scheduler.states,
+        ahead=Watched(0.9),
+    )
+    for i in range(4):
+        harness.submit(f"r{i}", make_prompt(i, 4), 30, needs_token_on_host=i < 2)
+    harness.drain()
+    assert asked[0] == 3 and set(asked) >= {3} and max(asked) <= 4
+
+
+# --- room ---
+
+NO_ROOM: dict[str, dict[str, Any]] = {
+    "attention work": {"max_attention_work": 20},
+    "slots": {"num_state_slots": 2, "max_num_seqs": 2},
+    "rows that sample": {"max_num_batched_tokens": 2, "max_num_seqs": 2},
+}
+
+
+@pytest.mark.parametrize("name", NO_ROOM)
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_steps_do_not_wait_for_drafts_that_there_is_no_room_for(name: str, method: str) -> None:
+    """Neither where they would pay, nor to try one."""
+    limits: dict[str, Any] = {"num_blocks": 40, "block_size": 4, "num_state_slots": 0, **NO_ROOM[name]}
+    sizes = {key: limits.pop(key) for key in ("num_blocks", "block_size", "num_state_slots")}
+    speculative = speculative_config(4) if method == "ngram" else draft_model_config(4)
+    limits = {"max_num_batched_tokens": 32, "max_num_seqs": 2, "max_model_len": 100, **limits}
+    harness = SchedulerHarness(
+        SchedulerConfig(**limits, speculative=speculative, async_scheduling=True),
+        CacheConfig(enable_prefix_caching=False, **sizes),
+        depth=2,
+    )
+    scheduler, config = harness.scheduler, harness.config
+    proposer = RightDrafts(harness) if method == "ngram" else make_proposer(speculative)
+    costs = None if method == "ngram" else FreeDrafts()
+    # Drafts of the model are tried only: steps ahead take no time.
+    ahead = KnownAheadTimes(0.9 if method == "ngram" else 1e-6)
+    scheduler.speculation = Speculation(
+        config, scheduler.blocks, proposer, KnownTimes(), costs, states=scheduler.states, ahead=ahead
+    )
+    for i in range(2):
+        harness.submit(f"r{i}", make_prompt(i, 10), 30)
+    for _ in range(20):
+        harness.step()
+    assert kinds_of(harness) == ["plain"] * 20
+    harness.abort("r0")
+    harness.abort("r1")
+    harness.drain()
+
+
+def test_room_is_taken_from_what_decodes_leave() -> None:
+    """Blocks, and attention work: 1 + 2 + ... of the keys that each row sees."""
+    blocks = BlockManager(8, 4)
+    requests = [Request(name, list(range(n)), SamplingParams(), max_tokens=50) for name, n in (("a", 8), ("b", 9))]
+    for request in requests:
+        request.num_computed_tokens = request.num_tokens
+        assert blocks.allocate(request.request_id, request.num_tokens)
+    # The next token of a is in a new block, with room for 3 drafts; b has room for 2 in its own. 2 blocks are left.
+    room = DraftRoom(requests, 1000, blocks, None)
+    assert [room.take(request, 12) for request in requests] == [11, 2]
+    room = DraftRoom(requests, 1000, blocks, None)
+    assert [room.take(request, n) for request, n in zip(requests, (4, 12), strict=True)] == [4, 6]
+    # They see 9 + 10 keys; two drafts of a, 10 + 11; one of b, 11.
+    for work, expected in (
+        (19, [0, 0]),
+        (19 + 9, [0, 0]),
+        (19 + 21, [2, 0]),
+        (19 + 10 + 11, [2, 0]),
+        (19 + 32, [2, 1]),
+    ):
+        room = DraftRoom(requests, work, blocks, None)
+        assert [room.take(request, 2) for request in requests] == expected, work
+    assert room.take(requests[0], -1) == 0
+
+
+def test_steps_wait_for_drafts_that_there_is_room_for() -> None:
+    """A slot to spare, attention work and blocks for one draft: that is all there is need of."""
+    for limits in ({"num_state_slots": 3}, {"max_attention_work": 90}, {"num_blocks": 14}):
+        harness = make_harness(ahead_seconds=0.9, max_num_seqs=2, **limits)
+        for i in range(2):
+            harness.submit(f"r{i}", make_prompt(i, 10), 16)
+        harness.run()
+        assert kinds_of(harness).count("drafts") >= 3, limits
+        harness.drain()
+
+
+# --- steps under way ---
+
+
+class Measured(StepTimes):
+    """Notes what is measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def measured(self, num_rows: int, seconds: float) -> None:
+        self.rows.append(num_rows)
+
+    def times(self, num_rows: int, most: int) -> list[float]:
+        return [1.0] * (most + 1)
+
+
+def test_chunks_of_a_prompt_are_planned_ahead() -> None:
+    """The step under way is measured, those planned meanwhile are not, and no draft model holds them up."""
+    speculative = draft_model_config(2)
+    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "max_model_len": 100}
+    harness = SchedulerHarness(
+        SchedulerConfig(**limits, speculative=speculative, async_scheduling=True),
+        CacheConfig(block_size=4, num_blocks=60, enable_prefix_caching=False),
+        depth=2,
+        drafts=2,
+        has_draft_model=True,
+    )
+    scheduler, times = harness.scheduler, Measured()
+    scheduler.speculation = Speculation(
+        harness.config, scheduler.blocks, make_proposer(speculative), times, FreeDrafts(), ahead=KnownAheadTimes(0.9)
+    )
+    harness.submit("a", make_prompt(0, 4), 40, needs_token_on_host=True)
+    harness.submit("without", make_prompt(2, 4), 40, options=RequestOptions(use_speculation=False))
+    harness.schedule()
+    harness.update()
+    scheduler.speculation.hold_up("a")
+    assert harness.schedule().num_scheduled_tokens == {"a": 1, "without": 1}
+    harness.abort("without")
+    harness.submit("b", make_prompt(1, 30), 2)
+    plan = harness.schedule()  # while a's token is under way, which it must wait for
+    assert plan.num_scheduled_tokens == {"b": 8}
+    assert not plan.draft_model_req_ids
+    times.rows.clear()
+    harness.update()
+    assert times.rows == [2]
+    plan = harness.schedule()
+    assert plan.num_scheduled_tokens == {"a": 1, "b": 7}
+    assert not plan.draft_model_req_ids and not plan.scheduled_spec_decode_tokens
+    harness.update()
+    harness.update()
+    assert times.rows == [2]
+    harness.drain()
+
+
+def test_a_step_without_anything_to_do_changes_nothing() -> None:
+    """Which is planned while the request's token is under way: the step of that is measured."""
+    harness = make_harness(num_drafts=4, ahead_seconds=0.9)
+    scheduler, times = harness.scheduler, Measured()
+    scheduler.speculation = Speculation(
+        harness.config, scheduler.blocks, RightDrafts(harness), times, ahead=KnownAheadTimes(0.9)
+    )
+    harness.submit("a", make_prompt(0, 6), 21, needs_token_on_host=True)
+    harness.run()
+    assert times.rows == [5] * 4
+    harness.drain()
+
+
+# --- states that go back ---
+
+
+def test_what_is_computed_again_fits_into_what_is_left() -> None:
+    """A request goes on from its state before the drafts, with as many rows as there are."""
+    harness = make_harness(num_drafts=6, num_right=5, num_state_slots=12)
+    harness.submit("a", make_prompt(0, 4), 40)
+    while not any(plan.scheduled_spec_decode_tokens for plan in harness.plans):
+        harness.step()
+    scheduler, request = harness.scheduler, harness.tracked["a"].request
+    assert scheduler.states.is_rejected(request) and request.num_tokens - request.num_computed_tokens == 7
+    config = scheduler.config
+    scheduler.config = replace(config, max_num_batched_tokens=4)  # as if others took the rest
+    assert harness.step().num_scheduled_tokens == {"a": 4}
+    scheduler.config = config
+    assert harness.step().num_scheduled_tokens["a"] == 3
+    harness.drain()
