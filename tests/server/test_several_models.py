@@ -133,6 +133,7 @@ def test_a_stream_says_that_its_model_is_being_loaded(several: Models) -> None:
         assert several.served.states()["org/a"] == "loading"
         model.gate.set()
         rest = "\n".join(lines)
+    assert {one["id"] for one in events(rest)} == {stream.headers["x-generation-id"]}
     assert "".join(one["choices"][0]["text"] for one in events(rest)) == several.text("org/a", "once")
     # One that is loaded begins as any stream does.
     text = several.served.post("/v1/completions", body).text
