@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -106,6 +108,14 @@ def test_models(served: Served, root: Path) -> None:
     assert adapter.root == str(root / "a") and adapter.parent == "base"  # type: ignore[attr-defined]
     assert "parent" not in base.model_dump() and base.root == "fake"  # type: ignore[attr-defined]
     assert served.client().models.retrieve("a") == adapter
+
+
+def test_what_the_engine_does_is_told_of_the_model(served: Served) -> None:
+    """An adapter is looked at with it."""
+    for query in ("", "&model=base", "&model=a"):
+        text = httpx.get(f"{served.url}/watch?seconds=0{query}").text
+        snapshot = json.loads(text.split("data: ")[1].split("\n")[0])
+        assert snapshot["models"] == ["base"]
 
 
 def test_loading_and_unloading(served: Served, answers: dict[str, str]) -> None:

@@ -11,16 +11,18 @@ export class ApiError extends Error {
 }
 
 let model = null;
+let watched = null;
 
-/** Talk to one of several models from now on. */
-export function useModel(name) {
+/** Talk to one of several models, or to an adapter, from now on; `isWatched` for a model that has an engine of its own. */
+export function useModel(name, isWatched) {
   model = name;
+  watched = isWatched ? name : null;
 }
 
-/** What names that model in a query; nothing where the server has only one. */
-export const modelQuery = () => (model === null ? "" : `?model=${encodeURIComponent(model)}`);
+/** What names the model to look at in a query; nothing where the server has only one. */
+export const modelQuery = () => (watched === null ? "" : `?model=${encodeURIComponent(watched)}`);
 
-/** A body that is for that model. */
+/** A body that is for the model to talk to. */
 export const forModel = (body) => (model === null ? body : { model, ...body });
 
 let key = sessionStorage.getItem(KEY) ?? "";
