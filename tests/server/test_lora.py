@@ -112,7 +112,7 @@ def test_models(served: Served, root: Path) -> None:
 
 def test_what_the_engine_does_is_told_of_the_model(served: Served) -> None:
     """An adapter is looked at with it."""
-    for query in ("", "&model=base", "&model=a"):
+    for query in ("&model=a", "&model=base", ""):
         text = httpx.get(f"{served.url}/watch?seconds=0{query}").text
         snapshot = json.loads(text.split("data: ")[1].split("\n")[0])
         assert snapshot["models"] == ["base"]

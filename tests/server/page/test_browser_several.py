@@ -54,6 +54,24 @@ def test_a_model_is_picked(browser: Browser) -> None:
             page.wait_for_function("() => document.querySelector('#model').textContent.startsWith('a ·')")
 
 
+def test_an_answer_that_waits_for_its_model_says_so_and_has_its_colour(browser: Browser) -> None:
+    """Its request is found in the engine, for the stream has its id from the beginning."""
+    model = FakeModel(1, step_time=0.03)
+    model.gate.clear()
+    with serve_models({"a": model.start}, 100) as served:
+        served_: Any = served
+        with page_of(browser, served_, live=False) as page:
+            page.wait_for_selector("#connection[data-state=paused]")
+            say(page, "hello")
+            page.wait_for_function("() => document.querySelector('.waiting')?.textContent === 'loading the model'")
+            model.gate.set()
+            page.wait_for_function("() => document.querySelector('.message.assistant .dot').style.background !== ''")
+            page.click("#stop")
+            wait_for_answer(page)
+            assert not page.locator(".waiting").is_visible()
+        model.runners[0].step_time = 0.0
+
+
 def test_an_adapter_is_picked(browser: Browser, tmp_path: Path) -> None:
     """And talked to; the view stays that of the model. What is unloaded is not picked any more."""
     made = adapters.products(tiny_reference(), adapters.ALL, 2, seed=0)

@@ -6,6 +6,7 @@ import { byId, el, size } from "./dom.js";
 import { withKey } from "./key.js";
 
 const SECONDS = 3;
+const WAITING_SECONDS = 1; // when the model that is looked at is not loaded
 
 export class Models {
   /** `changed()` is called when another model is picked. */
@@ -27,7 +28,8 @@ export class Models {
     this.select.addEventListener("focus", () => this.ask());
     do {
       if (!document.hidden) await this.ask();
-      await new Promise((resolve) => setTimeout(resolve, 1000 * SECONDS));
+      const seconds = this.isLoaded ? SECONDS : WAITING_SECONDS;
+      await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
     } while (this.isSeveral || !this.cards.length);
   }
 
