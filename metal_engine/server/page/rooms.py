@@ -25,10 +25,9 @@ class Rooms:
             APIError: 404 for a name that no model has, 503 if the model is not loaded: to look at it loads nothing.
         """
         loaded = self._models.loaded
-        found = self._models.find_loaded(model) if model is not None else loaded[0] if loaded else None
-        if found is None:
+        served = self._models.find_loaded(model) if model is not None else loaded[0] if loaded else None
+        if served is None:
             raise APIError(503, "the model is not loaded", param="model", code="model_not_loaded")
-        served = next(one for one in loaded if one.engine is found.engine)  # of an adapter, its model
         if served.engine not in self._viewers:
             self._viewers[served.engine] = Viewers(served.engine, served.names)
         return self._viewers[served.engine]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metal_engine.settings.args import ServerArgs
-from tests.support.browsing import DESK, PHONE, browser_or_skip, page_of, say, texts, wait_for_answer
-from tests.support.pool_picture import PoolPicture
+from tests.support.browsing import DESK, PHONE, browser_or_skip, page_of, picture_of, say, texts, wait_for_answer
 from tests.support.serving import Served, serve, wait_until
 from tests.support.speculation import speculative_config
 from tests.support.splitting import answer_format
@@ -215,21 +214,6 @@ def test_a_long_prompt_shows_how_far_it_is(browser: Browser) -> None:
         served.runner.step_time = 0.0
         wait_for_answer(page)
         assert not page.locator(".waiting").is_visible()
-
-
-def picture_of(page: Page) -> PoolPicture:
-    """The pool as the page has it."""
-    found = page.evaluate(
-        """async () => {
-            const { pool } = await import("/page/js/main.js");
-            const cached = [...pool.cached.keys()].filter((block) => pool.cached[block]);
-            return { tables: [...pool.tables], cached, used: pool.numUsed, alsoCached: pool.numCached };
-        }"""
-    )
-    picture = PoolPicture(dict(found["tables"]), set(found["cached"]), is_whole=True)
-    used = {block for table in picture.tables.values() for block in table}
-    assert (found["used"], found["alsoCached"]) == (len(used), len(picture.cached - used))
-    return picture
 
 
 def test_a_cell_of_several_blocks_says_whose_they_are(browser: Browser) -> None:
