@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
@@ -51,8 +53,10 @@ class AdapterTargets:
         refused: of other linear layers, why they may not be added to.
         interleaved: of those whose outputs are in llama.cpp's order, their numbers of heads. Output 2i + j of a head is
             what elsewhere is output j * n / 2 + i of its n.
+        largest: magnitude that a weight may have, of the type that the model computes in.
     """
 
     shapes: Mapping[str, tuple[int, int]]
     refused: Mapping[str, str] = field(default_factory=dict)
     interleaved: Mapping[str, int] = field(default_factory=dict)
+    largest: float = LARGEST_FLOAT32

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from metal_engine.adapter import AdapterTargets
+from metal_engine.adapter import LARGEST_FLOAT32, AdapterTargets
 from metal_engine.checkpoints.checkpoint import StoredTensor, stored_tensors
 from metal_engine.checkpoints.files import read_json
 from metal_engine.errors import AdapterError, ModelLoadError, one_line, short
@@ -69,6 +69,7 @@ class AdapterFile:
     _products: dict[str, _Product]
     _is_transposed: bool
     _interleaved: Mapping[str, int]
+    _largest: float
 
     @property
     def modules(self) -> list[str]:
@@ -79,7 +80,7 @@ class AdapterFile:
         """What is added to a layer: ``x @ a @ b``, with a [inputs, rank] and b [rank, outputs], float32.
 
         Raises:
-            AdapterError: the file is not as it was when it was opened.
+            AdapterError: the file is not as it was when it was opened, or has weights that the model's type has not.
         """
         product = self._products[module]
         try:
@@ -92,7 +93,17 @@ class AdapterFile:
             a, b = a.T, b.T
         if (num_heads := self._interleaved.get(module)) is not None:
             b = b.reshape(self.rank, num_heads, 2, -1).swapaxes(2, 3).reshape(b.shape)
-        return np.ascontiguousarray(a), np.ascontiguousarray(b * np.float32(self.scale))
+        with np.errstate(over="ignore", invalid="ignore"):  # such weights are refused
+            b = b * np.float32(self.scale)
+        self._check_range(product.first, a, "")
+        self._check_range(product.second, b, f", with the scale {self.scale:g},")
+        return np.ascontiguousarray(a), np.ascontiguousarray(b)
+
+    def _check_range(self, tensor: StoredTensor, array: np.ndarray, scaled: str) -> None:
+        """Refuse weights that are infinite or no numbers, or that would become so in the model's type."""
+        if not max(array.max(), -array.min()) <= self._largest:
+            problem = f"has weights that{scaled} are no numbers or larger than the model's type has ({self._largest:g})"
+            raise AdapterError(f"{self.path}: {tensor.name} {problem}")
 
 
 def _read(file: Any, tensor: StoredTensor, offset: int) -> np.ndarray:
@@ -142,7 +153,7 @@ def _open(folder: Path, targets: AdapterTargets, within: Path | None) -> Adapter
     products = _products(tensors, _PEFT_NAME if is_peft else _MLX_LM_NAME, targets, path)
     for module, product in products.items():
         _check_product(module, product, rank, targets.shapes[module], path, is_transposed=is_peft)
-    return AdapterFile(path, rank, scale, products, is_peft, targets.interleaved)
+    return AdapterFile(path, rank, scale, products, is_peft, targets.interleaved, targets.largest)
 
 
 def _inside(path: Path, within: Path | None) -> Path:
@@ -161,9 +172,17 @@ def _rank(given: Any, name: str, folder: Path) -> int:
 
 
 def _number(given: Any, name: str, folder: Path) -> float:
-    if not isinstance(given, int | float) or isinstance(given, bool) or not math.isfinite(given):
+    if not isinstance(given, int | float) or isinstance(given, bool) or given != given or math.inf in (given, -given):
         raise AdapterError(f"{folder / CONFIG}: {name} is {short(given)}, which is no number")
+    if abs(given) > LARGEST_FLOAT32:  # which integers of JSON may be by far
+        raise AdapterError(f"{folder / CONFIG}: {name} is {short(given)}, which is larger than any weight")
     return float(given)
+
+
+def _flag(given: Any, name: str, folder: Path) -> bool:
+    if given is not None and not isinstance(given, bool):
+        raise AdapterError(f"{folder / CONFIG}: {name} is {short(given)}, which is neither true nor false")
+    return bool(given)
 
 
 def _peft_scale(config: dict[str, Any], folder: Path) -> tuple[int, float]:
@@ -175,7 +194,8 @@ def _peft_scale(config: dict[str, Any], folder: Path) -> tuple[int, float]:
             raise AdapterError(f"{folder / CONFIG}: {name} {short(value)} is not supported")
     rank = _rank(config.get("r"), "r", folder)
     alpha = _number(config.get("lora_alpha"), "lora_alpha", folder)
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    is_by_root = _flag(config.get("use_rslora"), "use_rslora", folder)
+    return rank, alpha / (math.sqrt(rank) if is_by_root else rank)
 
 
 def _mlx_lm_scale(config: dict[str, Any], folder: Path) -> tuple[int, float]:
@@ -202,7 +222,7 @@ def _offsets(path: Path) -> dict[str, int]:
         return {n: 8 + size + int(e["data_offsets"][0]) for n, e in header.items() if n != "__metadata__"}
     except OSError as error:
         raise AdapterError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         raise AdapterError(f"{path} is cut short or no safetensors file") from error
 
 

@@ -17,8 +17,8 @@ from metal_engine.checkpoints.adapters import AdapterFile, open_adapter
 from metal_engine.errors import AdapterError
 
 Weights = tuple[np.ndarray, np.ndarray]  # a [inputs, rank], b [rank, outputs]; float32
-SetWeights = Callable[[int, Mapping[str, Weights | None]], None]
-# Layers, and bytes of their weights, that are put into their slots at once, between two steps: some 5 ms.
+SetWeights = Callable[[int, Mapping[str, Weights | None]], Iterator[int]]
+# Layers whose weights are read at once; bytes of weights that are put into their slots between two steps: some 5 ms.
 _PIECE_LAYERS, _PIECE_BYTES = 8, 2 << 20
 
 
@@ -38,7 +38,8 @@ class AdapterRegistry:
         targets: the layers that adapters may add to.
         max_loras: adapters at once.
         max_rank: largest rank.
-        set_weights: puts what an adapter adds to some layers into its slot; called in the engine's thread.
+        set_weights: puts what an adapter adds to some layers into its slot, part by part, and says how many bytes each
+            part has; what it returns is used in the engine's thread.
     """
 
     def __init__(self, targets: AdapterTargets, max_loras: int, max_rank: int, set_weights: SetWeights) -> None:
@@ -107,13 +108,30 @@ class AdapterRegistry:
                         digest.update(f"{module} {weights[0].shape} {weights[1].shape}".encode())
                         digest.update(weights[0].data)
                         digest.update(weights[1].data)
-                run(lambda piece=piece: self._set_weights(slot, piece))  # type: ignore[misc]
+                self._put_piece(self._set_weights(slot, piece), run)
         except BaseException:
             self._free_slots.append(slot)
             raise
         adapter = Adapter(name, path, slot, file.rank, digest.hexdigest(), base_model_name)
         weakref.finalize(adapter, self._free_slots.append, slot).atexit = False
         return adapter
+
+    @staticmethod
+    def _put_piece(parts: Iterator[int], run: Run) -> None:
+        """Have weights put into their slot, so many bytes between two steps."""
+        is_done = False
+
+        def put_some() -> None:
+            nonlocal is_done
+            num_bytes = 0
+            for more in parts:
+                num_bytes += more
+                if num_bytes >= _PIECE_BYTES:
+                    return
+            is_done = True
+
+        while not is_done:
+            run(put_some)
 
     def _pieces(self, file: AdapterFile) -> Iterator[dict[str, Weights | None]]:
         """What an adapter adds to each layer, None for nothing, a few layers at a time."""

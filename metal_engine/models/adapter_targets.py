@@ -49,7 +49,8 @@ def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = N
         refused[name] = "the model does not call it with all rows of a step as they are packed"
     shapes = {name: shape_of(module) for name, module in candidates.items() if name in called}
     heads = {name: (interleaved or {}).get(name.rpartition(".")[2]) for name in shapes}
-    return AdapterTargets(shapes, refused, {name: number for name, number in heads.items() if number is not None})
+    interleaved = {name: number for name, number in heads.items() if number is not None}
+    return AdapterTargets(shapes, refused, interleaved, float(mx.finfo(paged.dtype).max))
 
 
 @contextmanager

@@ -10,17 +10,21 @@ are sorted by slot first, so that MLX multiplies those of one adapter together, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from metal_engine.device.info import computes_on_cpu
+from metal_engine.device.streams import synchronize
 from metal_engine.models.current_step import CurrentStep
 
 # Rows from which they are sorted on a GPU; mlx-lm sorts for experts from as many on.
 MIN_SORTED_ROWS = 64
+
+# Bytes of weights, in float32, that are put into a slot at once; those of one row if that has more.
+PART_BYTES = 1 << 20
 
 Weights = tuple[np.ndarray, np.ndarray]  # a [inputs, rank], b [rank, outputs]; float32
 
@@ -44,19 +48,48 @@ class AdaptedLayer:
     def nbytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
 
-    def set_weights(self, slot: int, weights: Weights | None) -> None:
-        """Put an adapter's weights into its slot; None: it adds nothing here."""
+    def set_weights(self, slot: int, weights: Weights | None) -> Iterator[int]:
+        """Put an adapter's weights into its slot, part by part; None: it adds nothing here.
+
+        Yields:
+            After each part, its bytes (of float32). The slot may be used when all have been taken.
+        """
         if weights is None and slot not in self.slots:
             return
-        a, b = np.zeros(self.a.shape[1:], np.float32), np.zeros(self.b.shape[1:], np.float32)
-        if weights is not None:
-            a[:, : weights[0].shape[1]], b[: weights[1].shape[0]] = weights
-        start = mx.array([slot])
-        # New arrays: a step under way may still read the ones before.
-        self.a = mx.slice_update(self.a, mx.array(a)[None].astype(self.a.dtype), start, axes=(0,))
-        self.b = mx.slice_update(self.b, mx.array(b)[None].astype(self.b.dtype), start, axes=(0,))
-        mx.eval(self.a, self.b)
-        self.slots = self.slots | {slot} if weights is not None else self.slots - {slot}
+        self.slots |= {slot}  # at once: should the rest never come, whoever has the slot next must clear it
+        given_a, given_b = weights if weights is not None else (None, None)
+        for start, rows in _parts(self.a.shape, given_a):
+            self.a = _updated(self.a, slot, start, rows)
+            mx.eval(self.a)  # in place, as nobody has the array before any more
+            yield rows.nbytes
+        for start, rows in _parts(self.b.shape, given_b):
+            self.b = _updated(self.b, slot, start, rows)
+            mx.eval(self.b)
+            yield rows.nbytes
+        if weights is None:
+            self.slots -= {slot}
+
+
+def _parts(shape: Sequence[int], given: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:
+    """What is given for a slot of a stack, padded with zeros: a first row, and [n, columns] float32 from there on."""
+    _, num_rows, num_columns = shape
+    num = max(PART_BYTES // (4 * num_columns), 1)
+    for start in range(0, num_rows, num):
+        rows = np.zeros((min(num, num_rows - start), num_columns), np.float32)
+        if given is not None:
+            part = given[start : start + num]
+            rows[: len(part), : part.shape[1]] = part
+        yield start, rows
+
+
+def _updated(stack: mx.array, slot: int, start: int, rows: np.ndarray) -> mx.array:
+    """A stack with rows put into a slot, to be evaluated; takes the stack's memory if the caller lets go of it.
+
+    A step that has not been computed keeps the stack that it was built with.
+    """
+    synchronize()  # a step under way holds what it reads
+    update = mx.array(rows)[None].astype(stack.dtype)
+    return mx.slice_update(stack, update, mx.array([slot, start]), axes=(0, 1))
 
 
 class AdapterRows:
@@ -131,10 +164,10 @@ class AdaptedLayers:
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self._layers.values())
 
-    def set_weights(self, slot: int, weights: Mapping[str, Weights | None]) -> None:
-        """Put what an adapter adds to some layers into its slot."""
+    def set_weights(self, slot: int, weights: Mapping[str, Weights | None]) -> Iterator[int]:
+        """Put what an adapter adds to some layers into its slot, as :meth:`AdaptedLayer.set_weights`."""
         for name, one in weights.items():
-            self._layers[name].set_weights(slot, one)
+            yield from self._layers[name].set_weights(slot, one)
 
     def rows(self, slots: np.ndarray) -> AdapterRows:
         """What a step needs; ``slots`` [N] int32 are of its rows, and not all 0."""

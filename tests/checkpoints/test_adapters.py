@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,11 @@ def test_mlx_lm(tmp_path: Path) -> None:
         ({"r": True}, "r is True, which is no rank"),
         ({"lora_alpha": "16"}, "lora_alpha is '16', which is no number"),
         ({"lora_alpha": float("inf")}, "lora_alpha is inf, which is no number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan, which is no number"),
+        ({"lora_alpha": -(10**400)}, "lora_alpha is -1000"),
+        ({"lora_alpha": 1e300}, "lora_alpha is 1e+300, which is larger than any weight"),
+        ({"use_rslora": "false"}, "use_rslora is 'false', which is neither true nor false"),
+        ({"use_rslora": 0}, "use_rslora is 0, which is neither true nor false"),
         ({"r": 4}, "has shape [3, 8], and [4, 8] would fit language_model.model.layers.0"),
     ],
 )
@@ -88,6 +94,8 @@ def test_harmless_settings_are_taken(tmp_path: Path) -> None:
         ({"fine_tune_type": "full"}, "fine_tune_type 'full' is not supported"),
         ({"lora_parameters": None}, "neither PEFT's peft_type nor mlx-lm's lora_parameters"),
         ({"lora_parameters": {"rank": 3}}, "lora_parameters.scale is None"),
+        ({"lora_parameters": {"rank": 3, "scale": 10**400}}, "lora_parameters.scale is 1000"),
+        ({"lora_parameters": {"rank": 3, "scale": -1e300}}, "lora_parameters.scale is -1e.300, which is larger"),
     ],
 )
 def test_mlx_lms_that_are_not_supported(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
@@ -135,7 +143,14 @@ def test_folders_that_are_no_adapters(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
     with pytest.raises(AdapterError, match=r"has no adapter_model\.safetensors"):
         open_adapter(tmp_path, TARGETS)
-    for broken in (b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}"):
+    offset = b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [Infinity, 4]}}'
+    for broken in (
+        len(offset).to_bytes(8, "little") + offset,
+        b"",
+        b"\xff" * 8,
+        b"\x02\0\0\0\0\0\0\0[]",
+        b"\x02\0\0\0\0\0\0\0{}",
+    ):
         (tmp_path / "adapter_model.safetensors").write_bytes(broken)
         with pytest.raises(AdapterError):
             open_adapter(tmp_path, TARGETS)
@@ -152,6 +167,36 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="was cut short"):
         for module in file.modules:
             file.weights(module)
+
+
+@pytest.mark.parametrize(
+    ("value", "scale", "largest", "is_refused"),
+    [
+        (float("nan"), 1.0, None, True),
+        (float("inf"), 1.0, None, True),
+        (-float("inf"), 1.0, None, True),
+        (3e38, 2.0, None, True),
+        (-3e38, 1.0, None, False),
+        (-6e4, -2.0, 65504.0, True),  # float16's largest
+        (6e4, 1.0, 65504.0, False),
+    ],
+)
+@pytest.mark.parametrize("part", [0, 1])
+def test_weights_that_no_type_has(
+    tmp_path: Path, part: int, value: float, scale: float, largest: float | None, is_refused: bool
+) -> None:
+    """The scale goes into the second of the two tensors."""
+    weights = made()
+    weights["model.layers.0.q_proj"][part][1, 1] = value
+    targets = TARGETS if largest is None else replace(TARGETS, largest=largest)
+    file = open_adapter(write_mlx_lm(tmp_path, weights, scale=scale), targets)
+    module, other = "language_model.model.layers.0.q_proj", "language_model.model.layers.0.mlp.up_proj"
+    file.weights(other)
+    if is_refused and (part == 1 or scale == 1.0):
+        with pytest.raises(AdapterError, match=rf"adapters.safetensors: .*q_proj.lora_{'ab'[part]} has weights that"):
+            file.weights(module)
+    else:
+        file.weights(module)
 
 
 def test_files_outside_the_folder_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,34 @@ def test_replacing_leaves_those_that_run_alone(
     for request_id, tokens in run_out(engine).items():
         found[request_id] += tokens
     assert found == {"old": golden["adapter-1"][0], "new": golden["adapter-2"][0]}
+
+
+def test_a_load_goes_in_between_steps_piece_by_piece(
+    folders: dict[str, Path], golden: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However large a layer is, and however much of the slot's last adapter is to be cleared."""
+    monkeypatch.setattr("metal_engine.engine.adapters._PIECE_BYTES", 4096)
+    monkeypatch.setattr("metal_engine.models.adapters.PART_BYTES", 1024)
+    engine = adapters.adapted_engine({"a": folders["adapter-7"]}, max_loras=1)
+    assert engine.adapters is not None and engine.adapters.unload("a")
+    gc.collect()
+    sizes: list[int] = []
+    put = engine.adapters._set_weights
+
+    def counting(*args: Any) -> Iterator[int]:
+        for size in put(*args):
+            sizes[-1] += size
+            yield size
+
+    def between_steps(function: Callable[[], None]) -> None:
+        sizes.append(0)
+        function()
+
+    monkeypatch.setattr(engine.adapters, "_set_weights", counting)
+    engine.adapters.load("b", str(folders["adapter-3"]), between_steps)
+    assert max(sizes) <= 4096 + 1024 and sum(sizes) > 10 * 4096
+    add(engine, "one", TEXTS[0], "b")
+    assert run_out(engine)["one"] == golden["adapter-3"][0]
 
 
 def test_a_load_that_fails_gives_its_slot_back(folders: dict[str, Path], tmp_path: Path) -> None:

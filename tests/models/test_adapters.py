@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from metal_engine.models import adapters as models_adapters
 from metal_engine.models.adapter_targets import adapter_targets
-from metal_engine.models.adapters import AdaptedLayer, AdapterRows
+from metal_engine.models.adapters import AdaptedLayer, AdapterRows, Weights
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import TokenLogprobs
 from metal_engine.sampling_params import SamplingParams
@@ -19,6 +20,11 @@ from tests.support.tiny_engine import log_softmax, tiny_reference
 from tools.fixtures.architectures import SUPPORTED
 
 MAX_LORAS, MAX_RANK, INPUTS, OUTPUTS = 3, 4, 6, 5
+
+
+def put(layer: AdaptedLayer, slot: int, weights: Weights | None) -> int:
+    """Put weights into a slot; returns in how many parts."""
+    return len(list(layer.set_weights(slot, weights)))
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
@@ -30,7 +36,7 @@ def test_products(shape: tuple[int, ...], is_sorted: bool, everywhere: bool) -> 
     layer = AdaptedLayer((INPUTS, OUTPUTS), MAX_LORAS, MAX_RANK, mx.float32)
     weights = {slot: (rng.normal(size=(INPUTS, r)), rng.normal(size=(r, OUTPUTS))) for slot, r in ((1, 2), (3, 4))}
     for slot, (a, b) in weights.items():
-        layer.set_weights(slot, (a.astype(np.float32), b.astype(np.float32)))
+        put(layer, slot, (a.astype(np.float32), b.astype(np.float32)))
     slots = np.array([0, 3, 1, 0, 2, 3, 1], np.int32)
     x, y = rng.normal(size=(7, INPUTS)), rng.normal(size=(7, OUTPUTS))
     rows = AdapterRows(slots, is_sorted=is_sorted, everywhere=everywhere)
@@ -50,15 +56,61 @@ def test_products(shape: tuple[int, ...], is_sorted: bool, everywhere: bool) -> 
 def test_weights_of_a_slot_leave_the_others_and_older_steps_alone() -> None:
     layer = AdaptedLayer((INPUTS, OUTPUTS), MAX_LORAS, MAX_RANK, mx.float32)
     ones = np.ones((INPUTS, 1), np.float32), np.ones((1, OUTPUTS), np.float32)
-    layer.set_weights(1, ones)
-    layer.set_weights(2, (2 * ones[0], ones[1]))
+    put(layer, 1, ones)
+    put(layer, 2, (2 * ones[0], ones[1]))
     x, y = mx.ones((2, 1, INPUTS)), mx.zeros((2, 1, OUTPUTS))
     rows = AdapterRows(np.array([1, 2], np.int32), is_sorted=False)
     under_way = rows.added(layer, x, y)  # built, not computed
-    layer.set_weights(2, None)
+    put(layer, 2, None)
     assert layer.slots == {1}
     assert np.array(rows.added(layer, x, y))[:, 0, 0].tolist() == [INPUTS, 0]
     assert np.array(under_way)[:, 0, 0].tolist() == [INPUTS, 2 * INPUTS]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_weights_are_put_in_place_part_by_part(monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype) -> None:
+    """A part takes about its own memory and not the stacks', also while a step is under way that reads these."""
+    part_bytes, inputs, outputs, max_rank = 1 << 14, 300, 500, 32
+    monkeypatch.setattr(models_adapters, "PART_BYTES", part_bytes)
+    rng = np.random.default_rng(0)
+    layer = AdaptedLayer((inputs, outputs), 20, max_rank, dtype)
+    old = rng.normal(size=(inputs, 32)).astype(np.float32), rng.normal(size=(32, outputs)).astype(np.float32)
+    new = rng.normal(size=(inputs, 5)).astype(np.float32), rng.normal(size=(5, outputs)).astype(np.float32)
+    put(layer, 2, old)
+    put(layer, 3, old)
+    under_way = mx.exp(layer.a[2]).sum() + mx.exp(layer.b[2]).sum()
+    mx.async_eval(under_way)
+    num_bytes = 4 * max_rank * (inputs + outputs)
+    for weights in (new, None, old, new):
+        parts = layer.set_weights(3, weights)
+        sizes = []
+        while True:
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            size = next(parts, None)
+            assert mx.get_peak_memory() - before <= 4 * part_bytes < layer.a.nbytes
+            if size is None:
+                break
+            sizes.append(size)
+        assert sum(sizes) == num_bytes and max(sizes) <= part_bytes
+    for stack, (first, second) in ((layer.a, (old[0], new[0])), (layer.b, (old[1], new[1]))):
+        expected = np.zeros(stack.shape, np.float32)
+        expected[2], expected[3, : second.shape[0], : second.shape[1]] = first, second
+        np.testing.assert_array_equal(np.array(stack.astype(mx.float32)), rounded(expected, dtype))
+
+
+def test_a_slot_that_was_put_in_half_is_cleared() -> None:
+    """By who has it next, and adds nothing to the layer."""
+    layer = AdaptedLayer((INPUTS, OUTPUTS), MAX_LORAS, MAX_RANK, mx.float32)
+    next(layer.set_weights(1, (np.ones((INPUTS, 1), np.float32), np.ones((1, OUTPUTS), np.float32))))
+    assert layer.slots == {1} and np.array(layer.a).any()
+    put(layer, 1, None)
+    assert layer.slots == frozenset() and not np.array(layer.a).any()
+    assert put(layer, 1, None) == 0
+
+
+def rounded(array: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    return np.array(mx.array(array).astype(dtype).astype(mx.float32))
 
 
 def test_targets_of_a_llama() -> None:

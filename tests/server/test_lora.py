@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -107,6 +110,14 @@ def test_models(served: Served, root: Path) -> None:
     assert served.client().models.retrieve("a") == adapter
 
 
+def test_what_the_engine_does_is_told_of_the_model(served: Served) -> None:
+    """An adapter is looked at with it."""
+    for query in ("&model=a", "&model=base", ""):
+        text = httpx.get(f"{served.url}/watch?seconds=0{query}").text
+        snapshot = json.loads(text.split("data: ")[1].split("\n")[0])
+        assert snapshot["models"] == ["base"]
+
+
 def test_loading_and_unloading(served: Served, answers: dict[str, str]) -> None:
     assert ask(served, "b").status_code == 404
     response = load(served, "b", "b")
@@ -147,6 +158,28 @@ def test_what_is_not_loaded(served: Served, name: str, path: str, param: str, pr
     error = response.json()["error"]
     assert problem in error["message"] and error["param"] == param and error["type"] == "invalid_request_error"
     assert [model.id for model in served.client().models.list()] == ["base", "a"]
+
+
+def test_malformed_adapters_are_refused_and_harm_nobody(served: Served, root: Path, answers: dict[str, str]) -> None:
+    """Each names the file and what is wrong in it; the place that it was to have is free."""
+    made = adapters.products(tiny_reference(), adapters.ALL, 2, seed=0)
+    last = sorted(made)[-1]  # the others have been put into their places by then
+    nan = {**made, last: (made[last][0], np.full_like(made[last][1], np.nan))}
+    folders = [
+        ("huge", made, {"alpha": 10**400}, "adapter_config.json: lora_alpha is 1000"),
+        ("large", made, {"alpha": 1e300}, "adapter_config.json: lora_alpha is 1e+300"),
+        ("nan", nan, {}, f"adapter_model.safetensors: base_model.model.{last}.lora_B.weight has weights that"),
+        ("flag", made, {"use_rslora": "false"}, "adapter_config.json: use_rslora is 'false'"),
+    ]
+    for name, weights, config, problem in folders:
+        adapters.write_peft(root / name, weights, **config)
+        response = load(served, name, name)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert problem in error["message"] and error["param"] == "lora_path"
+        assert ask(served, name).status_code == 404
+        assert answer(served, "a") == answers["a"] and answer(served, "base") == answers[""]
+    assert load(served, "b", "b").status_code == 200 and answer(served, "b") == answers["b"]
 
 
 def test_no_room(served: Served) -> None:

@@ -133,6 +133,7 @@ def test_a_stream_says_that_its_model_is_being_loaded(several: Models) -> None:
         assert several.served.states()["org/a"] == "loading"
         model.gate.set()
         rest = "\n".join(lines)
+    assert {one["id"] for one in events(rest)} == {stream.headers["x-generation-id"]}
     assert "".join(one["choices"][0]["text"] for one in events(rest)) == several.text("org/a", "once")
     # One that is loaded begins as any stream does.
     text = several.served.post("/v1/completions", body).text
@@ -223,6 +224,21 @@ def test_what_is_shown_of_them(several: Models) -> None:
     shown = [several.served.post("/api/show", {"model": name}).json() for name in ("org/a", "b")]
     assert [one["details"]["family"] for one in shown] == ["", "fake"]
     assert several.served.states()["org/a"] == "unloaded", "to look at a model loads nothing"
+
+
+def test_health_names_models_to_those_with_the_key() -> None:
+    """Names, and errors with paths of files, are theirs alone; sums are everybody's."""
+    model = FakeModel(1, problem="/secret/weights.safetensors is cut short")
+    with serve_models({"hidden-name": model.start}, 100, args=ServerArgs(api_key=("k",), shutdown_timeout=1)) as served:
+        key = {"authorization": "Bearer k"}
+        body = {"model": "hidden-name", "prompt": "x"}
+        assert httpx.post(served.url + "/v1/completions", json=body, headers=key).status_code == 500
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            response = httpx.get(served.url + "/health", headers=headers)
+            assert response.status_code == 200 and response.json()["models"] == []
+            assert "hidden" not in response.text and "secret" not in response.text
+        (told,) = httpx.get(served.url + "/health", headers=key).json()["models"]
+        assert told["name"] == "hidden-name" and told["error"] == model.problem
 
 
 def test_clients_load_nothing_unless_they_may(several: Models) -> None:

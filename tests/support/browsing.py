@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.pool_picture import PoolPicture
 from tests.support.serving import Served
 from tools.fixtures.browser import VARIABLE, find_chromium, open_browser
 
@@ -78,3 +79,18 @@ def wait_for_answer(page: Page, number: int = 1) -> None:
 
 def texts(page: Page, selector: str) -> list[str]:
     return [re.sub(r"\s+", " ", text).strip() for text in page.locator(selector).all_inner_texts()]
+
+
+def picture_of(page: Page) -> PoolPicture:
+    """The pool as the live view has it."""
+    found = page.evaluate(
+        """async () => {
+            const { pool } = await import("/page/js/main.js");
+            const cached = [...pool.cached.keys()].filter((block) => pool.cached[block]);
+            return { tables: [...pool.tables], cached, used: pool.numUsed, alsoCached: pool.numCached };
+        }"""
+    )
+    picture = PoolPicture(dict(found["tables"]), set(found["cached"]), is_whole=True)
+    used = {block for table in picture.tables.values() for block in table}
+    assert (found["used"], found["alsoCached"]) == (len(used), len(picture.cached - used))
+    return picture

@@ -27,7 +27,7 @@ def add_anthropic_routes(app: FastAPI, models: Models, answer: Answerer) -> None
         with renaming(protocol.RENAMED):
             raw = await request.body()
             chat = await models.workers.run_if_large(len(raw), protocol.to_chat, body)
-            return await answer(request, MessagesEndpoint, chat, len(raw), _LATE_ERRORS)
+            return await answer(request, MessagesEndpoint, MessagesEndpoint, chat, len(raw), _LATE_ERRORS)
 
     @app.post("/v1/messages/count_tokens", tags=["messages"], responses=_ERRORS)
     async def count_tokens(body: protocol.CountTokensBody, request: Request) -> protocol.TokenCount:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from metal_engine.server.errors import APIError, renaming, to_api_error
 from metal_engine.server.generation.generation import Generation
 from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.preparation import BodyT, Endpoint, ServedModel, prepare
-from metal_engine.server.generation.streaming import EventStreamResponse, sse
+from metal_engine.server.generation.streaming import EVENT_STREAM, EventStreamResponse, sse
 from metal_engine.server.workers import Weight
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Answerer:
     async def __call__(
         self,
         request: Request,
+        kind: type[Endpoint[BodyT]],
         endpoint: Callable[[ServedModel], Endpoint[BodyT]],
         body: BodyT,
         num_bytes: int,
@@ -66,14 +68,21 @@ class Answerer:
         A stream whose model has to be loaded begins at once, with comments that say so.
 
         Args:
-            endpoint: makes what sets the request's endpoint apart, for a model.
+            kind: what sets the request's endpoint apart.
+            endpoint: makes one, for a model.
             late: None for streams that are no event streams: these begin when the model is loaded.
         """
+        request_id = f"{kind.id_prefix}-{uuid.uuid4().hex}"
         if body.stream and late is not None and not self.models.is_ready(body.model):
-            events = self._when_loaded(request, endpoint, body, num_bytes, late)
-            return EventStreamResponse(events, keep_alive=self.sse_keep_alive)
+            events = self._when_loaded(request, endpoint, body, num_bytes, request_id, late)
+            return self._stream(events, request_id)
         served = await self.models.use(request, body.model)
-        return await self._answer(served, endpoint(served), body, num_bytes)
+        return await self._answer(served, endpoint(served), body, num_bytes, request_id)
+
+    def _stream(self, events: AsyncGenerator[bytes, None], request_id: str, media_type: str = EVENT_STREAM) -> Response:
+        response = EventStreamResponse(events, keep_alive=self.sse_keep_alive, media_type=media_type)
+        response.headers[GENERATION_ID] = request_id
+        return response
 
     async def _when_loaded(
         self,
@@ -81,6 +90,7 @@ class Answerer:
         endpoint: Callable[[ServedModel], Endpoint[BodyT]],
         body: BodyT,
         num_bytes: int,
+        request_id: str,
         late: LateErrors,
     ) -> AsyncGenerator[bytes, None]:
         using = asyncio.ensure_future(self.models.use(request, body.model))
@@ -90,7 +100,7 @@ class Answerer:
                 await asyncio.wait([using], timeout=_LOADING_SECONDS)
             with renaming(late.renamed):
                 served = using.result()
-                response = await self._answer(served, endpoint(served), body, num_bytes)
+                response = await self._answer(served, endpoint(served), body, num_bytes, request_id)
         except Exception as error:
             if not isinstance(error, APIError):
                 logger.exception("a request whose model was loaded for it failed")
@@ -104,13 +114,12 @@ class Answerer:
             async for data in events:
                 yield data
 
-    async def _answer(self, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int) -> Response:
-        generation = await prepare(served, endpoint, body, num_bytes)
+    async def _answer(
+        self, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int, request_id: str
+    ) -> Response:
+        generation = await prepare(served, endpoint, body, num_bytes, request_id)
         if body.stream:
-            events, kind = _events(generation, endpoint, body), endpoint.stream_media_type
-            response = EventStreamResponse(events, keep_alive=self.sse_keep_alive, media_type=kind)
-            response.headers[GENERATION_ID] = generation.request_id
-            return response
+            return self._stream(_events(generation, endpoint, body), request_id, endpoint.stream_media_type)
         await generation.finish()
         if generation.is_long:
             data = await served.workers.run(Weight.HEAVY, _encoded, endpoint, generation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,6 +96,7 @@ class Endpoint(ABC, Generic[BodyT]):
     """What sets a generating endpoint apart from the others, for one request."""
 
     id_prefix: str
+    """What ids of its answers begin with."""
     has_choices = True
     """Whether its answer has a place for more than one output of a prompt."""
     stream_media_type = EVENT_STREAM
@@ -151,11 +151,14 @@ class Endpoint(ABC, Generic[BodyT]):
         return sse(error.body)
 
 
-async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int) -> Generation:
+async def prepare(
+    served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int, request_id: str
+) -> Generation:
     """Validate a request for a model and make a generation of it; nothing reaches the engine's queue yet.
 
     Args:
         num_bytes: what the prompt was made of.
+        request_id: what the answer is called.
 
     Raises:
         APIError: the request cannot be served; 4xx with the field at fault, or 503 if the engine has ended.
@@ -176,7 +179,7 @@ async def prepare(served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, n
     return Generation(
         engine,
         reservation,
-        request_id=f"{endpoint.id_prefix}-{uuid.uuid4().hex}",
+        request_id=request_id,
         model=served.names[0],
         requests=requests,
         options=_options(body, preparation.predicted_token_ids),

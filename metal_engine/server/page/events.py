@@ -43,6 +43,7 @@ def snapshot(engine: AsyncEngine, names: Sequence[str], keys: Sequence[SeenReque
         "device": {"name": config.device.name, "compute": config.device.compute, "attention": config.attention_backend},
         "memory": {
             "weights": config.weight_bytes,
+            "adapters": model.adapter_bytes,
             "kv_cache": config.kv_bytes,
             "states": config.state_bytes,
             "step": config.step_bytes,

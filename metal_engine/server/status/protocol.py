@@ -88,6 +88,7 @@ class RegistryHealth(BaseModel):
     """``/health`` where there are several models: what :class:`Health` has, for all of them, and each by itself.
 
     ``kv_cache_usage`` is that of the fullest cache; ``used_bytes`` of ``memory_bytes`` are taken.
+    ``models`` is empty for who has not sent the server's key.
     """
 
     status: Literal["ok", "draining"]

@@ -71,8 +71,15 @@ def _card(name: str, entry: ModelEntry, created: int) -> RegistryCard:
     )
 
 
-def registry_health(models: SeveralModels, *, draining: bool, unknown: dict[str, int], tells: bool) -> RegistryHealth:
-    """How all models are. ``tells`` is whether names of unknown parameters are for this client."""
+def registry_health(
+    models: SeveralModels, *, draining: bool, unknown: dict[str, int], tells: bool, tells_models: bool
+) -> RegistryHealth:
+    """How all models are.
+
+    Args:
+        tells: whether names of unknown parameters are for this client.
+        tells_models: whether each model is: its name, and errors, which have paths of files.
+    """
     told = [_health(entry) for entry in models.registry.entries]
     return RegistryHealth(
         status="draining" if draining else "ok",
@@ -85,7 +92,7 @@ def registry_health(models: SeveralModels, *, draining: bool, unknown: dict[str,
         unknown_parameters=unknown if tells else {},
         memory_bytes=models.registry.memory_bytes,
         used_bytes=sum(one.memory_bytes for one in told),
-        models=told,
+        models=told if tells_models else [],
     )
 
 

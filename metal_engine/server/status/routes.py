@@ -131,7 +131,9 @@ def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metric
         body: Health | RegistryHealth
         if isinstance(models, SeveralModels):
             unknown = models.parameters.num_unknown
-            body = registry_health(models, draining=lifecycle.draining, unknown=unknown, tells=tells)
+            tells_models = not request.scope.get(WITHOUT_KEY, False)  # as /v1/models tells of them
+            draining = lifecycle.draining
+            body = registry_health(models, draining=draining, unknown=unknown, tells=tells, tells_models=tells_models)
         else:
             (served,) = models.loaded
             body = _health(served, lifecycle, tells=tells)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from metal_engine.settings.args import ServerArgs
-from tests.support.browsing import DESK, PHONE, browser_or_skip, page_of, say, texts, wait_for_answer
-from tests.support.pool_picture import PoolPicture
+from tests.support.browsing import DESK, PHONE, browser_or_skip, page_of, picture_of, say, texts, wait_for_answer
 from tests.support.serving import Served, serve, wait_until
 from tests.support.speculation import speculative_config
 from tests.support.splitting import answer_format
@@ -216,19 +216,39 @@ def test_a_long_prompt_shows_how_far_it_is(browser: Browser) -> None:
         assert not page.locator(".waiting").is_visible()
 
 
-def picture_of(page: Page) -> PoolPicture:
-    """The pool as the page has it."""
-    found = page.evaluate(
-        """async () => {
+def test_a_cell_of_several_blocks_says_whose_they_are(browser: Browser) -> None:
+    config = fake_config(num_blocks=20_000)
+    body = {"prompt": "a prefix that two requests share, of some blocks", "n": 2, "max_tokens": 200}
+    with (
+        serve(config=config, step_time=0.01) as served,
+        page_of(browser, served) as page,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(served.post, "/v1/completions", body)
+        shared = """async () => {
             const { pool } = await import("/page/js/main.js");
-            const cached = [...pool.cached.keys()].filter((block) => pool.cached[block]);
-            return { tables: [...pool.tables], cached, used: pool.numUsed, alsoCached: pool.numCached };
+            return pool.owners[0]?.length === 2 && pool.requests.size === 2;
         }"""
-    )
-    picture = PoolPicture(dict(found["tables"]), set(found["cached"]), is_whole=True)
-    used = {block for table in picture.tables.values() for block in table}
-    assert (found["used"], found["alsoCached"]) == (len(used), len(picture.cached - used))
-    return picture
+        wait_until(lambda: page.evaluate(shared), "both requests")
+        served.runner.running.clear()
+        page.wait_for_timeout(300)
+        page.locator("#blocks").focus()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowLeft")
+        said = page.locator("#blocks-now").inner_text()
+        each = int(said.split("to ")[1].split(":")[0]) + 1
+        tables = picture_of(page).tables
+        references = [sum(block in table for table in tables.values()) for block in range(each)]
+        used = sum(map(bool, references))
+        assert each > 1 and max(references) == 2 and f"{used} in use" in said
+        assert f"{sum(references)} references, 2 at most to one block" in said
+        ids = page.evaluate(
+            "async () => [...(await import('/page/js/main.js')).pool.requests.values()].map(one => one.id)"
+        )
+        assert len(ids) == 2 and all(f"…{one}" in said for one in ids)
+        served.runner.running.set()
+        assert asked.result().status_code == 200
 
 
 def wait_for_status(page: Page, text: str) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from metal_engine.engine.async_engine import AsyncEngine
+from tests.support import adapters
 from tests.support.browsing import browser_or_skip, page_of, say, wait_for_answer
 from tests.support.serving import serve, wait_until
 from tests.support.several import FakeModel, serve_models
+from tests.support.tiny_engine import tiny_reference
+from tools.fixtures.fake_engine import fake_config
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Request
 
 pytestmark = pytest.mark.browser
 
@@ -45,6 +52,65 @@ def test_a_model_is_picked(browser: Browser) -> None:
             wait_for_answer(page, 2)
             wait_until(lambda: served.states() == {"a": "loaded", "b": "unloaded"}, "a")
             page.wait_for_function("() => document.querySelector('#model').textContent.startsWith('a ·')")
+
+
+def test_an_answer_that_waits_for_its_model_says_so_and_has_its_colour(browser: Browser) -> None:
+    """Its request is found in the engine, for the stream has its id from the beginning."""
+    model = FakeModel(1, step_time=0.03)
+    model.gate.clear()
+    with serve_models({"a": model.start}, 100) as served:
+        served_: Any = served
+        with page_of(browser, served_, live=False) as page:
+            page.wait_for_selector("#connection[data-state=paused]")
+            say(page, "hello")
+            page.wait_for_function("() => document.querySelector('.waiting')?.textContent === 'loading the model'")
+            model.gate.set()
+            page.wait_for_function("() => document.querySelector('.message.assistant .dot').style.background !== ''")
+            page.click("#stop")
+            wait_for_answer(page)
+            assert not page.locator(".waiting").is_visible()
+        model.runners[0].step_time = 0.0
+
+
+def test_an_adapter_is_picked(browser: Browser, tmp_path: Path) -> None:
+    """And talked to; the view stays that of the model. What is unloaded is not picked any more."""
+    made = adapters.products(tiny_reference(), adapters.ALL, 2, seed=0)
+    folders = {name: adapters.write_mlx_lm(tmp_path / name, made) for name in ("sql", "poet")}
+    engine = AsyncEngine(lambda: adapters.adapted_engine(folders))
+    engine.start()
+    asked: list[str] = []
+
+    def note(request: Request) -> None:
+        if request.method == "POST":
+            asked.append(json.loads(request.post_data or "").get("model"))
+
+    with serve(engine=engine, names=("base",)) as served, page_of(browser, served) as page:
+        page.wait_for_selector("#models:not([hidden])")
+        options = page.locator("#model-pick option")
+        assert options.all_inner_texts() == ["base (model)", "sql (adapter)", "poet (adapter)"]
+        page.on("request", note)
+        page.click("#settings-open")
+        page.get_by_label("Tokens at most").fill("4")
+        say(page, "hello")
+        wait_for_answer(page)
+        page.select_option("#model-pick", "poet")
+        say(page, "hello again")
+        wait_for_answer(page, 2)
+        assert asked == ["base", "poet"]
+        assert page.inner_text("#connection") == "live" and page.inner_text("#model").startswith("base ·")
+        assert served.post("/v1/completions", {"model": "poet", "prompt": "x"}).status_code == 200
+        assert engine.adapters is not None and engine.adapters.unload("poet")
+        page.evaluate("dispatchEvent(new Event('focus'))")
+        page.wait_for_function("() => document.querySelector('#model-pick').value === 'base'")
+        assert options.all_inner_texts() == ["base (model)", "sql (adapter)"]
+
+
+def test_the_bar_of_memory_has_adapters(browser: Browser) -> None:
+    config = fake_config()
+    config = replace(config, model=replace(config.model, adapter_bytes=3 << 20))
+    with serve(config=config) as served, page_of(browser, served) as page:
+        assert "adapters 3.0 MiB" in page.inner_text("#memory-text")
+        assert page.locator("#memory-bar [title='adapters: 3.0 MiB']").count() == 1
 
 
 def test_one_model_is_not_picked(browser: Browser) -> None:

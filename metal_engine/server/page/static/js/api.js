@@ -11,16 +11,18 @@ export class ApiError extends Error {
 }
 
 let model = null;
+let watched = null;
 
-/** Talk to one of several models from now on. */
-export function useModel(name) {
+/** Talk to one of several models, or to an adapter, from now on; `isWatched` for a model that has an engine of its own. */
+export function useModel(name, isWatched) {
   model = name;
+  watched = isWatched ? name : null;
 }
 
-/** What names that model in a query; nothing where the server has only one. */
-export const modelQuery = () => (model === null ? "" : `?model=${encodeURIComponent(model)}`);
+/** What names the model to look at in a query; nothing where the server has only one. */
+export const modelQuery = () => (watched === null ? "" : `?model=${encodeURIComponent(watched)}`);
 
-/** A body that is for that model. */
+/** A body that is for the model to talk to. */
 export const forModel = (body) => (model === null ? body : { model, ...body });
 
 let key = sessionStorage.getItem(KEY) ?? "";
@@ -56,7 +58,7 @@ export async function request(path, { body, signal } = {}) {
   throw new ApiError(response.status, message);
 }
 
-/** The server-sent events of an answer: {event, data}, data as text. */
+/** The server-sent events of an answer: {event, data}, data as text; a comment is one of the name "comment". */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -71,6 +73,7 @@ export async function* events(response) {
         for (const line of block.split("\n")) {
           if (line.startsWith("event: ")) one.event = line.slice(7);
           else if (line.startsWith("data: ")) one.data += line.slice(6);
+          else if (line.startsWith(": ")) Object.assign(one, { event: "comment", data: line.slice(2) });
         }
         if (one.data) yield one;
       }
@@ -83,12 +86,17 @@ export async function* events(response) {
 /**
  * A stream of OpenAI's chunks: each as an object, until `[DONE]`. Throws ApiError for an error within it.
  *
- * `begun` is called with the answer's id as soon as the server has taken the request in.
+ * `begun` is called with the answer's id as soon as the server has taken the request in, `loading` whenever it says that the
+ * model is being loaded for it.
  */
-export async function* chunks(path, body, signal, begun = () => {}) {
+export async function* chunks(path, body, signal, { begun = () => {}, loading = () => {} } = {}) {
   const response = await request(path, { body: forModel({ ...body, stream: true }), signal });
   begun(response.headers.get("x-generation-id"));
-  for await (const { data } of events(response)) {
+  for await (const { event, data } of events(response)) {
+    if (event === "comment") {
+      if (data.startsWith("loading ")) loading();
+      continue;
+    }
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(500, chunk.error.message);

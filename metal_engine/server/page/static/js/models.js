@@ -1,10 +1,12 @@
-// Several models in one server: which are loaded, and which one the page talks to and looks at.
+// Several models in one server: which are loaded, and which one the page talks to and looks at. Or one with adapters, which
+// share its engine: which one the page talks to.
 
 import { request, useModel } from "./api.js";
 import { byId, el, size } from "./dom.js";
 import { withKey } from "./key.js";
 
 const SECONDS = 3;
+const WAITING_SECONDS = 1; // when the model that is looked at is not loaded
 
 export class Models {
   /** `changed()` is called when another model is picked. */
@@ -12,6 +14,7 @@ export class Models {
     this.changed = changed;
     this.cards = [];
     this.picked = null; // the server's only model
+    this.isSeveral = false;
     this.waiting = [];
     // Resolves when the server has said for the first time which models it has.
     this.known = new Promise((resolve) => (this.isKnown = resolve));
@@ -19,32 +22,32 @@ export class Models {
     this.select.addEventListener("change", () => this.pick(this.select.value));
   }
 
-  /** Ask for the models once, and again and again if there are several. */
+  /** Ask for the models again and again if there are several; of one, whenever somebody comes to the page. */
   async run() {
-    while (true) {
-      if (!document.hidden) {
-        try {
-          const { data } = await (await withKey(() => request("/v1/models"))).json();
-          if (!data.some((card) => card.state)) return; // a server of one model, which is always loaded
-          this.show(data);
-        } catch {
-          // the live view says that the server does not answer
-        }
-        this.isKnown();
-      }
-      await new Promise((resolve) => setTimeout(resolve, 1000 * SECONDS));
+    addEventListener("focus", () => this.ask());
+    this.select.addEventListener("focus", () => this.ask());
+    do {
+      if (!document.hidden) await this.ask();
+      const seconds = this.isLoaded ? SECONDS : WAITING_SECONDS;
+      await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
+    } while (this.isSeveral || !this.cards.length);
+  }
+
+  async ask() {
+    try {
+      const { data } = await (await withKey(() => request("/v1/models"))).json();
+      this.isSeveral = data.some((card) => card.state);
+      if (this.isSeveral) this.show(data);
+      else this.showAdapters(data);
+    } catch {
+      // the live view says that the server does not answer
     }
+    this.isKnown();
   }
 
   show(cards) {
     this.cards = cards;
-    byId("models").hidden = false;
-    while (this.select.options.length < cards.length) this.select.append(el("option"));
-    cards.forEach((card, i) => {
-      const option = this.select.options[i];
-      option.value = card.id;
-      option.textContent = card.loaded && card.state === "loaded" ? `${card.id} (loaded)` : `${card.id} (${card.state})`;
-    });
+    this.list((card) => (card.loaded && card.state === "loaded" ? "loaded" : card.state));
     const loaded = cards.filter((card) => card.loaded);
     const taken = loaded.reduce((sum, card) => sum + card.memory_bytes, 0);
     byId("models-text").textContent = `${loaded.length} of ${cards.length} loaded, ${size(taken)}`;
@@ -52,17 +55,42 @@ export class Models {
     if (this.isLoaded) for (const resolve of this.waiting.splice(0)) resolve();
   }
 
+  /** A server's only model, which is always loaded, with the adapters that it has now. */
+  showAdapters(cards) {
+    this.cards = cards;
+    const adapters = cards.filter((card) => card.parent);
+    byId("models").hidden = !adapters.length;
+    if (!adapters.length && this.picked === null) return;
+    this.list((card) => (card.parent ? "adapter" : "model"));
+    byId("models-text").textContent = adapters.length === 1 ? "with 1 adapter" : `with ${adapters.length} adapters`;
+    if (!cards.some((card) => card.id === this.picked)) this.pick(cards[0].id);
+  }
+
+  /** The models to choose from, each with what `about(card)` says of it. */
+  list(about) {
+    byId("models").hidden = false;
+    while (this.select.options.length > this.cards.length) this.select.lastChild.remove();
+    while (this.select.options.length < this.cards.length) this.select.append(el("option"));
+    this.cards.forEach((card, i) => {
+      const option = this.select.options[i];
+      option.value = card.id;
+      option.textContent = `${card.id} (${about(card)})`;
+    });
+    if (this.picked !== null) this.select.value = this.picked;
+  }
+
   pick(name) {
     this.picked = name;
     this.select.value = name;
-    useModel(name);
+    useModel(name, this.isSeveral);
+    if (!this.isSeveral) return; // adapters are looked at with their model
     this.changed();
     if (this.isLoaded) for (const resolve of this.waiting.splice(0)) resolve();
   }
 
   /** Whether there is something to look at. */
   get isLoaded() {
-    return this.picked === null || this.cards.some((card) => card.id === this.picked && card.loaded);
+    return !this.isSeveral || this.cards.some((card) => card.id === this.picked && card.loaded);
   }
 
   /** Resolves when the model is loaded that is looked at; to look at it loads nothing. */

@@ -4,7 +4,8 @@ import { chunks } from "../api.js";
 import { withKey } from "../key.js";
 
 /**
- * Streams an answer into `message` of `conversation`. `changed(part)` is called whenever it has: "text" for more of it, "end" for its end.
+ * Streams an answer into `message` of `conversation`. `changed(part)` is called whenever it has: "text" for more of it, "loading"
+ * while its model is loaded, "end" for its end.
  * `serverId` is the server's name for it, null until it has been taken in.
  */
 export class Answer {
@@ -27,8 +28,8 @@ export class Answer {
     try {
       await withKey(async () => {
         const options = { ...body, stream_options: { include_usage: true, continuous_usage_stats: true } };
-        const begun = (id) => (this.serverId = id);
-        for await (const chunk of chunks("/v1/chat/completions", options, this.abort.signal, begun)) {
+        const told = { begun: (id) => (this.serverId = id), loading: () => this.changed("loading") };
+        for await (const chunk of chunks("/v1/chat/completions", options, this.abort.signal, told)) {
           if (chunk.usage) message.usage = chunk.usage;
           for (const { delta, finish_reason: reason } of chunk.choices) {
             if (reason) message.reason = reason;

@@ -127,6 +127,7 @@ export class Chat {
   changed(answer, part) {
     const { conversation } = answer;
     const view = conversation === this.conversation ? this.views.get(answer.message.id) : undefined;
+    if (part === "loading") view?.waiting({ isLoading: true });
     if (part === "text") {
       view?.waiting(null);
       this.drawSoon(view);

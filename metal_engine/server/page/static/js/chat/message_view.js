@@ -49,15 +49,15 @@ export class MessageView {
     this.showFoot();
   }
 
-  /** How far the prompt is: tokens computed of all, or null once there is text. */
+  /** How far the prompt is: tokens computed of all, or that the model is being loaded; null once there is text. */
   waiting(progress) {
     this.wait.hidden = progress === null;
     if (progress === null) return;
-    const { computed, total } = progress;
-    const bar = el("progress", { "aria-label": "Prompt computed" });
+    const { computed, total, isLoading } = progress;
+    const bar = el("progress", { "aria-label": isLoading ? "Model loaded" : "Prompt computed" });
     if (total) Object.assign(bar, { value: computed, max: total });
-    const said = total ? `computing the prompt: ${count(computed)} of ${count(total)} tokens` : "waiting for its turn";
-    this.wait.replaceChildren(bar, said);
+    const before = isLoading ? "loading the model" : "waiting for its turn";
+    this.wait.replaceChildren(bar, total ? `computing the prompt: ${count(computed)} of ${count(total)} tokens` : before);
   }
 
   /** The colour of its request in the live view; null when that has ended. */

@@ -8,6 +8,8 @@ const LARGEST = 22;
 const SMALLEST = 5;
 const FLASH_SECONDS = 0.7;
 
+const references = (number) => (number === 1 ? "1 reference" : `${count(number)} references`);
+
 export class Blocks {
   constructor(view, readout, summary, pool) {
     this.pool = pool;
@@ -57,7 +59,7 @@ export class Blocks {
     const text = styled("--text");
     for (let cell = 0; cell * each < this.pool.numBlocks; cell += 1) {
       const [x, y] = [(cell % columns) * size, Math.floor(cell / columns) * size];
-      this.drawCell(context, cell * each, each, x, y, size - 1, line, now);
+      this.drawCell(context, this.shownOf(cell, each, now), x, y, size - 1, line, now);
       if (cell === this.chosen) {
         context.strokeStyle = text;
         context.lineWidth = 1.5;
@@ -67,10 +69,24 @@ export class Blocks {
     for (const [block, until] of this.flashes) if (until <= now) this.flashes.delete(block);
   }
 
-  drawCell(context, first, each, x, y, side, line, now) {
-    const last = Math.min(first + each, this.pool.numBlocks);
-    let block = first;
-    while (block < last - 1 && !this.pool.owners[block]) block += 1; // show one that is in use, if there is one
+  /** The blocks of a cell. */
+  blocksOf(cell, each) {
+    const first = cell * each;
+    return Array.from({ length: Math.min(each, this.pool.numBlocks - first) }, (_, i) => first + i);
+  }
+
+  /** The block that stands for a cell: one that flashes, is shared, in use, or cached, if there is one, in that order. */
+  shownOf(cell, each, now) {
+    if (each === 1) return cell;
+    const { owners, cached } = this.pool;
+    const worth = (block) => {
+      if ((this.flashes.get(block) ?? 0) > now) return 4;
+      return owners[block] ? (owners[block].length > 1 ? 3 : 2) : cached[block];
+    };
+    return this.blocksOf(cell, each).reduce((best, block) => (worth(block) > worth(best) ? block : best));
+  }
+
+  drawCell(context, block, x, y, side, line, now) {
     const owners = this.pool.owners[block];
     if ((this.flashes.get(block) ?? 0) > now) {
       context.fillStyle = styled("--problem");
@@ -78,7 +94,7 @@ export class Blocks {
     } else if (owners) {
       context.fillStyle = colour(owners[0]);
       context.fillRect(x, y, side, side);
-      if (owners.length > 1) this.drawStripes(context, x, y, side, colour(owners.at(-1)));
+      if (owners.length > 1) this.drawStripes(context, x, y, side, owners);
     } else if (this.pool.cached[block]) {
       context.globalAlpha = 0.35;
       context.fillStyle = this.pool.lastOwner[block] < 0 ? styled("--quiet") : colour(this.pool.lastOwner[block]);
@@ -92,19 +108,17 @@ export class Blocks {
     }
   }
 
-  drawStripes(context, x, y, side, other) {
-    context.fillStyle = other;
-    context.beginPath();
-    context.moveTo(x, y + side);
-    context.lineTo(x + side, y);
-    context.lineTo(x + side, y + side);
-    context.fill();
-    context.strokeStyle = styled("--panel");
-    context.lineWidth = 1.5;
-    context.beginPath();
-    context.moveTo(x, y + side);
-    context.lineTo(x + side, y);
-    context.stroke();
+  /** Stripes in the colours of those who share a block, as many as there is room for; their colours may be the same. */
+  drawStripes(context, x, y, side, owners) {
+    const number = side >= 10 ? 4 : 2;
+    const width = side / number;
+    for (let i = 0; i < number; i += 1) {
+      context.fillStyle = colour(owners[i % owners.length]);
+      context.fillRect(x + i * width, y, width, side);
+      if (!i) continue;
+      context.fillStyle = styled("--panel");
+      context.fillRect(x + i * width - 0.5, y, 1, side);
+    }
   }
 
   hit(x, y) {
@@ -125,17 +139,29 @@ export class Blocks {
 
   describe(cell) {
     const { each } = this.grid;
-    const first = cell * each;
-    if (each > 1) {
-      const blocks = Array.from({ length: Math.min(each, this.pool.numBlocks - first) }, (_, i) => first + i);
-      const used = blocks.filter((block) => this.pool.owners[block]).length;
-      return `blocks ${count(first)} to ${count(first + blocks.length - 1)}: ${used} in use`;
-    }
-    const owners = this.pool.owners[first];
-    const cached = this.pool.cached[first] ? "holds a cached prefix" : "";
-    if (!owners) return `block ${count(first)}: ${cached ? `not in use, ${cached}` : "free"}`;
+    const blocks = this.blocksOf(cell, each);
+    if (each > 1 && blocks.length > 1) return this.describeSeveral(blocks);
+    const [block] = blocks;
+    const owners = this.pool.owners[block];
+    const cached = this.pool.cached[block] ? "holds a cached prefix" : "";
+    if (!owners) return `block ${count(block)}: ${cached ? `not in use, ${cached}` : "free"}`;
+    return `block ${count(block)}: ${this.names(owners)}; ${references(owners.length)}${cached && `, ${cached}`}`;
+  }
+
+  /** Blocks of one cell: who has some of them, and how many references there are to all and to one. */
+  describeSeveral(blocks) {
+    const used = blocks.map((block) => this.pool.owners[block]).filter(Boolean);
+    const cached = blocks.filter((block) => this.pool.cached[block] && !this.pool.owners[block]).length;
+    const parts = [`${used.length} in use`, `${cached} cached`, `${blocks.length - used.length - cached} free`];
+    const which = `blocks ${count(blocks[0])} to ${count(blocks.at(-1))}: ${parts.join(", ")}`;
+    if (!used.length) return which;
+    const most = Math.max(...used.map((owners) => owners.length));
+    const all = used.reduce((sum, owners) => sum + owners.length, 0);
+    return `${which}; ${this.names([...new Set(used.flat())])}; ${references(all)}, ${most} at most to one block`;
+  }
+
+  names(owners) {
     const names = owners.slice(0, 4).map((key) => `…${this.pool.requests.get(key)?.id ?? key}`);
-    const more = owners.length > names.length ? ` and ${owners.length - names.length} more` : "";
-    return `block ${count(first)}: ${names.join(", ")}${more}; ${owners.length} references${cached && `, ${cached}`}`;
+    return names.join(", ") + (owners.length > names.length ? ` and ${owners.length - names.length} more` : "");
   }
 }

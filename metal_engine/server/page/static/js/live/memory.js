@@ -4,6 +4,7 @@ import { byId, count, el, size } from "../dom.js";
 
 const PARTS = [
   ["weights", "weights", "#5b5b66"],
+  ["adapters", "adapters", "#00855f"],
   ["kv_cache", "KV cache", "#0072b2"],
   ["states", "recurrent states", "#a8507f"],
   ["step", "largest step", "#d55e00"],
