@@ -213,7 +213,7 @@ def test_a_step_without_anything_to_do_changes_nothing() -> None:
     harness = make_harness(num_drafts=4, ahead_seconds=0.9)
     scheduler, times = harness.scheduler, Measured()
     scheduler.speculation = Speculation(
-        harness.config, scheduler.blocks, RightDrafts(harness), times, ahead=KnownAheadTimes(0.9)
+        harness.config, scheduler.blocks, RightDrafts(harness), times, ahead=AheadTimes()
     )
     harness.submit("a", make_prompt(0, 6), 21, needs_token_on_host=True)
     harness.run()

@@ -67,6 +67,16 @@ def test_synthetic_pairs(folder: Path, demo_tokenizer: Tokenizer, tmp_path: Path
     assert mx.array_equal(models[0](prompt), small)
 
 
+@pytest.mark.full
+def test_a_draft_model_that_knows_nothing(folder: Path, demo_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """It is one for the usual model, of the same vocabulary, and says something else."""
+    export(tmp_path, drop_layers=range(1, 30), random_weights=True)
+    prompt = mx.array(demo_tokenizer.encode(PROMPT))[None]
+    usual, random = (load(str(path))[0](prompt) for path in (folder, tmp_path))
+    assert random.shape == usual.shape and mx.all(mx.isfinite(random))
+    assert not mx.any(mx.argmax(usual, axis=-1) == mx.argmax(random, axis=-1))
+
+
 def test_every_scenario_can_be_asked(folder: Path) -> None:
     """Prompts have the lengths of the scenario's title, and rounds differ."""
     from metal_engine.bench.tokens import load_prompt_tokenizer

@@ -3,6 +3,7 @@
     python -m tools.benchmarks.speculation                    # everything
     python -m tools.benchmarks.speculation --streams 1        # prompt by prompt
     python -m tools.benchmarks.speculation --model TARGET --draft-model DRAFT --peer
+    python -m tools.benchmarks.speculation --draft-model RANDOM --slowdown
 
 Two engines in one process, one of which speculates, take turns with the same requests: tasks that copy (edits, answers
 from a context, code) and questions that do not. Answers are greedy, and must be the same. Those that end in a loop are
@@ -10,6 +11,9 @@ left out, as what repeats itself is easily guessed. Times are of steps that do n
 
 With ``--peer``, mlx-lm answers the same prompts one at a time, without and with the same draft model; both models are
 directories then, such as ``tools/fixtures/export_mlx.py`` writes: pairs of its making are synthetic.
+
+With ``--slowdown`` there is one figure: how many times as long all questions take with speculation. It is for drafts
+that are not accepted, such as those of a model with random weights, which ``export_mlx.py --random-weights`` writes.
 """
 
 from __future__ import annotations
@@ -208,6 +212,21 @@ def at_once(pair: Pair, kind: str, texts: dict[str, str], streams: int, repeats:
     )
 
 
+def slowdown(pair: Pair, texts: dict[str, str], repeats: int) -> None:
+    """Whole answers, prompts included, one at a time: the sum of their medians with speculation over that without."""
+    seconds, num_drafts, num_accepted = [0.0, 0.0], 0, 0
+    for text in texts.values():
+        runs = pair.turns({"": pair.prompt(text)}, repeats)
+        for i in range(2):
+            seconds[i] += statistics.median(both[i].seconds for both in runs)
+        num_drafts += sum(ours.num_drafts for _, ours in runs)
+        num_accepted += sum(ours.num_accepted for _, ours in runs)
+    print(
+        f"{len(texts)} questions, one at a time, medians of {repeats}: slowdown {seconds[1] / seconds[0]:.3f} "
+        f"({seconds[0]:.1f} s without, {seconds[1]:.1f} s with; {num_accepted} of {num_drafts} drafts accepted)"
+    )
+
+
 def peer(pair: Pair, args: argparse.Namespace) -> None:
     """mlx-lm with the same models, prompts and limits, one request at a time."""
     config = pair.speculating.config.scheduler.speculative
@@ -240,6 +259,7 @@ def main() -> None:
     )
     parser.add_argument("--draft-model", help="instead of --speculative-config: a draft model, with three drafts")
     parser.add_argument("--peer", action="store_true", help="mlx-lm with the same draft model, too")
+    parser.add_argument("--slowdown", action="store_true", help="only how much longer questions take, in one figure")
     args = parser.parse_args()
     if args.draft_model is not None:
         config = {"method": "draft_model", "model": args.draft_model, "num_speculative_tokens": 3}
@@ -247,7 +267,9 @@ def main() -> None:
     pair = Pair(args)
     for core in (pair.without, pair.speculating):  # what happens once is paid before anything is measured
         run(core, {"warm-up": pair.prompt(COPYING["table, repeated"])}, args.max_tokens)
-    for streams in args.streams:
+    if args.slowdown:
+        slowdown(pair, CHAT, args.repeats)
+    for streams in [] if args.slowdown else args.streams:
         for kind, texts in (("copying", COPYING), ("chat", CHAT)):
             if streams == 1:
                 one_by_one(pair, kind, texts, args.repeats)
