@@ -10,8 +10,9 @@ from typing import NoReturn
 import mlx.core as mx
 
 from metal_engine.device.streams import synchronize
+from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.recurrent import RecurrentState
-from metal_engine.kv_cache.spec import KVSpec, LatentSpec, RecurrentSpec, StateSpec
+from metal_engine.kv_cache.spec import KVSpec, LatentSpec, QuantizedKVSpec, RecurrentSpec, StateSpec
 from metal_engine.kv_cache.state import KVState, LatentState, LayerState, StateSnapshot
 from metal_engine.step import KVCacheLostError
 
@@ -28,6 +29,8 @@ def make_state(spec: StateSpec) -> LayerState:
             return KVState(spec)
         case LatentSpec():
             return LatentState(spec)
+        case QuantizedKVSpec():
+            return QuantizedKVState(spec)
         case RecurrentSpec():
             return RecurrentState(spec)
         case _:
