@@ -58,11 +58,6 @@ def try_kernel(metal: MetalBackend, kind: AttentionKind, block_size: int) -> Non
             f"the metal attention backend does not support {kind}, over keys of {kind.spec.dtype}. "
             "Choose --attention-backend auto or mlx."
         )
-    if isinstance(kind.spec, QuantizedKVSpec):
-        raise UnsupportedAttentionError(
-            f"the metal attention backend does not support {kind}. Choose --attention-backend auto or mlx, or "
-            "--kv-cache-dtype auto."
-        )
     steps = [(_ALONE, metal), (_IN_COMPANY, metal.splitting())]
     if metal.has_tensor_ops:
         steps.append((_CHUNK, metal))

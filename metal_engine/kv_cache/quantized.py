@@ -36,6 +36,16 @@ class QuantizedKVState(KVState):
         return self.arrays["keys" if self._is_latent else "values"]
 
     @property
+    def key_groups(self) -> tuple[mx.array, mx.array]:
+        """Scales and biases of the keys, [num_slots, num_kv_heads, head_dim / group_size]."""
+        return self.arrays["key_scales"], self.arrays["key_biases"]
+
+    @property
+    def value_groups(self) -> tuple[mx.array, mx.array]:
+        """Of the values; of latents those of the keys."""
+        return self.key_groups if self._is_latent else (self.arrays["value_scales"], self.arrays["value_biases"])
+
+    @property
     def _is_latent(self) -> bool:
         return self.spec.latent_dim is not None
 
