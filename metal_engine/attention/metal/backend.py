@@ -268,12 +268,13 @@ class MetalBackend:
 
     def uses_tensor_ops(self, shape: AttentionShape) -> bool:
         """Whether prefill of a shape is computed with tensor operations."""
-        return self.has_tensor_ops and fits_tensor_ops(shape)
+        return self.attention_for(shape) in (self.tensor_attention, self.quantized_tensor_attention)
 
     def attention_for(self, shape: AttentionShape) -> Callable[..., Any]:
         """The kernel for every step of a shape: decodes get the same one alone and beside prefills."""
-        if self.uses_tensor_ops(shape):
-            return self.quantized_tensor_attention if shape.bits else self.tensor_attention
+        with_tensor_ops = self.quantized_tensor_attention if shape.bits else self.tensor_attention
+        if with_tensor_ops is not None and fits_tensor_ops(shape):
+            return with_tensor_ops
         return self.quantized_attention if shape.bits else self.attention
 
     def without_tensor_ops(self) -> MetalBackend:
