@@ -7,7 +7,6 @@ names and values of template arguments are the host's business alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,9 +137,14 @@ class Recorder:
     def record_quantized(self, layer: Attention, models: set[str], kv_cache_dtype: str) -> None:
         """Note what reads quantized K and V, on either GPU; nothing where the server refuses to quantize them."""
         self.models = models
-        for tensor_ops in (False, True):
-            with suppress(ConfigError):
-                self._record_attention(layer, QUANTIZED_DTYPE, _block_sizes(layer)[0], tensor_ops, kv_cache_dtype)
+        block_size = EngineArgs(model="").block_size
+        try:
+            for tensor_ops in (False, True):
+                self._record_attention(layer, QUANTIZED_DTYPE, block_size, tensor_ops, kv_cache_dtype)
+        except ConfigError:
+            return
+        except UnsupportedAttentionError as error:
+            self.refused.append((sorted(models), f"{layer} {kv_cache_dtype}", str(error)))
 
     def _record_attention(
         self, layer: Attention, dtype: mx.Dtype, block_size: int, tensor_ops: bool = False, kv_cache_dtype: str = "auto"

@@ -197,10 +197,11 @@ def _can_hold(n: int, shape: AttentionShape, strips: int, registers: int, rows_r
     """
     loaded = held = n * registers
     if shape.bits:
-        # Each with a scale and a bias. One is unpacked at a time, but where its registers are needed again.
-        loaded = n * (-(-registers * shape.bits // (8 * shape.dtype.size)) + 2)
-        is_reused = shape.is_latent or strips > 1
-        held = max(loaded + registers, n * registers if is_reused else 0)
+        # With a scale and a bias, and those of a latent's position part.
+        one = -(-registers * shape.bits // (8 * shape.dtype.size)) + (4 if shape.is_latent else 2)
+        loaded = n * one
+        # One is unpacked at a time, but where they are multiplied again.
+        held = one + n * registers if shape.is_latent or strips > 1 else loaded + registers
     return n * strips <= HELD_FRAGMENTS and loaded <= HELD_REGISTERS and rows_registers + held <= MOST_REGISTERS
 
 
