@@ -178,6 +178,11 @@ def quantized_names(name: str) -> tuple[str, str, str]:
     return name, f"{one}_scales", f"{one}_biases"
 
 
+def unquantized(spec: StateSpec) -> StateSpec:
+    """What a layer would keep if its keys and values were not quantized."""
+    return spec.full if isinstance(spec, QuantizedKVSpec) else spec
+
+
 def as_kept(spec: StateSpec, kv_cache_dtype: str) -> StateSpec:
     """What a layer keeps with ``--kv-cache-dtype``: quantized, but for states that are not KV.
 
