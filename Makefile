@@ -18,7 +18,7 @@ INSTALL := $(BIN)/python tools/install.py $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # Test processes side by side, at most four; a file's tests stay together.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve chat disagg test test-full lint format clang chromium clean
+.PHONY: serve chat disagg test test-full mutants lint format clang chromium clean
 
 serve: .venv/.installed  ## serve MODEL on HOST:PORT
 	$(BIN)/metal-engine serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -33,7 +33,10 @@ test: .venv/.installed-dev clang chromium  ## all tests, long sweeps run small
 	$(PYTEST) $(ARGS)
 
 test-full: .venv/.installed-full clang chromium  ## all tests and the long sweeps
-	$(PYTEST) -m "full or not full" $(ARGS)
+	$(PYTEST) -m "not mutants" $(ARGS)
+
+mutants: .venv/.installed-dev clang  ## every mutant of the kernels; for whoever changes those, or their checks
+	$(PYTEST) -m mutants $(ARGS)
 
 lint: .venv/.installed-dev  ## ruff, mypy, import-linter, and whether constraints.txt says what is installed
 	$(BIN)/ruff format --check .

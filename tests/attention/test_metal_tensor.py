@@ -139,7 +139,7 @@ def test_there_are_enough_mutants() -> None:
     assert len(set(MUTANTS)) == len(MUTANTS) >= 60
 
 
-@pytest.mark.full
+@pytest.mark.mutants
 @pytest.mark.parametrize("i", range(len(MUTANTS)), ids=lambda i: MUTANTS[i].name)
 def test_every_mutant(i: int) -> None:
     assert bool(caught(MUTANTS[i])) != bool(MUTANTS[i].equivalent)

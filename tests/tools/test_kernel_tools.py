@@ -42,7 +42,7 @@ def test_sample_of_mutants(i: int) -> None:
     assert caught(MUTANTS[i])
 
 
-@pytest.mark.full
+@pytest.mark.mutants
 @pytest.mark.parametrize("i", range(len(MUTANTS)), ids=lambda i: MUTANTS[i].name)
 def test_every_mutant(i: int) -> None:
     assert bool(caught(MUTANTS[i])) != bool(MUTANTS[i].equivalent)
