@@ -45,7 +45,7 @@ from metal_engine.settings.args import KV_CACHE_DTYPES, EngineArgs  # noqa: E402
 _BLOCK_SIZE, _CHUNK = 16, 256
 _PROMPT_LEN = 48
 _BATCH = 20  # of mlx-lm, whose quantized cache takes prompts of one length
-_SPEED_PROMPT, _SPEED_REQUESTS, _SPEED_STEPS = 512, 8, 16
+_SPEED_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,17 @@ def mlx_lm_scores(bits: int | None, windows: Windows) -> Scored:
 
 def _score(forward: Callable[[list[int], int], mx.array], windows: Windows) -> Scored:
     """``forward`` takes a chunk of a window and the tokens before it, and returns logits, [T, V]."""
-    logprobs, likeliest = [], []
+    logprobs: list[np.ndarray] = []
+    likeliest: list[np.ndarray] = []
     for window in windows:
         for start in range(0, len(window) - 1, _CHUNK):
             targets = window[start + 1 : start + _CHUNK + 1]
             logits = forward(window[start : start + _CHUNK], start)[: len(targets)].astype(mx.float32)
             each = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             found = mx.take_along_axis(each, mx.array(targets)[:, None], axis=-1)[:, 0]
-            logprobs += found.tolist()
-            likeliest += mx.argmax(logits, axis=-1).tolist()
-    return Scored(np.array(logprobs), np.array(likeliest))
+            logprobs.append(np.array(found))
+            likeliest.append(np.array(mx.argmax(logits, axis=-1)))
+    return Scored(np.concatenate(logprobs).astype(np.float64), np.concatenate(likeliest))
 
 
 def our_answers(engine: EngineCore, prompts: Windows, num_tokens: int) -> Windows:
@@ -133,10 +134,12 @@ def our_answers(engine: EngineCore, prompts: Windows, num_tokens: int) -> Window
 
 def mlx_lm_answers(bits: int, prompts: Windows, num_tokens: int) -> Windows:
     """The same by mlx-lm's forward, in batches."""
-    model, answers = load_demo_model(), []
+    model = load_demo_model()
+    answers: Windows = []
     for start in range(0, len(prompts), _BATCH):
         batch = mx.array(prompts[start : start + _BATCH])
-        caches, tokens = mlx_lm_caches(model, bits), []
+        caches = mlx_lm_caches(model, bits)
+        tokens: list[np.ndarray] = []
         for _ in range(num_tokens):
             batch = mx.argmax(model(batch, cache=caches)[:, -1], axis=-1)[:, None]
             tokens.append(np.array(batch[:, 0]))
@@ -204,9 +207,9 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
-def compare_speed(tokens: list[int], rounds: int) -> None:
+def compare_speed(tokens: list[int], num_requests: int, prompt_len: int, rounds: int) -> None:
     """Prints prefill and decode rates, in turns, as ratios of medians."""
-    prompts = [tokens[i * _SPEED_PROMPT : (i + 1) * _SPEED_PROMPT] for i in range(_SPEED_REQUESTS)]
+    prompts = _spread(tokens, num_requests, prompt_len)
     engines = {dtype: make_engine(dtype) for dtype in KV_CACHE_DTYPES}
     prefill: dict[str, list[float]] = {dtype: [] for dtype in engines}
     decode: dict[str, list[float]] = {dtype: [] for dtype in engines}
@@ -223,7 +226,7 @@ def compare_speed(tokens: list[int], rounds: int) -> None:
                 start = time.perf_counter()
                 engine.step()
                 decode[dtype].append(time.perf_counter() - start)
-    print(f"\n{_SPEED_REQUESTS} requests of {_SPEED_PROMPT:,} tokens, in turns, {rounds} rounds\n")
+    print(f"\n{num_requests} requests of {prompt_len:,} tokens, in turns, {rounds} rounds\n")
     print("| KV | bytes of a token | prefill, of float's speed | decode, of float's speed |\n| --- | --- | --- | --- |")
     for dtype, engine in engines.items():
         ratios = [statistics.median(all_of["auto"]) / statistics.median(all_of[dtype]) for all_of in (prefill, decode)]
@@ -243,6 +246,8 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--num-answers", type=int, default=100)
     parser.add_argument("--answer-len", type=int, default=64)
+    parser.add_argument("--num-requests", type=int, default=8)
+    parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     tokenizer = load_gguf_tokenizer(fetch_demo_model())
@@ -253,7 +258,7 @@ def main() -> None:
     if args.only in (None, "answers"):
         compare_answers(tokens, args.num_answers, args.answer_len)
     if args.only in (None, "speed"):
-        compare_speed(tokens, args.rounds)
+        compare_speed(tokens, args.num_requests, args.prompt_len, args.rounds)
 
 
 if __name__ == "__main__":
