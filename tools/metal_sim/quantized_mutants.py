@@ -15,6 +15,7 @@ from .kernel_mutants import DIRECT, ITEM, Case, run_case
 from .mutants import Mutant, factory_of, run_mutants
 
 QUANTIZED = "attention_quantized"
+_NAN = "as_type<float>(0x7fc00000u)"
 MUTANTS = (
     # An element.
     Mutant(QUANTIZED, "fma(float(integer), scale, bias)", "float(integer) * scale"),
@@ -38,8 +39,9 @@ MUTANTS = (
     Mutant(QUANTIZED, "column * BITS / 8", "column / 2", which=0),
     Mutant(QUANTIZED, "exists && column < end", "exists"),
     Mutant(QUANTIZED, "exists && column < end", "column < end"),
-    Mutant(QUANTIZED, "loaded.pieces[chunk] = Piece(0);", ""),
-    Mutant(QUANTIZED, "loaded.scales[round] = 0.0f;", ""),
+    Mutant(QUANTIZED, "loaded.pieces[chunk] = Piece(0);", "", equivalent="the scale and the bias are zero"),
+    Mutant(QUANTIZED, "loaded.scales[round] = 0.0f;", f"loaded.scales[round] = {_NAN};"),
+    Mutant(QUANTIZED, "loaded.biases[round] = 0.0f;", f"loaded.biases[round] = {_NAN};"),
     Mutant(QUANTIZED, "first_column / GROUP_SIZE + round * 4", "round * 4"),
     Mutant(QUANTIZED, "GROUP_SIZE + round * 4", "GROUP_SIZE"),
     Mutant(QUANTIZED, "exists && group * GROUP_SIZE < end", "exists"),
@@ -74,8 +76,8 @@ MUTANTS = (
     # Staged.
     Mutant(QUANTIZED, "column * BITS / 8", "column / 2", which=1),
     Mutant(QUANTIZED, "key < BK && key < num_keys", "key < BK"),
-    Mutant(QUANTIZED, "staged[i].piece = Piece(0);", ""),
-    Mutant(QUANTIZED, "staged[i].number = 0.0f;", ""),
+    Mutant(QUANTIZED, "staged[i].piece = Piece(0);", "", equivalent="the scale and the bias are zero"),
+    Mutant(QUANTIZED, "staged[i].number = 0.0f;", f"staged[i].number = {_NAN};"),
     Mutant(QUANTIZED, "num_kv_heads + kv_head);", "num_kv_heads);"),
     Mutant(QUANTIZED, "column % GROUP_SIZE / COLUMNS", "column / COLUMNS"),
     Mutant(QUANTIZED, "place < 2", "place < 3"),
