@@ -101,11 +101,11 @@ CASES = (
          tolerance=8e-3),
     # Five groups of four lanes; and parts that begin within one.
     Case([(1, 50), (2, 20)], 1, 1, mx.float16, head_dim=160, quantized=(4, 32), scale=0.08, tolerance=1e-3),
-    Case([(1, 50), (2, 20)], 1, 1, head_dim=288, v_head_dim=32, quantized=(8, 32)),
+    Case([(1, 50), (2, 20)], 1, 1, head_dim=288, quantized=(8, 32)),
     # Two row fragments; float32 in the stage.
     Case([(1, 50), (3, 20)], 12, 1, head_dim=64, quantized=(4, 32)),
     # Latents: of a position part that begins within a group, and of the common one.
-    Case([(1, 300), (2, 33)], 12, 1, head_dim=64, v_head_dim=48, is_latent=True, quantized=(8, 32)),
+    Case([(1, 300), (2, 33)], 12, 1, head_dim=128, v_head_dim=48, is_latent=True, quantized=(8, 32)),
     Case([(1, 50)], 16, 1, mx.float16, head_dim=576, v_head_dim=512, is_latent=True, quantized=(4, 64), scale=0.05,
          tolerance=1e-3),
 )  # fmt: skip
