@@ -268,6 +268,10 @@ def _load_draft(
         opened = _open(draft_args, loader.load(draft_args, device, check, check_tokenizer=check_tokenizer), choice)
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft model (--speculative-config): {error}") from error
+    except ConfigError as error:
+        if "--speculative-config" in str(error):
+            raise
+        raise ConfigError(error.flag, f"the draft model (--speculative-config): {error}") from error
     check_draft_model(opened.info)
     return opened
 

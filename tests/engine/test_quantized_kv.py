@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,16 +16,20 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
 from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import StateSpec
+from metal_engine.models.adapter_targets import adapter_targets
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.models.rounded_cache import own_caches
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.ngram import NgramProposer
+from tests.support import adapters
 from tests.support.demo import engine_for
 from tests.support.running import run
-from tests.support.speculation import KnownOutputs, propose_from, speculative_config
+from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.tiny_models import random_model, tiny_model
@@ -50,7 +55,10 @@ def model_of(name: str) -> nn.Module:
 
 
 def make_engine(name: str, kv_cache_dtype: str = "int8", **sizes: Any) -> EngineCore:
-    paged = PagedModel(model_of(name), kv_cache_dtype=kv_cache_dtype)
+    return engine_of(PagedModel(model_of(name), kv_cache_dtype=kv_cache_dtype), **sizes)
+
+
+def engine_of(paged: PagedModel, **sizes: Any) -> EngineCore:
     defaults = {"budget": 64, "block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "caching": True, "vocab_size": 97}
     return engine_for(paged, tiny_tokenizer(), **{**defaults, **sizes})
 
@@ -68,8 +76,8 @@ PROMPTS = _prompts()
 class RoundedModel:
     """mlx-lm's own forward, over K and V as they are stored: teacher-forced, or greedy."""
 
-    def __init__(self, name: str, kv_cache_dtype: str) -> None:
-        self._model = model_of(name)
+    def __init__(self, name: str, kv_cache_dtype: str, adapter: Path | None = None) -> None:
+        self._model = adapters.mlx_lms(model_of(name), adapter)
         self._specs: list[StateSpec] = [
             state.spec for state in PagedModel(model_of(name), kv_cache_dtype=kv_cache_dtype).pool.states
         ]
@@ -128,13 +136,75 @@ def test_four_bits(way: str) -> None:
     assert_equal("llama", run(make_engine("llama", "int4", **WAYS[way]), PROMPTS, GREEDY), "int4")
 
 
-def test_speculation() -> None:
-    _, expected = rounded("llama", "int8")
-    engine = make_engine("llama", speculative=speculative_config(3), num_blocks=16)
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3_next", *(pytest.param(n, marks=pytest.mark.full) for n in MODELS[1:3])]
+)
+def test_speculation(name: str) -> None:
+    """Drafts that are right now and then: what follows a wrong one is written again, and states go back."""
+    _, expected = rounded(name, "int8")
+    engine = make_engine(name, speculative=speculative_config(3), num_blocks=16)
     known = KnownOutputs({tuple(p): e for p, e in zip(PROMPTS, expected, strict=True)})
     propose_from(engine, known)
-    assert_equal("llama", run(engine, PROMPTS, GREEDY))
+    assert_equal(name, run(engine, PROMPTS, GREEDY))
     assert known.num_right and known.num_wrong
+
+
+def test_ngram_drafts() -> None:
+    settings = speculative_config(3, longest=2, shortest=1)
+    engine = make_engine("llama", speculative=settings)
+    propose_from(engine, NgramProposer(settings))
+    assert_equal("llama", run(engine, PROMPTS, GREEDY))
+    assert 0 < sum(engine.metrics.num_accepted_tokens) < engine.metrics.num_draft_tokens
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("way", ["together", "preempted", "one ahead"])
+def test_drafts_of_the_model_itself_are_all_accepted(way: str, kv_cache_dtype: str) -> None:
+    """Its KV is as the target's: in other bits the model says something else now and then."""
+    draft = PagedModel(model_of("llama"), kv_cache_dtype=kv_cache_dtype)
+    engine = make_engine("llama", kv_cache_dtype, draft=draft, **WAYS[way])
+    draft_for_free(engine)
+    assert_equal("llama", run(engine, PROMPTS, GREEDY), kv_cache_dtype)
+    assert sum(engine.metrics.num_accepted_tokens) == engine.metrics.num_draft_tokens > 30
+    assert bool(engine.scheduler.num_preemptions) == ("preempted" in way)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_drafts_of_another_model(name: str) -> None:
+    """One layer, in groups of another size."""
+    other = tiny_model(7, vocab_size=97, head_dim=32, num_hidden_layers=1)
+    engine = make_engine(name, draft=PagedModel(other, kv_cache_dtype="int8"))
+    draft_for_free(engine)
+    assert_equal(name, run(engine, PROMPTS, GREEDY))
+    assert sum(engine.metrics.num_accepted_tokens) < engine.metrics.num_draft_tokens / 2
+
+
+@pytest.mark.parametrize("way", ["together", "preempted", "one ahead"])
+def test_adapters(way: str, tmp_path: Path) -> None:
+    """Requests with one and without share steps: each has mlx-lm's answer with its adapter, over rounded K and V."""
+    weights = adapters.products(model_of("llama"), adapters.ALL, rank=3, seed=1)
+    folder = adapters.write_mlx_lm(tmp_path / "a", weights)
+    paged = PagedModel(model_of("llama"), kv_cache_dtype="int8")
+    targets = adapter_targets(paged)
+    layers = paged.adapt(targets.shapes, 1, 3)
+    registry = AdapterRegistry(targets, 1, 3, layers.set_weights)
+    engine = engine_of(paged, adapters=registry, **WAYS[way])
+    adapters.load(engine, "a", folder)
+    answers: dict[str, list[int]] = {}
+    for i, prompt in enumerate(PROMPTS):
+        for name in ("a", None):
+            (prepared,) = engine.prepare_all([prompt], GREEDY, adapter=registry.find(name))
+            engine.add_request(f"{i} {name}", prepared)
+    while engine.has_requests:
+        for output in engine.step():
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+    assert bool(engine.scheduler.num_preemptions) == ("preempted" in way)
+    assert_equal("llama", [answers[f"{i} None"] for i in range(len(PROMPTS))])
+    adapted = RoundedModel("llama", "int8", folder)
+    for i, prompt in enumerate(PROMPTS):
+        found = compare_outputs(adapted, prompt, adapted.answer(prompt), answers[f"{i} a"])
+        assert found.equal, found
+    assert sum(answers[f"{i} a"] != answers[f"{i} None"] for i in range(len(PROMPTS))) > len(PROMPTS) / 2
 
 
 # --- mistakes that these comparisons must see ----------------------------------------------------------------

@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import numpy as np
 import pytest
 
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from tests.support.kv_engines import KVEngine, kv_engine
+from tests.support.tiny_engine import with_vocabulary
 from tools.fixtures.fake_engine import tiny_tokenizer
-from tools.fixtures.tiny_models import tiny_model
+from tools.fixtures.tiny_models import random_model, tiny_model
+from tools.fixtures.wide_heads import wide_configuration
 
 BLOCK_SIZE = 8
 
@@ -41,8 +45,8 @@ def make(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[MakeEngine]:
     """Engines over one directory."""
     engines: list[KVEngine] = []
 
-    def make(kv_cache_dtype: str = "int8", **settings: Any) -> KVEngine:
-        model = tiny_model(head_dim=64)
+    def make(kv_cache_dtype: str = "int8", model: Any = None, **settings: Any) -> KVEngine:
+        model = tiny_model(head_dim=64) if model is None else model
         engines.append(kv_engine(tokenizer, tmp_path / "kv", model=model, kv_cache_dtype=kv_cache_dtype, **settings))
         return engines[-1]
 
@@ -65,11 +69,41 @@ def test_after_a_restart(make: MakeEngine, plain: list[list[int]], ahead: bool) 
     assert second.stats.prompt_tokens_computed == NUM_COMPUTED and second.stats.blocks_loaded > 0
 
 
-def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine, plain: list[list[int]]) -> None:
-    make().run(PROMPTS)
+def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine) -> None:
+    """Answers are so long that requests outgrow the pool, whatever loads finish when."""
+    expected = make().run(PROMPTS, 32)
     engine = make(num_blocks=20)
-    assert engine.run(PROMPTS) == plain
+    assert engine.run(PROMPTS, 32) == expected
     assert engine.stats.blocks_loaded > 0 and engine.core.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_states_beside_quantized_blocks(make: MakeEngine, tokenizer: Tokenizer, ahead: bool) -> None:
+    """A model with layers that carry a state: those are as they are computed, K and V in 8 bits."""
+
+    def hybrid() -> nn.Module:
+        return random_model(with_vocabulary(wide_configuration("qwen3_next"), 256))
+
+    expected = kv_engine(tokenizer, None, model=hybrid(), kv_cache_dtype="int8").run(PROMPTS)
+    first = make(model=hybrid(), ahead=ahead)
+    assert [first.run([prompt])[0] for prompt in PROMPTS] == expected
+    second = make(model=hybrid(), ahead=ahead)
+    assert second.run(PROMPTS) == expected
+    assert second.stats.states_loaded >= 4 and second.stats.prompt_tokens_computed == NUM_COMPUTED
+    other = make("int4", model=hybrid())
+    other.run(PROMPTS[:2])
+    assert other.stats.blocks_loaded == other.stats.states_loaded == 0
+
+
+def test_a_draft_model_beside_a_store(make: MakeEngine) -> None:
+    """What was loaded is the target's alone: its own KV, in 8 bits too, the draft model computes."""
+    expected = make().run(PROMPTS, 20)
+    draft = PagedModel(tiny_model(head_dim=64), kv_cache_dtype="int8")
+    engine = make(draft=draft)
+    assert engine.run(PROMPTS, 20) == expected
+    metrics = engine.core.metrics
+    assert engine.stats.blocks_loaded > 0
+    assert sum(metrics.num_accepted_tokens) == metrics.num_draft_tokens > 40
 
 
 def test_hand_over_between_engines_that_cut_differently(make: MakeEngine, plain: list[list[int]]) -> None:
