@@ -68,6 +68,8 @@ for (int h = 0; h < HELD; ++h) {
 }
 for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
   simdgroup_matrix<T, 8, 8> keys[HELD][DK_PART];  // [keys x columns]
+  typename KRows::template Loaded<K_COLUMNS, K_CHUNKS, 0> k_loaded[HELD];
+  typename KRows::template Loaded<REST_COLUMNS, REST_CHUNKS, SPLIT_AT> rest_loaded[HELD];
   ulong at[HELD];                                 // of this lane's key of each fragment in the cache
   bool exists[HELD];
   #pragma clang loop unroll(full)
@@ -76,10 +78,11 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
     if (begin < key_end) {
       at[h] = ulong(cache_slot[h] + lane_row) * num_kv_heads + kv_head;
       exists[h] = begin + lane_row >= key_begin && begin + lane_row < key_end;
-      const device T* key = k_cache + at[h] * DK;
-      load_row<T, K_COLUMNS, K_CHUNKS, SPLIT_AT>(key, part * K_CHUNKS, lane_column, exists[h], keys[h]);
-      load_row<T, REST_COLUMNS, REST_CHUNKS, DK - SPLIT_AT>(
-          key + SPLIT_AT, part * REST_CHUNKS, lane_column, exists[h], keys[h] + REST);
+      const auto key = k_rows.row(at[h]);
+      load_row<K_COLUMNS, K_CHUNKS, 0, SPLIT_AT>(
+          key, part * K_CHUNKS, lane_column, exists[h], k_loaded[h], keys[h]);
+      load_row<REST_COLUMNS, REST_CHUNKS, SPLIT_AT, DK>(
+          key, part * REST_CHUNKS, lane_column, exists[h], rest_loaded[h], keys[h] + REST);
     }
     const int next = tile + (HELD + h) * STEP + slot * 8;
     if (next < key_end) {
@@ -90,6 +93,10 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
   #pragma clang loop unroll(full)
   for (int h = 0; h < HELD; ++h) {
     if (tile + h * STEP + slot * 8 < key_end) {
+#ifdef QUANTIZED
+      unpack_row<K_COLUMNS, K_CHUNKS>(part * K_CHUNKS, lane, k_loaded[h], keys[h]);
+      unpack_row<REST_COLUMNS, REST_CHUNKS>(part * REST_CHUNKS, lane, rest_loaded[h], keys[h] + REST);
+#endif
       #pragma clang loop unroll(full)
       for (int strip = 0; strip < STRIPS; ++strip) {
         if (strip * 8 < num_rows) {
@@ -107,12 +114,14 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
     }
   }
   simdgroup_matrix<T, 8, 8> values[LATENT ? 1 : HELD][DV_PART];
+  typename VRows::template Loaded<V_COLUMNS, V_CHUNKS, 0> v_loaded[LATENT ? 1 : HELD];
   if (!LATENT) {
     #pragma clang loop unroll(full)
     for (int h = 0; h < HELD; ++h) {
       if (tile + h * STEP + slot * 8 < key_end) {
-        load_row<T, V_COLUMNS, V_CHUNKS, DV>(
-            v_cache + at[h] * DV, part * V_CHUNKS, lane_column, exists[h], values[LATENT ? 0 : h]);
+        load_row<V_COLUMNS, V_CHUNKS, 0, DV>(
+            v_rows.row(at[h]), part * V_CHUNKS, lane_column, exists[h], v_loaded[LATENT ? 0 : h],
+            values[LATENT ? 0 : h]);
       }
     }
   }
@@ -178,6 +187,12 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
             weights.thread_elements()[e] = w;
             total[strip] += float(w);  // the rounded weight, as the product below takes it
           }
+#ifdef QUANTIZED
+          if (strip == 0 && !LATENT) {
+            unpack_row<V_COLUMNS, V_CHUNKS>(
+                part * V_CHUNKS, lane, v_loaded[LATENT ? 0 : h], values[LATENT ? 0 : h]);
+          }
+#endif
           #pragma clang loop unroll(full)
           for (int d = 0; d < DV_PART; ++d) {
             simdgroup_multiply_accumulate(

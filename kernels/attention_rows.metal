@@ -48,18 +48,30 @@ METAL_FUNC int slot_of(const device int* block_table, int table_row, int key) {
   return block_table[table_row + key / BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE;
 }
 
-// This lane's pieces of CHUNKS chunks of a row, from chunk `first` on. Zeros stand for columns from END on, and for the
-// whole row where there is none; neither is read.
-template <typename T, int COLUMNS, int CHUNKS, int END>
+// K or V of all slots as they are, in rows of WIDTH elements. QuantizedRows (attention_quantized.metal) is used alike.
+template <typename T, int WIDTH> struct Rows {
+  const device T* elements;
+
+  const device T* row(ulong row) const thread { return elements + row * WIDTH; }
+  // What a lane has loaded of a row beside its fragments.
+  template <int COLUMNS, int CHUNKS, int BEGIN> struct Loaded {};
+  // What a thread has loaded for the stage.
+  template <int COLUMNS> using Staged = typename Words<COLUMNS * int(sizeof(T)) / 4>::type;
+};
+
+// This lane's pieces of CHUNKS chunks of columns BEGIN to END of a row, from chunk `first` of these on. Zeros stand for
+// columns from END on, and for the whole row where there is none; neither is read.
+template <int COLUMNS, int CHUNKS, int BEGIN, int END, typename T, typename Loaded>
 METAL_FUNC void load_row(
-    const device T* row, int first, int lane_column, bool exists, thread simdgroup_matrix<T, 8, 8>* fragments) {
+    const device T* row, int first, int lane_column, bool exists, thread Loaded&,
+    thread simdgroup_matrix<T, 8, 8>* fragments) {
   typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Piece;
   #pragma clang loop unroll(full)
   for (int chunk = 0; chunk < CHUNKS; ++chunk) {
     const int column = ((first + chunk) * 4 + lane_column / 2) * COLUMNS;
     Piece piece = Piece(0);
-    if (exists && column < END) {
-      piece = *(const device Piece*)(row + column);
+    if (exists && column < END - BEGIN) {
+      piece = *(const device Piece*)(row + BEGIN + column);
     }
     #pragma clang loop unroll(full)
     for (int i = 0; i < COLUMNS / 2; ++i) {
@@ -87,33 +99,41 @@ METAL_FUNC void load_queries(
 }
 
 // A thread's LOADS pieces of the stage, COLUMNS elements of a row of the cache each; ROW_PIECES make a padded row of the
-// stage. Zeros stand for keys from `num_keys` on and for columns from END on; neither is read.
-template <typename T, int COLUMNS, int ROW_PIECES, int LOADS, int BK, int END>
+// stage. Zeros stand for keys from `num_keys` on and for columns from WIDTH on; neither is read.
+template <int COLUMNS, int ROW_PIECES, int LOADS, int BK, typename T, int WIDTH>
 METAL_FUNC void load_stage(
-    const device T* cache, threadgroup const int* key_slots, int num_keys, int num_kv_heads, int kv_head, int tid,
-    thread typename Words<COLUMNS * int(sizeof(T)) / 4>::type* pieces) {
+    Rows<T, WIDTH> rows, threadgroup const int* key_slots, int num_keys, int num_kv_heads, int kv_head, int tid,
+    thread typename Rows<T, WIDTH>::template Staged<COLUMNS>* staged) {
   typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Piece;
   #pragma clang loop unroll(full)
   for (int i = 0; i < LOADS; ++i) {
     const int key = (tid + i * THREADS) / ROW_PIECES;
     const int column = (tid + i * THREADS) % ROW_PIECES * COLUMNS;
-    pieces[i] = Piece(0);
-    if (key < BK && key < num_keys && column < END) {
-      pieces[i] = *(const device Piece*)(cache + (ulong(key_slots[key]) * num_kv_heads + kv_head) * END + column);
+    staged[i] = Piece(0);
+    if (key < BK && key < num_keys && column < WIDTH) {
+      staged[i] = *(const device Piece*)(
+          rows.elements + (ulong(key_slots[key]) * num_kv_heads + kv_head) * WIDTH + column);
     }
   }
 }
 
-// Stores them. `staged`: [BK, STRIDE].
-template <typename T, int COLUMNS, int ROW_PIECES, int LOADS, int BK, int STRIDE>
-METAL_FUNC void store_stage(
-    thread const typename Words<COLUMNS * int(sizeof(T)) / 4>::type* pieces, int tid, threadgroup T* staged) {
-  typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Piece;
+// This thread's piece as the stage holds it.
+template <int COLUMNS, typename T, int WIDTH>
+METAL_FUNC typename Words<COLUMNS * int(sizeof(T)) / 4>::type unpack_piece(
+    Rows<T, WIDTH>, int, typename Rows<T, WIDTH>::template Staged<COLUMNS> piece) {
+  return piece;
+}
+
+// Stores them. `to`: [BK, STRIDE].
+template <int COLUMNS, int ROW_PIECES, int LOADS, int BK, int STRIDE, typename CacheRows, typename Piece, typename T>
+METAL_FUNC void store_stage(CacheRows rows, thread const Piece* staged, int tid, threadgroup T* to) {
+  typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Unpacked;
   #pragma clang loop unroll(full)
   for (int i = 0; i < LOADS; ++i) {
     const int key = (tid + i * THREADS) / ROW_PIECES;
     if (key < BK) {
-      *(threadgroup Piece*)(staged + key * STRIDE + (tid + i * THREADS) % ROW_PIECES * COLUMNS) = pieces[i];
+      *(threadgroup Unpacked*)(to + key * STRIDE + (tid + i * THREADS) % ROW_PIECES * COLUMNS) =
+          unpack_piece<COLUMNS>(rows, tid, staged[i]);
     }
   }
 }

@@ -73,11 +73,10 @@ if (tid < BK && key_begin + tid < key_end) {
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 for (int tile = key_begin; tile < key_end; tile += BK) {
-  KPiece k_pieces[K_LOADS];
-  load_stage<T, K_PIECE, K_ROW, K_LOADS, BK, DK>(
-      k_cache, key_slots, key_end - tile, num_kv_heads, kv_head, tid, k_pieces);
+  typename KRows::template Staged<K_PIECE> k_pieces[K_LOADS];
+  load_stage<K_PIECE, K_ROW, K_LOADS, BK>(k_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, k_pieces);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile's V has been read
-  store_stage<T, K_PIECE, K_ROW, K_LOADS, BK, STRIDE>(k_pieces, tid, staged);
+  store_stage<K_PIECE, K_ROW, K_LOADS, BK, STRIDE>(k_rows, k_pieces, tid, staged);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   float scores[SUM_ELEMENTS];
@@ -92,9 +91,8 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
           scores, queries + d * LEFT_ELEMENTS, staged + slot * PRODUCT_COLUMNS * STRIDE + d * PRODUCT_INNER, STRIDE);
     }
   }
-  VPiece v_pieces[V_LOADS];
-  load_stage<T, V_PIECE, V_ROW, V_LOADS, BK, DV>(
-      v_cache, key_slots, key_end - tile, num_kv_heads, kv_head, tid, v_pieces);
+  typename VRows::template Staged<V_PIECE> v_pieces[V_LOADS];
+  load_stage<V_PIECE, V_ROW, V_LOADS, BK>(v_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, v_pieces);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // K has been read
 
   T weights[WEIGHT_PRODUCTS * LEFT_ELEMENTS];
@@ -164,7 +162,7 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // the weights have been read
-  store_stage<T, V_PIECE, V_ROW, V_LOADS, BK, STRIDE>(v_pieces, tid, staged);
+  store_stage<V_PIECE, V_ROW, V_LOADS, BK, STRIDE>(v_rows, v_pieces, tid, staged);
   if (tid < BK && tile + BK + tid < key_end) {  // of the next stage
     key_slots[tid] = slot_of<BLOCK_SIZE>(block_table, table_row, tile + BK + tid);
   }

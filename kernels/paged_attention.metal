@@ -1,7 +1,7 @@
 // Variable-length paged attention: the body of a kernel. MLX writes the signature (mx.fast.metal_kernel), so the
 // names of inputs and template arguments are those of metal_engine/attention/metal/backend.py and variants.py.
 //
-// metal_sim: never small: q, k_cache, v_cache, block_table, items
+// metal_sim: never small: q, k_cache, v_cache, k_scales, k_biases, v_scales, v_biases, block_table, items
 //
 // One threadgroup takes one work item of one KV head. An item is a tile of query rows and a range of keys. A row is
 // (token, query head of the group), so that all heads of a group share the K and V that the tile reads.
@@ -28,7 +28,8 @@
 //
 // Template: T, DK, DV (head dims), LATENT (V is the first DV columns of K), G (query heads of a KV head), BLOCK_SIZE,
 // HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, and how the work is shared out: variants.py. Where the host defines TENSOR_OPS, the
-// staged way multiplies with Metal's tensor operations (attention_tensor.metal).
+// staged way multiplies with Metal's tensor operations (attention_tensor.metal); where it defines QUANTIZED, the cache holds
+// groups of GROUP_SIZE integers of BITS bits, each with a scale and a bias (attention_quantized.metal).
 
 constexpr float WEIGHT_SHIFT = is_same_v<T, half> ? 14.0f : 0.0f;
 constexpr int K_FRAGMENTS = divided_up(DK, 8);
@@ -36,8 +37,6 @@ constexpr int V_FRAGMENTS = divided_up(DV, 8);
 // Elements of a load to the stage, such pieces of a padded row there, and loads of each thread.
 constexpr int K_PIECE = DK * sizeof(T) % 16 == 0 ? 16 / sizeof(T) : 8 / sizeof(T);
 constexpr int V_PIECE = DV * sizeof(T) % 16 == 0 ? 16 / sizeof(T) : 8 / sizeof(T);
-typedef typename Words<K_PIECE * int(sizeof(T)) / 4>::type KPiece;
-typedef typename Words<V_PIECE * int(sizeof(T)) / 4>::type VPiece;
 constexpr int K_ROW = K_FRAGMENTS * 8 / K_PIECE;
 constexpr int V_ROW = V_FRAGMENTS * 8 / V_PIECE;
 constexpr int K_LOADS = divided_up(BK * K_ROW, THREADS);
@@ -57,6 +56,19 @@ constexpr int CARRIED_BYTES = GROUPS * MOST_STRIPS * 8 * CARRIED_STRIDE * 4;
 constexpr int DIRECT_BYTES = EXCHANGE_BYTES > CARRIED_BYTES ? EXCHANGE_BYTES : CARRIED_BYTES;
 constexpr int STAGED_BYTES = STAGE_BYTES + SUMS_BYTES;
 constexpr int SHARED_BYTES = STAGED_BYTES > DIRECT_BYTES ? STAGED_BYTES : DIRECT_BYTES;
+
+#ifdef QUANTIZED
+static_assert(DK % GROUP_SIZE == 0 && (LATENT || DV % GROUP_SIZE == 0), "a row is whole groups");
+typedef QuantizedRows<T, DK, BITS, GROUP_SIZE> KRows;
+typedef QuantizedRows<T, DV, BITS, GROUP_SIZE> VRows;
+const KRows k_rows = {k_cache, k_scales, k_biases};
+const VRows v_rows = {v_cache, v_scales, v_biases};
+#else
+typedef Rows<T, DK> KRows;
+typedef Rows<T, DV> VRows;
+const KRows k_rows = {k_cache};
+const VRows v_rows = {v_cache};
+#endif
 
 threadgroup uint4 shared[SHARED_BYTES / 16];  // one after the other: stage and sums, or exchange; results
 threadgroup float row_state[GROUPS * MOST_STRIPS * 8 * 2];

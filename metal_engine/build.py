@@ -225,7 +225,8 @@ def _open(args: EngineArgs, loaded: LoadedModel, choice: BackendChoice) -> _Open
 
     logger.info("checking that %s runs right over a paged KV cache", loaded.name)
     try:
-        paged = PagedModel(loaded.model, MetalRecurrence() if choice.metal is not None else None)
+        recurrence = MetalRecurrence() if choice.metal is not None else None
+        paged = PagedModel(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
         info = model_info(loaded, paged)
         kinds = _with_recurrence(paged, lambda: attention_kinds(paged))
         attention = choice.for_layers(kinds, args.block_size)
@@ -255,7 +256,7 @@ def _load_draft(
     draft_args = replace(args, model=config.model, revision=config.revision, tokenizer=None, speculative_config=None)
 
     def check(facts: CheckpointFacts) -> None:
-        info = expected_model_info(draft_args.model, facts)
+        info = expected_model_info(draft_args.model, facts, args.kv_cache_dtype)
         if info is not None:
             check_draft_model(info)
 
@@ -267,6 +268,10 @@ def _load_draft(
         opened = _open(draft_args, loader.load(draft_args, device, check, check_tokenizer=check_tokenizer), choice)
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft model (--speculative-config): {error}") from error
+    except ConfigError as error:
+        if "--speculative-config" in str(error):
+            raise
+        raise ConfigError(error.flag, f"the draft model (--speculative-config): {error}") from error
     check_draft_model(opened.info)
     return opened
 
@@ -309,7 +314,7 @@ def check_before_loading(args: EngineArgs, facts: CheckpointFacts, device: Devic
     from metal_engine.models.info import expected_model_info
 
     try:
-        info = expected_model_info(args.model, facts)
+        info = expected_model_info(args.model, facts, args.kv_cache_dtype)
     except UnsupportedModelError as error:
         raise _cannot_run(args, facts.config, error) from error
     return None if info is None else check_kv_cache(args, info, device)

@@ -49,6 +49,29 @@ def test_answers_are_those_without(target: Path, tmp_path: Path) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
+def test_its_kv_is_kept_in_the_type_of_the_model_s(tmp_path: Path) -> None:
+    """Groups of 64 in the one, of 32 in the other. A model of the same weights is always right then."""
+    target = write_checkpoint(tmp_path / "large", config={"head_dim": 64})
+    small = write_checkpoint(tmp_path / "small", config={"head_dim": 32, "num_hidden_layers": 1})
+    answers = []
+    for draft in (None, target, small):
+        options = {} if draft is None else {"speculative_config": speculative(draft)}
+        with LLM(str(target), kv_cache_dtype="int8", **SIZES, **options) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+            found = llm.generate(["one", "two two", "three"], params, use_tqdm=False)
+            answers.append([output.token_ids for output in found])
+            config, metrics = llm.config, llm._core.metrics
+        if config.draft is None:
+            continue
+        assert config.model.kv_dtype == config.draft.kv_dtype == "int8"
+        of_draft = {target: 2 * 2 * 2 * 72, small: 2 * 2 * 40}[draft]  # layers, K and V, heads; a scale and a bias
+        assert config.draft.kv_bytes_per_token == of_draft
+        assert config.kv_bytes == config.cache.num_tokens * (2 * 2 * 2 * 72 + of_draft)
+        assert config.num_tokens_unquantized is not None and config.num_tokens_unquantized < config.cache.num_tokens
+        assert draft == small or 0 < metrics.num_draft_tokens == sum(metrics.num_accepted_tokens)
+    assert answers[0] == answers[1] == answers[2]
+
+
 def test_closing_frees_its_memory(target: Path) -> None:
     args = EngineArgs(model=str(target), speculative_config=json.dumps(speculative(target)), **SIZES)
     mx.synchronize()
@@ -105,6 +128,16 @@ def test_what_does_not_go_together_is_refused_before_its_weights_are_read(
         build_engine(args)
     assert "--speculative-config" in str(caught.value) and "\n" not in str(caught.value)
     assert announced == ["large"]
+
+
+def test_heads_that_no_group_divides_are_refused(target: Path, tmp_path: Path, announced: list[str]) -> None:
+    """The target's can be quantized; the error says that the draft model's cannot."""
+    large = write_checkpoint(tmp_path / "large", config={"head_dim": 64})
+    draft = write_checkpoint(tmp_path / "small", config={"head_dim": 24})
+    given = {"kv_cache_dtype": "int8", "speculative_config": json.dumps(speculative(draft))}
+    with pytest.raises(ConfigError, match=r"^the draft model \(--speculative-config\): .*24\); choose auto$") as caught:
+        build_engine(EngineArgs(model=str(large), **given, **SIZES))
+    assert caught.value.flag == "--kv-cache-dtype" and announced == ["large"]
 
 
 def test_a_draft_model_that_is_not_there(target: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +20,8 @@ from metal_engine.cli.serve_several import load_named, models_in, starter
 from metal_engine.engine.model_entry import Start
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ModelLoadError, ModelTooLargeError
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.models.rounded_cache import own_caches
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from tests.support import checkpoint_files
@@ -41,14 +43,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three checkpoints of one size and different weights."""
     folder = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(NAMES):
-
-        def seeded(dtype: mx.Dtype, seed: int = seed, **config: Any) -> Any:
-            return tiny_model(seed=seed, dtype=dtype, **config)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint_files, "tiny_model", seeded)
-            checkpoint_files.write_checkpoint(folder / name)
+        write_seeded(folder / name, seed)
     return folder
+
+
+def write_seeded(folder: Path, seed: int, config: dict[str, Any] | None = None) -> Path:
+    def seeded(dtype: mx.Dtype, **config: Any) -> Any:
+        return tiny_model(seed=seed, dtype=dtype, **config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_files, "tiny_model", seeded)
+        return checkpoint_files.write_checkpoint(folder, config=config)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +156,41 @@ def test_three_hundred_requests_with_room_for_two(folder: Path, own: dict[str, A
         assert compared.equal, (i, compared)
         num_close += not compared.same
     assert num_close <= 3
+
+
+def test_each_keeps_kv_in_a_type_of_its_own(tmp_path: Path) -> None:
+    """Side by side, and one whose heads no group divides is refused while the others serve."""
+    wide, narrow = (write_seeded(tmp_path / str(n), 5, {"head_dim": n}) for n in (64, 24))
+    prompts = [[7 + i, 3 * i, 60, i] * (1 + i % 5) for i in range(12)]
+    types = ("int8", "auto", "int4")
+
+    def start(path: Path, kv_cache_dtype: str) -> Start:
+        sizes: dict[str, int] = {"num_gpu_blocks_override": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        return starter(EngineArgs(model=str(path), kv_cache_dtype=kv_cache_dtype, **sizes), ServerArgs())  # type: ignore[arg-type]
+
+    async def main() -> list[list[int]]:
+        registry = ModelRegistry(1 << 30)
+        for kv_cache_dtype in types:
+            registry.add(kv_cache_dtype, start(wide, kv_cache_dtype))
+        refused = registry.add("refused", start(narrow, "int8"))
+        asked = asyncio.gather(*(ask(registry, types[i % 3], prompt, str(i)) for i, prompt in enumerate(prompts)))
+        with pytest.raises(ModelLoadError, match=r"--kv-cache-dtype int8 .* \(head_dim 24\); choose auto"):
+            await registry.load(refused)
+        answers = await asked
+        assert registry.shutdown(DEADLINE)
+        return answers
+
+    rounding = {kv_cache_dtype: rounded(wide, kv_cache_dtype) for kv_cache_dtype in types}
+    for i, (prompt, answer) in enumerate(zip(prompts, asyncio.run(main()), strict=True)):
+        model = rounding[types[i % 3]]
+        assert compare_outputs(model, prompt, answer, own_answer(model, prompt, answer)).equal, (i, types[i % 3])
+
+
+def rounded(folder: Path, kv_cache_dtype: str) -> Callable[[mx.array], mx.array]:
+    """mlx-lm's model of a checkpoint, over K and V as they are kept."""
+    specs = [state.spec for state in PagedModel(load_model(folder)[0], kv_cache_dtype=kv_cache_dtype).pool.states]
+    model = load_model(folder)[0]
+    return lambda tokens: model(tokens, cache=own_caches(model, specs))
 
 
 @pytest.mark.parametrize("size", [{"kv_cache_memory_bytes": 1 << 40}, {"num_gpu_blocks_override": 1 << 20}])

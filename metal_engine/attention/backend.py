@@ -8,7 +8,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from metal_engine.kv_cache.rows import StepRows
-from metal_engine.kv_cache.spec import KVSpec, LatentSpec
+from metal_engine.kv_cache.spec import AttentionSpec
 from metal_engine.kv_cache.state import KVState
 
 
@@ -24,7 +24,7 @@ class AttentionKind:
         sinks: dtype of its sinks; None where it has none.
     """
 
-    spec: KVSpec | LatentSpec
+    spec: AttentionSpec
     num_heads: int
     dtype: mx.Dtype
     has_window: bool = False
@@ -41,20 +41,14 @@ class AttentionKind:
 
     @property
     def head_dims(self) -> str:
-        """Its head dimensions, for people to read."""
-        spec = self.spec
-        if isinstance(spec, LatentSpec):
-            return f"latent {spec.latent_dim} + {spec.rope_dim}"
-        if spec.head_dim != spec.v_head_dim:
-            return f"head_dim {spec.head_dim} of K, {spec.v_head_dim} of V"
-        return f"head_dim {spec.head_dim}"
+        """Its head dimensions, and how they are kept, for people to read."""
+        return str(self.spec)
 
     def __str__(self) -> str:
-        num_kv_heads = self.spec.num_kv_heads if isinstance(self.spec, KVSpec) else 1
         extras = {"a window": self.has_window, "softcap": self.has_softcap, "sinks": self.sinks is not None}
         names = [
             f"{self.num_heads} query heads",
-            f"{num_kv_heads} KV heads",
+            f"{self.spec.num_kv_heads} KV heads",
             self.head_dims,
             *(name for name, has in extras.items() if has),
             str(self.dtype).removeprefix("mlx.core."),

@@ -18,7 +18,7 @@ from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.device.streams import synchronize
 from metal_engine.kv_cache.pool import make_state
 from metal_engine.kv_cache.rows import StepRows, step_rows
-from metal_engine.kv_cache.spec import LatentSpec
+from metal_engine.kv_cache.spec import QuantizedKVSpec
 from metal_engine.kv_cache.state import KVState, StateSnapshot
 
 # (tokens, tokens before them) of each request: long enough to be split, and the window, too.
@@ -93,8 +93,13 @@ def _random_state(kind: AttentionKind, rows: StepRows) -> KVState:
     state = make_state(kind.spec)
     assert isinstance(state, KVState)
     state.allocate(int(rows.block_table.max()) + 1, rows.block_size)
-    arrays = {name: _random(array.shape, array.dtype, seed) for seed, (name, array) in enumerate(state.arrays.items())}
-    state.restore(StateSnapshot(arrays))
+    kept = kind.spec.full if isinstance(kind.spec, QuantizedKVSpec) else kind.spec
+    num_slots = len(state.keys)
+    arrays = {
+        name: _random((num_slots, *array.shape), array.dtype, seed)
+        for seed, (name, array) in enumerate(kept.token_arrays.items())
+    }
+    state.restore(StateSnapshot(state.encode(arrays)))
     return state
 
 
@@ -104,7 +109,7 @@ def _random(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
 
 def _attend(backend: AttentionBackend, kind: AttentionKind, rows: StepRows, state: KVState) -> np.ndarray:
     """[N, Hq, Dv] float32; of latents what their reader takes."""
-    head_dim = state.keys.shape[-1]
+    head_dim = kind.spec.head_dim
     out = backend.for_step(rows).attend(
         _random((rows.num_tokens, kind.num_heads, head_dim), kind.dtype, 2),
         state,
@@ -113,7 +118,7 @@ def _attend(backend: AttentionBackend, kind: AttentionKind, rows: StepRows, stat
         softcap=_SOFTCAP if kind.has_softcap else None,
         sinks=None if kind.sinks is None else _random((kind.num_heads,), kind.sinks, 3),
     )
-    if isinstance(kind.spec, LatentSpec):
+    if kind.spec.latent_dim is not None:
         out = out[..., : kind.spec.latent_dim]
     mx.eval(out)  # which raises what an operation raised, as the conversion would not
     return np.array(out.astype(mx.float32))

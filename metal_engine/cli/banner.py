@@ -18,6 +18,12 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
     states = f", recurrent states {format_size(config.state_bytes)}" if config.state_bytes else ""
     adapters = f", adapters {format_size(model.adapter_bytes)}" if model.adapter_bytes else ""
     before_drafts = f", {scheduler.max_num_seqs} for their states before drafts" if scheduler.speculative else ""
+    unquantized = config.num_tokens_unquantized
+    more = (
+        ""
+        if unquantized is None
+        else f" in {model.kv_dtype} ({cache.num_tokens - unquantized:,} more than unquantized)"
+    )
     concurrency = cache.num_tokens / scheduler.max_model_len
     facts = {
         "model": model.name if names == (model.name,) else f"{model.name}, served as {named}",
@@ -27,7 +33,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "attention": config.attention,
         "memory": f"weights {format_size(config.weight_bytes)}{adapters}, KV cache {format_size(config.kv_bytes)}"
         f"{states}, largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
-        "KV cache": f"{cache.num_tokens:,} tokens in {cache.num_blocks:,} blocks of {cache.block_size}; "
+        "KV cache": f"{cache.num_tokens:,} tokens{more} in {cache.num_blocks:,} blocks of {cache.block_size}; "
         f"{concurrency:.1f} requests of the maximum length at once",
         "states": f"{format_size(model.state_bytes_per_request)} a request; {cache.num_state_slots:,} slots: "
         f"{scheduler.max_num_seqs} for requests{before_drafts}, the others for checkpoints",

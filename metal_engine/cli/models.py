@@ -186,7 +186,7 @@ def _engine_facts(details: ModelDetails, args: EngineArgs, device: DeviceInfo) -
     if details.problem is not None:
         return found
     try:
-        info = expected_model_info(details.name, details.facts)
+        info = expected_model_info(details.name, details.facts, args.kv_cache_dtype)
         if info is not None:
             found |= {"layers": info.num_layers, "context_length": info.max_position_embeddings}
             found |= {"kv_bytes_per_token": info.kv_bytes_per_token}

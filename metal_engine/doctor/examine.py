@@ -53,6 +53,7 @@ def examine(report: Callable[[Finding], None], model: str | None = None) -> bool
         ("compute", _compute),
         ("folders", _folders),
         ("tiny model", _tiny_model),
+        ("quantized KV", _quantized_kv),
         ("model", lambda: _real_model(model)),
     ]
     healthy = True
@@ -139,6 +140,14 @@ def _tiny_model() -> Iterator[Finding]:
         yield Finding("tiny model", thread.submit(check_tiny_model).result(), OK)
 
 
+def _quantized_kv() -> Iterator[Finding]:
+    from metal_engine.doctor.tiny import check_quantized_kv
+
+    for kv_cache_dtype in ("int8", "int4"):
+        with ThreadPoolExecutor(1) as thread:
+            yield Finding("quantized KV", thread.submit(check_quantized_kv, kv_cache_dtype).result(), OK)
+
+
 def _real_model(model: str | None) -> Iterator[Finding]:
     from metal_engine.checkpoints.demo import GGUF_NAME
     from metal_engine.device.cache_dir import cache_dir
@@ -160,8 +169,5 @@ def _try_model(model: str) -> Finding:
     ((_, text),) = generate(engine, [engine.tokenizer.encode(prompt)], max_tokens=6)
     info = engine.config.model
     wrong = model == "demo" and "Paris" not in text
-    return Finding(
-        model,
-        f"{info.model_type}, {info.dtype}, attention by {engine.config.attention}: {prompt!r} -> {text!r}",
-        FAILED if wrong else OK,
-    )
+    runs = f"{info.model_type}, {info.dtype}, KV in {info.kv_dtype}, attention by {engine.config.attention}"
+    return Finding(model, f"{runs}: {prompt!r} -> {text!r}", FAILED if wrong else OK)

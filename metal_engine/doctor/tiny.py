@@ -29,6 +29,7 @@ _CONFIG = {
     "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 32,  # which groups of quantized KV divide
     "rms_norm_eps": 1e-5,
     "vocab_size": _VOCAB_SIZE,
     "max_position_embeddings": 256,
@@ -44,24 +45,44 @@ def check_tiny_model() -> str:
         RuntimeError: an output differs, or a step failed.
     """
     model = _tiny_llama()
-    with tempfile.TemporaryDirectory() as folder:
-        _write_checkpoint(Path(folder), model)
-        args = EngineArgs(
-            model=folder,
-            dtype="float32",
-            attention_backend="mlx",
-            block_size=8,
-            num_gpu_blocks_override=64,
-            max_num_batched_tokens=24,  # so few that prompts are cut into chunks
-            max_num_seqs=4,
-        )
-        engine = build_engine(args)
+    engine = _tiny_engine(model)
     prompts = [engine.tokenizer.encode(prompt) for prompt in _PROMPTS]
     expected = [_greedy(model, prompt) for prompt in prompts]
     outputs = [token_ids for token_ids, _ in generate(engine, prompts, _MAX_TOKENS)]
     if outputs != expected:
         raise RuntimeError(f"generated {outputs}, but mlx-lm {expected}")
     return f"{len(prompts)} requests in {engine.num_steps} packed steps equal mlx-lm's own output"
+
+
+def check_quantized_kv(kv_cache_dtype: str) -> str:
+    """Load the model with quantized KV, which compares logits with mlx-lm's, and generate; returns what was done.
+
+    Raises:
+        UnsupportedModelError: logits differ.
+        RuntimeError: a step failed.
+    """
+    engine = _tiny_engine(_tiny_llama(), kv_cache_dtype)
+    generate(engine, [engine.tokenizer.encode(prompt) for prompt in _PROMPTS], _MAX_TOKENS)
+    model = engine.config.model
+    share = model.kv_bytes_per_token / (model.unquantized_kv_bytes_per_token or 1)
+    return f"{model.kv_dtype} at {share:.0%} of float32's size, attention by {engine.config.attention}"
+
+
+def _tiny_engine(model: nn.Module, kv_cache_dtype: str = "auto") -> EngineCore:
+    with tempfile.TemporaryDirectory() as folder:
+        _write_checkpoint(Path(folder), model)
+        return build_engine(
+            EngineArgs(
+                model=folder,
+                dtype="float32",
+                kv_cache_dtype=kv_cache_dtype,
+                attention_backend="mlx" if kv_cache_dtype == "auto" else "auto",
+                block_size=8,
+                num_gpu_blocks_override=64,
+                max_num_batched_tokens=24,  # so few that prompts are cut into chunks
+                max_num_seqs=4,
+            )
+        )
 
 
 def generate(engine: EngineCore, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[int], str]]:

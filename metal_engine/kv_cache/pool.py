@@ -10,8 +10,9 @@ from typing import NoReturn
 import mlx.core as mx
 
 from metal_engine.device.streams import synchronize
+from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.recurrent import RecurrentState
-from metal_engine.kv_cache.spec import KVSpec, LatentSpec, RecurrentSpec, StateSpec
+from metal_engine.kv_cache.spec import KVSpec, LatentSpec, QuantizedKVSpec, RecurrentSpec, StateSpec, unquantized
 from metal_engine.kv_cache.state import KVState, LatentState, LayerState, StateSnapshot
 from metal_engine.step import KVCacheLostError
 
@@ -28,6 +29,8 @@ def make_state(spec: StateSpec) -> LayerState:
             return KVState(spec)
         case LatentSpec():
             return LatentState(spec)
+        case QuantizedKVSpec():
+            return QuantizedKVState(spec)
         case RecurrentSpec():
             return RecurrentState(spec)
         case _:
@@ -58,6 +61,23 @@ class StatePool:
     def bytes_per_token(self) -> int:
         """Bytes that all layers together keep of a token."""
         return sum(state.spec.bytes_per_token for state in self.states)
+
+    @property
+    def unquantized_bytes_per_token(self) -> int | None:
+        """What that would be if no keys and values were quantized; None where none are."""
+        specs = [state.spec for state in self.states]
+        if not any(isinstance(spec, QuantizedKVSpec) for spec in specs):
+            return None
+        return sum(unquantized(spec).bytes_per_token for spec in specs)
+
+    @property
+    def kv_dtype(self) -> str:
+        """In what keys and values are kept, as ``int8`` or ``bfloat16``; ``none`` where there are none."""
+        specs = (state.spec for state in self.states if state.spec.bytes_per_token)
+        spec = next(specs, None)
+        if isinstance(spec, QuantizedKVSpec):
+            return f"int{spec.bits}"
+        return "none" if spec is None else str(spec.dtype).removeprefix("mlx.core.")
 
     @property
     def bytes_per_request(self) -> int:

@@ -8,6 +8,8 @@ from math import prod
 
 import mlx.core as mx
 
+from metal_engine.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class ArraySpec:
@@ -67,6 +69,15 @@ class KVSpec(StateSpec):
             "values": ArraySpec((self.num_kv_heads, self.v_head_dim), self.dtype),
         }
 
+    @property
+    def latent_dim(self) -> None:
+        """Keys are no latents."""
+
+    def __str__(self) -> str:
+        if self.head_dim != self.v_head_dim:
+            return f"head_dim {self.head_dim} of K, {self.v_head_dim} of V"
+        return f"head_dim {self.head_dim}"
+
 
 @dataclass(frozen=True)
 class LatentSpec(StateSpec):
@@ -79,7 +90,116 @@ class LatentSpec(StateSpec):
 
     @property
     def token_arrays(self) -> Mapping[str, ArraySpec]:
-        return {"keys": ArraySpec((1, self.latent_dim + self.rope_dim), self.dtype)}
+        return {"keys": ArraySpec((1, self.head_dim), self.dtype)}
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a key."""
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        """Numbers of a value as it is read: all of the key."""
+        return self.head_dim
+
+    def __str__(self) -> str:
+        return f"latent {self.latent_dim} + {self.rope_dim}"
+
+
+# Bits of a number, by the value of --kv-cache-dtype.
+_BITS = {"int8": 8, "int4": 4}
+# Numbers that share a scale and a bias, best first: of those that mx.quantize can.
+_GROUP_SIZES = (64, 32)
+
+
+@dataclass(frozen=True)
+class QuantizedKVSpec(StateSpec):
+    """Keys and values, or latents, kept as integers of a few bits: for each group of them a scale and a bias.
+
+    What :func:`mlx.core.quantize` makes of a row: ``keys`` uint32 [num_kv_heads, head_dim * bits / 32], and
+    ``key_scales`` and ``key_biases`` [num_kv_heads, head_dim / group_size]; so of ``values``, if there are any.
+
+    Attributes:
+        full: what would be kept unquantized.
+        bits: of a number.
+        group_size: numbers of a head that share a scale and a bias.
+    """
+
+    full: KVSpec | LatentSpec
+    bits: int
+    group_size: int
+
+    @property
+    def dtype(self) -> mx.Dtype:  # type: ignore[override]
+        """Type in which the layer computes; also of scales and biases."""
+        return self.full.dtype
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.full.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.full.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.full.v_head_dim
+
+    @property
+    def latent_dim(self) -> int | None:
+        return self.full.latent_dim
+
+    @property
+    def token_arrays(self) -> Mapping[str, ArraySpec]:
+        arrays = {}
+        for name, array in self.full.token_arrays.items():
+            heads, dim = array.shape
+            packed, scales, biases = quantized_names(name)
+            arrays[packed] = ArraySpec((heads, dim * self.bits // 32), mx.uint32)
+            arrays[scales] = arrays[biases] = ArraySpec((heads, dim // self.group_size), self.dtype)
+        return arrays
+
+    def __str__(self) -> str:
+        return f"int{self.bits} in groups of {self.group_size}, {self.full}"
+
+
+AttentionSpec = KVSpec | LatentSpec | QuantizedKVSpec
+"""What attention reads: it has ``num_kv_heads``, ``head_dim``, ``v_head_dim``; ``latent_dim``, or None."""
+
+
+def quantized_names(name: str) -> tuple[str, str, str]:
+    """Names of the arrays that stand for ``keys`` or ``values``: of the integers, the scales and the biases."""
+    one = name.removesuffix("s")
+    return name, f"{one}_scales", f"{one}_biases"
+
+
+def unquantized(spec: StateSpec) -> StateSpec:
+    """What a layer would keep if its keys and values were not quantized."""
+    return spec.full if isinstance(spec, QuantizedKVSpec) else spec
+
+
+def as_kept(spec: StateSpec, kv_cache_dtype: str) -> StateSpec:
+    """What a layer keeps with ``--kv-cache-dtype``: quantized, but for states that are not KV.
+
+    Raises:
+        ConfigError: no group of numbers divides its heads.
+    """
+    bits = _BITS.get(kv_cache_dtype)
+    if bits is None or not isinstance(spec, KVSpec | LatentSpec):
+        return spec
+    for group_size in _GROUP_SIZES:
+        if spec.head_dim % group_size == spec.v_head_dim % group_size == 0:
+            return QuantizedKVSpec(spec, bits, group_size)
+    raise ConfigError(
+        "--kv-cache-dtype",
+        f"{kv_cache_dtype} quantizes groups of {' or '.join(map(str, _GROUP_SIZES))} numbers, which do not divide "
+        f"heads of this model ({spec}); choose auto",
+    )
 
 
 @dataclass(frozen=True)

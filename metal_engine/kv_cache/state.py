@@ -1,4 +1,4 @@
-"""What a layer keeps, in arrays: plain keys and values, and latents (MLA).
+"""What a layer keeps, in arrays: plain keys and values, and latents (MLA); ``quantized`` has them in fewer bits.
 
 A kind of state owns its arrays, knows how a step's rows are written to them, and hands them out by name. Outside this
 package only attention backends, which read a state, know what it is made of.
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from metal_engine.kv_cache.rows import StepRows
-from metal_engine.kv_cache.spec import KVSpec, LatentSpec, StateSpec
+from metal_engine.kv_cache.spec import AttentionSpec, LatentSpec, StateSpec
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,13 @@ class TokenState:
         """Write what a step has computed, [N, ...] for each array by name, to where the step says."""
         # A write is in place when nothing else holds the old array, which MLX sees when the step runs. So the array
         # is taken out first: it has one owner at a time.
-        for name, values in rows.items():
+        for name, values in self.encode(rows).items():
             array = self.arrays.pop(name)
-            self.arrays[name] = step.writes.write(array, values.astype(array.dtype))
+            self.arrays[name] = step.writes.write(array, values)
+
+    def encode(self, rows: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """What is kept of computed rows, [N, ...] for each array by name."""
+        return {name: values.astype(self.arrays[name].dtype) for name, values in rows.items()}
 
 
 class KVState(TokenState):
@@ -118,7 +122,7 @@ class KVState(TokenState):
     Attention backends read them through the methods here, in float32 where they compute in it.
     """
 
-    spec: KVSpec | LatentSpec
+    spec: AttentionSpec
 
     @property
     def keys(self) -> mx.array:

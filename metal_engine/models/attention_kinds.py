@@ -32,7 +32,7 @@ class _Looking:
         sinks: mx.array | None = None,  # [num_heads]
     ) -> mx.array:  # [N, num_heads, v_head_dim]
         self.kinds.append(AttentionKind.of(q, state, window, softcap, sinks))
-        return mx.zeros((*q.shape[:2], state.values.shape[-1]), q.dtype)
+        return mx.zeros((*q.shape[:2], state.spec.v_head_dim), q.dtype)
 
 
 def attention_kinds(paged: PagedModel) -> list[AttentionKind]:

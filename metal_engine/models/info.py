@@ -39,7 +39,7 @@ def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
     )
 
 
-def expected_model_info(name: str, facts: CheckpointFacts) -> ModelInfo | None:
+def expected_model_info(name: str, facts: CheckpointFacts, kv_cache_dtype: str = "auto") -> ModelInfo | None:
     """The facts about a model whose weights nobody has read yet: what it would keep of a token, above all.
 
     The model is made with weights that are never computed, and looked at as a loaded one is.
@@ -49,6 +49,7 @@ def expected_model_info(name: str, facts: CheckpointFacts) -> ModelInfo | None:
 
     Raises:
         UnsupportedModelError: it keeps state of a kind that is not known here, or has no seam to use.
+        ConfigError: its keys and values cannot be kept in ``kv_cache_dtype``.
     """
     config = facts.config
     if config.get("model_file") is not None:  # code that is not here yet, or not to be run
@@ -61,7 +62,7 @@ def expected_model_info(name: str, facts: CheckpointFacts) -> ModelInfo | None:
         logger.debug("no sketch of %s", name, exc_info=error)
         return None
     try:
-        paged = PagedModel(model, is_sketch=True)
+        paged = PagedModel(model, kv_cache_dtype=kv_cache_dtype, is_sketch=True)
     except UnsupportedModelError as error:
         if error.__cause__ is None:
             raise
@@ -78,7 +79,9 @@ def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> 
         model_type=config["model_type"],
         vocab_size=paged.vocab_size,
         num_layers=len(paged.pool.states),
+        kv_dtype=paged.pool.kv_dtype,
         kv_bytes_per_token=paged.pool.bytes_per_token,
+        unquantized_kv_bytes_per_token=paged.pool.unquantized_bytes_per_token,
         state_bytes_per_request=paged.pool.bytes_per_request,
         max_position_embeddings=_context_length(text_config, paged.model),
         num_heads=num_heads,

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import ConcatenateKVCache
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.recurrent import RecurrentState
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec, StateSpec
-from metal_engine.kv_cache.state import KVState, LatentState, LayerState
+from metal_engine.kv_cache.state import KVState, LayerState
 from metal_engine.models.current_step import CurrentStep
 from metal_engine.models.recurrent.state_cache import StateCache
 
@@ -112,8 +112,8 @@ class LayerCache(AttendingCache):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """For a layer that reuses this one's K and V: what stands for them in its call of attention."""
-        _, num_kv_heads, head_dim = self._state.keys.shape
-        keys = mx.zeros((self.offset.size, num_kv_heads, 1, head_dim), self._state.keys.dtype)
+        spec = self._state.spec
+        keys = mx.zeros((self.offset.size, spec.num_kv_heads, 1, spec.head_dim), spec.dtype)
         return OwnedKeys(keys, self), keys
 
     def attend(self, call: AttentionCall, original: Attention) -> mx.array:
@@ -157,8 +157,6 @@ class _PositionQueries:
 class LatentLayerCache(LayerCache):
     """Multi-head latent attention: mlx-lm stores latents as keys and position parts as values."""
 
-    _state: LatentState
-
     def make_mask(
         self, N: int = 1, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> AttentionMask | None:
@@ -185,10 +183,9 @@ def layer_cache(step: CurrentStep, state: LayerState) -> LayerCache | StateCache
     match state:
         case RecurrentState():
             return StateCache(step, state)
-        case LatentState():
-            return LatentLayerCache(step, state)
         case KVState():
-            return LayerCache(step, state)
+            is_latent = state.spec.latent_dim is not None
+            return (LatentLayerCache if is_latent else LayerCache)(step, state)
         case _:
             raise TypeError(f"mlx-lm has no cache that a {type(state).__name__} could stand for")
 

@@ -24,7 +24,7 @@ from metal_engine.attention.backend import StepAttention
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows
-from metal_engine.kv_cache.spec import RecurrentSpec
+from metal_engine.kv_cache.spec import QuantizedKVSpec, RecurrentSpec, as_kept
 from metal_engine.models.adapters import AdaptedLayers, AdapterRows
 from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.cpu_ops import StepPositions
@@ -51,15 +51,18 @@ class PagedModel:
     Args:
         model: a loaded mlx-lm model; it is changed in place (its trunk returns selected rows).
         recurrence: kernels for layers that carry a state; None: MLX's own operations, segment by segment.
+        kv_cache_dtype: as ``--kv-cache-dtype``: in what keys and values are kept.
         is_sketch: its weights are not to be computed: it is looked at, and cannot run steps.
         whole_modules: run recurrent layers module by module (:func:`install_states`).
 
     Raises:
         UnsupportedModelError: the model keeps state of a kind that is not known here, or has no seam to use.
+        ConfigError: its keys and values cannot be kept in ``kv_cache_dtype``.
 
     Attributes:
         pool: what its layers keep; nothing is allocated at first.
         layer_caches: what mlx-lm's layers see of it, one for each of the pool's states.
+        kv_bits: of a number of K and V, where they are quantized; else None.
         dtype: type of the first K and V; of the first state where no layer has them.
         windows: sizes of the sliding windows that layers use.
         vocab_size: number of logits of a row.
@@ -71,13 +74,14 @@ class PagedModel:
         model: nn.Module,
         recurrence: MetalRecurrence | None = None,
         *,
+        kv_cache_dtype: str = "auto",
         is_sketch: bool = False,
         whole_modules: bool = False,
     ) -> None:
         self.model = model
         self._step = CurrentStep(recurrence)
         opened = open_model(model, self._step)
-        self.pool = StatePool.of(opened.specs)
+        self.pool = StatePool.of(as_kept(spec, kv_cache_dtype) for spec in opened.specs)
         self.layer_caches = [layer_cache(self._step, state) for state in self.pool.states]
         by_recorder = dict(zip(map(id, opened.recorders), self.layer_caches, strict=True))
         self._caches = map_caches(lambda recorder: by_recorder[id(recorder)], opened.caches)
@@ -85,6 +89,8 @@ class PagedModel:
             pairs = zip(opened.recorders, self.layer_caches, strict=True)
             states = [(r, c) for r, c in pairs if isinstance(r, RecordingState) and isinstance(c, StateCache)]
             install_states(states, opened.trace, whole_modules=whole_modules)
+        quantized = [state.spec for state in self.pool.states if isinstance(state.spec, QuantizedKVSpec)]
+        self.kv_bits = quantized[0].bits if quantized else None
         kv_dtypes = [spec.dtype for spec in opened.specs if not isinstance(spec, RecurrentSpec)]
         self.dtype = (kv_dtypes or [spec.dtype for spec in opened.specs])[0]
         self.windows, self.vocab_size = opened.windows, opened.vocab_size

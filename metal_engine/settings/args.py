@@ -17,6 +17,7 @@ from metal_engine.settings.lora_args import ENABLE_LORA, LORA, LORA_MODULES, MAX
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "metal", "mlx")
+KV_CACHE_DTYPES = ("auto", "int8", "int4")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -118,6 +119,13 @@ class EngineArgs(LoRAArgs):
         "layers that it does here, and MLX's operations for all others.",
         group=MODEL,
         choices=ATTENTION_BACKENDS,
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "Type in which K and V are kept: auto (as the model computes them), int8 or int4 with a scale and a bias for "
+        "each 64 numbers: 1.9 and 3.5 times the tokens of 16 bits in the same memory (see docs/quantized-kv.md).",
+        group=MEMORY,
+        choices=KV_CACHE_DTYPES,
     )
     enable_prefix_caching: bool = setting(
         True, "Compute a beginning that several requests share only once.", group=MEMORY

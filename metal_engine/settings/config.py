@@ -55,8 +55,10 @@ class ModelInfo:
     """Facts about a loaded model that the control plane needs.
 
     ``kv_bytes_per_token`` counts K and V over all layers, in bytes; ``state_bytes_per_request`` recurrent states, which
-    are of one size however long a request is. ``max_position_embeddings`` is the context
-    length the checkpoint was trained for, in tokens, if it says. ``vocab_size`` is the number of rows of the LM head.
+    are of one size however long a request is. ``kv_dtype`` says in what K and V are kept, as ``bfloat16`` or ``int8``;
+    ``unquantized_kv_bytes_per_token`` what they would take if they were not quantized, None if they are not.
+    ``max_position_embeddings`` is the context length the checkpoint was trained for, in tokens, if it says.
+    ``vocab_size`` is the number of rows of the LM head.
     ``num_heads`` counts the query heads of a layer.
     ``default_sampling`` has the sampling parameters that the checkpoint recommends, for requests that give none.
     ``hidden_size`` is the length of a hidden state, 0 if the configuration does not say. ``reranker`` is None for
@@ -72,6 +74,8 @@ class ModelInfo:
     num_params: int
     weight_bytes: int
     kv_bytes_per_token: int
+    kv_dtype: str = "auto"
+    unquantized_kv_bytes_per_token: int | None = None
     state_bytes_per_request: int = 0
     max_position_embeddings: int | None
     num_heads: int = 1
@@ -218,6 +222,15 @@ class EngineConfig:
     def kv_bytes(self) -> int:
         draft_bytes = 0 if self.draft is None else self.draft.kv_bytes_per_token
         return self.cache.num_tokens * (self.model.kv_bytes_per_token + draft_bytes)
+
+    @property
+    def num_tokens_unquantized(self) -> int | None:
+        """Tokens that the KV cache would hold if it were not quantized; None where it is not."""
+        models = [self.model] if self.draft is None else [self.model, self.draft]
+        if all(model.unquantized_kv_bytes_per_token is None for model in models):
+            return None
+        bytes_per_token = sum(model.unquantized_kv_bytes_per_token or model.kv_bytes_per_token for model in models)
+        return self.kv_bytes // (bytes_per_token * self.cache.block_size) * self.cache.block_size
 
     @property
     def state_bytes(self) -> int:

@@ -22,7 +22,7 @@ from metal_engine.build import build_engine
 from metal_engine.doctor.examine import OK, examine
 from metal_engine.errors import ConfigError, UnsupportedModelError
 from metal_engine.kv_cache.rows import StepRows
-from metal_engine.kv_cache.spec import KVSpec, LatentSpec
+from metal_engine.kv_cache.spec import KVSpec, LatentSpec, QuantizedKVSpec, as_kept
 from metal_engine.models.attention_kinds import attention_kinds
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.layer_cache import LayerCache
@@ -50,6 +50,11 @@ program_source:120:3: error: no matching function for call to 'fma'
 """
 # MLX raises this one as a ValueError.
 TOO_MANY_THREADS = "Thread group size (256) is greater than  the maximum allowed threads per threadgroup (192)."
+
+
+# No group of the position part begins where lanes load one.
+QUANTIZED = as_kept(LatentSpec(40, 24, mx.float16), "int8")
+assert isinstance(QUANTIZED, QuantizedKVSpec)
 
 
 def kind(head_dim: int = 64, dtype: mx.Dtype = mx.float16, **more: Any) -> AttentionKind:
@@ -111,6 +116,7 @@ def test_without_metal_all_layers_are_portable(caplog: pytest.LogCaptureFixture)
         (kind(has_window=True), 12, "block size 12"),
         (AttentionKind(LatentSpec(2000, 64, mx.float16), 4, mx.float16), 16, "latent 2000 + 64"),
         (AttentionKind(KVSpec(2, 520, 20, mx.float16), 4, mx.float16), 16, "head_dim 520 of K, 20 of V"),
+        (AttentionKind(QUANTIZED, 4, mx.float16), 16, "int8 in groups of 64, latent 40 + 24"),
     ],
 )
 def test_what_is_not_covered_goes_the_portable_way(
@@ -458,7 +464,8 @@ def test_loading_a_model(
     words = f"metal; portable for {total} of {total} layers (head_dim {head_dim})"
     assert engine.config.attention == words
     found = []
-    monkeypatch.setattr("metal_engine.doctor.examine._tiny_model", lambda: iter(()))
+    for check in ("_tiny_model", "_quantized_kv"):
+        monkeypatch.setattr(f"metal_engine.doctor.examine.{check}", lambda: iter(()))
     examine(found.append, str(folder))
     finding = found[-1]
     assert finding.status == OK and f"attention by {words}" in finding.text

@@ -91,6 +91,24 @@ def test_greedy_tokens_equal_mlx_ops(sliding: bool) -> None:
         assert compare_outputs(reference, prompt, a, b).equal
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", pytest.param("int4", marks=pytest.mark.full)])
+def test_greedy_tokens_over_quantized_keys_and_values(kv_cache_dtype: str) -> None:
+    """A step's own rows are read as they are stored, in chunks and in company."""
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(1, 256, n).tolist() for n in (37, 3, 18)]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    outputs = []
+    for attention in (PortableBackend(), backend()):
+        paged = PagedModel(tiny_model(**SHAPE), kv_cache_dtype=kv_cache_dtype)
+        engine = make_engine(paged, attention, tiny_tokenizer(), budget=24, num_blocks=10)
+        with record_launches() as launches:
+            outputs.append(run(engine, prompts, params))
+    assert {c.kernel for c in launches} == {"paged_attention_quantized"}
+    reference = tiny_model(**SHAPE)
+    for prompt, a, b in zip(prompts, *outputs, strict=True):
+        assert compare_outputs(reference, prompt, a, b).equal
+
+
 @pytest.mark.metal
 def test_greedy_tokens_on_a_mac() -> None:
     """The same through the real compiler and GPU, again chunked, mixed and preempted."""

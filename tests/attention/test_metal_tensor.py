@@ -33,7 +33,7 @@ def attend(step: Step, layout: int, target: int = 96, **options: Any) -> tuple[n
     assert backend(layout).uses_tensor_ops(shape_of(step.q, step.state))
     with record_launches() as launches:
         out = backend(layout, target).for_step(step.rows).attend(step.q, step.state, **options)
-    assert launches[0].kernel == "paged_attention_tensor"
+    assert launches[0].kernel == "paged_attention_tensor" + ("_quantized" if step.quantized else "")
     return np.array(out.astype(mx.float32)), launches
 
 
@@ -82,6 +82,15 @@ def test_bfloat16_and_splits() -> None:
     step = make_step([(1, 700), (12, 1000)], window=990, dtype=mx.bfloat16, **HEADS)
     options = OPTIONS | {"window": 990}
     check(step, 0, target=1000, sinks=sinks_of(mx.bfloat16), **options)
+
+
+@pytest.mark.parametrize(
+    "quantized, head_dim", [((8, 64), 64), pytest.param((4, 32), 96, marks=pytest.mark.full)], ids=str
+)
+def test_quantized_keys_and_values(quantized: tuple[int, int], head_dim: int) -> None:
+    step = make_step(MIX, window=100, dtype=mx.float16, quantized=quantized, **HEADS | {"head_dim": head_dim})
+    for layout in LAYOUTS:
+        check(step, layout, sinks=sinks_of(mx.float16), **OPTIONS)
 
 
 def test_products_and_barriers_are_counted() -> None:
@@ -189,18 +198,23 @@ def test_each_shape_has_one_kernel() -> None:
     ordinary, calls = Calls(), Calls()
     without, having = MetalBackend(ordinary), MetalBackend(calls, tensor_ops=True)
     assert not without.has_tensor_ops and having.has_tensor_ops
-    assert set(ordinary.texts) == {"paged_attention", "merge_splits"}
+    assert set(ordinary.texts) == {"paged_attention", "paged_attention_quantized", "merge_splits"}
     assert {name: calls.texts[name] for name in ordinary.texts} == ordinary.texts
     assert "mpp::" not in ordinary.texts["paged_attention"]
-    assert "#include <MetalPerformancePrimitives/" in calls.texts["paged_attention_tensor"]
+    for name in ("paged_attention_tensor", "paged_attention_tensor_quantized"):
+        assert "#include <MetalPerformancePrimitives/" in calls.texts[name]
+    for name, text in calls.texts.items():
+        assert ("dequantized" in text) == name.endswith("_quantized")
     steps = [
-        make_step(segments, head_dim=head_dim, dtype=dtype)
+        make_step(segments, head_dim=head_dim, dtype=dtype, quantized=quantized)
         for segments in ([(1, 5)], [(40, 9), (1, 5)])
-        for head_dim, dtype in ((64, mx.float16), (64, mx.float32), (80, mx.float16))
+        for quantized in (None, (8, 32))
+        for head_dim, dtype in ((64, mx.float16), (64, mx.float32), (80 if quantized is None else 192, mx.float16))
     ]
     for metal in (without, having, having.splitting(), having.without_tensor_ops()):
         for step in steps:
             metal.for_step(step.rows).attend(step.q, step.state, scale=1.0)
-    assert set(ordinary.names) == {"paged_attention"}
-    with_tensor_ops = ["paged_attention_tensor", "paged_attention", "paged_attention"] * 2
-    assert calls.names == [*with_tensor_ops * 2, *["paged_attention"] * 6]
+    each = ["paged_attention"] * 3 + ["paged_attention_quantized"] * 3
+    assert ordinary.names == each * 2
+    with_tensor_ops = ["paged_attention_tensor", *each[1:3], "paged_attention_tensor_quantized", *each[4:]]
+    assert calls.names == [*with_tensor_ops * 4, *each * 2]

@@ -41,6 +41,16 @@ def test_facts() -> None:
     }
 
 
+def test_how_many_tokens_more_fit_quantized() -> None:
+    config = fake_config(num_blocks=1000, block_size=16, max_model_len=4000)
+    model = dataclasses.replace(
+        config.model, kv_dtype="int8", kv_bytes_per_token=68 << 10, unquantized_kv_bytes_per_token=128 << 10
+    )
+    shown = startup_facts(dataclasses.replace(config, model=model), URL, ("demo",))["KV cache"]
+    # 16,000 tokens of 68 KiB are 8,500 of 128 KiB, of which 531 whole blocks hold 8,496.
+    assert shown.startswith("16,000 tokens in int8 (7,504 more than unquantized) in 1,000 blocks of 16; 4.0 requests")
+
+
 def test_plain_lines_where_there_is_no_terminal() -> None:
     out = io.StringIO()
     print_banner(facts(), Console(file=out, force_terminal=False, width=40))

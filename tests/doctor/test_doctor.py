@@ -29,6 +29,8 @@ def test_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     healthy, found = findings()
     assert healthy
     assert found["tiny model"].status == OK and "equal mlx-lm's own" in found["tiny model"].text
+    # Of 32 numbers in float32: 128 bytes; 4 bits of each and 8 bytes of a scale and a bias are 24.
+    assert found["quantized KV"].status == OK and "int4 at 19% of" in found["quantized KV"].text
     assert {"system", "python", "metal-engine", "mlx", "mlx-lm", "device", "metal", "memory", "cache"} <= found.keys()
     assert "not fetched" in found["demo model"].text
     assert not any("hidden" in finding.text for finding in found.values())

@@ -14,6 +14,7 @@ import pytest
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS, Limits
 from metal_engine.kv_cache import pool
+from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.recurrent import RecurrentState
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import KVState
@@ -80,12 +81,18 @@ class Loop:
 
 
 def measure_in_place(
-    paged: PagedModel, num_ahead: int, limits: Limits | None = None, draft: PagedModel | None = None
+    paged: PagedModel,
+    num_ahead: int,
+    limits: Limits | None = None,
+    draft: PagedModel | None = None,
+    *,
+    num_blocks: int = 2048,
 ) -> int:
     """Returns how many steps were run."""
-    # K or V of one layer is 4 MB: large against everything else in a step of these models.
-    cache = CacheConfig(block_size=16, num_blocks=2048)
-    array_bytes = cache.num_tokens * 2 * 16 * 4
+    # The smallest array of a layer, of K or V say, is 4 MB: large against everything else in a step of these models.
+    cache = CacheConfig(block_size=16, num_blocks=num_blocks)
+    array_bytes = min(a.nbytes for s in paged.pool.states for a in s.spec.token_arrays.values()) * cache.num_tokens
+    assert array_bytes == 4 << 20
     config = SchedulerConfig(
         max_num_batched_tokens=24,
         max_num_seqs=4,
@@ -133,6 +140,35 @@ def test_a_draft_model_s_writes_stay_in_place(config: dict[str, Any], seed: int)
 def test_writes_stay_in_place_with_two_streams(config: dict[str, Any], num_ahead: int) -> None:
     """What the second stream has read is let go of before the next step writes."""
     measure_in_place(PagedModel(tiny_model(**config)), num_ahead, replace(CPU_LIMITS, lane_elements=0))
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "config"),
+    [
+        pytest.param("int8", {"num_hidden_layers": 1, "head_dim": 32}, id="int8"),
+        pytest.param("int4", {"num_hidden_layers": 1, "head_dim": 32}, id="int4", marks=pytest.mark.full),
+        pytest.param("int4", LATENT, id="int4 latent"),
+    ],
+)
+def test_quantized_writes_stay_in_place(config: dict[str, Any], kv_cache_dtype: str, num_ahead: int) -> None:
+    """A copy of one layer's scales would show: 4 MB. K of that layer in float32 would be 128 MB."""
+    paged = PagedModel(tiny_model(**config), kv_cache_dtype=kv_cache_dtype)
+    num_kv_heads = paged.pool.states[0].spec.token_arrays["keys"].shape[0]
+    measure_in_place(paged, num_ahead, num_blocks=(4 << 20) // (16 * 4 * num_kv_heads))
+
+
+def test_the_measurement_sees_scales_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = QuantizedKVState.write
+
+    def keeps(self: QuantizedKVState, step: StepRows, rows: Mapping[str, mx.array]) -> None:
+        self.kept = self.arrays["value_scales"].reshape(-1)  # type: ignore[attr-defined]
+        write(self, step, rows)
+
+    monkeypatch.setattr(QuantizedKVState, "write", keeps)
+    paged = PagedModel(tiny_model(num_hidden_layers=1, head_dim=32), kv_cache_dtype="int4")
+    with pytest.raises(AssertionError):
+        measure_in_place(paged, 0, num_blocks=32_768)
 
 
 @pytest.mark.metal

@@ -14,6 +14,7 @@ from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
+from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
@@ -88,6 +89,7 @@ def engine_for(
     attention: AttentionBackend | None = None,
     speculative: SpeculativeConfig | None = None,
     draft: PagedModel | None = None,
+    adapters: AdapterRegistry | None = None,
 ) -> EngineCore:
     """An engine on a model.
 
@@ -97,6 +99,7 @@ def engine_for(
         fingerprint: what cached prefixes are found under.
         attention: the backend; the portable one if None.
         draft: a draft model; four drafts a step then, if ``speculative`` says nothing else.
+        adapters: of the model, in which they are installed.
     """
     scheduler_side, runner_side = connector or (None, None)
     attention = attention or PortableBackend()
@@ -138,4 +141,4 @@ def engine_for(
     if draft is not None:
         draft_model = DraftModel(draft, attention, config.scheduler, config.cache, vocab_size=vocab_size)
     runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, draft_model)
-    return EngineCore(config, runner, tokenizer, scheduler_side)
+    return EngineCore(config, runner, tokenizer, scheduler_side, adapters)

@@ -80,6 +80,7 @@ def kv_engine(
     dtype: mx.Dtype = mx.float32,
     ahead: bool = False,
     draft: Any = None,
+    kv_cache_dtype: str = "auto",
     **config: Any,
 ) -> KVEngine:
     """An engine; each has a model and a pool of its own, as if it were a process of its own.
@@ -90,7 +91,7 @@ def kv_engine(
         config: fields of :class:`KVTransferConfig`.
     """
     model = tiny_model(dtype=dtype) if model is None else model
-    paged = PagedModel(model)
+    paged = PagedModel(model, kv_cache_dtype=kv_cache_dtype)
     sizes = {"budget": budget, "block_size": block_size, "num_blocks": num_blocks, "max_num_seqs": 16}
     specs = [state.spec for state in paged.pool.states]
     parts, of_states = block_parts(specs, block_size), state_parts(specs)

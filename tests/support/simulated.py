@@ -44,6 +44,7 @@ def check(
     dtype: mx.Dtype = mx.float32,
     shared_blocks: int = 0,
     target_threadgroups: int = 96,
+    quantized: tuple[int, int] | None = None,
     seed: int = 0,
     **options: object,
 ) -> list[LaunchCounts]:
@@ -59,6 +60,7 @@ def check(
         dtype=dtype,
         window=options.get("window"),  # type: ignore[arg-type]
         shared_blocks=shared_blocks,
+        quantized=quantized,
         seed=seed,
     )
     options.setdefault("scale", head_dim**-0.5)

@@ -85,7 +85,7 @@ class KnownOutputs:
         for i, token_id in enumerate(drafts):
             if self._random.random() > self._rightness:
                 self.num_wrong += 1
-                drafts[i] = token_id ^ 1
+                drafts[i] = token_id - 1 if token_id else 1  # a token of any vocabulary
             else:
                 self.num_right += 1
         return drafts

@@ -20,7 +20,7 @@ SAMPLE = [
         "simdgroup_barrier(mem_flags::mem_threadgroup);",
         "min(key_end, position)",
         "position - window)",
-        "k_cache, key_slots",
+        "k_rows, key_slots",
         "ushort(16)",
         "sum",
     )

@@ -34,6 +34,7 @@ class AttentionCase:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    quantized: tuple[int, int] | None = None  # bits and group size of K and V
 
     @property
     def allowed(self) -> float:
@@ -48,6 +49,7 @@ class AttentionCase:
             head_dim=self.head_dim,
             dtype=self.dtype,
             window=self.window,
+            quantized=self.quantized,
         )
         sinks = mx.array(np.linspace(-2, 4, self.heads[0], dtype=np.float32)).astype(self.dtype)
         options = {"scale": self.head_dim**-0.5, "window": self.window, "softcap": self.softcap}
@@ -94,6 +96,8 @@ SERVING = (*((1, 20 + 37 * i) for i in range(32)), (129, 463), (512, 2048), (1, 
 SMALL_CASES: tuple[Case, ...] = (
     AttentionCase("mixed step with a split context", MIX, (8, 2), 64, mx.float16),
     AttentionCase("window, softcap and sinks", MIX, (4, 2), 128, mx.bfloat16, window=20, softcap=9.0, has_sinks=True),
+    AttentionCase("int8", MIX, (8, 2), 128, mx.float16, quantized=(8, 64)),
+    AttentionCase("int4 in groups of 32, window", MIX, (4, 2), 96, mx.bfloat16, window=20, quantized=(4, 32)),
     *map(RecurrentCase, RECURRENT_STEPS),
 )
 CASES: tuple[Case, ...] = (

@@ -19,6 +19,7 @@ from metal_engine.attention.metal.variants import variant_of
 from tools.fixtures.packed_step import Step, make_step
 from tools.metal_sim import LaunchCounts, MetalSimError, record_launches
 from tools.metal_sim.errors import CheckError
+from tools.metal_sim.group_reads import group_reads
 from tools.metal_sim.mutants import Mutant, factory_of, run_mutants
 
 ROWS, ITEM, DIRECT, STAGED = "attention_rows", "paged_attention", "attention_direct", "attention_staged"
@@ -53,8 +54,10 @@ MUTANTS = (
     # Loads by lanes.
     Mutant(ROWS, "key % BLOCK_SIZE;", "key % BLOCK_SIZE + 1;"),
     Mutant(ROWS, "key / BLOCK_SIZE", "key / (BLOCK_SIZE * 2)"),
-    Mutant(ROWS, "if (exists && column < END)", "if (exists)"),
-    Mutant(ROWS, "if (exists && column < END)", "if (column < END)"),
+    Mutant(ROWS, "if (exists && column < END - BEGIN)", "if (exists)"),
+    Mutant(ROWS, "if (exists && column < END - BEGIN)", "if (exists && column < END)"),
+    Mutant(ROWS, "if (exists && column < END - BEGIN)", "if (column < END - BEGIN)"),
+    Mutant(ROWS, "elements + row * WIDTH", "elements + row"),
     Mutant(ROWS, "Piece piece = Piece(0);", "Piece piece = Piece(0x7fc07fc0);"),
     Mutant(ROWS, "lane_column / 2) * COLUMNS;", "lane_column) * COLUMNS;"),
     Mutant(ROWS, "(first + chunk) * 4", "chunk * 4"),
@@ -69,11 +72,11 @@ MUTANTS = (
     Mutant(ROWS, "2 * i + 1));", "2 * i));"),
     # Loads to the stage.
     Mutant(ROWS, "key < BK && key < num_keys", "key < BK"),
-    Mutant(ROWS, "key < num_keys && column < END", "key < num_keys"),
-    Mutant(ROWS, "pieces[i] = Piece(0);", ""),
-    Mutant(ROWS, "num_kv_heads + kv_head) * END", "num_kv_heads) * END"),
+    Mutant(ROWS, "key < num_keys && column < WIDTH", "key < num_keys"),
+    Mutant(ROWS, "staged[i] = Piece(0);", ""),
+    Mutant(ROWS, "num_kv_heads + kv_head) * WIDTH", "num_kv_heads) * WIDTH"),
     Mutant(ROWS, "% ROW_PIECES * COLUMNS;", "% ROW_PIECES;"),
-    Mutant(ROWS, "(tid + i * THREADS) % ROW_PIECES * COLUMNS) = pieces[i]", "tid % ROW_PIECES * COLUMNS) = pieces[i]"),
+    Mutant(ROWS, "(tid + i * THREADS) % ROW_PIECES * COLUMNS) =", "tid % ROW_PIECES * COLUMNS) ="),
     # Merging slots, writing rows.
     Mutant(ROWS, _BARRIER, "", which=0),
     Mutant(ROWS, _BARRIER, "", which=1),
@@ -130,8 +133,8 @@ MUTANTS = (
     Mutant(DIRECT, "begin + lane_row >= key_begin &&", "", which=0),
     Mutant(DIRECT, "&& begin + lane_row < key_end", ""),
     Mutant(DIRECT, "num_kv_heads + kv_head;", "num_kv_heads;"),
-    Mutant(DIRECT, "key + SPLIT_AT, part", "key, part"),
-    Mutant(DIRECT, "v_cache + at[h]", "k_cache + at[h]"),
+    Mutant(ROWS, "row + BEGIN + column", "row + column"),
+    Mutant(DIRECT, "v_rows.row(at[h])", "k_rows.row(at[h])"),
     Mutant(DIRECT, "part * V_CHUNKS, lane_column, exists[h]", "part * V_CHUNKS, lane_column, true"),
     Mutant(DIRECT, "if (strip * 8 < num_rows) {", "if (strip == 0) {", which=0),
     Mutant(DIRECT, "if (strip * 8 < num_rows) {", "if (strip == 0) {", which=1),
@@ -185,8 +188,8 @@ MUTANTS = (
     Mutant(STAGED, "tile < key_end; tile += BK", "tile + BK <= key_end; tile += BK"),
     Mutant(STAGED, "int tile = key_begin", "int tile = 0"),
     *(Mutant(STAGED, "key_end - tile, n", f"{n}, n", which=i) for i in (0, 1) for n in ("BK", "key_end - tile - 1")),
-    Mutant(STAGED, "k_cache, key_slots", "v_cache, key_slots"),
-    Mutant(STAGED, "v_cache, key_slots", "k_cache, key_slots"),
+    Mutant(STAGED, "k_rows, key_slots", "v_rows, key_slots"),
+    Mutant(STAGED, "v_rows, key_slots", "k_rows, key_slots"),
     Mutant(STAGED, "f % slots == slot", "f % slots == 0"),
     Mutant(STAGED, "f < KEY_FRAGMENTS", "f <= KEY_FRAGMENTS", which=0),
     Mutant(STAGED, "f < KEY_FRAGMENTS", "f <= KEY_FRAGMENTS", which=3),
@@ -240,6 +243,7 @@ class Case:
     head_dim: int = 64
     v_head_dim: int | None = None
     is_latent: bool = False
+    quantized: tuple[int, int] | None = None  # bits and group size
     scale: float = 0.2
     scores: tuple[float, float] | None = None  # of the first key of each request, and of all others; scale 1
     tolerance: float = 1e-5
@@ -302,6 +306,7 @@ def run_case(backend: MetalBackend, case: Case) -> str | None:
         dtype=case.dtype,
         window=case.window,
         poison=case.scores is None,
+        quantized=case.quantized,
     )
     options: dict[str, Any] = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
     if case.scores is not None:
@@ -333,14 +338,19 @@ def _wrong_reads(backend: MetalBackend, step: Step, case: Case, launch: LaunchCo
     variant = variant_of(shape)
     table = backend.for_step(step.rows)._items(shape, variant, case.window).items.table
     begins, ends = table[:, 3], table[:, 4]
-    item_keys = int((ends - begins).sum()) * shape.num_kv_heads
     buffers = launch.buffers
-    k_bound = item_keys * shape.head_dim * case.dtype.size
-    v_bound = 0 if shape.is_latent else item_keys * shape.v_head_dim * case.dtype.size
-    if (buffers["k_cache"].read, buffers["v_cache"].read) != (k_bound, v_bound):
-        return "reads more or less of K and V than its items name"
-    # A staged item looks up each key once, a direct one a fragment in every lane of each part.
+    # Keys of the items that go the staged way, and of the direct ones.
     is_direct = table[:, 1] <= variant.strips * 8
+    keys = [int((ends - begins)[is_direct == way].sum()) * shape.num_kv_heads for way in (False, True)]
+    bits = shape.bits or case.dtype.size * 8
+    for i, (name, dim) in enumerate({"k": shape.head_dim, "v": 0 if shape.is_latent else shape.v_head_dim}.items()):
+        if buffers[f"{name}_cache"].read * 8 != sum(keys) * dim * bits:
+            return "reads more or less of K and V than its items name"
+        if shape.bits:
+            numbers = sum(n * group_reads(shape, is_direct=bool(way))[i] for way, n in enumerate(keys))
+            if any(buffers[f"{name}_{what}"].read != numbers * case.dtype.size for what in ("scales", "biases")):
+                return "reads more or fewer scales and biases than its items have"
+    # A staged item looks up each key once, a direct one a fragment in every lane of each part.
     fragments = -(-ends // 8) - begins // 8
     lookups = np.where(is_direct, fragments * variant.parts * 32, ends - begins).sum() * shape.num_kv_heads
     if buffers["block_table"].read != lookups * 4:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
+from metal_engine.attention.metal.variants import THREADS, AttentionShape, variant_of
+from metal_engine.kv_cache.state import KVState
+
 from .kernel import metal_kernel
 from .launch import LaunchCounts, record_launches
 
@@ -16,7 +19,8 @@ HEADER = """\
 Written by `python -m tools.metal_sim report --write`; counted by the simulator, so the same on every machine.
 
 *K+V read* counts every load from the cache. *Bound* is each visible byte of K and V once per KV head (for a
-prefill, too: one pass over K and V; of latents K alone, which is V as well). *Ratio* is their quotient, and *allowed*
+prefill, too: one pass over K and V; of latents K alone, which is V as well), in float16: for a quantized cache, too, of
+which scales and biases are read as well. *Ratio* is their quotient, and *allowed*
 what the tests hold it to.
 *Other* is everything else that goes to or from device memory: queries, outputs, tables, and splits' partial results.
 *Merging* is the part of it that splits cost: their partial results, written and read again. A request is split as if it
@@ -25,7 +29,8 @@ is needed to keep the device busy.
 In the rows "less these" K+V read is that of the mixed step less that of the chunk and the prompt in a step of their
 own, so what the decodes cost in company; the columns from *other* on count the whole mixed step.
 *Threadgroups* are those of the attention launch, where a GPU of unknown size is asked for 96. *Loads in flight* are
-those of K that a thread starts before it waits for one, and their bytes; V's are as many.
+those of K that a thread starts before it waits for one, and their bytes, beside a scale and a bias if it is quantized;
+V's are as many.
 """
 BEFORE = """
 ## Before
@@ -45,6 +50,9 @@ before / after.
 | prefill 512 on 512, 2 KV heads, group 4, head_dim 128 | 64 / 64 | 512 / 512 | 22 / 27 | 91.6 / 91.6 MB | 1 / 4 |
 | the same, head_dim 256: two SIMD groups share a row | 64 / 128 | 512 / 512 | 42 / 43 | 173 / 222 MB | 1 / 4 |
 """
+BLOCK_SIZE = 16
+# What K and V are read from.
+CACHES = ("k_cache", "k_scales", "k_biases", "v_cache", "v_scales", "v_biases")
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,7 @@ class Shape:
     v_head_dim: int | None = None  # None: as head_dim
     is_latent: bool = False
     window: int | None = None
+    quantized: tuple[int, int] | None = None  # bits and group size; None: float16
     # Requests that are in the step as well: what they cost in a step of their own is taken off.
     others: tuple[tuple[int, int], ...] = ()
 
@@ -68,6 +77,15 @@ class Shape:
         """Of K and V of all KV heads, in float16; of a latent once."""
         v_head_dim = 0 if self.is_latent else self.v_head_dim or self.head_dim
         return (self.head_dim + v_head_dim) * self.num_kv_heads * 2
+
+    @property
+    def attention(self) -> AttentionShape:
+        """Its attention, in float16."""
+        v_head_dim, heads = self.v_head_dim or self.head_dim, self.num_kv_heads * self.group
+        kept = self.quantized or (0, 0)
+        return AttentionShape(
+            mx.float16, self.head_dim, v_head_dim, heads, self.num_kv_heads, BLOCK_SIZE, self.is_latent, *kept
+        )
 
     @property
     def visible_keys(self) -> int:
@@ -105,6 +123,22 @@ SHAPES = (
     Shape("decode at 4,096, latent of 512 + 64, 128 heads", ((1, 4096),), 128, 6.05, head_dim=576, v_head_dim=512,
           is_latent=True),
     Shape("prefill 512 on 512, group 4, head_dim 256", ((512, 512),), 4, 0.55 * 64, head_dim=256),
+    *(
+        shape
+        for bits, allowed, in_groups_of_32 in ((8, 0.55, 0.5625), (4, 0.30, 0.3125))
+        for shape in (
+            Shape(f"decode, 4 requests, group 4, int{bits}", DECODES, 4, allowed, num_kv_heads=2,
+                  quantized=(bits, 64)),
+            Shape(f"decode at 4,096, group 4, head_dim 128, int{bits}", ((1, 4096),), 4, allowed, head_dim=128,
+                  quantized=(bits, 64)),
+            Shape(f"decode at 4,096, group 4, head_dim 96, int{bits} in groups of 32", ((1, 4096),), 4,
+                  in_groups_of_32, head_dim=96, quantized=(bits, 32)),
+            Shape(f"decode at 4,096, latent of 512 + 64, 16 heads, int{bits}", ((1, 4096),), 16, allowed, head_dim=576,
+                  v_head_dim=512, is_latent=True, quantized=(bits, 64)),
+            Shape(f"prefill 512 on 512, group 4, head_dim 256, int{bits}", ((512, 512),), 4, allowed * 0.55 * 64,
+                  head_dim=256, quantized=(bits, 64)),
+        )
+    ),
 )  # fmt: skip
 
 
@@ -112,23 +146,24 @@ def run(shape: Shape) -> list[LaunchCounts]:
     """One layer of the shape, its others included, through the simulated backend, in float16."""
     from metal_engine.attention.metal.backend import MetalBackend
     from metal_engine.kv_cache.rows import step_rows
-    from tools.fixtures.packed_step import kv_state, latent_state
+    from tools.fixtures.packed_step import kv_state, latent_state, quantized_state
 
-    block_size = 16
     query_lens, seq_lens = np.array((*shape.segments, *shape.others), np.int32).T
-    blocks = -(-seq_lens // block_size)
+    blocks = -(-seq_lens // BLOCK_SIZE)
     table = np.zeros((len(blocks), int(blocks.max())), np.int32)
     order = iter(np.random.default_rng(0).permutation(int(blocks.sum())))
     for row, n in zip(table, blocks, strict=True):
         row[:n] = [next(order) for _ in range(n)]
-    rows = step_rows(table, seq_lens - query_lens, query_lens, block_size)
+    rows = step_rows(table, seq_lens - query_lens, query_lens, BLOCK_SIZE)
     mx.random.seed(0)
     v_head_dim = shape.v_head_dim or shape.head_dim
     k, v = (
-        mx.random.normal((int(blocks.sum()), block_size, shape.num_kv_heads, dim)).astype(mx.float16)
+        mx.random.normal((int(blocks.sum()), BLOCK_SIZE, shape.num_kv_heads, dim)).astype(mx.float16)
         for dim in (shape.head_dim, v_head_dim)
     )
-    state = latent_state(k, v_head_dim) if shape.is_latent else kv_state(k, v)
+    state: KVState = latent_state(k, v_head_dim) if shape.is_latent else kv_state(k, v)
+    if shape.quantized:
+        state = quantized_state(state, *shape.quantized)
     heads = shape.num_kv_heads * shape.group
     q = mx.random.normal((rows.num_tokens, heads, shape.head_dim)).astype(mx.float16)
     with record_launches() as launches:
@@ -139,7 +174,7 @@ def run(shape: Shape) -> list[LaunchCounts]:
 
 def _kv_read(launches: list[LaunchCounts]) -> int:
     buffers = launches[0].buffers if launches else {}
-    return sum(buffers[name].read for name in ("k_cache", "v_cache") if buffers)
+    return sum(buffers[name].read for name in CACHES if name in buffers)
 
 
 @dataclass(frozen=True)
@@ -183,27 +218,16 @@ class Line:
     @property
     def loads_in_flight(self) -> str:
         """Of K, of a thread before it waits for one, by its request with the fewest rows."""
-        from metal_engine.attention.metal.variants import THREADS, AttentionShape, variant_of
-
         shape, size = self.shape, 2
         latent = shape.v_head_dim if shape.is_latent and shape.v_head_dim else 0
-        v = variant_of(
-            AttentionShape(
-                dtype=mx.float16,
-                head_dim=shape.head_dim,
-                v_head_dim=shape.v_head_dim or shape.head_dim,
-                num_heads=shape.num_kv_heads * shape.group,
-                num_kv_heads=shape.num_kv_heads,
-                block_size=16,
-                is_latent=shape.is_latent,
-            )
-        )
+        v = variant_of(shape.attention)
+        bits = shape.attention.bits or 8 * size
         rows = min(min(n for n, _ in shape.segments) * shape.group, v.tile_rows)
         if rows <= 8 * v.strips:
             columns = latent or shape.head_dim
-            return f"{v.held * -(-columns // (4 * v.k_columns * v.parts))} x {v.k_columns * size}"
+            return f"{v.held * -(-columns // (4 * v.k_columns * v.parts))} x {v.k_columns * bits // 8}"
         piece = 16 if shape.head_dim * size % 16 == 0 else 8
-        return f"{-(-v.bk * shape.head_dim * size // (piece * THREADS))} x {piece}"
+        return f"{-(-v.bk * shape.head_dim * size // (piece * THREADS))} x {piece * bits // (8 * size)}"
 
     def cells(self) -> list[str]:
         c = self.launches[0]

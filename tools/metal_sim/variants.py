@@ -15,9 +15,10 @@ import numpy as np
 
 from metal_engine.attention.metal.backend import MetalBackend, shape_of
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
+from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.pool import make_state
 from metal_engine.kv_cache.rows import StepRows, step_rows
-from metal_engine.kv_cache.spec import KVSpec, LatentSpec
+from metal_engine.kv_cache.spec import KVSpec, LatentSpec, as_kept
 from metal_engine.kv_cache.state import KVState
 from metal_engine.recurrence.metal import MetalRecurrence
 from metal_engine.settings.args import EngineArgs
@@ -26,6 +27,10 @@ from .kernel import SimulatedKernel
 from .shapes import Attention, Convolution, GatedDelta, Layer, Mamba2
 
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+# --kv-cache-dtype, in the type that most checkpoints have: a kernel's other types differ in what they load and compute
+# as they do without it.
+QUANTIZED = ("int8", "int4")
+QUANTIZED_DTYPE = mx.bfloat16
 # Steps as (rows, context) of each request: what plans may tell apart. Contexts of which some are split and some not.
 STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((1, 4),),
@@ -129,13 +134,27 @@ class Recorder:
         for block_size in _block_sizes(layer):
             self._record_attention(layer, dtype, block_size, tensor_ops=True)
 
-    def _record_attention(self, layer: Attention, dtype: mx.Dtype, block_size: int, tensor_ops: bool = False) -> None:
+    def record_quantized(self, layer: Attention, models: set[str], kv_cache_dtype: str) -> None:
+        """Note what reads quantized K and V, on either GPU; nothing where the server refuses to quantize them."""
+        self.models = models
+        block_size = EngineArgs(model="").block_size
+        try:
+            for tensor_ops in (False, True):
+                self._record_attention(layer, QUANTIZED_DTYPE, block_size, tensor_ops, kv_cache_dtype)
+        except ConfigError:
+            return
+        except UnsupportedAttentionError as error:
+            self.refused.append((sorted(models), f"{layer} {kv_cache_dtype}", str(error)))
+
+    def _record_attention(
+        self, layer: Attention, dtype: mx.Dtype, block_size: int, tensor_ops: bool = False, kv_cache_dtype: str = "auto"
+    ) -> None:
         spec = (
             LatentSpec(layer.head_dim, layer.rope_dim, dtype)
             if layer.is_latent
             else KVSpec(layer.num_kv_heads, layer.head_dim, layer.v_head_dim, dtype)
         )
-        state = make_state(spec)
+        state = make_state(as_kept(spec, kv_cache_dtype))
         assert isinstance(state, KVState)
         state.allocate(_NUM_BLOCKS, block_size)
         backend = MetalBackend(self, tensor_ops=tensor_ops)
@@ -209,4 +228,6 @@ def record_variants(layers: dict[str, list[Layer]], dtypes: Sequence[mx.Dtype] =
             recorder.record(layer, needed_by, dtype)
             if isinstance(layer, Attention):
                 recorder.record_tensor_ops(layer, needed_by, dtype)
+        for kv_cache_dtype in QUANTIZED if isinstance(layer, Attention) and QUANTIZED_DTYPE in dtypes else ():
+            recorder.record_quantized(layer, needed_by, kv_cache_dtype)
     return recorder

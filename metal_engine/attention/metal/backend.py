@@ -25,12 +25,15 @@ from metal_engine.attention.metal.variants import (
     variant_of,
 )
 from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, kernel_text
+from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.rows import StepRows
-from metal_engine.kv_cache.state import KVState, LatentState
+from metal_engine.kv_cache.spec import AttentionSpec, QuantizedKVSpec
+from metal_engine.kv_cache.state import KVState
 
 # Threadgroups for each core of a GPU, to keep it busy: their memory lets two run at a time, the others follow.
 THREADGROUPS_PER_CORE = 8
 UNKNOWN_GPU_CORES = 12
+KernelFactory = Callable[..., Any]
 
 
 def _on_device(table: np.ndarray) -> mx.array:
@@ -40,26 +43,33 @@ def _on_device(table: np.ndarray) -> mx.array:
     return mx.array(np.pad(table, ((0, rows), (0, 0))) if rows else table)
 
 
-_ShapeKey = tuple[mx.Dtype, int, tuple[int, ...], int, bool]
+_ShapeKey = tuple[mx.Dtype, int, AttentionSpec, int]
 
 
 def _shape_key(q: mx.array, state: KVState) -> _ShapeKey:
     """What :func:`_shape` takes."""
-    is_latent = isinstance(state, LatentState)
-    v_head_dim = state.spec.latent_dim if isinstance(state, LatentState) else state.values.shape[-1]
-    return q.dtype, q.shape[1], state.key_blocks.shape, v_head_dim, is_latent
+    return q.dtype, q.shape[1], state.spec, state.block_size
 
 
-def _shape(
-    dtype: mx.Dtype, num_heads: int, key_blocks: tuple[int, ...], v_head_dim: int, is_latent: bool
-) -> AttentionShape:
-    _, block_size, num_kv_heads, head_dim = key_blocks
-    return AttentionShape(dtype, head_dim, v_head_dim, num_heads, num_kv_heads, block_size, is_latent)
+def _shape(dtype: mx.Dtype, num_heads: int, spec: AttentionSpec, block_size: int) -> AttentionShape:
+    is_latent = spec.latent_dim is not None
+    v_head_dim = spec.v_head_dim if spec.latent_dim is None else spec.latent_dim
+    bits, group_size = (spec.bits, spec.group_size) if isinstance(spec, QuantizedKVSpec) else (0, 0)
+    return AttentionShape(
+        dtype, spec.head_dim, v_head_dim, num_heads, spec.num_kv_heads, block_size, is_latent, bits, group_size
+    )
 
 
 def shape_of(q: mx.array, state: KVState) -> AttentionShape:
     """What a layer's attention computes, from its queries, [N, Hq, D], and its state."""
     return _shape(*_shape_key(q, state))
+
+
+def _numbers_of_groups(state: KVState) -> list[mx.array]:
+    """Scales and biases of the keys, and of the values, [num_slots, num_kv_heads, groups]; nothing of others."""
+    if not isinstance(state, QuantizedKVState):
+        return []
+    return [*state.key_groups, *state.value_groups]
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ class MetalStep:
         out_shape = (*q.shape[:2], shape.v_head_dim)
         out, partial_out, partial_lse = self.backend.attention_for(shape)(
             inputs=[
-                *(q, state.key_blocks, state.value_blocks),
+                *(q, state.key_blocks, state.value_blocks, *_numbers_of_groups(state)),
                 *(self._block_table, uploaded.table, numbers, window_size, sink_values),
             ],
             template=kind.template,
@@ -181,12 +191,32 @@ class MetalStep:
         keys, values = state.keys, state.values
         if q.shape[0] != self.rows.num_tokens or shape.block_size != self.rows.block_size:
             raise ValueError(f"q {q.shape} and keys {keys.shape} do not belong to this step")
-        if keys.dtype != q.dtype or values.dtype != q.dtype or values.shape[:2] != keys.shape[:2]:
-            raise ValueError(f"q is {q.dtype}; keys {keys.dtype} {keys.shape}, values {values.dtype} {values.shape}")
+        if state.spec.dtype != q.dtype or values.shape[:2] != keys.shape[:2]:
+            raise ValueError(f"q is {q.dtype}; {state.spec.dtype} keys {keys.shape}, values {values.shape}")
         if q.shape[2] != shape.head_dim:
-            raise ValueError(f"q {q.shape} does not go with keys {keys.shape}")
+            raise ValueError(f"q {q.shape} does not go with keys of {state.spec}")
         if window is not None and window < 1:
             raise ValueError(f"window must be at least 1, not {window}")
+
+
+def _attention_kernel(kernel_factory: KernelFactory, *, tensor_ops: bool = False, quantized: bool = False) -> Any:
+    """The attention kernel, or one of its kinds for other GPUs and other caches."""
+    name, header = "paged_attention", kernel_text("attention_rows.metal")
+    inputs = ["q", "k_cache", "v_cache"]
+    if tensor_ops:
+        name += "_tensor"
+        header = f"#define TENSOR_OPS\n{header}{kernel_text('attention_products.metal')}"
+    if quantized:
+        name += "_quantized"
+        header = f"#define QUANTIZED\n{header}{kernel_text('attention_quantized.metal')}"
+        inputs += ["k_scales", "k_biases", "v_scales", "v_biases"]
+    return kernel_factory(
+        name=name,
+        header=header,
+        input_names=[*inputs, "block_table", "items", "numbers", "window_size", "sinks"],
+        output_names=["out", "partial_out", "partial_lse"],
+        source=kernel_text("paged_attention.metal"),
+    )
 
 
 class MetalBackend:
@@ -202,7 +232,7 @@ class MetalBackend:
 
     def __init__(
         self,
-        kernel_factory: Callable[..., Any] = mx.fast.metal_kernel,
+        kernel_factory: KernelFactory = mx.fast.metal_kernel,
         target_threadgroups: int | None = None,
         *,
         tensor_ops: bool = False,
@@ -211,17 +241,12 @@ class MetalBackend:
         # Made of data, once: mx.zeros would be one more kernel for the GPU in every layer.
         self.no_sinks = mx.array([0.0], mx.float32)
         self.target_threadgroups = target_threadgroups or THREADGROUPS_PER_CORE * UNKNOWN_GPU_CORES
-        arguments = {
-            "input_names": ["q", "k_cache", "v_cache", "block_table", "items", "numbers", "window_size", "sinks"],
-            "output_names": ["out", "partial_out", "partial_lse"],
-            "source": kernel_text("paged_attention.metal"),
-        }
-        header = kernel_text("attention_rows.metal")
-        self.attention = kernel_factory(name="paged_attention", header=header, **arguments)
-        self.tensor_attention = None
+        self.attention = _attention_kernel(kernel_factory)
+        self.quantized_attention = _attention_kernel(kernel_factory, quantized=True)
+        self.tensor_attention = self.quantized_tensor_attention = None
         if tensor_ops:
-            header = f"#define TENSOR_OPS\n{header}{kernel_text('attention_products.metal')}"
-            self.tensor_attention = kernel_factory(name="paged_attention_tensor", header=header, **arguments)
+            self.tensor_attention = _attention_kernel(kernel_factory, tensor_ops=True)
+            self.quantized_tensor_attention = _attention_kernel(kernel_factory, tensor_ops=True, quantized=True)
         self.merge = kernel_factory(
             name="merge_splits",
             input_names=["whole", "partial_out", "partial_lse", "rows", "sinks"],
@@ -243,18 +268,19 @@ class MetalBackend:
 
     def uses_tensor_ops(self, shape: AttentionShape) -> bool:
         """Whether prefill of a shape is computed with tensor operations."""
-        return self.attention_for(shape) is self.tensor_attention
+        return self.attention_for(shape) in (self.tensor_attention, self.quantized_tensor_attention)
 
     def attention_for(self, shape: AttentionShape) -> Callable[..., Any]:
         """The kernel for every step of a shape: decodes get the same one alone and beside prefills."""
-        if self.tensor_attention is not None and fits_tensor_ops(shape):
-            return self.tensor_attention
-        return self.attention
+        with_tensor_ops = self.quantized_tensor_attention if shape.bits else self.tensor_attention
+        if with_tensor_ops is not None and fits_tensor_ops(shape):
+            return with_tensor_ops
+        return self.quantized_attention if shape.bits else self.attention
 
     def without_tensor_ops(self) -> MetalBackend:
         """A backend with the same kernels but the one for tensor operations."""
         other = copy(self)
-        other.tensor_attention = None
+        other.tensor_attention = other.quantized_tensor_attention = None
         return other
 
     def splitting(self) -> MetalBackend:

@@ -6,6 +6,7 @@ arguments of ``paged_attention.metal`` that say who does what.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,6 +17,8 @@ from metal_engine.device.metal_kernels import DTYPES
 HEAD_DIMS = range(8, 513, 4)  # of K and of V
 MAX_LATENT = 640  # of a latent with its position part
 BLOCK_SIZES = (8, 16, 32)
+QUANTIZED_BITS = (8, 4)
+QUANTIZED_GROUPS = (64, 32)
 GROUPS = 8  # SIMD groups of a threadgroup, as in attention_rows.metal
 THREADS = GROUPS * 32
 STAGE_BYTES = 26 << 10  # most threadgroup memory for staged keys and their sums, of Metal's 32 KiB
@@ -25,8 +28,9 @@ MANY_FRAGMENTS = 20
 # As many, in 16 bits and with the head shared out as far as it goes, for heads that would be read twice otherwise.
 MANY_FRAGMENTS_OF_16_BITS = 27
 TOO_WIDE_TO_STAGE = 256
+QUANTIZED_COLUMNS = (8, 4)  # that a lane may load at a time
 MAX_STRIPS = 3  # row fragments of a direct item: all of them leave through threadgroup memory together
-HELD_REGISTERS = 32  # for key fragments that are loaded together
+HELD_REGISTERS = 32  # for key fragments that are loaded together, as they are loaded
 MOST_REGISTERS = 88  # for those, the queries and the output, if more than one is loaded
 HELD_FRAGMENTS = 6  # key fragments times row fragments, which the exchange between parts has room for
 
@@ -43,6 +47,8 @@ class AttentionShape:
         dtype: of queries, K, V and the output.
         head_dim: of queries and K, a latent's position part included.
         v_head_dim: of V and the output. With ``is_latent``, V is so many first columns of K.
+        bits: of the integers that K and V are kept as; 0: they are kept as they are. ``group_size`` columns of a row
+            share a scale and a bias.
     """
 
     dtype: mx.Dtype
@@ -52,6 +58,8 @@ class AttentionShape:
     num_kv_heads: int
     block_size: int
     is_latent: bool = False
+    bits: int = 0
+    group_size: int = 0
 
     @property
     def group(self) -> int:
@@ -61,6 +69,7 @@ class AttentionShape:
     @property
     def template(self) -> list[tuple[str, mx.Dtype | int]]:
         """The kernel's template arguments that say what it computes."""
+        quantized = [("BITS", self.bits), ("GROUP_SIZE", self.group_size)] if self.bits else []
         return [
             ("T", self.dtype),
             ("DK", self.head_dim),
@@ -68,13 +77,15 @@ class AttentionShape:
             ("LATENT", self.is_latent),
             ("G", self.group),
             ("BLOCK_SIZE", self.block_size),
+            *quantized,
         ]
 
     def __str__(self) -> str:
         dims = f"head_dim {self.head_dim}, V head_dim {self.v_head_dim}"
         latent = ", latent" if self.is_latent else ""
+        quantized = f", int{self.bits} in groups of {self.group_size}" if self.bits else ""
         return (
-            f"{self.num_heads} query heads, {self.num_kv_heads} KV heads, {dims}{latent}, "
+            f"{self.num_heads} query heads, {self.num_kv_heads} KV heads, {dims}{latent}{quantized}, "
             f"block size {self.block_size}, {self.dtype}"
         )
 
@@ -133,6 +144,18 @@ def check_supported(shape: AttentionShape) -> None:
         refuse("dtype must be float32, float16 or bfloat16")
     if shape.num_heads < 1 or shape.num_heads % shape.num_kv_heads:
         refuse("query heads must be a multiple of the KV heads")
+    if shape.bits:
+        _check_quantized(shape, refuse)
+
+
+def _check_quantized(shape: AttentionShape, refuse: Callable[[str], None]) -> None:
+    """Groups must not begin or end within what lanes load together (attention_quantized.metal)."""
+    if shape.bits not in QUANTIZED_BITS or shape.group_size not in QUANTIZED_GROUPS:
+        refuse(f"integers must have {' or '.join(map(str, QUANTIZED_BITS))} bits, in groups of 64 or 32")
+    if shape.head_dim % shape.group_size or (not shape.is_latent and shape.v_head_dim % shape.group_size):
+        refuse("a row must be whole groups")
+    if shape.is_latent and shape.v_head_dim % (4 * QUANTIZED_COLUMNS[-1]):
+        refuse(f"columns of a quantized latent must be a multiple of {4 * QUANTIZED_COLUMNS[-1]}")
 
 
 @cache
@@ -152,16 +175,7 @@ def variant_of(shape: AttentionShape) -> Variant:
     fragments = _fragments(shape.head_dim - rest, k_columns, parts) + _fragments(rest, rest_columns, parts)
     registers = fragments * shape.dtype.size // 2  # of the queries or keys; a fragment of the output has two
     rows_registers = strips * (registers + 2 * _fragments(shape.v_head_dim, v_columns, parts))
-    held = next(
-        n
-        for n in (4, 2, 1)
-        if n == 1
-        or (
-            n * strips <= HELD_FRAGMENTS
-            and n * registers <= HELD_REGISTERS
-            and rows_registers + n * registers <= MOST_REGISTERS
-        )
-    )
+    held = next(n for n in (4, 2, 1) if n == 1 or _can_hold(n, shape, strips, registers, rows_registers))
     return Variant(
         strips=strips,
         parts=parts,
@@ -172,6 +186,23 @@ def variant_of(shape: AttentionShape) -> Variant:
         staged_parts=staged_parts,
         bk=_stage_keys(shape, staged_parts) if staged_parts else 8,
     )
+
+
+def _can_hold(n: int, shape: AttentionShape, strips: int, registers: int, rows_registers: int) -> bool:
+    """Whether a SIMD group has room for ``n`` fragments of keys that it loads together.
+
+    Args:
+        registers: of a lane for a fragment's columns, unpacked.
+        rows_registers: for the queries and the output.
+    """
+    loaded = held = n * registers
+    if shape.bits:
+        # With a scale and a bias, and those of a latent's position part.
+        one = -(-registers * shape.bits // (8 * shape.dtype.size)) + (4 if shape.is_latent else 2)
+        loaded = n * one
+        # One is unpacked at a time, but where they are multiplied again.
+        held = one + n * registers if shape.is_latent or strips > 1 else loaded + registers
+    return n * strips <= HELD_FRAGMENTS and loaded <= HELD_REGISTERS and rows_registers + held <= MOST_REGISTERS
 
 
 @cache
@@ -215,7 +246,11 @@ def _columns_of_load(dim: int, shape: AttentionShape, parts: int) -> int:
     SIMD group has whole chunks of four loads.
     """
     rows = (dim, shape.head_dim, shape.v_head_dim) if shape.is_latent else (dim,)
-    choices = [n for n in (8, 4, 2) if n * shape.dtype.size <= 16 and not any(row % n for row in rows)]
+    if shape.bits:
+        # A chunk of four loads lies in one group, the first one of a latent's position part, too.
+        choices = [n for n in QUANTIZED_COLUMNS if not (shape.is_latent and shape.v_head_dim % (4 * n))]
+    else:
+        choices = [n for n in (8, 4, 2) if n * shape.dtype.size <= 16 and not any(row % n for row in rows)]
     fewest = min(_fragments(dim, n, parts) for n in choices)
     return next(n for n in choices if _fragments(dim, n, parts) <= fewest * 1.1)
 

@@ -53,9 +53,9 @@ class PortableStep:
         Raises ValueError where shapes disagree with each other or with the step.
         """
         self._validate(q, state, window)
-        _, num_kv_heads, v_head_dim = state.values.shape
+        spec = state.spec
         num_heads, head_dim = q.shape[1:]
-        work = self.work(window, Dims(num_heads, num_kv_heads, max(head_dim, v_head_dim)))
+        work = self.work(window, Dims(num_heads, spec.num_kv_heads, max(head_dim, spec.v_head_dim)))
 
         # Base 2: e^s = 2^(s * log2(e)), with the factor folded into q, or into the softcap.
         queries = q.astype(mx.float32) * (scale / softcap if softcap else scale * LOG2E)
@@ -84,7 +84,7 @@ class PortableStep:
         last: list[mx.array],
     ) -> tuple[list[mx.array], list[mx.array]]:
         """-> [T * R, Hq, Dv] of each of the unit's queries, and what is computed last."""
-        num_kv_heads = state.keys.shape[1]
+        num_kv_heads = state.spec.num_kv_heads
         query_tiles = [part.of(queries, num_kv_heads) for part in unit.queries]
         states = [_initial_state(sinks, part, num_kv_heads) for part in unit.queries]
         for span in unit.spans:
@@ -106,17 +106,19 @@ class PortableStep:
         return [_finish(s, t, num_heads) for s, t in zip(states, unit.queries, strict=True)], last
 
     def _validate(self, q: mx.array, state: KVState, window: int | None) -> None:
-        keys, values = state.keys, state.values
+        spec, num_slots = state.spec, len(state.keys)
         if q.shape[0] != self.rows.num_tokens:
             raise ValueError(f"q has {q.shape[0]} rows, but the step has {self.rows.num_tokens} tokens")
-        if keys.shape[:2] != values.shape[:2] or keys.shape[2] != q.shape[2]:
-            raise ValueError(f"q {q.shape}, keys {keys.shape} and values {values.shape} do not fit together")
+        if spec.head_dim != q.shape[2] or len(state.values) != num_slots:
+            raise ValueError(
+                f"q {q.shape}, {num_slots} keys and {len(state.values)} values of {spec} do not fit together"
+            )
         if state.block_size != self.rows.block_size:
             raise ValueError(f"the state's blocks hold {state.block_size} tokens, not {self.rows.block_size}")
-        if q.shape[1] % keys.shape[1]:
-            raise ValueError(f"{q.shape[1]} query heads cannot share {keys.shape[1]} KV heads")
-        if keys.shape[0] * keys.shape[1] >= 2**31:
-            raise ValueError(f"keys {keys.shape}: (slot, head) indices do not fit 32 bits")
+        if q.shape[1] % spec.num_kv_heads:
+            raise ValueError(f"{q.shape[1]} query heads cannot share {spec.num_kv_heads} KV heads")
+        if num_slots * spec.num_kv_heads >= 2**31:
+            raise ValueError(f"{num_slots} slots of {spec.num_kv_heads} heads: (slot, head) indices do not fit 32 bits")
         if window is not None and window < 1:
             raise ValueError(f"window must be at least 1, not {window}")
 

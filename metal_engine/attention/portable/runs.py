@@ -35,7 +35,7 @@ def attend_runs(
     Returns:
         [T, Hq, Dv] float32.
     """
-    num_heads, num_kv_heads = queries.shape[1], state.keys.shape[1]
+    num_heads, num_kv_heads = queries.shape[1], state.spec.num_kv_heads
     queries = decodes.queries.of(queries, num_kv_heads)  # [T, Hkv, G, D]
     if num_kv_heads > 1:
         queries = mx.expand_dims(queries, 3) * decodes.own_heads  # [T, Hkv, G, Hkv, D]

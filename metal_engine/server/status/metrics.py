@@ -205,6 +205,7 @@ class _EngineReader:
             "dtype": config.model.dtype,
             "device": config.device.kind,
             "attention_backend": config.attention_backend,
+            "kv_cache_dtype": config.model.kv_dtype,
             "block_size": str(config.cache.block_size),
             "num_blocks": str(config.cache.num_blocks),
             "max_model_len": str(config.scheduler.max_model_len),

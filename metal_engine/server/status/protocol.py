@@ -47,6 +47,7 @@ class Health(BaseModel):
     ``num_unknown_parameters`` counts request parameters that the server did not know and ignored, and
     ``unknown_parameters`` counts them by name: for those who send the server's key or, where it has none, for clients
     on the same machine. Others get no names.
+    ``kv_cache_dtype`` says in what K and V are kept, as ``bfloat16`` or ``int8``.
     ``attention`` says what computes attention: a backend, and the layers that it leaves to MLX's operations.
     ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
     """
@@ -55,6 +56,7 @@ class Health(BaseModel):
     running: int
     waiting: int
     kv_cache_usage: float
+    kv_cache_dtype: str
     attention: str
     preemptions: int
     failed_steps: int

@@ -112,6 +112,7 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool) -> Health
         running=stats.num_running,
         waiting=stats.num_waiting,
         kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
+        kv_cache_dtype=engine.config.model.kv_dtype,
         attention=engine.config.attention,
         preemptions=stats.num_preemptions,
         failed_steps=engine.metrics.num_failed_steps,

@@ -61,6 +61,7 @@ def test_health(served: Served) -> None:
         "running": 0,
         "waiting": 0,
         "kv_cache_usage": 0.0,
+        "kv_cache_dtype": "auto",
         "attention": "fake",
         "preemptions": served.engine.stats.num_preemptions,
         "failed_steps": 0,

@@ -60,6 +60,9 @@ def test_every_layer_of_every_architecture_has_variants_or_a_reason(emitted) -> 
         why = [text for _, text, _ in recorder.refused if text.startswith(f"{layer} ")]
         assert not why or len(why) >= len(DTYPES), f"{layer} is refused in some dtypes only"
     assert {variant.kernel for variant in recorder.variants.values()} == recorder.kernels
+    quantized = [v.template for v in recorder.variants.values() if v.kernel == "paged_attention_quantized"]
+    kept = {(t["BITS"], t["GROUP_SIZE"], int(t["DK"]) % 64 == int(t["DV"]) % 64 == 0) for t in quantized}
+    assert kept == {(bits, *groups) for bits in "84" for groups in (("64", True), ("32", False))}
     assert len(recorder.kernels) >= 5
 
 
@@ -102,7 +105,10 @@ def test_a_row_of_shapes_is_read() -> None:
 
 @pytest.mark.parametrize(
     "kernel",
-    [*("gated_delta", "merge_splits", "paged_attention", "paged_attention_tensor", "short_convolution"), "ssm_update"],
+    [
+        *("gated_delta", "merge_splits", "paged_attention", "paged_attention_quantized", "paged_attention_tensor"),
+        *("paged_attention_tensor_quantized", "short_convolution", "ssm_update"),
+    ],
 )
 def test_an_emitted_file_is_whole_and_legal(emitted, kernel: str) -> None:
     """The simulator's check pass takes the file as it is written, preamble included, and nothing else of MLX's."""
@@ -201,7 +207,9 @@ def test_kernels_with_tensor_operations_are_built_for_gpus_that_have_them(tmp_pa
     code, output, calls = run_builder(tmp_path, "--tensor-ops")
     variants = manifest_of(tmp_path / "metal")["variants"]
     names = [variant["name"] for variant in variants if variant["tensor_ops"]]
-    assert names == [variant["name"] for variant in variants if variant["kernel"] == "paged_attention_tensor"]
+    with_tensor_ops = ("paged_attention_tensor", "paged_attention_tensor_quantized")
+    assert names == [variant["name"] for variant in variants if variant["kernel"] in with_tensor_ops]
+    assert {variant["kernel"] for variant in variants} > set(with_tensor_ops)
     assert code == 0 and names and f"{len(names)} of {len(names)} kernels build" in output
     for name in names:
         (compiled,) = [call for call in calls if re.search(rf" -c \S*/{name}\.metal ", call)]

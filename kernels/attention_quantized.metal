@@ -1,0 +1,178 @@
+// How the ways through paged_attention.metal read K and V of few bits. Of a row of the cache, WIDTH integers of BITS bits
+// lie in words, the first in the lowest bits; each group of GROUP_SIZE of them has a scale and a bias of type T:
+//
+//     element = integer * scale + bias, in float32, rounded to T once
+//
+// It is computed where it is used: direct items have integers in registers until they are multiplied, staged ones until
+// they are stored. Scales and biases are loaded by one lane each, and go to the others of their group by shuffles.
+
+template <int BYTES> struct Packed {};
+template <> struct Packed<2> { typedef ushort type; };
+template <> struct Packed<4> { typedef uint type; };
+template <> struct Packed<8> { typedef uint2 type; };
+
+METAL_FUNC uint word(ushort piece, int) { return piece; }
+
+// Element i of a piece.
+template <typename T, int BITS, typename P>
+METAL_FUNC T dequantized(P piece, int i, float scale, float bias) {
+  const uint integer = (word(piece, i * BITS / 32) >> (i * BITS % 32)) & ((1u << BITS) - 1);
+  return T(fma(float(integer), scale, bias));
+}
+
+template <typename T, int BITS, int GROUP_SIZE> struct QuantizedRow {
+  const device uint* words;
+  const device T* scales;
+  const device T* biases;
+};
+
+// Most groups that `columns` columns touch, which are whole chunks, if the first one begins at any chunk or, `aligned`,
+// where a group does.
+constexpr int groups_touched(int columns, int chunk, int group_size, bool aligned) {
+  return divided_up(columns + (aligned ? 0 : group_size - chunk), group_size);
+}
+
+// A lane's pieces of CHUNKS chunks of a row. The four lanes of the row share out the groups that these touch: lane i of
+// them has the scales and biases of group i, i + 4 and so on.
+template <int BITS, int GROUP_SIZE, int COLUMNS, int CHUNKS, int BEGIN> struct LoadedPieces {
+  enum : int {
+    CHUNK = COLUMNS * 4,
+    ALIGNED = BEGIN % GROUP_SIZE == 0 && CHUNKS * CHUNK % GROUP_SIZE == 0,
+    ROUNDS = CHUNKS > 0 ? divided_up(groups_touched(CHUNKS * CHUNK, CHUNK, GROUP_SIZE, ALIGNED), 4) : 1,
+  };
+  static_assert(GROUP_SIZE % CHUNK == 0 && BEGIN % CHUNK == 0, "a chunk lies in one group");
+  typename Packed<COLUMNS * BITS / 8>::type pieces[CHUNKS > 0 ? CHUNKS : 1];
+  float scales[ROUNDS];
+  float biases[ROUNDS];
+};
+
+template <int COLUMNS, int BITS> struct StagedPiece {
+  typename Packed<COLUMNS * BITS / 8>::type piece;
+  float number;  // of the threads of a group the first has its scale, the second its bias
+};
+
+// K or V of all slots.
+template <typename T, int WIDTH, int BITS, int GROUP_SIZE> struct QuantizedRows {
+  const device uint* words;
+  const device T* scales;
+  const device T* biases;
+
+  QuantizedRow<T, BITS, GROUP_SIZE> row(ulong row) const thread {
+    const ulong groups = row * (WIDTH / GROUP_SIZE);
+    return {words + row * (WIDTH * BITS / 32), scales + groups, biases + groups};
+  }
+  template <int COLUMNS, int CHUNKS, int BEGIN>
+  using Loaded = LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN>;
+  template <int COLUMNS> using Staged = StagedPiece<COLUMNS, BITS>;
+};
+
+// As of Rows; `fragments` are set by unpack_row.
+template <int COLUMNS, int CHUNKS, int BEGIN, int END, typename T, int BITS, int GROUP_SIZE>
+METAL_FUNC void load_row(
+    QuantizedRow<T, BITS, GROUP_SIZE> row, int first, int lane_column, bool exists,
+    thread LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN>& loaded, thread simdgroup_matrix<T, 8, 8>*) {
+  typedef LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN> Loaded;
+  typedef typename Packed<COLUMNS * BITS / 8>::type Piece;
+  const int first_column = BEGIN + first * Loaded::CHUNK;
+  const int end = min(END, first_column + CHUNKS * Loaded::CHUNK);
+  #pragma clang loop unroll(full)
+  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+    const int column = first_column + (chunk * 4 + lane_column / 2) * COLUMNS;
+    loaded.pieces[chunk] = Piece(0);
+    if (exists && column < end) {
+      loaded.pieces[chunk] = *(const device Piece*)((const device uchar*)row.words + column * BITS / 8);
+    }
+  }
+  #pragma clang loop unroll(full)
+  for (int round = 0; round < Loaded::ROUNDS; ++round) {
+    const int group = first_column / GROUP_SIZE + round * 4 + lane_column / 2;
+    loaded.scales[round] = 0.0f;
+    loaded.biases[round] = 0.0f;
+    if (exists && group * GROUP_SIZE < end) {
+      loaded.scales[round] = float(row.scales[group]);
+      loaded.biases[round] = float(row.biases[group]);
+    }
+  }
+}
+
+// Turns what load_row has loaded into fragments. All lanes of the SIMD group take part.
+template <int COLUMNS, int CHUNKS, typename T, int BITS, int GROUP_SIZE, int BEGIN>
+METAL_FUNC void unpack_row(
+    int first, int lane, thread const LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN>& loaded,
+    thread simdgroup_matrix<T, 8, 8>* fragments) {
+  typedef LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN> Loaded;
+  const int offset = Loaded::ALIGNED ? 0 : (BEGIN + first * Loaded::CHUNK) % GROUP_SIZE;  // of chunk 0 in its group
+  float scale = 0.0f;
+  float bias = 0.0f;
+  #pragma clang loop unroll(full)
+  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+    if (!Loaded::ALIGNED || chunk * Loaded::CHUNK % GROUP_SIZE == 0) {
+      const int group = (offset + chunk * Loaded::CHUNK) / GROUP_SIZE;
+      scale = loaded.scales[0];
+      bias = loaded.biases[0];
+      #pragma clang loop unroll(full)
+      for (int round = 1; round < Loaded::ROUNDS; ++round) {
+        scale = group / 4 == round ? loaded.scales[round] : scale;
+        bias = group / 4 == round ? loaded.biases[round] : bias;
+      }
+      // The four lanes of a row differ in bits 0 and 3.
+      const ushort from = ushort((lane & ~9) | (group & 1) | (group & 2) << 2);
+      scale = simd_shuffle(scale, from);
+      bias = simd_shuffle(bias, from);
+    }
+    #pragma clang loop unroll(full)
+    for (int i = 0; i < COLUMNS; ++i) {
+      fragments[chunk * (COLUMNS / 2) + i / 2].thread_elements()[i % 2] =
+          dequantized<T, BITS>(loaded.pieces[chunk], i, scale, bias);
+    }
+  }
+}
+
+// As of Rows, of which all columns are staged. Neighbouring threads have neighbouring pieces, so those of a group are in
+// one SIMD group, and begin at a multiple of their number.
+template <int COLUMNS, int ROW_PIECES, int LOADS, int BK, typename T, int WIDTH, int BITS, int GROUP_SIZE>
+METAL_FUNC void load_stage(
+    QuantizedRows<T, WIDTH, BITS, GROUP_SIZE> rows, threadgroup const int* key_slots, int num_keys, int num_kv_heads,
+    int kv_head, int tid, thread StagedPiece<COLUMNS, BITS>* staged) {
+  typedef typename Packed<COLUMNS * BITS / 8>::type Piece;
+  #pragma clang loop unroll(full)
+  for (int i = 0; i < LOADS; ++i) {
+    const int key = (tid + i * THREADS) / ROW_PIECES;
+    const int column = (tid + i * THREADS) % ROW_PIECES * COLUMNS;
+    staged[i].piece = Piece(0);
+    staged[i].number = 0.0f;
+    if (key < BK && key < num_keys) {
+      const auto row = rows.row(ulong(key_slots[key]) * num_kv_heads + kv_head);
+      staged[i].piece = *(const device Piece*)((const device uchar*)row.words + column * BITS / 8);
+      const int place = column % GROUP_SIZE / COLUMNS;
+      if (place < 2) {
+        const device T* numbers = place == 0 ? row.scales : row.biases;
+        staged[i].number = float(numbers[column / GROUP_SIZE]);
+      }
+    }
+  }
+}
+
+METAL_FUNC uint bits_of(float x, float) { return as_type<uint>(x); }
+template <typename T>
+METAL_FUNC uint bits_of(T x, T next) {
+  return uint(as_type<ushort>(x)) | uint(as_type<ushort>(next)) << 16;
+}
+
+template <int COLUMNS, typename T, int WIDTH, int BITS, int GROUP_SIZE>
+METAL_FUNC uint4 unpack_piece(
+    QuantizedRows<T, WIDTH, BITS, GROUP_SIZE>, int tid, StagedPiece<COLUMNS, BITS> staged) {
+  constexpr int LANES = GROUP_SIZE / COLUMNS;  // that have pieces of a group
+  constexpr int IN_WORD = 4 / sizeof(T);
+  const ushort from = ushort(tid % 32 / LANES * LANES);
+  const float scale = simd_shuffle(staged.number, from);
+  const float bias = simd_shuffle(staged.number, ushort(from + 1));
+  uint4 unpacked;
+  #pragma clang loop unroll(full)
+  for (int i = 0; i < 4; ++i) {
+    unpacked[i] = bits_of(
+        dequantized<T, BITS>(staged.piece, i * IN_WORD, scale, bias),
+        dequantized<T, BITS>(staged.piece, i * IN_WORD + IN_WORD - 1, scale, bias));
+  }
+  return unpacked;
+}

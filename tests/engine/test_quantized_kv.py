@@ -1,0 +1,252 @@
+"""The engine over quantized KV: a request's answer is mlx-lm's over K and V rounded the same way, in any company.
+
+All that a token sees is as it is stored. So the same tokens come out however a prompt is cut, whether its beginning was
+cached, loaded or computed, and after preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from metal_engine.engine.adapters import AdapterRegistry
+from metal_engine.engine.core import EngineCore
+from metal_engine.kv_cache.quantized import QuantizedKVState
+from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.spec import StateSpec
+from metal_engine.models.adapter_targets import adapter_targets
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.models.rounded_cache import own_caches
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.ngram import NgramProposer
+from tests.support import adapters
+from tests.support.demo import engine_for
+from tests.support.running import run
+from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
+from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.tiny_models import random_model, tiny_model
+from tools.fixtures.wide_heads import wide_configuration
+
+NUM_OUTPUTS = 10
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS, ignore_eos=True)
+# Plain, windows, latents, and a layer with a state of its own beside attention.
+MODELS = ["llama", "gemma3_text", "deepseek_v3", "qwen3_next"]
+WAYS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "chunks of any size": {"budget": 7, "max_num_seqs": 4},
+    "preempted": {"num_blocks": 10, "max_num_seqs": 4},
+    "one ahead": {"ahead": True},
+    "one ahead, preempted": {"ahead": True, "num_blocks": 10, "budget": 16},
+}
+
+
+def model_of(name: str) -> nn.Module:
+    if name == "llama":
+        return tiny_model(vocab_size=97, head_dim=64)
+    return random_model(wide_configuration(name))
+
+
+def make_engine(name: str, kv_cache_dtype: str = "int8", **sizes: Any) -> EngineCore:
+    return engine_of(PagedModel(model_of(name), kv_cache_dtype=kv_cache_dtype), **sizes)
+
+
+def engine_of(paged: PagedModel, **sizes: Any) -> EngineCore:
+    defaults = {"budget": 64, "block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "caching": True, "vocab_size": 97}
+    return engine_for(paged, tiny_tokenizer(), **{**defaults, **sizes})
+
+
+def _prompts() -> list[list[int]]:
+    """Some begin alike, within a block and across."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 97, n).tolist() for n in (5, 23, 1, 40)]
+    return [*prompts, prompts[3][:35] + prompts[0], prompts[1] + prompts[2]]
+
+
+PROMPTS = _prompts()
+
+
+class RoundedModel:
+    """mlx-lm's own forward, over K and V as they are stored: teacher-forced, or greedy."""
+
+    def __init__(self, name: str, kv_cache_dtype: str, adapter: Path | None = None) -> None:
+        self._model = adapters.mlx_lms(model_of(name), adapter)
+        self._specs: list[StateSpec] = [
+            state.spec for state in PagedModel(model_of(name), kv_cache_dtype=kv_cache_dtype).pool.states
+        ]
+
+    def __call__(self, token_ids: mx.array) -> mx.array:
+        return self._model(token_ids, cache=own_caches(self._model, self._specs))
+
+    def answer(self, prompt: list[int]) -> list[int]:
+        caches, tokens = own_caches(self._model, self._specs), prompt
+        answer: list[int] = []
+        for _ in range(NUM_OUTPUTS):
+            tokens = [int(mx.argmax(self._model(mx.array([tokens]), cache=caches)[0, -1]).item())]
+            answer += tokens
+        return answer
+
+
+@cache
+def rounded(name: str, kv_cache_dtype: str) -> tuple[RoundedModel, list[list[int]]]:
+    model = RoundedModel(name, kv_cache_dtype)
+    return model, [model.answer(prompt) for prompt in PROMPTS]
+
+
+def assert_equal(name: str, outputs: list[list[int]], kv_cache_dtype: str = "int8") -> None:
+    model, expected = rounded(name, kv_cache_dtype)
+    found = [compare_outputs(model, p, a, b) for p, a, b in zip(PROMPTS, expected, outputs, strict=True)]
+    assert all(one.equal for one in found), found
+    assert sum(not one.same for one in found) <= 1
+
+
+def _pairs() -> list[Any]:
+    """Every model in every way; of those but the first, few in a plain run."""
+    few = {("gemma3_text", "one ahead, preempted"), ("deepseek_v3", "chunks of any size"), ("qwen3_next", "preempted")}
+    return [
+        pytest.param(name, way, marks=() if name == "llama" or (name, way) in few else pytest.mark.full)
+        for name in MODELS
+        for way in WAYS
+    ]
+
+
+@pytest.mark.parametrize(("name", "way"), _pairs())
+def test_answers_in_any_company(name: str, way: str) -> None:
+    engine = make_engine(name, **WAYS[way])
+    for _ in range(2):  # the second time, prompts begin with what the first has left
+        assert_equal(name, run(engine, PROMPTS, GREEDY))
+    assert bool(engine.scheduler.num_preemptions) == ("preempted" in way)
+    assert engine.scheduler.blocks.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in MODELS[1:])])
+def test_answers_alone(name: str) -> None:
+    assert_equal(name, [run(make_engine(name, caching=False), [prompt], GREEDY)[0] for prompt in PROMPTS])
+
+
+@pytest.mark.parametrize("way", ["together", "chunks of any size", "one ahead, preempted"])
+def test_four_bits(way: str) -> None:
+    assert_equal("llama", run(make_engine("llama", "int4", **WAYS[way]), PROMPTS, GREEDY), "int4")
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3_next", *(pytest.param(n, marks=pytest.mark.full) for n in MODELS[1:3])]
+)
+def test_speculation(name: str) -> None:
+    """Drafts that are right now and then: what follows a wrong one is written again, and states go back."""
+    _, expected = rounded(name, "int8")
+    engine = make_engine(name, speculative=speculative_config(3), num_blocks=16)
+    known = KnownOutputs({tuple(p): e for p, e in zip(PROMPTS, expected, strict=True)})
+    propose_from(engine, known)
+    assert_equal(name, run(engine, PROMPTS, GREEDY))
+    assert known.num_right and known.num_wrong
+
+
+def test_ngram_drafts() -> None:
+    settings = speculative_config(3, longest=2, shortest=1)
+    engine = make_engine("llama", speculative=settings)
+    propose_from(engine, NgramProposer(settings))
+    assert_equal("llama", run(engine, PROMPTS, GREEDY))
+    assert 0 < sum(engine.metrics.num_accepted_tokens) < engine.metrics.num_draft_tokens
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("way", ["together", "preempted", "one ahead"])
+def test_drafts_of_the_model_itself_are_all_accepted(way: str, kv_cache_dtype: str) -> None:
+    """Its KV is as the target's: in other bits the model says something else now and then."""
+    draft = PagedModel(model_of("llama"), kv_cache_dtype=kv_cache_dtype)
+    engine = make_engine("llama", kv_cache_dtype, draft=draft, **WAYS[way])
+    draft_for_free(engine)
+    assert_equal("llama", run(engine, PROMPTS, GREEDY), kv_cache_dtype)
+    assert sum(engine.metrics.num_accepted_tokens) == engine.metrics.num_draft_tokens > 30
+    assert bool(engine.scheduler.num_preemptions) == ("preempted" in way)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_drafts_of_another_model(name: str) -> None:
+    """One layer, in groups of another size."""
+    other = tiny_model(7, vocab_size=97, head_dim=32, num_hidden_layers=1)
+    engine = make_engine(name, draft=PagedModel(other, kv_cache_dtype="int8"))
+    draft_for_free(engine)
+    assert_equal(name, run(engine, PROMPTS, GREEDY))
+    assert sum(engine.metrics.num_accepted_tokens) < engine.metrics.num_draft_tokens / 2
+
+
+@pytest.mark.parametrize("way", ["together", "preempted", "one ahead"])
+def test_adapters(way: str, tmp_path: Path) -> None:
+    """Requests with one and without share steps: each has mlx-lm's answer with its adapter, over rounded K and V."""
+    weights = adapters.products(model_of("llama"), adapters.ALL, rank=3, seed=1)
+    folder = adapters.write_mlx_lm(tmp_path / "a", weights)
+    paged = PagedModel(model_of("llama"), kv_cache_dtype="int8")
+    targets = adapter_targets(paged)
+    layers = paged.adapt(targets.shapes, 1, 3)
+    registry = AdapterRegistry(targets, 1, 3, layers.set_weights)
+    engine = engine_of(paged, adapters=registry, **WAYS[way])
+    adapters.load(engine, "a", folder)
+    answers: dict[str, list[int]] = {}
+    for i, prompt in enumerate(PROMPTS):
+        for name in ("a", None):
+            (prepared,) = engine.prepare_all([prompt], GREEDY, adapter=registry.find(name))
+            engine.add_request(f"{i} {name}", prepared)
+    while engine.has_requests:
+        for output in engine.step():
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+    assert bool(engine.scheduler.num_preemptions) == ("preempted" in way)
+    assert_equal("llama", [answers[f"{i} None"] for i in range(len(PROMPTS))])
+    adapted = RoundedModel("llama", "int8", folder)
+    for i, prompt in enumerate(PROMPTS):
+        found = compare_outputs(adapted, prompt, adapted.answer(prompt), answers[f"{i} a"])
+        assert found.equal, found
+    assert sum(answers[f"{i} a"] != answers[f"{i} None"] for i in range(len(PROMPTS))) > len(PROMPTS) / 2
+
+
+# --- mistakes that these comparisons must see ----------------------------------------------------------------
+
+
+def _own_rows_in_float(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step attends over its own rows as they were computed, not as they are stored."""
+    write, dequantized = QuantizedKVState.write, QuantizedKVState._dequantized
+
+    def keep(self: QuantizedKVState, step: StepRows, rows: Mapping[str, mx.array]) -> None:
+        write(self, step, rows)
+        self.fresh = {name: (step.slot_mapping, array) for name, array in rows.items()}  # type: ignore[attr-defined]
+
+    def fresh_first(self: QuantizedKVState, name: str, rows_of: Any) -> mx.array:
+        slots, array = self.fresh[name]  # type: ignore[attr-defined]
+        heads = self.spec.num_kv_heads
+        num_slots = len(self.arrays[name])
+        is_fresh, of_step = np.zeros((num_slots, heads, 1), bool), np.zeros((num_slots,), np.int32)
+        is_fresh[slots], of_step[slots] = True, np.arange(len(slots))
+        own = array[mx.array(of_step)].astype(mx.float32)
+        return mx.where(rows_of(mx.array(is_fresh)), rows_of(own), dequantized(self, name, rows_of))
+
+    monkeypatch.setattr(QuantizedKVState, "write", keep)
+    monkeypatch.setattr(QuantizedKVState, "_dequantized", fresh_first)
+
+
+def _quantized_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = QuantizedKVState.encode
+
+    def twice(self: QuantizedKVState, rows: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        coarse = {
+            name: mx.dequantize(*mx.quantize(array, group_size=32, bits=8), group_size=32, bits=8)
+            for name, array in rows.items()
+        }
+        return encode(self, coarse)
+
+    monkeypatch.setattr(QuantizedKVState, "encode", twice)
+
+
+@pytest.mark.parametrize("mistake", [_own_rows_in_float, _quantized_twice])
+def test_mistakes_are_seen(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded("llama", "int4")
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_equal("llama", run(make_engine("llama", "int4", caching=False), PROMPTS, GREEDY), "int4")

@@ -1,0 +1,136 @@
+"""Quantized KV in a store, and handed over: blocks are smaller, come back bit by bit, and belong to their type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.request import RequestOptions
+from metal_engine.sampling_params import SamplingParams
+from tests.support.kv_engines import KVEngine, kv_engine
+from tests.support.tiny_engine import with_vocabulary
+from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.tiny_models import random_model, tiny_model
+from tools.fixtures.wide_heads import wide_configuration
+
+BLOCK_SIZE = 8
+
+
+def _prompts() -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 256, n).tolist() for n in (50, 65, 17, 8, 40)]
+    return [*prompts, prompts[0][:40] + prompts[2], prompts[1] + prompts[3]]
+
+
+PROMPTS = _prompts()
+# Of each prompt what fills no block, and its last block if all of them are filled.
+NUM_COMPUTED = sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
+MakeEngine = Callable[..., KVEngine]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
+@pytest.fixture
+def make(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[MakeEngine]:
+    """Engines over one directory."""
+    engines: list[KVEngine] = []
+
+    def make(kv_cache_dtype: str = "int8", model: Any = None, **settings: Any) -> KVEngine:
+        model = tiny_model(head_dim=64) if model is None else model
+        engines.append(kv_engine(tokenizer, tmp_path / "kv", model=model, kv_cache_dtype=kv_cache_dtype, **settings))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.core.close()
+
+
+@pytest.fixture(scope="module")
+def plain(tokenizer: Tokenizer) -> list[list[int]]:
+    """Without a store."""
+    return kv_engine(tokenizer, None, model=tiny_model(head_dim=64), kv_cache_dtype="int8").run(PROMPTS)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_after_a_restart(make: MakeEngine, plain: list[list[int]], ahead: bool) -> None:
+    assert make(ahead=ahead).run(PROMPTS) == plain
+    second = make(ahead=ahead)
+    assert second.run(PROMPTS) == plain
+    assert second.stats.prompt_tokens_computed == NUM_COMPUTED and second.stats.blocks_loaded > 0
+
+
+def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine) -> None:
+    """Answers are so long that requests outgrow the pool, whatever loads finish when."""
+    expected = make().run(PROMPTS, 32)
+    engine = make(num_blocks=20)
+    assert engine.run(PROMPTS, 32) == expected
+    assert engine.stats.blocks_loaded > 0 and engine.core.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_states_beside_quantized_blocks(make: MakeEngine, tokenizer: Tokenizer, ahead: bool) -> None:
+    """A model with layers that carry a state: those are as they are computed, K and V in 8 bits."""
+
+    def hybrid() -> nn.Module:
+        return random_model(with_vocabulary(wide_configuration("qwen3_next"), 256))
+
+    expected = kv_engine(tokenizer, None, model=hybrid(), kv_cache_dtype="int8").run(PROMPTS)
+    first = make(model=hybrid(), ahead=ahead)
+    assert [first.run([prompt])[0] for prompt in PROMPTS] == expected
+    second = make(model=hybrid(), ahead=ahead)
+    assert second.run(PROMPTS) == expected
+    assert second.stats.states_loaded >= 4 and second.stats.prompt_tokens_computed == NUM_COMPUTED
+    other = make("int4", model=hybrid())
+    other.run(PROMPTS[:2])
+    assert other.stats.blocks_loaded == other.stats.states_loaded == 0
+
+
+def test_a_draft_model_beside_a_store(make: MakeEngine) -> None:
+    """What was loaded is the target's alone: its own KV, in 8 bits too, the draft model computes."""
+    expected = make().run(PROMPTS, 20)
+    draft = PagedModel(tiny_model(head_dim=64), kv_cache_dtype="int8")
+    engine = make(draft=draft)
+    assert engine.run(PROMPTS, 20) == expected
+    metrics = engine.core.metrics
+    assert engine.stats.blocks_loaded > 0
+    assert sum(metrics.num_accepted_tokens) == metrics.num_draft_tokens > 40
+
+
+def test_hand_over_between_engines_that_cut_differently(make: MakeEngine, plain: list[list[int]]) -> None:
+    producer, consumer = make(budget=16, kv_role="kv_producer"), make(budget=200, kv_role="kv_consumer")
+    once = SamplingParams(temperature=0.0, max_tokens=1)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    outputs: list[list[int]] = [[] for _ in PROMPTS]
+    for i, prompt in enumerate(PROMPTS):
+        producer.core.add_request(str(i), producer.core.prepare(prompt, once), RequestOptions(do_remote_decode=True))
+        consumer.core.add_request(str(i), consumer.core.prepare(prompt, params), RequestOptions(do_remote_prefill=True))
+    while consumer.core.has_requests:
+        if producer.core.has_requests:
+            producer.core.step()
+        for output in consumer.core.step():
+            outputs[int(output.request_id)] += output.token_ids
+        consumer.core.scheduler.check_integrity()
+    assert outputs == plain
+    assert consumer.stats.prompt_tokens_computed == NUM_COMPUTED, "only what no block holds"
+
+
+def test_other_types_do_not_find_it(make: MakeEngine) -> None:
+    sizes = {}
+    for kv_cache_dtype in ("int8", "int4", "auto"):
+        engine = make(kv_cache_dtype)
+        engine.run(PROMPTS[:2])
+        assert engine.stats.blocks_loaded == engine.stats.blocks_corrupt == 0 < engine.stats.blocks_saved
+        sizes[kv_cache_dtype] = engine.layout.nbytes
+    # Of 64 numbers in float32: 256 bytes; in 8 and 4 bits 64 and 32, and 8 of a scale and a bias.
+    assert sizes["int8"] * 256 == sizes["auto"] * 72 and sizes["int4"] * 256 == sizes["auto"] * 40
+    assert len({make(kv_cache_dtype).layout.fingerprint for kv_cache_dtype in sizes}) == 3

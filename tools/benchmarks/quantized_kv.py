@@ -1,0 +1,265 @@
+"""What quantized KV costs in quality and speed, on the demo model, beside mlx-lm's own quantized cache.
+
+    python -m tools.benchmarks.quantized_kv                  # everything
+    python -m tools.benchmarks.quantized_kv --only text      # or: answers, speed
+
+*text*: perplexity of a text in windows, and how many of the next tokens come first as with float KV. *answers*: greedy
+answers to the beginnings of 100 passages that stay the same to the last token. *speed*: engines that differ in nothing
+else take turns at the same requests. The text is Python's language reference, as ``pydoc_data.topics`` has it. mlx-lm's
+cache is quantized from the first token on (``--kv-bits`` with ``--quantized-kv-start 0``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+
+from metal_engine.device.blas.load import load_optimized_blas
+
+load_optimized_blas()
+
+import mlx.core as mx  # noqa: E402
+import mlx.nn as nn  # noqa: E402
+from mlx_lm.models.cache import KVCache, QuantizedKVCache  # noqa: E402
+
+from metal_engine.attention.choice import choose_backend  # noqa: E402
+from metal_engine.build import build_engine  # noqa: E402
+from metal_engine.checkpoints.demo import fetch_demo_model  # noqa: E402
+from metal_engine.checkpoints.gguf.model import load_gguf_model  # noqa: E402
+from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer  # noqa: E402
+from metal_engine.engine.core import EngineCore  # noqa: E402
+from metal_engine.kv_cache.rows import step_rows  # noqa: E402
+from metal_engine.models.attention_kinds import attention_kinds  # noqa: E402
+from metal_engine.models.paged_model import PagedModel  # noqa: E402
+from metal_engine.sampling_params import SamplingParams  # noqa: E402
+from metal_engine.settings.args import KV_CACHE_DTYPES, EngineArgs  # noqa: E402
+
+_BLOCK_SIZE, _CHUNK = 16, 256
+_PROMPT_LEN = 48
+_BATCH = 20  # of mlx-lm, whose quantized cache takes prompts of one length
+_SPEED_STEPS = 16
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a model says of a text: of each token but a window's first, its log probability, and the likeliest token."""
+
+    logprobs: np.ndarray  # [T] float64
+    likeliest: np.ndarray  # [T]
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(-self.logprobs.mean()))
+
+
+Windows = list[list[int]]
+
+
+def make_engine(kv_cache_dtype: str) -> EngineCore:
+    """An engine on the demo model, with a pool that is large enough for all that is done here."""
+    return build_engine(
+        EngineArgs(
+            model="demo",
+            kv_cache_dtype=kv_cache_dtype,
+            num_gpu_blocks_override=720,
+            max_num_seqs=100,
+            max_num_batched_tokens=512,
+            enable_prefix_caching=False,
+        )
+    )
+
+
+def our_scores(kv_cache_dtype: str, windows: Windows) -> Scored:
+    """A window is a request, in chunks."""
+    paged = PagedModel(load_demo_model(), kv_cache_dtype=kv_cache_dtype)
+    backend = choose_backend("auto", _BLOCK_SIZE).for_layers(attention_kinds(paged), _BLOCK_SIZE).backend
+    block_table = np.arange(-(-max(map(len, windows)) // _BLOCK_SIZE), dtype=np.int32)[None]
+    paged.pool.allocate(block_table.size, _BLOCK_SIZE)
+
+    def forward(chunk: list[int], start: int) -> mx.array:
+        first, count = np.array([start], np.int32), [len(chunk)]
+        rows = step_rows(block_table, first, count, _BLOCK_SIZE, num_samples=np.array(count, np.int32))
+        return paged(mx.array(chunk), rows, backend.for_step(rows))
+
+    return _score(forward, windows)
+
+
+def mlx_lm_scores(bits: int | None, windows: Windows) -> Scored:
+    """By mlx-lm's own forward over its own caches."""
+    model = load_demo_model()
+    caches: list[Any] = []
+
+    def forward(chunk: list[int], start: int) -> mx.array:
+        if start == 0:
+            caches[:] = mlx_lm_caches(model, bits)
+        return model(mx.array([chunk]), cache=caches)[0]
+
+    return _score(forward, windows)
+
+
+def _score(forward: Callable[[list[int], int], mx.array], windows: Windows) -> Scored:
+    """``forward`` takes a chunk of a window and the tokens before it, and returns logits, [T, V]."""
+    logprobs: list[np.ndarray] = []
+    likeliest: list[np.ndarray] = []
+    for window in windows:
+        for start in range(0, len(window) - 1, _CHUNK):
+            targets = window[start + 1 : start + _CHUNK + 1]
+            logits = forward(window[start : start + _CHUNK], start)[: len(targets)].astype(mx.float32)
+            each = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            found = mx.take_along_axis(each, mx.array(targets)[:, None], axis=-1)[:, 0]
+            logprobs.append(np.array(found))
+            likeliest.append(np.array(mx.argmax(logits, axis=-1)))
+    return Scored(np.concatenate(logprobs).astype(np.float64), np.concatenate(likeliest))
+
+
+def our_answers(engine: EngineCore, prompts: Windows, num_tokens: int) -> Windows:
+    """Greedy answers to all prompts at once."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    answers: Windows = [[] for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), engine.prepare(prompt, params))
+    while engine.has_requests:
+        for output in engine.step():
+            answers[int(output.request_id)] += output.token_ids
+    return answers
+
+
+def mlx_lm_answers(bits: int, prompts: Windows, num_tokens: int) -> Windows:
+    """The same by mlx-lm's forward, in batches."""
+    model = load_demo_model()
+    answers: Windows = []
+    for start in range(0, len(prompts), _BATCH):
+        batch = mx.array(prompts[start : start + _BATCH])
+        caches = mlx_lm_caches(model, bits)
+        tokens: list[np.ndarray] = []
+        for _ in range(num_tokens):
+            batch = mx.argmax(model(batch, cache=caches)[:, -1], axis=-1)[:, None]
+            tokens.append(np.array(batch[:, 0]))
+        answers += np.stack(tokens, axis=1).tolist()
+    return answers
+
+
+def load_demo_model() -> nn.Module:
+    """A copy of its own, in float32."""
+    return load_gguf_model(fetch_demo_model(), dtype=mx.float32, dequantize=True)[0]
+
+
+def mlx_lm_caches(model: Any, bits: int | None) -> list[Any]:
+    return [QuantizedKVCache(64, bits) if bits else KVCache() for _ in model.layers]
+
+
+def compare_text(tokens: list[int], num_tokens: int, window: int) -> None:
+    """Prints a row for each kind of KV."""
+    windows = _spread(tokens, max(1, num_tokens // window), window)
+    print(f"\n{len(windows)} x {window:,} tokens of text\n")
+    print("| KV | perplexity | against float | same next token |\n| --- | --- | --- | --- |")
+    full = our_scores("auto", windows)
+    _report_text("float", full, full)
+    for dtype, bits in (("int8", 8), ("int4", 4)):
+        _report_text(f"ours, {dtype}", our_scores(dtype, windows), full)
+        _report_text(f"mlx-lm, --kv-bits {bits}", mlx_lm_scores(bits, windows), full)
+
+
+def _report_text(name: str, found: Scored, full: Scored) -> None:
+    change = found.perplexity / full.perplexity - 1
+    agree = (found.likeliest == full.likeliest).mean()
+    print(f"| {name} | {found.perplexity:.4f} | {change:+.3%} | {agree:.2%} |", flush=True)
+
+
+def compare_answers(tokens: list[int], num_answers: int, num_tokens: int) -> None:
+    """Prints a row for each kind of KV."""
+    prompts = _spread(tokens, num_answers, _PROMPT_LEN)
+    print(f"\n{num_answers} greedy answers of {num_tokens} tokens to prompts of {_PROMPT_LEN}\n")
+    print("| KV | the same as with float KV | first difference, median |\n| --- | --- | --- |")
+    full: Windows = []
+    for dtype in KV_CACHE_DTYPES:
+        engine = make_engine(dtype)
+        found = our_answers(engine, prompts, num_tokens)
+        engine.close()
+        if dtype == "auto":
+            full = found
+        else:
+            _report_answers(f"ours, {dtype}", found, full)
+    for bits in (8, 4):
+        _report_answers(f"mlx-lm, --kv-bits {bits}", mlx_lm_answers(bits, prompts, num_tokens), full)
+
+
+def _spread(tokens: list[int], count: int, length: int) -> Windows:
+    """Passages from all over a text."""
+    return [tokens[start : start + length] for start in np.linspace(0, len(tokens) - length, count).astype(int)]
+
+
+def _report_answers(name: str, found: Windows, full: Windows) -> None:
+    firsts = [_first_difference(a, b) for a, b in zip(full, found, strict=True) if a != b]
+    median = f"{statistics.median(firsts):.0f}" if firsts else "-"
+    print(f"| {name} | {len(full) - len(firsts)} of {len(full)} | {median} |", flush=True)
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
+def compare_speed(tokens: list[int], num_requests: int, prompt_len: int, rounds: int) -> None:
+    """Prints prefill and decode rates, in turns, as ratios of medians."""
+    prompts = _spread(tokens, num_requests, prompt_len)
+    engines = {dtype: make_engine(dtype) for dtype in KV_CACHE_DTYPES}
+    prefill: dict[str, list[float]] = {dtype: [] for dtype in engines}
+    decode: dict[str, list[float]] = {dtype: [] for dtype in engines}
+    for _ in range(rounds):
+        for dtype, engine in engines.items():
+            params = SamplingParams(temperature=0.0, max_tokens=_SPEED_STEPS, ignore_eos=True)
+            for i, prompt in enumerate(prompts):
+                engine.add_request(str(i), engine.prepare(prompt, params))
+            num_chosen, start = 0, time.perf_counter()
+            while num_chosen < len(prompts):
+                num_chosen += sum(len(output.token_ids) for output in engine.step())
+            prefill[dtype].append(time.perf_counter() - start)
+            while engine.has_requests:
+                start = time.perf_counter()
+                engine.step()
+                decode[dtype].append(time.perf_counter() - start)
+    print(f"\n{num_requests} requests of {prompt_len:,} tokens, in turns, {rounds} rounds\n")
+    print("| KV | bytes of a token | prefill, of float's speed | decode, of float's speed |\n| --- | --- | --- | --- |")
+    for dtype, engine in engines.items():
+        ratios = [statistics.median(all_of["auto"]) / statistics.median(all_of[dtype]) for all_of in (prefill, decode)]
+        size = engine.config.model.kv_bytes_per_token
+        print(f"| {_name(dtype)} | {size:,} | {ratios[0]:.2f} | {ratios[1]:.2f} |", flush=True)
+        engine.close()
+
+
+def _name(kv_cache_dtype: str) -> str:
+    return "float" if kv_cache_dtype == "auto" else kv_cache_dtype
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("text", "answers", "speed"))
+    parser.add_argument("--num-tokens", type=int, default=8192)
+    parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--num-answers", type=int, default=100)
+    parser.add_argument("--answer-len", type=int, default=64)
+    parser.add_argument("--num-requests", type=int, default=8)
+    parser.add_argument("--prompt-len", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    tokenizer = load_gguf_tokenizer(fetch_demo_model())
+    tokens = tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)))
+    print(f"Python {sys.version.split()[0]}'s language reference: {len(tokens):,} tokens")
+    if args.only in (None, "text"):
+        compare_text(tokens, args.num_tokens, args.window)
+    if args.only in (None, "answers"):
+        compare_answers(tokens, args.num_answers, args.answer_len)
+    if args.only in (None, "speed"):
+        compare_speed(tokens, args.num_requests, args.prompt_len, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""How often the attention kernel reads scales and biases of quantized K and V."""
+
+from __future__ import annotations
+
+from metal_engine.attention.metal.variants import AttentionShape, variant_of
+
+
+def group_reads(shape: AttentionShape, *, is_direct: bool) -> tuple[int, int]:
+    """Scales that an item reads of a key, and of a value; of biases as many.
+
+    A staged item reads each once. So does a direct one, but where SIMD groups have parts of the same group of columns:
+    each of them reads its scale.
+    """
+    variant = variant_of(shape)
+    split_at = shape.v_head_dim if shape.is_latent else shape.head_dim
+    parts = variant.parts if is_direct else 1
+
+    def read(begin: int, end: int, columns: int) -> int:
+        of_part = -(-(end - begin) // (4 * columns * parts)) * 4 * columns
+        return sum(
+            -(-min(end, first + of_part) // shape.group_size) - first // shape.group_size
+            for first in range(begin, end, of_part or 1)
+        )
+
+    keys = read(0, split_at, variant.k_columns) + read(split_at, shape.head_dim, variant.rest_columns)
+    return keys, 0 if shape.is_latent else read(0, shape.v_head_dim, variant.v_columns)

@@ -1,0 +1,124 @@
+"""Changes how the attention kernel reads quantized K and V, as kernel_mutants.py does the kernels.
+
+``python -m tools.metal_sim.quantized_mutants`` runs all mutants; a number runs that one.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import mlx.core as mx
+
+from metal_engine.attention.metal.backend import MetalBackend
+
+from .kernel_mutants import DIRECT, ITEM, Case, run_case
+from .mutants import Mutant, factory_of, run_mutants
+
+QUANTIZED = "attention_quantized"
+_NAN = "as_type<float>(0x7fc00000u)"
+MUTANTS = (
+    # An element.
+    Mutant(QUANTIZED, "fma(float(integer), scale, bias)", "float(integer) * scale"),
+    Mutant(QUANTIZED, "fma(float(integer), scale, bias)", "fma(float(integer), bias, scale)"),
+    Mutant(QUANTIZED, "fma(float(integer), scale, bias)", "fma(float(integer), float(T(scale * 1.02f)), bias)"),
+    Mutant(QUANTIZED, "word(piece, i * BITS / 32)", "word(piece, 0)"),
+    Mutant(QUANTIZED, "i * BITS % 32", "i * BITS % 16"),
+    Mutant(QUANTIZED, "(1u << BITS) - 1", "(1u << BITS) - 2"),
+    # Where rows lie, and whose numbers they have.
+    Mutant(QUANTIZED, "row * (WIDTH / GROUP_SIZE)", "row * (WIDTH / GROUP_SIZE + 1)"),
+    Mutant(QUANTIZED, "row * (WIDTH / GROUP_SIZE)", "row"),
+    Mutant(QUANTIZED, "row * (WIDTH * BITS / 32)", "row * (WIDTH / 32)"),
+    Mutant(QUANTIZED, "scales + groups, biases + groups", "scales + groups, scales + groups"),
+    Mutant(QUANTIZED, "scales + groups, biases + groups", "scales + groups, biases"),
+    Mutant(QUANTIZED, "scales + groups, biases + groups", "scales + groups + 1, biases + groups + 1"),
+    Mutant(ITEM, "v_rows = {v_cache, v_scales", "v_rows = {v_cache, k_scales"),
+    Mutant(ITEM, "v_rows = {v_cache, v_scales, v_biases", "v_rows = {v_cache, v_scales, k_biases"),
+    Mutant(ITEM, "k_rows = {k_cache, k_scales", "k_rows = {k_cache, v_scales"),
+    Mutant(ITEM, "v_rows = {v_cache, v_scales", "v_rows = {k_cache, v_scales"),
+    # Direct: what a lane loads.
+    Mutant(QUANTIZED, "column * BITS / 8", "column / 2", which=0),
+    Mutant(QUANTIZED, "exists && column < end", "exists"),
+    Mutant(QUANTIZED, "exists && column < end", "column < end"),
+    Mutant(QUANTIZED, "loaded.pieces[chunk] = Piece(0);", "", equivalent="the scale and the bias are zero"),
+    Mutant(QUANTIZED, "loaded.scales[round] = 0.0f;", f"loaded.scales[round] = {_NAN};"),
+    Mutant(QUANTIZED, "loaded.biases[round] = 0.0f;", f"loaded.biases[round] = {_NAN};"),
+    Mutant(QUANTIZED, "first_column / GROUP_SIZE + round * 4", "round * 4"),
+    Mutant(QUANTIZED, "GROUP_SIZE + round * 4", "GROUP_SIZE"),
+    Mutant(QUANTIZED, "exists && group * GROUP_SIZE < end", "exists"),
+    Mutant(QUANTIZED, "exists && group * GROUP_SIZE < end", "group * GROUP_SIZE < end"),
+    Mutant(QUANTIZED, "exists && group * GROUP_SIZE < end", "exists && group * GROUP_SIZE < end - GROUP_SIZE"),
+    Mutant(QUANTIZED, "min(END, first_column + CHUNKS * Loaded::CHUNK)", "END"),
+    Mutant(QUANTIZED, "row.scales[group]", "row.scales[0]"),
+    Mutant(QUANTIZED, "row.biases[group]", "row.scales[group]"),
+    Mutant(QUANTIZED, "BEGIN + first * Loaded::CHUNK;", "first * Loaded::CHUNK;"),
+    # Direct: what it takes from other lanes.
+    Mutant(QUANTIZED, "Loaded::ALIGNED ? 0 : (BEGIN", "true ? 0 : (BEGIN"),
+    Mutant(QUANTIZED, "(BEGIN + first * Loaded::CHUNK) % GROUP_SIZE", "BEGIN % GROUP_SIZE"),
+    Mutant(QUANTIZED, "!Loaded::ALIGNED || ", ""),
+    Mutant(QUANTIZED, "!Loaded::ALIGNED || chunk * Loaded::CHUNK % GROUP_SIZE == 0", "true",
+           equivalent="asks again for what it has"),
+    Mutant(QUANTIZED, "!Loaded::ALIGNED || chunk * Loaded::CHUNK % GROUP_SIZE == 0", "chunk == 0"),
+    Mutant(QUANTIZED, "(offset + chunk * Loaded::CHUNK) / GROUP_SIZE", "chunk"),
+    Mutant(QUANTIZED, "aligned ? 0 : group_size - chunk", "0",
+           equivalent="no head has parts where one group more is one round more"),
+    Mutant(QUANTIZED, "group / 4 == round ? loaded.scales[round]", "false ? loaded.scales[round]"),
+    Mutant(QUANTIZED, "group / 4 == round ? loaded.biases[round]", "false ? loaded.biases[round]"),
+    Mutant(QUANTIZED, "lane & ~9", "lane & ~1"),
+    Mutant(QUANTIZED, "(group & 2) << 2", "(group & 2)"),
+    Mutant(QUANTIZED, "| (group & 1)", ""),
+    Mutant(QUANTIZED, "scale = simd_shuffle(scale, from);", ""),
+    Mutant(QUANTIZED, "bias = simd_shuffle(bias, from);", ""),
+    Mutant(QUANTIZED, "bias = simd_shuffle(bias, from);", "bias = simd_shuffle(scale, from);"),
+    Mutant(DIRECT, "(part * K_CHUNKS, lane,", "(0, lane,"),
+    Mutant(DIRECT, "(part * REST_CHUNKS, lane,", "(0, lane,"),
+    Mutant(DIRECT, "part * V_CHUNKS, lane,", "0, lane,"),
+    Mutant(DIRECT, "strip == 0 && !LATENT", "strip == STRIPS - 1 && !LATENT"),
+    Mutant(DIRECT, "strip == 0 && !LATENT", "!LATENT", equivalent="unpacks what is unpacked"),
+    # Staged.
+    Mutant(QUANTIZED, "column * BITS / 8", "column / 2", which=1),
+    Mutant(QUANTIZED, "key < BK && key < num_keys", "key < BK"),
+    Mutant(QUANTIZED, "staged[i].piece = Piece(0);", "", equivalent="the scale and the bias are zero"),
+    Mutant(QUANTIZED, "staged[i].number = 0.0f;", f"staged[i].number = {_NAN};"),
+    Mutant(QUANTIZED, "num_kv_heads + kv_head);", "num_kv_heads);"),
+    Mutant(QUANTIZED, "column % GROUP_SIZE / COLUMNS", "column / COLUMNS"),
+    Mutant(QUANTIZED, "place < 2", "place < 3"),
+    Mutant(QUANTIZED, "place == 0 ? row.scales", "place == 1 ? row.scales"),
+    Mutant(QUANTIZED, "numbers[column / GROUP_SIZE]", "numbers[0]"),
+    Mutant(QUANTIZED, "numbers[column / GROUP_SIZE]", "numbers[column / GROUP_SIZE + 1]"),
+    Mutant(QUANTIZED, "tid % 32 / LANES * LANES", "0"),
+    Mutant(QUANTIZED, "tid % 32 / LANES * LANES", "tid % 32 / (LANES * 2) * LANES * 2"),
+    Mutant(QUANTIZED, "ushort(from + 1)", "from"),
+    Mutant(QUANTIZED, "i * IN_WORD + IN_WORD - 1", "i * IN_WORD"),
+    Mutant(QUANTIZED, "i * IN_WORD, scale", "i, scale"),
+    Mutant(QUANTIZED, "uint(as_type<ushort>(next)) << 16", "uint(as_type<ushort>(next))"),
+)  # fmt: skip
+
+CASES = (
+    # Direct and staged; several heads, a part of a fragment and of a stage.
+    Case([(1, 70), (5, 40), (20, 90)], 4, 2, mx.float16, head_dim=128, quantized=(8, 64), scale=0.09, tolerance=7e-4),
+    # Two parts, of which each has half of a group of K.
+    Case([(1, 77), (9, 40)], 2, 2, mx.bfloat16, head_dim=192, v_head_dim=128, quantized=(4, 64), window=30, scale=0.07,
+         tolerance=8e-3),
+    # Five groups of four lanes; and parts that begin within one.
+    Case([(1, 50), (2, 20)], 1, 1, mx.float16, head_dim=160, quantized=(4, 32), scale=0.08, tolerance=1e-3),
+    Case([(1, 50), (2, 20)], 1, 1, head_dim=288, quantized=(8, 32)),
+    # Two row fragments; float32 in the stage.
+    Case([(1, 50), (3, 20)], 12, 1, head_dim=64, quantized=(4, 32)),
+    # Latents: of a position part that begins within a group, and of the common one.
+    Case([(1, 300), (2, 33)], 12, 1, head_dim=128, v_head_dim=48, is_latent=True, quantized=(8, 32)),
+    Case([(1, 50)], 16, 1, mx.float16, head_dim=576, v_head_dim=512, is_latent=True, quantized=(4, 64), scale=0.05,
+         tolerance=1e-3),
+)  # fmt: skip
+
+
+def caught(mutant: Mutant | None) -> str | None:
+    """What noticed the mutant, or None."""
+    backend = MetalBackend(factory_of(mutant))
+    for case in CASES:
+        if found := run_case(backend, case):
+            return found
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(run_mutants(MUTANTS, caught))
