@@ -34,7 +34,7 @@ class Fixture:
     def __init__(self, names: str, memory_bytes: int, keep_alive: float = 0.0) -> None:
         self.registry = ModelRegistry(memory_bytes, keep_alive)
         self.models = {name: FakeModel(salt) for salt, name in enumerate(names)}
-        self.entries = {name: self.registry.add(name, model.start) for name, model in self.models.items()}
+        self.entries = {name: self.registry.add(name, model.source) for name, model in self.models.items()}
 
     def __getitem__(self, name: str) -> ModelEntry:
         return self.entries[name]
@@ -297,5 +297,5 @@ def test_names() -> None:
     assert made.registry.names == ("a", "b", "alias")
     assert made.registry.find("alias") is made["b"] and made.registry.find("c") is None
     with pytest.raises(ValueError, match="taken"):
-        made.registry.add("alias", made.models["a"].start)
+        made.registry.add("alias", made.models["a"].source)
     assert made.registry.shutdown(1)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from metal_engine.engine.model_entry import ModelState, Start
+from metal_engine.engine.model_entry import ModelSource, ModelState
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import DEADLINE, wait_until
 from tests.support.several import TOKENIZER, FakeModel, ServedModels, salted, serve_models
@@ -54,7 +54,7 @@ class Models:
 @pytest.fixture
 def several() -> Iterator[Models]:
     models = {name: FakeModel(salt) for salt, name in enumerate(["org/a", "b", "c"])}
-    with serve_models({name: one.start for name, one in models.items()}, ROOM_FOR_TWO) as served:
+    with serve_models({name: one.source for name, one in models.items()}, ROOM_FOR_TWO) as served:
         made = Models(served, models)
         yield made
         for one in models.values():
@@ -234,10 +234,10 @@ def test_clients_load_nothing_unless_they_may(several: Models) -> None:
 def test_clients_load_and_unload() -> None:
     models = {name: FakeModel(salt) for salt, name in enumerate("abc")}
 
-    def discover(name: str) -> Start | None:
-        return models["c"].start if name == "c" else None
+    def discover(name: str) -> ModelSource | None:
+        return models["c"].source if name == "c" else None
 
-    with serve_models({name: models[name].start for name in "ab"}, ROOM_FOR_TWO, discover=discover) as served:
+    with serve_models({name: models[name].source for name in "ab"}, ROOM_FOR_TWO, discover=discover) as served:
         made = Models(served, models)
         card = served.post("/v1/models/load", {"model": "a"}).json()
         assert (card["id"], card["state"], card["loaded"]) == ("a", "loaded", True)
@@ -253,6 +253,8 @@ def test_clients_load_and_unload() -> None:
         models["b"].problem = "no"
         assert served.post("/v1/models/load", {"model": "b"}).json()["error"]["code"] == "model_load_failed"
         models["b"].problem = None
+        made.check("b", "x")
+        served.post("/v1/models/unload", {"model": "b"})
         # A load that is under way is given up.
         models["b"].gate.clear()
         models["b"].began.clear()
@@ -262,7 +264,10 @@ def test_clients_load_and_unload() -> None:
         wait_until(models["b"].began.is_set, "loading")
         assert served.post("/v1/models/unload", {"model": "b"}).json()["state"] == "unloaded"
         thread.join()
-        assert asked[0].status_code == 500 and "was to be unloaded" in asked[0].text
+        assert asked[0].status_code == 503 and "was to be unloaded" in asked[0].text
+        assert asked[0].json()["error"]["code"] == "model_unloaded" and int(asked[0].headers["retry-after"]) > 0
+        (card,) = [one for one in served.get("/v1/models").json()["data"] if one["id"] == "b"]
+        assert card["error"] is None
         models["b"].gate.set()
         made.check("b", "x")
 
@@ -288,7 +293,7 @@ def test_requests_that_wait_for_a_model_are_told_of_the_end() -> None:
     model = FakeModel(1)
     model.gate.clear()
     asked: list[httpx.Response] = []
-    with serve_models({"a": model.start}, 100, args=ServerArgs(shutdown_timeout=0)) as served:
+    with serve_models({"a": model.source}, 100, args=ServerArgs(shutdown_timeout=0)) as served:
 
         def ask() -> None:
             asked.append(served.post("/v1/completions", {"model": "a", "prompt": "x"}))
@@ -308,7 +313,7 @@ def test_how_many_wait_for_a_model_and_how_long() -> None:
     model.gate.clear()
     body = {"model": "a", "prompt": "x", "max_tokens": 1}
     args = ServerArgs(shutdown_timeout=1, max_num_queued_reqs=2)
-    with serve_models({"a": model.start}, 100, args=args) as served, ThreadPoolExecutor(2) as pool:
+    with serve_models({"a": model.source}, 100, args=args) as served, ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(served.post, "/v1/completions", body) for _ in range(2)]
         entry = served.registry.entries[0]
         wait_until(lambda: entry.num_waiting == 2, "two that wait")
@@ -318,7 +323,7 @@ def test_how_many_wait_for_a_model_and_how_long() -> None:
         model.gate.set()
         assert [one.result().status_code for one in asked] == [200, 200]
     model.gate.clear()
-    with serve_models({"a": model.start}, 100, args=ServerArgs(shutdown_timeout=1, request_timeout=0.1)) as served:
+    with serve_models({"a": model.source}, 100, args=ServerArgs(shutdown_timeout=1, request_timeout=0.1)) as served:
         answer = served.post("/v1/completions", body)
         assert answer.status_code == 504 and "--request-timeout" in answer.text
         model.gate.set()

@@ -15,7 +15,8 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import DeviceShare, DeviceTurns
-from metal_engine.engine.model_entry import RunningModel, Start
+from metal_engine.engine.engine_threads import EngineThreads
+from metal_engine.engine.model_entry import ModelSource, RunningModel
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ModelLoadError
 from metal_engine.server.app import app_of
@@ -61,7 +62,12 @@ class FakeModel:
     def __post_init__(self) -> None:
         self.gate.set()
 
-    def start(self, share: DeviceShare, turns: DeviceTurns) -> RunningModel:
+    @property
+    def source(self) -> ModelSource:
+        """Its file is its problem."""
+        return ModelSource(self.start, lambda: self.problem)
+
+    def start(self, share: DeviceShare, turns: DeviceTurns, threads: EngineThreads) -> RunningModel:
         def build() -> EngineCore:
             self.began.set()
             with share.turn():
@@ -77,7 +83,7 @@ class FakeModel:
             self.runners.append(runner)
             return EngineCore(self.config, runner, TOKENIZER)
 
-        engine = AsyncEngine(build, turns)
+        engine = AsyncEngine(build, turns, threads)
         engine.start()
         return RunningModel(engine, AnswerFormat())
 
@@ -105,19 +111,20 @@ class ServedModels:
 
 @contextmanager
 def serve_models(
-    starts: dict[str, Start],
+    sources: dict[str, ModelSource],
     memory_bytes: int,
     *,
     keep_alive: float = 0.0,
     args: ServerArgs | None = None,
     prepare: Callable[[ModelRegistry], Awaitable[None]] | None = None,
     discover: Discover | None = None,
+    threads: EngineThreads | None = None,
 ) -> Iterator[ServedModels]:
     """A server with models that are loaded when they are asked for; it is shut down at the end."""
     args = args or ServerArgs(shutdown_timeout=1)
-    registry = ModelRegistry(memory_bytes, keep_alive)
-    for name, start in starts.items():
-        registry.add(name, start)
+    registry = ModelRegistry(memory_bytes, keep_alive, threads)
+    for name, source in sources.items():
+        registry.add(name, source)
     models = SeveralModels(registry, args, Workers())
     loops: list[asyncio.AbstractEventLoop] = []
     is_up = threading.Event()
