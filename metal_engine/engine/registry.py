@@ -47,7 +47,6 @@ class ModelRegistry:
     """
 
     def __init__(self, memory_bytes: int, keep_alive: float = 0.0, threads: EngineThreads | None = None) -> None:
-        self.memory_bytes = memory_bytes
         self.keep_alive = keep_alive
         self.turns = DeviceTurns()
         self.engine_threads = threads or EngineThreads()
@@ -83,6 +82,11 @@ class ModelRegistry:
     def names(self) -> tuple[str, ...]:
         """All names, in the order in which they were added."""
         return tuple(self._by_name)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What all models may take together."""
+        return self.budget.memory_bytes
 
     @property
     def entries(self) -> tuple[ModelEntry, ...]:
