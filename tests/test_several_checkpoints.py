@@ -266,6 +266,41 @@ def test_loads_and_unloads_leave_nothing_behind(folder: Path, num_loads: int) ->
         gc.enable()
 
 
+def test_loads_that_fail_or_are_given_up_leave_nothing_behind(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the client leaves: before the files are read, while they are, and while the model is tried."""
+    monkeypatch.setattr(registry_module, "RETRY_SECONDS", 0.0)
+    (tmp_path / "c").mkdir()
+    for file in (folder / "c").iterdir():
+        (tmp_path / "c" / file.name).write_bytes(file.read_bytes()[: 1000 if file.suffix == ".safetensors" else None])
+
+    async def main() -> None:
+        registry = ModelRegistry(1 << 30, threads=engine_threads())
+        a, b = (registry.add(name, starts(folder)[name]) for name in "ab")
+        corrupt = registry.add("c", starts(tmp_path)["c"])
+        first = await ask(registry, "a", [1, 2, 3], "first")
+        before = (0, 0, 0)
+        for i in range(14):
+            if i == 2:  # what is made once is made
+                before = resources()
+            with pytest.raises(ModelLoadError):
+                await registry.load(corrupt)
+            load = asyncio.ensure_future(registry.load(b))
+            await asyncio.sleep(0.012 * i)
+            load.cancel()
+            await asyncio.wait([load])
+            await registry.unload(b)
+            assert (b.num_bytes, corrupt.num_bytes, b.error) == (0, 0, None)
+            assert await ask(registry, "a", [1, 2, 3], str(i)) == first
+        after = resources()
+        assert after[0] <= before[0] + SMALL and after[1:] == before[1:], (before, after)
+        assert a.num_loads == 1 and b.num_loads < 14
+        assert registry.shutdown(DEADLINE)
+
+    asyncio.run(main())
+
+
 @pytest.mark.full
 def test_memory_of_the_process_does_not_grow(folder: Path) -> None:
     """Of 50 loads after the first 20: less than 61 KiB each. A thread of MLX's that stays takes three times as much."""
