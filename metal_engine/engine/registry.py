@@ -236,7 +236,7 @@ class ModelRegistry:
             entry.state, entry.num_bytes, entry.step_bytes, entry.starting = ModelState.UNLOADED, 0, 0, None
             if not (load.is_cancelled or isinstance(error, NoRoomError | LoadCancelledError)):
                 entry.error = one_line(error)
-                entry.failed = FailedLoad(error, share.signature, time.monotonic() + RETRY_SECONDS)
+                entry.failed = FailedLoad(same_error(error), share.signature, time.monotonic() + RETRY_SECONDS)
                 logger.error("cannot load %s: %s", entry.name, entry.error)
             raise
         entry.starting = None  # not before: at the end it is waited for

@@ -237,13 +237,18 @@ def test_what_clients_that_left_asked_for_is_not_loaded() -> None:
 
 def test_one_who_asks_again_for_a_load_that_is_being_given_up_gets_it() -> None:
     async def test(made: Fixture) -> None:
-        for _ in range(10):
+        for has_noticed in (False, True):
             made.models["b"].gate.clear()
             made.models["b"].began.clear()
             left = asyncio.ensure_future(made.ask("b", [1]))
             await until(made.models["b"].began.is_set, "loading")
             left.cancel()
-            await asyncio.sleep(0)
+            await asyncio.wait([left])
+            starting = made["b"].starting
+            assert starting is not None
+            if has_noticed:  # in the model's thread; the event loop does not know yet
+                with pytest.raises(LoadCancelledError):
+                    starting.result(DEADLINE)
             again = asyncio.ensure_future(made.ask("b", [2]))
             await asyncio.sleep(0.01)
             made.models["b"].gate.set()
