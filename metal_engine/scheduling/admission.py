@@ -123,6 +123,8 @@ class Admissions:
             elif owner := self._find_owner(candidate, prefills):
                 self.waiting.park(request, *owner)
                 self._states.want(*owner)
+            elif not self._states.can_admit(request, candidate.num_cached_tokens):
+                return None
             else:
                 candidate.num_shared_tokens = self._prefix_cache.num_shared(request)
                 return candidate

@@ -97,6 +97,8 @@ class RequestStates:
         self._connector = connector
         # States to save with the next plan: slot -> hash. One whose slot is written again before is not saved.
         self._saves: dict[int, bytes] = {}
+        # Checkpoints that requests admitted to the step being planned go on from: their slots.
+        self._read: set[int] = set()
         self._max_num_seqs = max_num_seqs
         self.is_used = slots.num_slots > 0
         self._block_size = config.block_size
@@ -105,6 +107,20 @@ class RequestStates:
         # Of one prompt, beside those with a purpose: it must not push out all other conversations'.
         self._max_spaced = max(1, (slots.num_slots - max_num_seqs) // 4)
         self._held: dict[str, _Held] = {}
+
+    def can_admit(self, request: Request, num_cached: int) -> bool:
+        """Whether a request with so many cached tokens can have a slot in the step being planned.
+
+        It cannot if its state comes from a store, and the only slot is that of a checkpoint which another request goes
+        on from: states are loaded before a step reads any. The next step can have it.
+        """
+        block_hash = self._last_hash(request, num_cached)
+        is_loaded = self.is_used and block_hash and not self.slots.has_checkpoint(block_hash)
+        return not is_loaded or self.slots.next_slot not in self._read
+
+    def _last_hash(self, request: Request, num_tokens: int) -> bytes:
+        num_blocks = num_tokens // self._block_size
+        return request.block_hashes[num_blocks - 1] if num_blocks else b""
 
     def admit(self, request: Request, num_cached: int, num_shared: int) -> tuple[int, int]:
         """Give a request that is admitted a slot.
@@ -119,10 +135,11 @@ class RequestStates:
         if not self.is_used:
             return 0, 0
         num_blocks = num_cached // self._block_size
-        block_hash = request.block_hashes[num_blocks - 1] if num_blocks else b""
+        block_hash = self._last_hash(request, num_cached)
         is_here = self.slots.has_checkpoint(block_hash)
         # First, so that taking a slot does not evict it, if there is another. It may be the same: a step reads first.
         read = self.slots.hit(block_hash) if is_here else 0
+        self._read.add(read)
         if is_here and request.options.do_remote_decode:
             self._save(read, block_hash)  # somebody waits for it
         slot = self._take()
@@ -345,6 +362,7 @@ class RequestStates:
 
     def take_saves(self) -> list[tuple[bytes, int]]:
         """Returns the states to save with the plan just made: hashes of the blocks that they follow, and slots."""
+        self._read.clear()
         saves, self._saves = self._saves, {}
         # Not those that were forgotten since, after a step that failed.
         return [

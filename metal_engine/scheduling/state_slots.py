@@ -49,13 +49,20 @@ class StateSlots:
         """Slots that :meth:`take` has to give: free ones, and those of checkpoints that no request holds."""
         return self.num_slots - self._num_taken
 
+    @property
+    def next_slot(self) -> int:
+        """The slot that :meth:`take` gives next; there must be one available."""
+        return self._free[-1] if self._free else self._checkpoints[self._unused_for_longest()]
+
+    def _unused_for_longest(self) -> bytes:
+        # One that a request holds, too, would free nothing.
+        return next(h for h, slot in self._checkpoints.items() if self._num_holders[slot] == 1)
+
     def take(self) -> int:
         """Returns a slot for a request; there must be one available."""
         if not self._free:
-            # One that a request holds, too, would free nothing.
-            unused = next(h for h, slot in self._checkpoints.items() if self._num_holders[slot] == 1)
             self.num_evictions += 1
-            self.drop_checkpoint(unused)
+            self.drop_checkpoint(self._unused_for_longest())
         slot = self._free.pop()
         self._num_holders[slot] = 1
         self._num_taken += 1

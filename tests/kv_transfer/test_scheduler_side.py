@@ -21,22 +21,38 @@ BLOCK_SIZE = 4
 
 
 def make_harness(
-    transfer: FakeTransfer | None = None, *, num_blocks: int = 64, budget: int = 64, partial: int = 8, depth: int = 1
+    transfer: FakeTransfer | None = None,
+    *,
+    num_blocks: int = 64,
+    budget: int = 64,
+    partial: int = 8,
+    depth: int = 1,
+    max_num_seqs: int = 8,
+    num_state_slots: int = 0,
 ) -> SchedulerHarness:
     return SchedulerHarness(
         SchedulerConfig(
-            max_num_batched_tokens=budget, max_num_seqs=8, max_model_len=200, max_num_partial_prefills=partial
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            max_model_len=200,
+            max_num_partial_prefills=partial,
         ),
-        CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=True, model_fingerprint="m"),
+        CacheConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            enable_prefix_caching=True,
+            model_fingerprint="m",
+            num_state_slots=num_state_slots,
+        ),
         depth=depth,
         transfer=transfer,
     )
 
 
-def warm_store(*prompts: list[int], config: KVTransferConfig | None = None) -> FakeTransfer:
+def warm_store(*prompts: list[int], config: KVTransferConfig | None = None, num_state_slots: int = 0) -> FakeTransfer:
     """A transfer whose store has the KV of these prompts, as another engine saved it."""
     producer = FakeTransfer()
-    harness = make_harness(producer)
+    harness = make_harness(producer, num_state_slots=num_state_slots)
     for i, prompt in enumerate(prompts):
         harness.submit(f"p{i}", prompt, 1)
     harness.drain()
@@ -289,6 +305,25 @@ def test_requests_that_need_every_prompt_row_do_not_load() -> None:
     harness.submit("r", make_prompt(0, 41), 2, needs_prompt_rows=True)
     assert not transfer.tickets
     assert harness.step().num_scheduled_tokens == {"r": 41}
+    harness.drain()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_state_is_loaded_over_one_that_the_step_reads(depth: int) -> None:
+    """With as many slots as requests, a checkpoint's slot is all that is left for a state from the store."""
+    here, stored = make_prompt(1, 9), make_prompt(2, 9)
+    transfer = warm_store(stored, num_state_slots=32)
+    harness = make_harness(transfer, depth=depth, max_num_seqs=2, num_state_slots=2)
+    first = harness.submit("first", here, 4)
+    transfer.open_tickets[0].is_done = True
+    harness.run()  # ends where a block does, so that its state stays as a checkpoint
+    harness.submit("reader", first.token_ids, 4)
+    harness.submit("loader", stored, 4)
+    transfer.deliver(transfer.open_tickets[0])
+    plans = [harness.step(), harness.step()]
+    (reader,), (loader,) = (plan.new_requests for plan in plans)
+    assert (reader.num_computed_tokens, loader.num_computed_tokens) == (12, 8)
+    assert reader.state_slots[0] == loader.state_slots[1], "there was no other slot"
     harness.drain()
 
 
