@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
@@ -28,7 +30,7 @@ from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig
 from tests.support.serving import DEADLINE, wait_until
-from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, hash_chain, tiny_tokenizer
+from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, generated, hash_chain, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 # Making a client takes longer than most of what is asked here.
@@ -155,3 +157,41 @@ def serve_models(
         models.workers.close()
         assert registry.shutdown(DEADLINE)
         assert not thread.is_alive()
+
+
+ROOM_FOR_TWO = 200
+
+
+class SeveralFakes:
+    """Three fake models behind a server that has room for two."""
+
+    def __init__(self, served: ServedModels, models: dict[str, FakeModel]) -> None:
+        self.served, self.models = served, models
+
+    def text(self, name: str, prompt: str, num_tokens: int = 8) -> str:
+        """What a model answers to a raw prompt."""
+        return TOKENIZER.decode(generated(TOKENIZER.encode(prompt), num_tokens, salted(self.models[name].salt)))
+
+    def chat_text(self, name: str, content: str, num_tokens: int = 8) -> str:
+        prompt = TOKENIZER.apply_chat_template([{"role": "user", "content": content}])
+        return TOKENIZER.decode(generated(prompt, num_tokens, salted(self.models[name].salt)))
+
+    def complete(self, name: str, prompt: str, **more: Any) -> httpx.Response:
+        body = {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0, **more}
+        return self.served.post("/v1/completions", body)
+
+    def check(self, name: str, prompt: str) -> None:
+        answer = self.complete(name, prompt)
+        assert answer.status_code == 200, answer.text
+        assert (answer.json()["model"], answer.json()["choices"][0]["text"]) == (name, self.text(name, prompt))
+
+    def settle(self) -> None:
+        def is_settled() -> bool:
+            entries = self.served.registry.entries
+            return all(not one.num_leases and one.load is None and one.unloading is None for one in entries)
+
+        wait_until(is_settled, "requests to end")
+
+
+def events(text: str) -> list[Any]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ") and line[6:] != "[DONE]"]
