@@ -110,6 +110,7 @@ def test_small_ones_are_loaded_while_a_large_one_waits_for_room() -> None:
     async def test(made: RegistryOfFakes) -> None:
         made.models["l"].num_bytes = 150
         made.models["s"].num_bytes = made.models["t"].num_bytes = 50
+        made.models["l"].gate.clear()  # once there is room for it
         used = await made.registry.use(made["u"])
         large = asyncio.ensure_future(made.ask("l", [1]))
         await until(lambda: made["u"].is_closing, "u to be marked")
@@ -121,6 +122,7 @@ def test_small_ones_are_loaded_while_a_large_one_waits_for_room() -> None:
         made.registry.release(made["u"])
         await until(lambda: made["u"].state is ModelState.UNLOADED, "u to go")
         assert await made.ask("s", [9]) == made.answer("s", [9]), "50 of 200 need not go for it"
+        made.models["l"].gate.set()
         assert await large == made.answer("l", [1])
         assert made["s"].running is held, "it did not have to go"
         assert not late.done() or made["u"].num_loads == 2

@@ -136,7 +136,7 @@ def test_idle_models_are_unloaded_after_a_while() -> None:
 def test_one_whose_clients_have_all_left_when_it_was_loaded_is_unloaded_too() -> None:
     async def test(made: RegistryOfFakes) -> None:
         waiting = asyncio.ensure_future(made.ask("a", [1]))
-        await until(lambda: made["a"].state is ModelState.LOADED, "the load")
+        await until(lambda: made["a"].num_loads, "the load")
         waiting.cancel()
         await until(lambda: made.loaded == "", "a to go")
         assert made["a"].num_loads == 1
