@@ -66,13 +66,16 @@ def build_engine(args: EngineArgs, share: DeviceShare = WHOLE_DEVICE) -> EngineC
         import mlx_lm.utils  # noqa: F401
 
     from metal_engine.device.compiled import keep_kernels_private
-    from metal_engine.device.streams import end_streams_of_thread
+    from metal_engine.device.streams import end_streams_of_thread, settle_streams
 
     keep_kernels_private()
     try:
         return _build(args, share, blas, chat_template, transfer)
     except BaseException:
-        end_streams_of_thread()
+        if share is WHOLE_DEVICE:
+            end_streams_of_thread()
+        else:  # the thread goes on with another model
+            settle_streams()
         raise
 
 
@@ -152,7 +155,7 @@ def _assemble(
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
         config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))
     with share.turn():
-        owns_model = share is not WHOLE_DEVICE  # which is for one model, and the process ends with it
+        outlives_model = share is not WHOLE_DEVICE  # which is for one model, and the process ends with it
         draft_model = None if draft is None else _draft_model(draft, config)
         runner = ModelRunner(
             paged,
@@ -161,7 +164,7 @@ def _assemble(
             config.cache,
             runner_side,
             draft_model,
-            owns_model=owns_model,
+            outlives_model=outlives_model,
         )
     tokenizer = Tokenizer(
         loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content

@@ -50,6 +50,10 @@ class NoRoomError(ModelLoadError):
     """The model does not fit beside those that are loaded, and none of them is to go."""
 
 
+class LoadCancelledError(ModelLoadError):
+    """The model was unloaded while it was being loaded. It may be asked for again."""
+
+
 class AdapterError(ValueError):
     """An adapter cannot be read, does not fit the model, or there is no room for it; the message says what to do.
 

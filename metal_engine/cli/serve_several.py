@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from metal_engine.engine.device_share import DeviceShare, DeviceTurns
-from metal_engine.engine.model_entry import RunningModel, Start
+from metal_engine.engine.engine_threads import EngineThreads
+from metal_engine.engine.model_entry import ModelSource, RunningModel, Start
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ConfigError, NoRoomError
 from metal_engine.settings.args import EngineArgs, ServerArgs
@@ -46,16 +47,16 @@ def serve_several(
         import_what_loads()
         memory_bytes = models_memory(args, registry_args, device)
         each = args_of_one(args, memory_bytes, device)
-        registry = ModelRegistry(memory_bytes, registry_args.keep_alive)
+        registry = ModelRegistry(memory_bytes, registry_args.keep_alive, engine_threads())
         for name in models:
-            registry.add(name, starter(replace(each, model=name), server_args))
+            registry.add(name, source_of(replace(each, model=name), server_args))
         for name, path in found.items():
             if name not in registry.names:
-                registry.add(name, starter(replace(each, model=str(path)), server_args))
+                registry.add(name, source_of(replace(each, model=str(path)), server_args))
 
-        def discover(name: str) -> Start | None:
+        def discover(name: str) -> ModelSource | None:
             there = {} if registry_args.models_dir is None else models_in(Path(registry_args.models_dir))
-            return starter(replace(each, model=str(there[name])), server_args) if name in there else None
+            return source_of(replace(each, model=str(there[name])), server_args) if name in there else None
 
         return run_registry(
             registry,
@@ -80,14 +81,40 @@ def import_what_loads() -> None:
     import metal_engine.runner.model_runner  # noqa: F401
 
 
-def starter(args: EngineArgs, server_args: ServerArgs) -> Start:
-    """What loads a model with these settings."""
+def engine_threads() -> EngineThreads:
+    """Threads for engines that compute with MLX."""
 
-    def start(share: DeviceShare, turns: DeviceTurns) -> RunningModel:
+    def end_streams() -> None:
+        # Loads MLX, so not before the first engine has put its BLAS in place.
+        from metal_engine.device.streams import end_streams_of_thread
+
+        end_streams_of_thread()
+
+    return EngineThreads(end_streams)
+
+
+def source_of(args: EngineArgs, server_args: ServerArgs) -> ModelSource:
+    """What loads a model with these settings, and tells whether its files have changed."""
+    return ModelSource(_starter(args, server_args), lambda: files_signature(Path(args.model)))
+
+
+def files_signature(path: Path) -> object:
+    """Differs when files of a model have changed; always the same for one that is no file or folder here."""
+    path = path.expanduser()
+    try:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    except OSError:
+        return None
+
+
+def _starter(args: EngineArgs, server_args: ServerArgs) -> Start:
+
+    def start(share: DeviceShare, turns: DeviceTurns, threads: EngineThreads) -> RunningModel:
         from metal_engine.build import build_engine
         from metal_engine.engine.async_engine import AsyncEngine
 
-        engine = AsyncEngine(lambda: build_engine(args, share), turns)
+        engine = AsyncEngine(lambda: build_engine(args, share), turns, threads)
         engine.start()
         try:
             # Loads MLX, so not before the engine has put its BLAS in place.

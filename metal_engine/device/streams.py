@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import mlx.core as mx
+
+logger = logging.getLogger(__name__)
 
 _of_thread = threading.local()
 
@@ -26,6 +29,19 @@ def synchronize() -> None:
     finally:
         if hasattr(_of_thread, "second"):
             mx.synchronize(_of_thread.second)
+
+
+def settle_streams() -> None:
+    """Wait until the thread's streams have done all their work, and drop the errors that they met.
+
+    For a thread that goes on with something else, where these must not come up.
+    """
+    for stream in (mx.default_stream(mx.default_device()), vars(_of_thread).get("second")):
+        if stream is not None:
+            try:
+                mx.synchronize(stream)
+            except Exception as error:  # noqa: BLE001  (its cause has been told)
+                logger.debug("a stream has met an error: %s", error)
 
 
 def end_streams_of_thread() -> None:

@@ -13,6 +13,7 @@ from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import DeviceTurns
 from metal_engine.engine.engine_thread import EngineThread
+from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.step_watch import Frame, FrameSink
 from metal_engine.engine.tokenizer import Tokenizer
@@ -121,10 +122,13 @@ class AsyncEngine:
     Args:
         build: makes the engine; called in the engine's thread.
         turns: on the device, where several models share it.
+        threads: lend the engine its thread, where engines come and go.
     """
 
-    def __init__(self, build: Callable[[], EngineCore], turns: DeviceTurns | None = None) -> None:
-        self._thread = EngineThread(build, self._on_outputs, turns, self._on_end)
+    def __init__(
+        self, build: Callable[[], EngineCore], turns: DeviceTurns | None = None, threads: EngineThreads | None = None
+    ) -> None:
+        self._thread = EngineThread(build, self._on_outputs, turns, self._on_end, threads)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, _Mailbox] = {}
         self._num_queued_tokens = 0

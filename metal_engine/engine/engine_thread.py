@@ -14,6 +14,7 @@ from functools import partial
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import DeviceTurns
+from metal_engine.engine.engine_threads import EngineThreads, LentThread
 from metal_engine.engine.step_watch import FrameSink
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
 
@@ -64,13 +65,14 @@ class _Call:
 
 
 class EngineThread:
-    """Builds an engine in a thread of its own and steps it while there are requests.
+    """Builds an engine in a thread and steps it while there are requests.
 
     Args:
         build: makes the engine; called in the thread.
         on_outputs: called in the thread, once per step, with that step's outputs. Must not block.
         turns: where several models share the device: each step takes a turn.
         on_end: called in the thread when it ends: no further output comes for any request.
+        threads: lend it a thread; without them it has one of its own. "The thread has ended" is for the engine's part.
 
     Attributes:
         error: what ended the thread, if it ended on its own; None while it runs.
@@ -82,6 +84,7 @@ class EngineThread:
         on_outputs: OutputSink,
         turns: DeviceTurns | None = None,
         on_end: Callable[[str], None] = lambda message: None,
+        threads: EngineThreads | None = None,
     ) -> None:
         self._build = build
         self._on_outputs = on_outputs
@@ -94,7 +97,11 @@ class EngineThread:
         # Held to submit and to stop, so that no request slips into the inbox of a thread that has ended.
         self._lock = threading.Lock()
         self._stopped = False
-        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread: threading.Thread | LentThread = (
+            threading.Thread(target=self._main, name="engine", daemon=True)
+            if threads is None
+            else threads.lend(self._main)
+        )
 
     def start(self) -> EngineCore:
         """Start the thread and wait for the engine. Raises what building it raised."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.device_share import DeviceShare, DeviceTurns
+from metal_engine.engine.engine_threads import EngineThreads
 
 
 class ModelState(enum.Enum):
@@ -29,7 +31,33 @@ class RunningModel:
 
 
 # Loads a model and blocks until it is ready; called in a thread. Raises what loading raises.
-Start = Callable[[DeviceShare, DeviceTurns], RunningModel]
+Start = Callable[[DeviceShare, DeviceTurns, EngineThreads], RunningModel]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from.
+
+    Attributes:
+        signature: of its files: differs when they have changed; called in a thread.
+    """
+
+    start: Start
+    signature: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class FailedLoad:
+    """Why a model could not be loaded, so that its files are not read again for nothing.
+
+    Attributes:
+        signature: of its files before they were read.
+        until: when it is worth another try whatever the files are, in seconds of ``time.monotonic``.
+    """
+
+    error: Exception
+    signature: object
+    until: float
 
 
 @dataclass(eq=False)
@@ -39,13 +67,30 @@ class Load:
     Attributes:
         done: None once the model is loaded, or why it could not be.
         may_evict: others may be unloaded for it.
-        is_cancelled: it is not wanted any more; noticed where memory is claimed, or the device.
+        num_bytes: what the model takes, as far as it is known; 0 until then.
+        is_cancelled: the model was unloaded meanwhile.
+        was_given_up: its thread has noticed that nobody wants it, where memory is claimed, or the device.
+        lacks_room: its thread has found that it has to wait for others to go.
+        victims: models that were in use and have been closed for it.
+        is_due: those are gone: no other load goes before it.
     """
 
+    entry: ModelEntry
     done: asyncio.Future[None]
     may_evict: bool = True
+    num_bytes: int = 0
     num_waiting: int = 0
     is_cancelled: bool = False
+    was_given_up: bool = False
+    lacks_room: bool = False
+    victims: tuple[ModelEntry, ...] = ()
+    is_due: bool = False
+    asked_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody waits for it; in any thread."""
+        return not self.is_cancelled and self.num_waiting > 0
 
 
 @dataclass(eq=False)
@@ -60,6 +105,9 @@ class ModelEntry:
         num_leases: requests that use it.
         load: the one that is under way or waits for its turn; None if there is none.
         loaded_by: the one that loaded it.
+        closed_for: the load that it is to go for, and need not if that is given up; None if it goes for good.
+        known_bytes: what it took when it was last looked at.
+        failed: why it is not tried again at once.
         is_closing: it is to be unloaded: new requests wait until it is loaded again.
         last_used: when a request began or ended to use it, in seconds of ``time.monotonic``.
         error: why the last load failed, or its engine ended; None if all is well.
@@ -69,7 +117,7 @@ class ModelEntry:
     """
 
     name: str
-    start: Start
+    source: ModelSource
     state: ModelState = ModelState.UNLOADED
     running: RunningModel | None = None
     num_bytes: int = 0
@@ -77,6 +125,9 @@ class ModelEntry:
     num_leases: int = 0
     load: Load | None = None
     loaded_by: Load | None = None
+    closed_for: Load | None = None
+    known_bytes: int = 0
+    failed: FailedLoad | None = None
     is_closing: bool = False
     last_used: float = 0.0
     error: str | None = None

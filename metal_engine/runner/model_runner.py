@@ -35,7 +35,7 @@ class ModelRunner:
     would write to a copy of it.
 
     Args:
-        owns_model: nobody else uses the model: its weights go when the runner is closed.
+        outlives_model: the thread goes on when the runner is closed: the weights go then, and the streams stay.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class ModelRunner:
         kv_connector: KVConnectorRunner | None = None,
         draft_model: DraftModel | None = None,
         *,
-        owns_model: bool = False,
+        outlives_model: bool = False,
     ) -> None:
         self._model = model
         self._pool = model.pool
         self._backend = backend
         self._num_blocks = cache_config.num_blocks
         self._kv_connector = kv_connector
-        self._owns_model = owns_model
+        self._outlives_model = outlives_model
         self._draft_model = draft_model
         self._runs_ahead = scheduler_config.async_scheduling
         self._table = RequestTable(
@@ -226,7 +226,7 @@ class ModelRunner:
         self._pool.recover(error)
 
     def close(self) -> None:
-        """Free the KV cache, the draft model's, and the weights if they are the runner's own.
+        """Free the KV cache and the draft model's; the weights too if the thread goes on, and else its streams.
 
         In the thread that ran the steps.
         """
@@ -237,10 +237,11 @@ class ModelRunner:
         if self._kv_connector is not None:
             self._kv_connector.close()
         self._pool.release()
-        if self._owns_model:
+        if self._outlives_model:
             self._model.release_weights()
             mx.clear_cache()
-        end_streams_of_thread()
+        else:
+            end_streams_of_thread()
 
 
 @dataclass(eq=False)

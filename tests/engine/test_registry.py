@@ -5,98 +5,30 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from metal_engine.engine.model_entry import ModelEntry, ModelState
-from metal_engine.engine.registry import ModelRegistry, RegistryClosedError
+from metal_engine.engine.model_entry import ModelState, RunningModel
+from metal_engine.engine.registry import RegistryClosedError
 from metal_engine.errors import ModelLoadError, ModelTooLargeError, NoRoomError
-from metal_engine.sampling_params import SamplingParams
-from tests.support.serving import DEADLINE
-from tests.support.several import FakeModel, salted
-from tools.fixtures.fake_engine import generated
-
-PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-
-
-async def until(condition: Callable[[], Any], what: str) -> None:
-    async with asyncio.timeout(DEADLINE):
-        while not condition():
-            await asyncio.sleep(0.002)
-    assert condition(), what
-
-
-class Fixture:
-    """A registry with fake models of 100 bytes, by name."""
-
-    def __init__(self, names: str, memory_bytes: int, keep_alive: float = 0.0) -> None:
-        self.registry = ModelRegistry(memory_bytes, keep_alive)
-        self.models = {name: FakeModel(salt) for salt, name in enumerate(names)}
-        self.entries = {name: self.registry.add(name, model.start) for name, model in self.models.items()}
-
-    def __getitem__(self, name: str) -> ModelEntry:
-        return self.entries[name]
-
-    @property
-    def loaded(self) -> str:
-        self.check()
-        return "".join(name for name, one in self.entries.items() if one.state is ModelState.LOADED)
-
-    def check(self) -> None:
-        taken = sum(one.num_bytes for one in self.registry.entries)
-        assert taken <= self.registry.memory_bytes
-        for one in self.registry.entries:
-            assert (one.num_bytes == 0) == (one.state is ModelState.UNLOADED) or one.state is ModelState.LOADING
-
-    async def ask(self, name: str, prompt: list[int], num_tokens: int = 6) -> list[int]:
-        """A request's answer."""
-        running = await self.registry.use(self[name])
-        try:
-            self.check()
-            params = PARAMS.changed(max_tokens=num_tokens)
-            (prepared,) = running.engine.prepare_all([prompt], params)
-            tokens = []
-            async for output in running.engine.generate(f"{name}{prompt}", prepared):
-                assert output.error is None, output.error
-                tokens += output.token_ids
-            return tokens
-        finally:
-            self.registry.release(self[name])
-
-    def answer(self, name: str, prompt: list[int], num_tokens: int = 6) -> list[int]:
-        return generated(prompt, num_tokens, salted(self.models[name].salt))
-
-
-def run(test: Callable[[Fixture], Any], names: str = "abc", memory_bytes: int = 200, keep_alive: float = 0.0) -> None:
-    async def main() -> Fixture:
-        made = Fixture(names, memory_bytes, keep_alive)
-        try:
-            await test(made)
-        finally:
-            for model in made.models.values():
-                model.gate.set()
-        return made
-
-    made = asyncio.run(main())
-    assert made.registry.shutdown(DEADLINE)
+from tests.support.registry import RegistryOfFakes, run_with_fakes, until
 
 
 def test_the_least_recently_used_goes() -> None:
-    async def test(made: Fixture) -> None:
+    async def test(made: RegistryOfFakes) -> None:
         for name, loaded in [("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc"), ("c", "bc"), ("a", "ac")]:
             assert await made.ask(name, [1, 2, 3]) == made.answer(name, [1, 2, 3])
             assert made.loaded == loaded
         assert [one.num_loads for one in made.registry.entries] == [2, 2, 1]
 
-    run(test)
+    run_with_fakes(test)
 
 
 def test_one_that_is_used_is_not_interrupted_and_not_kept_for_ever() -> None:
     """Room for one. New requests for it wait, behind those for which it has to go."""
 
-    async def test(made: Fixture) -> None:
+    async def test(made: RegistryOfFakes) -> None:
         made.models["a"].step_time = 0.005
         first = asyncio.ensure_future(made.ask("a", [1], 40))
         await until(lambda: made["a"].num_leases, "the first")
@@ -113,11 +45,11 @@ def test_one_that_is_used_is_not_interrupted_and_not_kept_for_ever() -> None:
         assert order == ["first", "other", "late"]
         assert (made["a"].num_loads, made["b"].num_loads, made.loaded) == (2, 1, "a")
 
-    run(test, "ab", 100)
+    run_with_fakes(test, "ab", 100)
 
 
 def test_hundreds_of_requests_over_three_models_with_room_for_two() -> None:
-    async def test(made: Fixture) -> None:
+    async def test(made: RegistryOfFakes) -> None:
         asked = [("abc"[i % 3], [i % 256, i // 256, 7]) for i in range(300)]
         answers = await asyncio.gather(*(made.ask(name, prompt) for name, prompt in asked))
         assert answers == [made.answer(name, prompt) for name, prompt in asked]
@@ -129,11 +61,11 @@ def test_hundreds_of_requests_over_three_models_with_room_for_two() -> None:
         made.check()
         assert all(one.num_leases == 0 and one.load is None for one in made.registry.entries)
 
-    run(test)
+    run_with_fakes(test)
 
 
 def test_others_are_served_while_one_is_loaded() -> None:
-    async def test(made: Fixture) -> None:
+    async def test(made: RegistryOfFakes) -> None:
         await made.ask("a", [1])
         made.models["b"].gate.clear()
         waiting = asyncio.ensure_future(made.ask("b", [2]))
@@ -144,11 +76,11 @@ def test_others_are_served_while_one_is_loaded() -> None:
         made.models["b"].gate.set()
         assert await waiting == made.answer("b", [2])
 
-    run(test)
+    run_with_fakes(test)
 
 
 def test_a_model_that_cannot_be_loaded_takes_nobody_with_it() -> None:
-    async def test(made: Fixture) -> None:
+    async def test(made: RegistryOfFakes) -> None:
         await made.ask("a", [1])
         made.models["b"].problem = "its weights are cut short"
         for _ in range(2):
@@ -161,42 +93,11 @@ def test_a_model_that_cannot_be_loaded_takes_nobody_with_it() -> None:
         assert await made.ask("b", [5]) == made.answer("b", [5])
         assert made["b"].error is None and made.loaded == "ab"
 
-    run(test)
-
-
-def test_a_load_may_be_given_up() -> None:
-    async def test(made: Fixture) -> None:
-        made.models["b"].gate.clear()
-        waiting = asyncio.ensure_future(made.ask("b", [2]))
-        await until(made.models["b"].began.is_set, "loading")
-        await made.registry.unload(made["b"])
-        with pytest.raises(ModelLoadError, match="was to be unloaded"):
-            await waiting
-        assert made.loaded == "" and made["b"].num_bytes == 0
-        made.models["b"].gate.set()
-        assert await made.ask("b", [2]) == made.answer("b", [2])
-
-    run(test)
-
-
-def test_whoever_leaves_while_a_model_is_loaded_holds_nothing() -> None:
-    async def test(made: Fixture) -> None:
-        made.models["b"].gate.clear()
-        tasks = [asyncio.ensure_future(made.ask("b", [i])) for i in range(4)]
-        await until(made.models["b"].began.is_set, "loading")
-        for task in tasks[:3]:
-            task.cancel()
-        made.models["b"].gate.set()
-        assert await tasks[3] == made.answer("b", [3])
-        assert made["b"].is_idle
-        await made.registry.unload(made["b"])
-        assert made.loaded == ""
-
-    run(test)
+    run_with_fakes(test)
 
 
 def test_what_never_fits_is_told_with_what_is_missing() -> None:
-    async def test(made: Fixture) -> None:
+    async def test(made: RegistryOfFakes) -> None:
         await made.ask("a", [1])
         made.models["c"].num_bytes = (2 << 20) + made.registry.memory_bytes
         with pytest.raises(ModelTooLargeError, match=r"c takes .* \(--models-memory\): 2 MiB are missing") as told:
@@ -204,22 +105,22 @@ def test_what_never_fits_is_told_with_what_is_missing() -> None:
         assert told.value.missing_bytes == (2 << 20)
         assert made.loaded == "a", "nobody had to go for it"
 
-    run(test)
+    run_with_fakes(test)
 
 
 def test_where_none_is_to_go_none_goes() -> None:
-    async def test(made: Fixture) -> None:
+    async def test(made: RegistryOfFakes) -> None:
         for name in "ab":
             await made.registry.load(made[name], may_evict=False)
         with pytest.raises(NoRoomError):
             await made.registry.load(made["c"], may_evict=False)
         assert made.loaded == "ab" and made["c"].error is None
 
-    run(test)
+    run_with_fakes(test)
 
 
 def test_idle_models_are_unloaded_after_a_while() -> None:
-    async def test(made: Fixture) -> None:
+    async def test(made: RegistryOfFakes) -> None:
         await asyncio.gather(made.ask("a", [1]), made.ask("b", [1]))
         running = await made.registry.use(made["b"])
         await until(lambda: made.loaded == "b", "a to go")
@@ -229,24 +130,47 @@ def test_idle_models_are_unloaded_after_a_while() -> None:
         await until(lambda: made.loaded == "", "b to go")
         assert await made.ask("a", [1]) == made.answer("a", [1])
 
-    run(test, keep_alive=0.05)
+    run_with_fakes(test, keep_alive=0.05)
 
 
-def test_one_whose_clients_have_all_left_is_unloaded_too() -> None:
-    async def test(made: Fixture) -> None:
-        made.models["a"].gate.clear()
+def test_one_whose_clients_have_all_left_when_it_was_loaded_is_unloaded_too() -> None:
+    async def test(made: RegistryOfFakes) -> None:
         waiting = asyncio.ensure_future(made.ask("a", [1]))
-        await until(made.models["a"].began.is_set, "loading")
-        waiting.cancel()
-        made.models["a"].gate.set()
         await until(lambda: made["a"].num_loads, "the load")
+        waiting.cancel()
         await until(lambda: made.loaded == "", "a to go")
+        assert made["a"].num_loads == 1
 
-    run(test, keep_alive=0.05)
+    run_with_fakes(test, keep_alive=0.05)
+
+
+def test_an_unload_that_fails_holds_up_nobody() -> None:
+    async def test(made: RegistryOfFakes) -> None:
+        def fail(running: RunningModel) -> None:
+            raise ValueError("who counts requests has a mistake")
+
+        made.registry.at_unload.append(fail)
+        for name in "abcabc":
+            assert await made.ask(name, [1]) == made.answer(name, [1])
+        running = made["c"].running
+        assert running is not None
+        shutdown = running.engine.shutdown
+
+        def fails_late(timeout: float | None) -> bool:
+            shutdown(timeout)
+            raise OSError("no")
+
+        running.engine.shutdown = fails_late  # type: ignore[method-assign, assignment]
+        await made.registry.unload(made["c"])
+        assert "unloaded properly: no" in (made["c"].error or "")
+        assert await made.ask("c", [1]) == made.answer("c", [1])
+        assert made["c"].error is None
+
+    run_with_fakes(test)
 
 
 def test_an_engine_that_has_died_is_made_anew() -> None:
-    async def test(made: Fixture) -> None:
+    async def test(made: RegistryOfFakes) -> None:
         await asyncio.gather(made.ask("a", [1]), made.ask("b", [1]))
         core: Any = made["a"].running.engine._core  # type: ignore[union-attr]
         core.scheduler.schedule = core.scheduler.check_integrity = lambda: 1 / 0
@@ -257,11 +181,11 @@ def test_an_engine_that_has_died_is_made_anew() -> None:
         assert await made.ask("a", [4]) == made.answer("a", [4])
         assert made["a"].num_loads == 2 and made["a"].failure is None
 
-    run(test)
+    run_with_fakes(test)
 
 
 def test_nothing_is_kept_of_what_was_unloaded() -> None:
-    async def test(made: Fixture) -> None:
+    async def test(made: RegistryOfFakes) -> None:
         running = await made.registry.use(made["a"])
         engine, core = weakref.ref(running.engine), weakref.ref(running.engine._core)  # type: ignore[type-var]
         del running
@@ -271,13 +195,13 @@ def test_nothing_is_kept_of_what_was_unloaded() -> None:
         # The thread that has unloaded it may still be about to let go of what it was asked to do.
         await until(lambda: gc.collect() >= 0 and engine() is None and core() is None, "both to be forgotten")
 
-    run(test)
+    run_with_fakes(test)
 
 
 def test_the_end() -> None:
     """Who waits for a model is told, and nothing is loaded any more."""
 
-    async def test(made: Fixture) -> None:
+    async def test(made: RegistryOfFakes) -> None:
         await made.ask("a", [1])
         made.models["b"].gate.clear()
         waiting = asyncio.ensure_future(made.ask("b", [2]))
@@ -288,14 +212,14 @@ def test_the_end() -> None:
                 await task
         assert made["b"].state is ModelState.LOADING  # its thread is waited for, as those of engines are
 
-    run(test)
+    run_with_fakes(test)
 
 
 def test_names() -> None:
-    made = Fixture("ab", 200)
+    made = RegistryOfFakes("ab", 200)
     made.registry.add_name("alias", made["b"])
     assert made.registry.names == ("a", "b", "alias")
     assert made.registry.find("alias") is made["b"] and made.registry.find("c") is None
     with pytest.raises(ValueError, match="taken"):
-        made.registry.add("alias", made.models["a"].start)
+        made.registry.add("alias", made.models["a"].source)
     assert made.registry.shutdown(1)

@@ -11,65 +11,28 @@ from typing import Any
 import httpx
 import pytest
 
-from metal_engine.engine.model_entry import ModelState, Start
+from metal_engine.engine.model_entry import ModelState
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import DEADLINE, wait_until
-from tests.support.several import TOKENIZER, FakeModel, ServedModels, salted, serve_models
-from tools.fixtures.fake_engine import byte_ids, generated
-
-ROOM_FOR_TWO = 200
-
-
-class Models:
-    """Three fake models behind a server that has room for two."""
-
-    def __init__(self, served: ServedModels, models: dict[str, FakeModel]) -> None:
-        self.served, self.models = served, models
-
-    def text(self, name: str, prompt: str, num_tokens: int = 8) -> str:
-        """What a model answers to a raw prompt."""
-        return TOKENIZER.decode(generated(TOKENIZER.encode(prompt), num_tokens, salted(self.models[name].salt)))
-
-    def chat_text(self, name: str, content: str, num_tokens: int = 8) -> str:
-        prompt = TOKENIZER.apply_chat_template([{"role": "user", "content": content}])
-        return TOKENIZER.decode(generated(prompt, num_tokens, salted(self.models[name].salt)))
-
-    def complete(self, name: str, prompt: str, **more: Any) -> httpx.Response:
-        body = {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0, **more}
-        return self.served.post("/v1/completions", body)
-
-    def check(self, name: str, prompt: str) -> None:
-        answer = self.complete(name, prompt)
-        assert answer.status_code == 200, answer.text
-        assert (answer.json()["model"], answer.json()["choices"][0]["text"]) == (name, self.text(name, prompt))
-
-    def settle(self) -> None:
-        def is_settled() -> bool:
-            entries = self.served.registry.entries
-            return all(not one.num_leases and one.load is None and one.unloading is None for one in entries)
-
-        wait_until(is_settled, "requests to end")
+from tests.support.several import ROOM_FOR_TWO, FakeModel, SeveralFakes, events, serve_models
+from tools.fixtures.fake_engine import byte_ids
 
 
 @pytest.fixture
-def several() -> Iterator[Models]:
+def several() -> Iterator[SeveralFakes]:
     models = {name: FakeModel(salt) for salt, name in enumerate(["org/a", "b", "c"])}
-    with serve_models({name: one.start for name, one in models.items()}, ROOM_FOR_TWO) as served:
-        made = Models(served, models)
+    with serve_models({name: one.source for name, one in models.items()}, ROOM_FOR_TWO) as served:
+        made = SeveralFakes(served, models)
         yield made
         for one in models.values():
             one.gate.set()
         made.settle()
 
 
-def events(text: str) -> list[Any]:
-    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ") and line[6:] != "[DONE]"]
-
-
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def test_every_api_picks_by_name(several: Models) -> None:
+def test_every_api_picks_by_name(several: SeveralFakes) -> None:
     post = several.served.post
     for name in ("b", "c", "org/a"):
         told = several.chat_text(name, "hello")
@@ -102,13 +65,13 @@ def test_every_api_picks_by_name(several: Models) -> None:
     assert sorted(several.served.states().values()) == ["loaded", "loaded", "unloaded"]
 
 
-def test_a_request_without_a_name_gets_the_first(several: Models) -> None:
+def test_a_request_without_a_name_gets_the_first(several: SeveralFakes) -> None:
     answer = several.served.post("/v1/completions", {"prompt": "x", "max_tokens": 8, "temperature": 0}).json()
     assert (answer["model"], answer["choices"][0]["text"]) == ("org/a", several.text("org/a", "x"))
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "embeddings", "messages"])
-def test_unknown_names(several: Models, path: str) -> None:
+def test_unknown_names(several: SeveralFakes, path: str) -> None:
     body = {"model": "d", "prompt": "x", "messages": MESSAGES, "input": "x", "max_tokens": 1}
     for more in ({}, {"stream": True}):
         answer = several.served.post(f"/v1/{path}", {**body, **more})
@@ -120,7 +83,7 @@ def test_unknown_names(several: Models, path: str) -> None:
     assert set(several.served.states().values()) == {"unloaded"}
 
 
-def test_a_stream_says_that_its_model_is_being_loaded(several: Models) -> None:
+def test_a_stream_says_that_its_model_is_being_loaded(several: SeveralFakes) -> None:
     several.check("b", "first")
     model = several.models["org/a"]
     model.gate.clear()
@@ -140,7 +103,7 @@ def test_a_stream_says_that_its_model_is_being_loaded(several: Models) -> None:
     assert "loading" not in text and text.startswith("data: ")
 
 
-def test_what_goes_wrong_in_such_a_stream_is_its_last_event(several: Models) -> None:
+def test_what_goes_wrong_in_such_a_stream_is_its_last_event(several: SeveralFakes) -> None:
     bad = {"model": "b", "max_tokens": 8, "top_p": 7, "stream": True}
     text = several.served.post("/v1/completions", {**bad, "prompt": "x"}).text
     assert text.startswith(": loading") and "top_p" in events(text)[-1]["error"]["message"]
@@ -163,7 +126,7 @@ def test_what_goes_wrong_in_such_a_stream_is_its_last_event(several: Models) -> 
     several.check("c", "and so does this one")
 
 
-def test_what_never_fits(several: Models) -> None:
+def test_what_never_fits(several: SeveralFakes) -> None:
     several.models["c"].num_bytes = ROOM_FOR_TWO + 50
     answer = several.complete("c", "x")
     error = answer.json()["error"]
@@ -171,7 +134,7 @@ def test_what_never_fits(several: Models) -> None:
     assert "50 bytes are missing" in error["message"] and "--models-memory" in error["message"]
 
 
-def test_many_clients_and_room_for_two(several: Models) -> None:
+def test_many_clients_and_room_for_two(several: SeveralFakes) -> None:
     names = ["org/a", "b", "c"]
 
     def ask(i: int) -> None:
@@ -184,7 +147,7 @@ def test_many_clients_and_room_for_two(several: Models) -> None:
             done.result()
 
 
-def test_a_client_that_leaves_holds_no_model(several: Models) -> None:
+def test_a_client_that_leaves_holds_no_model(several: SeveralFakes) -> None:
     model = several.models["b"]
     model.gate.clear()
     body = {"model": "b", "prompt": "once", "max_tokens": 200, "stream": True}
@@ -196,7 +159,7 @@ def test_a_client_that_leaves_holds_no_model(several: Models) -> None:
     several.settle()
 
 
-def test_what_is_shown_of_them(several: Models) -> None:
+def test_what_is_shown_of_them(several: SeveralFakes) -> None:
     several.check("b", "x")
     several.settle()
     cards = {one["id"]: one for one in several.served.get("/v1/models").json()["data"]}
@@ -229,7 +192,9 @@ def test_what_is_shown_of_them(several: Models) -> None:
 def test_health_names_models_to_those_with_the_key() -> None:
     """Names, and errors with paths of files, are theirs alone; sums are everybody's."""
     model = FakeModel(1, problem="/secret/weights.safetensors is cut short")
-    with serve_models({"hidden-name": model.start}, 100, args=ServerArgs(api_key=("k",), shutdown_timeout=1)) as served:
+    with serve_models(
+        {"hidden-name": model.source}, 100, args=ServerArgs(api_key=("k",), shutdown_timeout=1)
+    ) as served:
         key = {"authorization": "Bearer k"}
         body = {"model": "hidden-name", "prompt": "x"}
         assert httpx.post(served.url + "/v1/completions", json=body, headers=key).status_code == 500
@@ -241,49 +206,7 @@ def test_health_names_models_to_those_with_the_key() -> None:
         assert told["name"] == "hidden-name" and told["error"] == model.problem
 
 
-def test_clients_load_nothing_unless_they_may(several: Models) -> None:
-    for path in ("load", "unload"):
-        assert several.served.post(f"/v1/models/{path}", {"model": "b"}).status_code in (404, 405)
-    assert set(several.served.states().values()) == {"unloaded"}
-
-
-def test_clients_load_and_unload() -> None:
-    models = {name: FakeModel(salt) for salt, name in enumerate("abc")}
-
-    def discover(name: str) -> Start | None:
-        return models["c"].start if name == "c" else None
-
-    with serve_models({name: models[name].start for name in "ab"}, ROOM_FOR_TWO, discover=discover) as served:
-        made = Models(served, models)
-        card = served.post("/v1/models/load", {"model": "a"}).json()
-        assert (card["id"], card["state"], card["loaded"]) == ("a", "loaded", True)
-        made.check("a", "x")
-        assert served.post("/v1/models/load", {"model": "../x"}).status_code == 404
-        assert served.post("/v1/models/unload", {"model": "c"}).status_code == 404
-        assert served.post("/v1/models/load", {"model": "c"}).json()["state"] == "loaded"
-        made.check("c", "x")
-        assert served.states() == {"a": "loaded", "b": "unloaded", "c": "loaded"}
-        for _ in range(2):
-            assert served.post("/v1/models/unload", {"model": "a"}).json()["state"] == "unloaded"
-        assert served.post("/v1/models/load", {}).status_code == 400
-        models["b"].problem = "no"
-        assert served.post("/v1/models/load", {"model": "b"}).json()["error"]["code"] == "model_load_failed"
-        models["b"].problem = None
-        # A load that is under way is given up.
-        models["b"].gate.clear()
-        models["b"].began.clear()
-        asked: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: asked.append(made.complete("b", "x")))
-        thread.start()
-        wait_until(models["b"].began.is_set, "loading")
-        assert served.post("/v1/models/unload", {"model": "b"}).json()["state"] == "unloaded"
-        thread.join()
-        assert asked[0].status_code == 500 and "was to be unloaded" in asked[0].text
-        models["b"].gate.set()
-        made.check("b", "x")
-
-
-def test_a_model_that_is_looked_at(several: Models) -> None:
+def test_a_model_that_is_looked_at(several: SeveralFakes) -> None:
     served = several.served
     assert served.get("/watch?seconds=0").json()["error"]["code"] == "model_not_loaded"
     several.check("b", "x")
@@ -304,7 +227,7 @@ def test_requests_that_wait_for_a_model_are_told_of_the_end() -> None:
     model = FakeModel(1)
     model.gate.clear()
     asked: list[httpx.Response] = []
-    with serve_models({"a": model.start}, 100, args=ServerArgs(shutdown_timeout=0)) as served:
+    with serve_models({"a": model.source}, 100, args=ServerArgs(shutdown_timeout=0)) as served:
 
         def ask() -> None:
             asked.append(served.post("/v1/completions", {"model": "a", "prompt": "x"}))
@@ -319,28 +242,7 @@ def test_requests_that_wait_for_a_model_are_told_of_the_end() -> None:
     assert asked[0].status_code == 503 and asked[0].json()["error"]["code"] == "shutting_down"
 
 
-def test_how_many_wait_for_a_model_and_how_long() -> None:
-    model = FakeModel(1)
-    model.gate.clear()
-    body = {"model": "a", "prompt": "x", "max_tokens": 1}
-    args = ServerArgs(shutdown_timeout=1, max_num_queued_reqs=2)
-    with serve_models({"a": model.start}, 100, args=args) as served, ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(served.post, "/v1/completions", body) for _ in range(2)]
-        entry = served.registry.entries[0]
-        wait_until(lambda: entry.num_waiting == 2, "two that wait")
-        for more in ({}, {"stream": True}):
-            answer = served.post("/v1/completions", {**body, **more})
-            assert answer.status_code == 503 and "wait" in answer.text and "retry-after" in answer.headers
-        model.gate.set()
-        assert [one.result().status_code for one in asked] == [200, 200]
-    model.gate.clear()
-    with serve_models({"a": model.start}, 100, args=ServerArgs(shutdown_timeout=1, request_timeout=0.1)) as served:
-        answer = served.post("/v1/completions", body)
-        assert answer.status_code == 504 and "--request-timeout" in answer.text
-        model.gate.set()
-
-
-def test_a_model_whose_engine_dies_is_made_anew_and_others_go_on(several: Models) -> None:
+def test_a_model_whose_engine_dies_is_made_anew_and_others_go_on(several: SeveralFakes) -> None:
     for name in ("b", "c"):
         several.check(name, "x")
     running = several.served.registry.find("b").running  # type: ignore[union-attr]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
@@ -15,7 +17,8 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import DeviceShare, DeviceTurns
-from metal_engine.engine.model_entry import RunningModel, Start
+from metal_engine.engine.engine_threads import EngineThreads
+from metal_engine.engine.model_entry import ModelSource, RunningModel
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ModelLoadError
 from metal_engine.server.app import app_of
@@ -27,7 +30,7 @@ from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig
 from tests.support.serving import DEADLINE, wait_until
-from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, hash_chain, tiny_tokenizer
+from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, generated, hash_chain, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 # Making a client takes longer than most of what is asked here.
@@ -61,7 +64,12 @@ class FakeModel:
     def __post_init__(self) -> None:
         self.gate.set()
 
-    def start(self, share: DeviceShare, turns: DeviceTurns) -> RunningModel:
+    @property
+    def source(self) -> ModelSource:
+        """Its file is its problem."""
+        return ModelSource(self.start, lambda: self.problem)
+
+    def start(self, share: DeviceShare, turns: DeviceTurns, threads: EngineThreads) -> RunningModel:
         def build() -> EngineCore:
             self.began.set()
             with share.turn():
@@ -77,7 +85,7 @@ class FakeModel:
             self.runners.append(runner)
             return EngineCore(self.config, runner, TOKENIZER)
 
-        engine = AsyncEngine(build, turns)
+        engine = AsyncEngine(build, turns, threads)
         engine.start()
         return RunningModel(engine, AnswerFormat())
 
@@ -105,19 +113,20 @@ class ServedModels:
 
 @contextmanager
 def serve_models(
-    starts: dict[str, Start],
+    sources: dict[str, ModelSource],
     memory_bytes: int,
     *,
     keep_alive: float = 0.0,
     args: ServerArgs | None = None,
     prepare: Callable[[ModelRegistry], Awaitable[None]] | None = None,
     discover: Discover | None = None,
+    threads: EngineThreads | None = None,
 ) -> Iterator[ServedModels]:
     """A server with models that are loaded when they are asked for; it is shut down at the end."""
     args = args or ServerArgs(shutdown_timeout=1)
-    registry = ModelRegistry(memory_bytes, keep_alive)
-    for name, start in starts.items():
-        registry.add(name, start)
+    registry = ModelRegistry(memory_bytes, keep_alive, threads)
+    for name, source in sources.items():
+        registry.add(name, source)
     models = SeveralModels(registry, args, Workers())
     loops: list[asyncio.AbstractEventLoop] = []
     is_up = threading.Event()
@@ -148,3 +157,41 @@ def serve_models(
         models.workers.close()
         assert registry.shutdown(DEADLINE)
         assert not thread.is_alive()
+
+
+ROOM_FOR_TWO = 200
+
+
+class SeveralFakes:
+    """Three fake models behind a server that has room for two."""
+
+    def __init__(self, served: ServedModels, models: dict[str, FakeModel]) -> None:
+        self.served, self.models = served, models
+
+    def text(self, name: str, prompt: str, num_tokens: int = 8) -> str:
+        """What a model answers to a raw prompt."""
+        return TOKENIZER.decode(generated(TOKENIZER.encode(prompt), num_tokens, salted(self.models[name].salt)))
+
+    def chat_text(self, name: str, content: str, num_tokens: int = 8) -> str:
+        prompt = TOKENIZER.apply_chat_template([{"role": "user", "content": content}])
+        return TOKENIZER.decode(generated(prompt, num_tokens, salted(self.models[name].salt)))
+
+    def complete(self, name: str, prompt: str, **more: Any) -> httpx.Response:
+        body = {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0, **more}
+        return self.served.post("/v1/completions", body)
+
+    def check(self, name: str, prompt: str) -> None:
+        answer = self.complete(name, prompt)
+        assert answer.status_code == 200, answer.text
+        assert (answer.json()["model"], answer.json()["choices"][0]["text"]) == (name, self.text(name, prompt))
+
+    def settle(self) -> None:
+        def is_settled() -> bool:
+            entries = self.served.registry.entries
+            return all(not one.num_leases and one.load is None and one.unloading is None for one in entries)
+
+        wait_until(is_settled, "requests to end")
+
+
+def events(text: str) -> list[Any]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ") and line[6:] != "[DONE]"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from weakref import WeakKeyDictionary
 
 from starlette.requests import Request
@@ -15,9 +15,9 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.model_entry import ModelEntry, RunningModel
 from metal_engine.engine.registry import ModelRegistry, RegistryClosedError
-from metal_engine.errors import ModelLoadError, ModelTooLargeError
+from metal_engine.errors import ConfigError, LoadCancelledError, ModelLoadError, ModelTooLargeError
 from metal_engine.server.errors import APIError, model_not_found, shutting_down
-from metal_engine.server.generation.admission import Admission, overloaded
+from metal_engine.server.generation.admission import RETRY_AFTER_SECONDS, Admission, overloaded
 from metal_engine.server.generation.notices import Notices
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
@@ -211,17 +211,33 @@ class SeveralModels(Models):
             assert entry.running is not None  # it stays as long as it is leased
             return self._of(entry, entry.running)
         request.scope[MODEL_NAME] = entry.name
-        seconds = self._args.request_timeout
         self.is_ready(model)
+        async with self._in_time(entry, "loaded"):
+            running = await self.registry.use(entry)
+        leases.append(entry)
+        return self._of(entry, running)
+
+    async def load(self, entry: ModelEntry) -> None:
+        """Have a model loaded, within the limits on requests. Raises as :meth:`use`."""
+        self.is_ready(entry.name)
+        async with self._in_time(entry, "loaded"):
+            await self.registry.load(entry)
+
+    async def unload(self, entry: ModelEntry) -> None:
+        """Have a model unloaded. Raises APIError, a 504, if its requests go on for too long; it goes after them."""
+        async with self._in_time(entry, "unloaded"):
+            await self.registry.unload(entry)
+
+    @asynccontextmanager
+    async def _in_time(self, entry: ModelEntry, done: str) -> AsyncIterator[None]:
+        seconds = self._args.request_timeout
         try:
             with told_load_errors():
                 async with asyncio.timeout(seconds or None):
-                    running = await self.registry.use(entry)
+                    yield
         except TimeoutError as error:
-            message = f"{entry.name} was not loaded within {seconds:g} s (--request-timeout)"
+            message = f"{entry.name} was not {done} within {seconds:g} s (--request-timeout)"
             raise APIError(504, message, code="timeout") from error
-        leases.append(entry)
-        return self._of(entry, running)
 
     def leasing(self, app: ASGIApp) -> ASGIApp:
         """``app``, with the models that a request uses held until it has been answered."""
@@ -257,7 +273,10 @@ def told_load_errors() -> Iterator[None]:
         yield
     except ModelTooLargeError as error:
         raise APIError(400, str(error), param="model", code="model_too_large") from error
-    except ModelLoadError as error:
+    except LoadCancelledError as error:
+        headers = {"retry-after": str(RETRY_AFTER_SECONDS)}
+        raise APIError(503, str(error), param="model", code="model_unloaded", headers=headers) from error
+    except (ModelLoadError, ConfigError) as error:
         raise APIError(500, str(error), param="model", code="model_load_failed") from error
     except RegistryClosedError as error:
         raise shutting_down() from error

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from fastapi import FastAPI
 
-from metal_engine.engine.model_entry import ModelEntry, Start
+from metal_engine.engine.model_entry import ModelEntry, ModelSource
 from metal_engine.server.generation.models import SeveralModels, told_load_errors
 from metal_engine.server.protocol import RequestModel
 from metal_engine.server.status.protocol import ModelHealth, RegistryCard, RegistryHealth, RegistryList
 from metal_engine.server.workers import Weight
 
-# Looks for a model that has come since the server began; returns what loads it, or None. Called in a thread.
-Discover = Callable[[str], Start | None]
+# Looks for a model that has come since the server began; returns where it comes from, or None. Called in a thread.
+Discover = Callable[[str], ModelSource | None]
 
 
 class LoadBody(RequestModel):
@@ -41,18 +41,18 @@ def add_loading_routes(app: FastAPI, models: SeveralModels, discover: Discover, 
     @app.post("/v1/models/load", tags=["models"])
     async def load_model(body: LoadBody) -> RegistryCard:
         if models.registry.find(body.model) is None:
-            start = await models.workers.run(Weight.LIGHT, discover, body.model)
-            if start is not None and models.registry.find(body.model) is None:
-                models.registry.add(body.model, start)
+            with told_load_errors():
+                source = await models.workers.run(Weight.LIGHT, discover, body.model)
+            if source is not None and models.registry.find(body.model) is None:
+                models.registry.add(body.model, source)
         entry = models.entry(body.model)
-        with told_load_errors():
-            await models.registry.load(entry)
+        await models.load(entry)
         return _card(body.model, entry, created)
 
     @app.post("/v1/models/unload", tags=["models"])
     async def unload_model(body: LoadBody) -> RegistryCard:
         entry = models.entry(body.model)
-        await models.registry.unload(entry)
+        await models.unload(entry)
         return _card(body.model, entry, created)
 
 

@@ -31,7 +31,7 @@ def browser() -> Iterator[Browser]:
 
 def test_a_model_is_picked(browser: Browser) -> None:
     models = {name: FakeModel(salt) for salt, name in enumerate("ab")}
-    with serve_models({name: one.start for name, one in models.items()}, 100) as served:
+    with serve_models({name: one.source for name, one in models.items()}, 100) as served:
         served_: Any = served
         with page_of(browser, served_, live=False) as page:
             page.wait_for_selector("#connection[data-state=paused]")

@@ -1,0 +1,97 @@
+"""One model's load, in its thread: what it asks of the registry, and how its failure is told."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from metal_engine.engine.device_share import DeviceTurns
+from metal_engine.engine.engine_threads import EngineThreads
+from metal_engine.engine.model_entry import Load, ModelSource, RunningModel
+from metal_engine.errors import LoadCancelledError, ModelLoadError, ModelTooLargeError, NoRoomError, one_line
+from metal_engine.settings.config import DeviceInfo, EngineConfig
+
+if TYPE_CHECKING:
+    from metal_engine.engine.registry import ModelRegistry
+
+# How often a model's thread that waits for memory looks whether the registry has been closed.
+_CLOSED_SECONDS = 0.5
+
+_ANY_BYTES = 1 << 62
+
+
+class RegistryShare:
+    """A model's share of the device (:class:`metal_engine.engine.device_share.DeviceShare`).
+
+    Attributes:
+        signature: of the model's files, before any of them was read.
+    """
+
+    def __init__(self, registry: ModelRegistry, load: Load, loop: asyncio.AbstractEventLoop) -> None:
+        self._registry = registry
+        self._load = load
+        self._loop = loop
+        self.signature: object = None
+
+    def turn(self) -> AbstractContextManager[None]:
+        self._registry.check_wanted(self._load)
+        return self._registry.turns.turn()
+
+    def limited(self, device: DeviceInfo) -> DeviceInfo:
+        return replace(device, memory_bytes=self._registry.memory_bytes)
+
+    def unlimited(self, device: DeviceInfo) -> DeviceInfo:
+        return replace(device, memory_bytes=_ANY_BYTES)
+
+    def check_fits(self, num_bytes: int) -> None:
+        self._registry.budget.check_fits(self._load.entry, num_bytes)
+
+    def claim(self, num_bytes: int) -> None:
+        future = asyncio.run_coroutine_threadsafe(self._registry.claim(self._load, num_bytes), self._loop)
+        while True:
+            try:
+                return future.result(_CLOSED_SECONDS)
+            except TimeoutError:
+                if self._registry.is_closed:  # nobody runs the loop any more
+                    raise ModelLoadError(f"{self._load.entry.name} is not wanted any more") from None
+
+    def settle(self, config: EngineConfig) -> tuple[int, int]:
+        return self._registry.settle(self._load.entry, config.step_bytes)
+
+
+def load_in_thread(
+    source: ModelSource, share: RegistryShare, turns: DeviceTurns, threads: EngineThreads
+) -> RunningModel:
+    """Load a model. An error keeps no frame alive, for a frame may keep weights.
+
+    Raises:
+        ModelLoadError: or a type of it; whatever went wrong.
+    """
+    try:
+        share.signature = source.signature()
+        return source.start(share, turns, threads)
+    except Exception as error:  # noqa: BLE001  (raised again)
+        failure = same_error(error)
+        _forget_frames(error)
+    raise failure
+
+
+def same_error(error: Exception) -> ModelLoadError:
+    """An error anew, as one of loading a model."""
+    if isinstance(error, ModelTooLargeError):
+        return ModelTooLargeError(str(error), error.missing_bytes)
+    for kind in (NoRoomError, LoadCancelledError):
+        if isinstance(error, kind):
+            return kind(str(error))
+    return ModelLoadError(one_line(error, 1000))
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Clear the frames that an error went through, and those before it that it was raised for."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__

@@ -1,0 +1,206 @@
+"""Loads that wait, are given up, or fail: who goes for them, who goes before them, and what is told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from metal_engine.engine import registry as registry_module
+from metal_engine.engine.model_entry import ModelState
+from metal_engine.errors import LoadCancelledError, ModelLoadError, ModelTooLargeError
+from tests.support.registry import RegistryOfFakes, run_with_fakes, until
+from tests.support.serving import DEADLINE
+
+
+def test_a_load_may_be_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    """Those who wait are told at once that they may ask again; it is no failure of the model's."""
+
+    async def test(made: RegistryOfFakes) -> None:
+        made.models["b"].gate.clear()
+        waiting = [asyncio.ensure_future(made.ask("b", [i])) for i in range(3)]
+        await until(made.models["b"].began.is_set, "loading")
+        await made.registry.unload(made["b"])
+        for one in waiting:
+            with pytest.raises(LoadCancelledError, match="was to be unloaded"):
+                await one
+        assert made.loaded == "" and made["b"].num_bytes == 0
+        assert made["b"].error is None and made["b"].failed is None
+        made.models["b"].gate.set()
+        assert await made.ask("b", [2]) == made.answer("b", [2])
+
+    with caplog.at_level("WARNING"):
+        run_with_fakes(test)
+    assert not caplog.records
+
+
+def test_a_load_that_waits_for_room_is_given_up_at_once() -> None:
+    async def test(made: RegistryOfFakes) -> None:
+        await made.registry.use(made["a"])
+        waiting = asyncio.ensure_future(made.ask("b", [2]))
+        await until(lambda: made["a"].is_closing, "a to be marked")
+        assert made["b"].state is ModelState.UNLOADED, "it keeps no thread meanwhile"
+        unloading = asyncio.ensure_future(made.registry.unload(made["b"]))
+        with pytest.raises(LoadCancelledError):
+            await waiting
+        await unloading
+        assert made["b"].load is None
+        assert not made["a"].is_closing and made.registry.is_ready(made["a"]), "a need not go any more"
+        made.registry.release(made["a"])
+        assert await made.ask("a", [1]) == made.answer("a", [1])
+        assert made["a"].num_loads == 1
+
+    run_with_fakes(test, "ab", 100)
+
+
+def test_what_clients_that_left_asked_for_is_not_loaded() -> None:
+    """Neither while it waits for room, nor while it is under way; nobody goes for it."""
+
+    async def test(made: RegistryOfFakes) -> None:
+        await made.registry.use(made["a"])
+        for name in "bc":
+            left = [asyncio.ensure_future(made.ask(name, [i])) for i in range(3)]
+            await until(lambda: made["a"].is_closing, "a to be marked")
+            late = asyncio.ensure_future(made.ask("a", [7]))
+            await until(lambda: made["a"].num_waiting == 1, "one that waits for a to come back")
+            for task in left:
+                task.cancel()
+            assert await late == made.answer("a", [7]), "a stays, and serves who waited for it"
+            assert not made["a"].is_closing and made[name].load is None
+        made.registry.release(made["a"])
+        # Under way: its thread notices, and gives back what it had claimed.
+        made.registry.budget.memory_bytes = 200
+        made.models["b"].gate.clear()
+        made.models["b"].began.clear()
+        gone = asyncio.ensure_future(made.ask("b", [1]))
+        await until(made.models["b"].began.is_set, "loading")
+        gone.cancel()
+        await until(lambda: made["b"].state is ModelState.UNLOADED, "the load to end")
+        assert [one.num_loads for one in made.registry.entries] == [1, 0, 0]
+        assert made["b"].error is None and made.loaded == "a"
+
+    run_with_fakes(test, "abc", 100)
+
+
+def test_one_who_asks_again_for_a_load_that_is_being_given_up_gets_it() -> None:
+    async def test(made: RegistryOfFakes) -> None:
+        for has_noticed in (False, True):
+            made.models["b"].gate.clear()
+            made.models["b"].began.clear()
+            left = asyncio.ensure_future(made.ask("b", [1]))
+            await until(made.models["b"].began.is_set, "loading")
+            left.cancel()
+            await asyncio.wait([left])
+            starting = made["b"].starting
+            assert starting is not None
+            if has_noticed:  # in the model's thread; the event loop does not know yet
+                with pytest.raises(LoadCancelledError):
+                    starting.result(DEADLINE)
+            again = asyncio.ensure_future(made.ask("b", [2]))
+            await asyncio.sleep(0.01)
+            made.models["b"].gate.set()
+            assert await again == made.answer("b", [2])
+            await made.registry.unload(made["b"])
+
+    run_with_fakes(test)
+
+
+def test_small_ones_are_loaded_while_a_large_one_waits_for_room() -> None:
+    async def test(made: RegistryOfFakes) -> None:
+        made.models["l"].num_bytes = 150
+        made.models["s"].num_bytes = made.models["t"].num_bytes = 50
+        made.models["l"].gate.clear()  # once there is room for it
+        used = await made.registry.use(made["u"])
+        large = asyncio.ensure_future(made.ask("l", [1]))
+        await until(lambda: made["u"].is_closing, "u to be marked")
+        for name in "sts":  # room for both, one after the other where the other is idle
+            assert await made.ask(name, [2]) == made.answer(name, [2])
+        assert not large.done() and made["u"].running is used
+        held = await made.registry.use(made["s"])
+        late = asyncio.ensure_future(made.ask("u", [3]))
+        made.registry.release(made["u"])
+        await until(lambda: made["u"].state is ModelState.UNLOADED, "u to go")
+        assert await made.ask("s", [9]) == made.answer("s", [9]), "50 of 200 need not go for it"
+        made.models["l"].gate.set()
+        assert await large == made.answer("l", [1])
+        assert made["s"].running is held, "it did not have to go"
+        assert not late.done() or made["u"].num_loads == 2
+        made.registry.release(made["s"])
+        assert await late == made.answer("u", [3])
+        assert made["u"].num_loads == 2
+
+    run_with_fakes(test, "ulst", 200)
+
+
+def test_nobody_goes_for_what_would_not_fit_all_the_same() -> None:
+    async def test(made: RegistryOfFakes) -> None:
+        for name in "ab":
+            await made.ask(name, [1])
+        made.models["c"].num_bytes = 201
+        with pytest.raises(ModelTooLargeError):
+            await made.ask("c", [1])
+        assert made.loaded == "ab"
+        # One idle one is not enough, and the other is used: both stay as long as it is.
+        made.models["c"].num_bytes = 200
+        made["c"].failed = None
+        await made.registry.use(made["b"])
+        waiting = asyncio.ensure_future(made.ask("c", [1]))
+        await until(lambda: made["b"].is_closing, "b to be marked")
+        assert await made.ask("a", [4]) == made.answer("a", [4])
+        assert made.loaded == "ab" and made["a"].num_loads == 1
+        made.registry.release(made["b"])
+        assert await waiting == made.answer("c", [1])
+        assert made.loaded == "c"
+
+    run_with_fakes(test)
+
+
+def test_whoever_leaves_while_a_model_is_loaded_holds_nothing() -> None:
+    async def test(made: RegistryOfFakes) -> None:
+        made.models["b"].gate.clear()
+        tasks = [asyncio.ensure_future(made.ask("b", [i])) for i in range(4)]
+        await until(made.models["b"].began.is_set, "loading")
+        for task in tasks[:3]:
+            task.cancel()
+        made.models["b"].gate.set()
+        assert await tasks[3] == made.answer("b", [3])
+        assert made["b"].is_idle
+        await made.registry.unload(made["b"])
+        assert made.loaded == ""
+
+    run_with_fakes(test)
+
+
+def test_a_model_that_could_not_be_loaded_is_not_read_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(made: RegistryOfFakes) -> None:
+        model, began = made.models["b"], 0
+        model.problem = "its weights are cut short"
+
+        async def ask() -> int:
+            """Returns how often it has been read."""
+            nonlocal began
+            model.began.clear()
+            with pytest.raises(ModelLoadError, match="cut short"):
+                await made.ask("b", [1])
+            began += model.began.is_set()
+            return began
+
+        assert [await ask() for _ in range(5)] == [1] * 5
+        model.problem += " elsewhere"  # the file has changed
+        assert [await ask() for _ in range(5)] == [2] * 5
+        assert made["b"].failed is not None and made["b"].failed.until <= time.monotonic() + 10
+        monkeypatch.setattr(registry_module, "RETRY_SECONDS", 0.0)
+        model.problem += "!"
+        assert [await ask() for _ in range(3)] == [3, 4, 5], "or after a while"
+        model.problem = None
+        assert await made.ask("b", [1]) == made.answer("b", [1])
+        # What is too large is told again in the same way.
+        made.models["c"].num_bytes = 300
+        for _ in range(2):
+            monkeypatch.setattr(registry_module, "RETRY_SECONDS", 60.0)
+            with pytest.raises(ModelTooLargeError) as told:
+                await made.ask("c", [1])
+            assert told.value.missing_bytes == 100
+
+    run_with_fakes(test)
