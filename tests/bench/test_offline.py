@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.checkpoint_files import write_checkpoint
+
 ROOT = Path(__file__).resolve().parents[2]
 # An engine tries its largest step when it starts, and clears its KV cache: seconds for the default sizes on a CPU.
 SMALL = [
@@ -37,3 +39,16 @@ def test_latency(demo_path: Path, tmp_path: Path) -> None:
     result = bench(tmp_path, "latency", str(demo_path), *sizes, "--num-iters-warmup", "1", *SMALL)
     assert (result["iterations"], result["batch_size"]) == (3, 2)
     assert 0 < result["p10_seconds"] <= result["p50_seconds"] <= result["p99_seconds"]
+
+
+def test_quantized_kv(tmp_path: Path) -> None:
+    """The engine has the type that was asked for: of a large pool, 40 bytes of 64 numbers instead of 256."""
+    model = str(write_checkpoint(tmp_path / "model", config={"head_dim": 64}))
+    sizes = ["--batch-size", "1", "--input-len", "8", "--output-len", "2", "--num-iters", "1", *SMALL]
+    sizes += ["--num-gpu-blocks-override", "2048"]
+    peaks = [
+        bench(tmp_path, "latency", model, *sizes, "--kv-cache-dtype", kv_cache_dtype)["peak_memory_mib"]
+        for kv_cache_dtype in ("auto", "int4")
+    ]
+    pool_mib = 2048 * 16 * 2 * 2 * 2 * 256 / (1 << 20)  # 2 layers, K and V, 2 heads
+    assert peaks[0] > pool_mib and peaks[0] - peaks[1] > 0.8 * (1 - 40 / 256) * pool_mib
