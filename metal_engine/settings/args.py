@@ -123,7 +123,7 @@ class EngineArgs(LoRAArgs):
     kv_cache_dtype: str = setting(
         "auto",
         "Type in which K and V are kept: auto (as the model computes them), int8 or int4 with a scale and a bias for "
-        "each 64 numbers: 1.9 and 3.5 times the tokens of 16 bits in the same memory (see docs/quantized-kv.md).",
+        "each 64 numbers: 1.9 and 3.6 times the tokens of 16 bits in the same memory (see docs/quantized-kv.md).",
         group=MEMORY,
         choices=KV_CACHE_DTYPES,
     )
