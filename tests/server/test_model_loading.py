@@ -103,8 +103,9 @@ def test_limits_hold_for_those_who_load_models_too() -> None:
     with serve_models(sources, 100, args=args, discover=lambda name: None) as served:
         answer = served.post(load, {"model": "a"})
         assert answer.status_code == 504 and "a was not loaded within 0.1 s (--request-timeout)" in answer.text
-        model.gate.set()
         entry = served.registry.entries[0]
+        wait_until(lambda: entry.num_waiting == 0, "nobody to wait for it")
+        model.gate.set()
         wait_until(lambda: entry.state is ModelState.UNLOADED, "the load to be given up")
         assert served.post(load, {"model": "b"}).json()["state"] == "loaded"
         entry = served.registry.entries[1]
