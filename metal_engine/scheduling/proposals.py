@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Protocol
 
 from metal_engine.request import Request
@@ -180,6 +181,10 @@ class Proposals:
     def hold_up(self, request_id: str) -> None:
         """Let a request have no drafts in the next step that is planned."""
         self._held_up.add(request_id)
+
+    def planned_ahead(self, request_ids: Iterable[str]) -> None:
+        """A step of these requests was planned ahead, without drafts: none is held up any more."""
+        self._held_up.difference_update(request_ids)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a request that has ended."""

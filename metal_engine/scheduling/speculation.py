@@ -67,6 +67,7 @@ class Speculation:
         self._proposals = Proposals(config.speculative, proposer, costs)
         self._is_try = False  # whether the drafts of the last planned step are not expected to pay
         self._was_worth_waiting = False  # whether the next step has been waited with, for drafts
+        self._to_try: Request | None = None  # for which it has been waited with, to see whether a draft comes
         self._under_way: set[str] = set()  # requests with drafts that are not settled
         self._steps: set[int] = set()  # ids of steps that have not ended, with --async-scheduling
 
@@ -112,7 +113,10 @@ class Speculation:
         if self._was_worth_waiting:
             return True
         tried = self._proposals.to_try([*proposals, *others])
-        return tried is not None and self._room_after(requests).take(tried, 1) > 0
+        if tried is None or not self._room_after(requests).take(tried, 1):
+            return False
+        self._to_try = tried
+        return True
 
     def _room_after(self, requests: list[Request]) -> DraftRoom:
         return DraftRoom(requests, self._config.max_attention_work, self._blocks, self._states)
@@ -152,13 +156,16 @@ class Speculation:
         for new in plan.new_requests:
             self._proposals.admitted(new.request_id)
         was_worth_waiting, self._was_worth_waiting = self._was_worth_waiting, False
+        to_try, self._to_try = self._to_try, None
         if self._steps:  # planned ahead
+            self._proposals.planned_ahead(scheduled)
             self._ahead.planned(plan.step_id, num_rows if only_decodes else 0)
             self._steps.add(plan.step_id)
             return
         if self._config.async_scheduling:
             self._steps.add(plan.step_id)
-        else:
+        # Else the time runs from the end of the step before, with what the host does between them.
+        if not self._config.async_scheduling or len(plan.new_requests) == len(scheduled):
             self._times.start()
         self._is_try = False
         self._proposals.begin_step()
@@ -174,6 +181,8 @@ class Speculation:
         self._proposals.note_some(others)
         # Beside steps ahead, those that pay are others than those that are likely enough.
         unpaid = [*proposals, *others] if self._config.async_scheduling else others
+        if to_try in unpaid:
+            unpaid = [to_try]
         if times and not num_drafts and (tried := self._proposals.to_try(unpaid)) is not None:
             num_drafts = self._add(plan, budget, tried, [UNKNOWN_DRAFT])
             self._is_try = num_drafts > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.ahead import AheadTimes
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.draft_lengths import MIN_GAIN, StepTimes, choose_lengths, least_gain
 from metal_engine.scheduling.draft_model import DraftCosts
@@ -19,7 +21,7 @@ from metal_engine.scheduling.proposals import make_proposer
 from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, NewRequestData, SchedulerOutput
-from tests.scheduling.test_draft_lengths import Clock, compute_bound, memory_bound
+from tests.scheduling.test_draft_lengths import Clock, TimedStep, compute_bound, memory_bound
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 from tests.support.speculation import KnownTimes, draft_model_config
 
@@ -79,37 +81,54 @@ def run(
     *,
     num_turns: int = 1,
     length: int = 400,
+    is_ahead: bool = False,
+    up_seconds: float = 0.0,
 ) -> tuple[float, TimedDraftModel | None]:
     """Returns how long requests take where a step of n rows takes ``seconds(n)``; so many at once, ``num_turns`` times.
 
     Args:
         right_from: of :class:`TimedDraftModel`; None for no draft model.
+        is_ahead: whether steps may be planned while the ones before run; the host takes 0.1 s of each then.
+        up_seconds: what the clock says at first, and how long nothing happens between two turns.
     """
     config = SchedulerConfig(
-        max_num_batched_tokens=128, max_num_seqs=num_requests, max_model_len=600, speculative=draft_model_config(4)
+        max_num_batched_tokens=128,
+        max_num_seqs=num_requests,
+        max_model_len=600,
+        speculative=draft_model_config(4),
+        async_scheduling=is_ahead,
     )
     cache = CacheConfig(block_size=16, num_blocks=40 * num_requests, enable_prefix_caching=False)
-    harness, clock = SchedulerHarness(config, cache), Clock()
+    harness, clock = SchedulerHarness(config, cache, depth=1 + is_ahead), Clock()
+    clock.now = end = up_seconds
     draft_model = None
     if right_from is not None:
         assert config.speculative is not None
         draft_model = TimedDraftModel(harness, clock, right_from, forward_seconds, forward_seconds / 10)
         harness.runner.draft_model = draft_model  # type: ignore[assignment]
         blocks, proposer = harness.scheduler.blocks, make_proposer(config.speculative)
-        harness.scheduler.speculation = Speculation(config, blocks, proposer, StepTimes(clock))
+        ahead = AheadTimes(clock)
+        harness.scheduler.speculation = Speculation(config, blocks, proposer, StepTimes(clock), ahead=ahead)
     execute = harness.runner.execute
 
-    def timed(plan: SchedulerOutput) -> object:
-        clock.now += seconds(sum(plan.num_scheduled_tokens.values()))
-        return execute(plan)
+    def timed(plan: SchedulerOutput) -> TimedStep:
+        nonlocal end
+        clock.now += 0.1 * is_ahead
+        step = execute(plan)
+        end = max(end, clock.now) + seconds(sum(plan.num_scheduled_tokens.values()))
+        return TimedStep(step, clock, end)
 
     harness.runner.execute = timed  # type: ignore[assignment,method-assign]
+    busy_seconds = 0.0
     for turn in range(num_turns):
+        began = clock.now
         for i in range(num_requests):
             harness.submit(f"r{turn}.{i}", make_prompt(1000 * turn + i, 40), length)
         harness.run()
+        busy_seconds += clock.now - began
+        clock.now += up_seconds
     harness.drain()
-    return clock.now, draft_model
+    return busy_seconds, draft_model
 
 
 @pytest.mark.parametrize("forward_seconds", [0.1, 0.3, 1.0])
@@ -122,6 +141,16 @@ def test_a_draft_model_that_is_wrong_costs_little(
     with_drafts, draft_model = run(num_requests, NEVER, seconds, forward_seconds)
     assert with_drafts <= 1.05 * without
     assert draft_model is not None and draft_model.num_forwards
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 16])
+def test_it_costs_little_beside_steps_ahead(num_requests: int) -> None:
+    """What is tried is a share of the time of steps, not of the time that nothing happens."""
+    more: dict[str, Any] = {"num_turns": 2, "length": 550, "is_ahead": True, "up_seconds": 86_400.0}
+    without, _ = run(num_requests, None, memory_bound, **more)
+    with_drafts, draft_model = run(num_requests, NEVER, memory_bound, **more)
+    assert with_drafts <= 1.05 * without
+    assert draft_model is not None and draft_model.num_forwards > 10
 
 
 @pytest.mark.parametrize("forward_seconds", [0.1, 0.3])

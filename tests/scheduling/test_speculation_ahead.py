@@ -77,6 +77,20 @@ def test_steps_ahead_have_them_every_second_time() -> None:
     assert asked[0] == 3 and set(asked) >= {3} and max(asked) <= 4
 
 
+def test_a_step_ahead_holds_nobody_up_any_more() -> None:
+    """One whose grammar was late may have drafts again after the next step, whenever that was planned."""
+    harness = make_harness(num_drafts=4, ahead_seconds=1e-6)
+    speculation = harness.scheduler.speculation
+    assert speculation is not None
+    harness.submit("a", make_prompt(0, 6), 40)
+    for _ in range(4):
+        harness.step()
+    speculation.hold_up("a")
+    harness.step()
+    assert set(kinds_of(harness)[2:]) == {"plain"} and not speculation._proposals._held_up
+    harness.drain()
+
+
 # --- room ---
 
 NO_ROOM: dict[str, dict[str, Any]] = {
