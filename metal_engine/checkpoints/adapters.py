@@ -129,7 +129,7 @@ def open_adapter(folder: Path, targets: AdapterTargets, within: Path | None = No
         return _open(folder, targets, within)
     except ModelLoadError as error:  # of the readers of checkpoints
         raise AdapterError(str(error)) from error
-    except (OSError, ValueError) as error:  # a path that none can be, or that may not be looked at
+    except (OSError, ValueError, RuntimeError) as error:  # a path that none can be, or may not be looked at, or a loop
         if isinstance(error, AdapterError):
             raise
         raise AdapterError(f"cannot read {short(str(folder), 200)}: {one_line(error)}") from error

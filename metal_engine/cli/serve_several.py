@@ -55,7 +55,8 @@ def serve_several(
                 registry.add(name, source_of(replace(each, model=str(path)), server_args))
 
         def discover(name: str) -> ModelSource | None:
-            there = {} if registry_args.models_dir is None else models_in(Path(registry_args.models_dir))
+            folder = registry_args.models_dir
+            there = {} if folder is None else models_in(Path(folder), warns=False)
             return source_of(replace(each, model=str(there[name])), server_args) if name in there else None
 
         return run_registry(
@@ -143,27 +144,58 @@ async def load_named(registry: ModelRegistry, names: tuple[str, ...]) -> None:
         await asyncio.sleep(0)
 
 
-def models_in(folder: Path) -> dict[str, Path]:
+def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
     """The models in a folder, by name: folders with a ``config.json`` and ``.gguf`` files, there and one level below.
+
+    What cannot be read, or has a name that no answer can hold, is passed over.
+
+    Args:
+        warns: whether the log says what is passed over.
 
     Raises:
         ConfigError: it is no folder, or cannot be read.
     """
-    found: dict[str, Path] = {}
     try:
-        for path in sorted(folder.expanduser().iterdir()):
-            found |= _model_at(path, path.name)
-            if path.is_dir() and not (path / "config.json").exists() and not path.name.startswith("."):
-                for inner in sorted(path.iterdir()):
-                    found |= _model_at(inner, f"{path.name}/{inner.name}")
+        paths = sorted(folder.expanduser().iterdir())
     except OSError as error:
         raise ConfigError("--models-dir", f"cannot read --models-dir {folder}: {error.strerror}") from error
+    found: dict[str, Path] = {}
+    passed_over: list[str] = []
+    for path in paths:
+        found |= _model_at(path, path.name, passed_over)
+        for inner in _below(path, passed_over):
+            found |= _model_at(inner, f"{path.name}/{inner.name}", passed_over)
+    if passed_over and warns:
+        logger.warning("of --models-dir, these are passed over: %s", "; ".join(dict.fromkeys(passed_over)))
     return found
 
 
-def _model_at(path: Path, name: str) -> dict[str, Path]:
+def _below(path: Path, passed_over: list[str]) -> list[Path]:
+    """What is in a folder that is not a model itself."""
+    try:
+        if path.name.startswith(".") or not path.is_dir() or (path / "config.json").exists():
+            return []
+        return sorted(path.iterdir())
+    except OSError as error:
+        passed_over.append(_reason(path, error))
+        return []
+
+
+def _model_at(path: Path, name: str, passed_over: list[str]) -> dict[str, Path]:
     if path.name.startswith("."):
         return {}
-    if path.suffix == ".gguf" and path.is_file():
-        return {name.removesuffix(".gguf"): path}
-    return {name: path} if (path / "config.json").is_file() else {}
+    try:
+        if path.suffix == ".gguf" and path.is_file():
+            name = name.removesuffix(".gguf")
+        elif not (path / "config.json").is_file():
+            return {}
+        str(path).encode()
+    except (OSError, UnicodeEncodeError) as error:
+        passed_over.append(_reason(path, error))
+        return {}
+    return {name: path}
+
+
+def _reason(path: Path, error: OSError | UnicodeEncodeError) -> str:
+    why = "its name is not UTF-8" if isinstance(error, UnicodeEncodeError) else f"cannot be read ({error.strerror})"
+    return f"{str(path)!a}: {why}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -74,7 +75,8 @@ class AdapterRegistry:
         Args:
             path: of its folder; where ``within`` is given, below that.
             within: where its files must be, links followed.
-            in_place: whether it may take the place of one of that name, which requests that have it still use.
+            in_place: whether it may take the place of one of that name, which requests that have it still use. Where no
+                slot is free it takes that one's, which no request may have then; meanwhile there is none of that name.
 
         Raises:
             AdapterError: it cannot be read, does not fit the model, its name is taken, or no slot is free.
@@ -92,14 +94,7 @@ class AdapterRegistry:
             return adapter
 
     def _put(self, name: str, path: str, file: AdapterFile, run: Run, base_model_name: str | None) -> Adapter:
-        try:
-            slot = self._free_slots.popleft()
-        except IndexError:
-            raise AdapterError(
-                f"no room for the LoRA adapter {name!r}: all {self.max_loras} of --max-loras are in use; unload one, "
-                "and let its requests end",
-                "lora_name",
-            ) from None
+        slot = self._slot_for(name, file)
         try:
             digest = sha256(name.encode("utf-8", "surrogatepass") + b"\0")
             for piece in self._pieces(file):
@@ -115,6 +110,27 @@ class AdapterRegistry:
         adapter = Adapter(name, path, slot, file.rank, digest.hexdigest(), base_model_name)
         weakref.finalize(adapter, self._free_slots.append, slot).atexit = False
         return adapter
+
+    def _slot_for(self, name: str, file: AdapterFile) -> int:
+        """Take a free slot, or that of the adapter of this name, which is forgotten. Raises AdapterError for none."""
+        if not self._free_slots and name in self._adapters:
+            for _ in self._pieces(file):
+                pass  # weights that are refused cost nobody the adapter that is there
+            if (old := self._adapters.pop(name, None)) is not None:
+                reference = weakref.ref(old)
+                del old
+                while (old := reference()) is None and not self._free_slots:
+                    time.sleep(0)  # another thread has just let it go, and is about to free its slot
+                if old is not None:
+                    self._adapters[name] = old
+        try:
+            return self._free_slots.popleft()
+        except IndexError:
+            raise AdapterError(
+                f"no room for the LoRA adapter {name!r}: all {self.max_loras} of --max-loras are in use; unload one, "
+                "and let its requests end",
+                "lora_name",
+            ) from None
 
     @staticmethod
     def _put_piece(parts: Iterator[int], run: Run) -> None:

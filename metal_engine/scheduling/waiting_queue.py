@@ -12,7 +12,7 @@ from metal_engine.request import Request
 @dataclass(order=True, slots=True)
 class _Entry:
     key: tuple[int, int]
-    request: Request = field(compare=False)
+    request: Request | None = field(compare=False)  # None: the entry is void
     is_long: bool = field(compare=False)
 
 
@@ -25,30 +25,45 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        # Heaps of entries, short prompts and long ones. An entry that is not in `_entries` is void.
+        # Heaps of entries, short prompts and long ones. One that is not in `_entries` is void and keeps no request,
+        # which would keep its adapter's slot.
         self._heaps: tuple[list[_Entry], list[_Entry]] = ([], [])
         # Id of a request that computes -> heap of (tokens it must have computed, the entry that waits for that).
         self._parked: dict[str, list[tuple[int, _Entry]]] = {}
+        self._num_void = 0  # in the heaps, and parked
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
         """All of them in order; O(n log n), for tests and debugging."""
-        return iter([entry.request for entry in sorted(self._entries.values())])
+        return iter([e.request for e in sorted(self._entries.values()) if e.request is not None])
 
     def push(self, request: Request, *, is_long: bool) -> None:
         """Put a request in, or back to its place."""
+        self.remove(request.request_id)
         entry = self._entries[request.request_id] = _Entry(request.sort_key, request, is_long)
-        heap = self._heaps[is_long]
-        if len(heap) > 2 * len(self._entries) + 64:  # mostly requests that were aborted
-            heap[:] = [e for e in heap if self._entries.get(e.request.request_id) is e]
-            heapq.heapify(heap)
-        heapq.heappush(heap, entry)
+        heapq.heappush(self._heaps[is_long], entry)
 
     def remove(self, request_id: str) -> None:
-        """Take a request out; one that is not there is ignored."""
-        self._entries.pop(request_id, None)
+        """Take a request out, and keep nothing of it; one that is not there is ignored."""
+        if (entry := self._entries.pop(request_id, None)) is None:
+            return
+        entry.request = None
+        self._num_void += 1
+        if self._num_void > len(self._entries) + 64:  # mostly requests that were aborted
+            self._drop_void()
+
+    def _drop_void(self) -> None:
+        for heap in self._heaps:
+            heap[:] = [entry for entry in heap if entry.request is not None]
+            heapq.heapify(heap)
+        for owner_id, parked in list(self._parked.items()):
+            parked[:] = [one for one in parked if one[1].request is not None]
+            heapq.heapify(parked)
+            if not parked:
+                del self._parked[owner_id]
+        self._num_void = 0
 
     def head(self, *, include_long: bool) -> Request | None:
         """The first request, or the first with a short prompt."""
@@ -56,13 +71,15 @@ class WaitingQueue:
         return min(entries).request if entries else None
 
     def _first(self, heap: list[_Entry]) -> _Entry | None:
-        while heap and self._entries.get(heap[0].request.request_id) is not heap[0]:
+        while heap and heap[0].request is None:
             heapq.heappop(heap)
+            self._num_void -= 1
         return heap[0] if heap else None
 
     def park(self, request: Request, owner: Request, num_tokens: int) -> None:
         """Set a request aside until ``owner`` has computed ``num_tokens`` tokens."""
         old = self._entries[request.request_id]
+        self.remove(request.request_id)
         entry = self._entries[request.request_id] = _Entry(old.key, request, old.is_long)
         heapq.heappush(self._parked.setdefault(owner.request_id, []), (num_tokens, entry))
 
@@ -78,7 +95,9 @@ class WaitingQueue:
             return
         while parked and (num_computed_tokens is None or parked[0][0] <= num_computed_tokens):
             entry = heapq.heappop(parked)[1]
-            if self._entries.get(entry.request.request_id) is entry:
+            if entry.request is None:
+                self._num_void -= 1
+            else:
                 heapq.heappush(self._heaps[entry.is_long], entry)
         if not parked:
             del self._parked[owner_id]
@@ -93,6 +112,7 @@ class WaitingQueue:
         for owner_id, parked in self._parked.items():
             assert parked[0][0] > num_computed_tokens[owner_id], f"still parked with {owner_id}"
         found = [e for heap in self._heaps for e in heap] + [p[1] for ps in self._parked.values() for p in ps]
-        valid = [e for e in found if self._entries.get(e.request.request_id) is e]
+        valid = [e for e in found if e.request is not None and self._entries.get(e.request.request_id) is e]
         assert len(valid) == len(self._entries), "a waiting request is lost, or found twice"
+        assert len(found) - len(valid) == self._num_void <= len(self._entries) + 64, "void entries are miscounted"
         assert all(e.is_long == bool(i) for i, heap in enumerate(self._heaps) for e in heap)

@@ -214,3 +214,17 @@ def test_files_outside_the_folder_are_refused(tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match="is outside"):
             open_adapter(folder, TARGETS, within=root)
     assert open_adapter(write_peft(root / "in" / "here", made()), TARGETS, within=root).rank == RANK
+
+
+def test_links_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
+    """Of a folder and of each of its files, to themselves; Python's own exception for that differs by its version."""
+    (tmp_path / "loop").symlink_to("loop")
+    folders = [tmp_path / "loop", tmp_path / "loop" / "below"]
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        folders.append(folder := write_peft(tmp_path / f"with {name}", made()))
+        (folder / name).unlink()
+        (folder / name).symlink_to(name)
+    for folder in folders:
+        for within in (tmp_path, None):
+            with pytest.raises(AdapterError):
+                open_adapter(folder, TARGETS, within=within)

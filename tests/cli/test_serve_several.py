@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from metal_engine.cli.main import app
+from metal_engine.cli.serve_several import models_in
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
@@ -107,6 +110,39 @@ def test_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
     ]:
         result = run("serve", *arguments, "--port", "0")
         assert result.exit_code == 1 and problem in " ".join(result.stderr.split()), (arguments, result.stderr)
+
+
+def test_folders_that_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name that is no text, a folder that may not be read: the log names them once, and the others are served."""
+    for name in (b"good", b"caf\xe9", b"org/in", b"caf\xe8 org/in", b"closed/in", b"half/closed", b"half/in"):
+        folder = tmp_path / os.fsdecode(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
+    (tmp_path / os.fsdecode(b"caf\xe9.gguf")).touch()
+    stat = Path.stat
+
+    def refuse(path: Path, **options: Any) -> os.stat_result:
+        """What is in such a folder; the permissions of the folders themselves do not bind root."""
+        if path.parent.name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert models_in(tmp_path).keys() == {"good", "org/in", "half/in"}
+    (line,) = caplog.messages
+    assert line.isascii() and line.isprintable()
+    for part in (
+        "caf\\udce9'",
+        "caf\\udce9.gguf'",
+        "caf\\udce8 org/in'",
+        "/closed'",
+        "half/closed'",
+        "Permission denied",
+    ):
+        assert line.count(part) >= 1, part
+    assert models_in(tmp_path, warns=False) and len(caplog.messages) == 1
 
 
 @pytest.mark.full

@@ -189,6 +189,27 @@ def test_no_room(served: Served) -> None:
     assert unload(served, "nothing").status_code == 404
 
 
+def test_another_takes_the_place_of_one_with_all_slots_in_use(
+    served: Served, root: Path, answers: dict[str, str]
+) -> None:
+    """Not while a request has the old one, nor for weights that are refused: then the old one stays."""
+    assert load(served, "b", "b").status_code == 200
+    assert served.engine.adapters is not None
+    held = served.engine.adapters.find("a")
+    assert load(served, "a", "b", load_inplace=True).status_code == 400
+    del held
+    bad = adapters.products(tiny_reference(), adapters.ALL, 2, seed=9)
+    bad[max(bad)] = (bad[max(bad)][0], bad[max(bad)][1] * np.nan)
+    adapters.write_mlx_lm(root / "root" / "nan", bad)
+    assert load(served, "a", "nan", load_inplace=True).status_code == 400
+    assert answer(served, "a") == answers["a"]
+    assert load(served, "a", "b", load_inplace=True).status_code == 200
+    assert answer(served, "a") == answers["b"]
+    assert unload(served, "b").status_code == 200
+    assert load(served, "a", "a", load_inplace=True).status_code == 200
+    assert answer(served, "a") == answers["a"]
+
+
 def test_unloading_while_requests_run(served: Served, answers: dict[str, str]) -> None:
     """They end as they would have; new ones do not find it."""
     num_tokens = 120

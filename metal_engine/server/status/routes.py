@@ -104,7 +104,8 @@ def _may_see_names(request: Request) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool) -> Health:
+def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool, tells_error: bool) -> Health:
+    """See :func:`registry_health`; ``tells_error``: whether the engine's own error is for this client."""
     engine, unknown = served.engine, served.parameters.num_unknown
     stats, error = engine.stats, engine.error
     return Health(
@@ -119,7 +120,11 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool) -> Health
         num_unknown_parameters=sum(unknown.values()),
         unknown_parameters=unknown if tells else {},
         kv_transfer=None if (kv := engine.metrics.kv_transfer) is None else kv.as_dict(),
-        error=None if error is None else f"the engine has stopped: {error!r}",
+        error=None
+        if error is None
+        else f"the engine has stopped: {error!r}"
+        if tells_error
+        else "the engine has stopped",
     )
 
 
@@ -130,14 +135,14 @@ def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metric
     async def health(request: Request) -> JSONResponse:
         tells = _may_see_names(request)
         body: Health | RegistryHealth
+        tells_errors = not request.scope.get(WITHOUT_KEY, False)  # and of models: as /v1/models does
         if isinstance(models, SeveralModels):
             unknown = models.parameters.num_unknown
-            tells_models = not request.scope.get(WITHOUT_KEY, False)  # as /v1/models tells of them
             draining = lifecycle.draining
-            body = registry_health(models, draining=draining, unknown=unknown, tells=tells, tells_models=tells_models)
+            body = registry_health(models, draining=draining, unknown=unknown, tells=tells, tells_models=tells_errors)
         else:
             (served,) = models.loaded
-            body = _health(served, lifecycle, tells=tells)
+            body = _health(served, lifecycle, tells=tells, tells_error=tells_errors)
         status = 200 if body.status == "ok" else 503
         return JSONResponse(body.model_dump(exclude_none=True), status_code=status)
 

@@ -79,6 +79,20 @@ def test_health_is_open(guarded: Served) -> None:
     assert httpx.get(guarded.url + "/health").status_code == 200
 
 
+class Death(BaseException):
+    """Ends the engine's thread: the step loop catches only `Exception`."""
+
+
+def test_health_tells_what_ended_the_engine_to_those_with_the_key() -> None:
+    with serve(args=ServerArgs(api_key=(KEY,))) as served:
+        served.runner.raise_next = Death("of /a/path")
+        body = {"prompt": "a", "max_tokens": 2}
+        assert httpx.post(served.url + "/v1/completions", json=body, headers=auth()).status_code == 503
+        for headers, told in (({}, "the engine has stopped"), (auth(), "the engine has stopped: Death('of /a/path')")):
+            response = httpx.get(served.url + "/health", headers=headers)
+            assert response.status_code == 503 and response.json()["error"] == told
+
+
 def test_all_names_serve(guarded: Served) -> None:
     client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEY, max_retries=0)
     assert [model.id for model in client.models.list()] == [MODEL, "alias"]

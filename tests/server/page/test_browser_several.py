@@ -58,7 +58,7 @@ def test_an_answer_that_waits_for_its_model_says_so_and_has_its_colour(browser: 
     """Its request is found in the engine, for the stream has its id from the beginning."""
     model = FakeModel(1, step_time=0.03)
     model.gate.clear()
-    with serve_models({"a": model.start}, 100) as served:
+    with serve_models({"a": model.source}, 100) as served:
         served_: Any = served
         with page_of(browser, served_, live=False) as page:
             page.wait_for_selector("#connection[data-state=paused]")
