@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -70,7 +71,7 @@ class EngineThread:
     Args:
         build: makes the engine; called in the thread.
         on_outputs: called in the thread, once per step, with that step's outputs. Must not block.
-        turns: where several models share the device: each step takes a turn.
+        turns: where several models share the device: each step takes a turn, and so does the end.
         on_end: called in the thread when it ends: no further output comes for any request.
         threads: lend it a thread; without them it has one of its own. "The thread has ended" is for the engine's part.
 
@@ -175,7 +176,9 @@ class EngineThread:
             self.error = error
             message = f"the engine has stopped: {error}"
         try:
-            self._engine.close()  # before anyone is told: they may end the process
+            # Before anyone is told: they may end the process. In a turn: another model's memory may be measured.
+            with nullcontext() if self._turns is None else self._turns.turn():
+                self._engine.close()
         finally:
             self._fail_everything(self._engine, message)
 

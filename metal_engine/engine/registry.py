@@ -164,7 +164,7 @@ class ModelRegistry:
         A load that waits is given up at once; one that is under way, as soon as its thread notices. Who waits for it is
         told so at once, as a LoadCancelledError.
         """
-        if entry.load is not None and entry.state is not ModelState.LOADED:
+        if entry.load is not None:
             entry.load.is_cancelled = True
             self._finish(entry.load, LoadCancelledError(_unwanted(entry)))
             self._go_on()
@@ -205,6 +205,7 @@ class ModelRegistry:
                     self._close(entry)
             load_now.entry.state = ModelState.LOADING
             self._loading = load_now, asyncio.ensure_future(self._run(load_now))
+            self._go_on()  # who waits for those that stay is served
         for entry in self._queue.close_for_first():
             self._close(entry, self._queue.first)
 

@@ -54,6 +54,52 @@ def test_a_load_that_waits_for_room_is_given_up_at_once() -> None:
     run_with_fakes(test, "ab", 100)
 
 
+def test_a_load_that_waits_for_its_model_to_go_is_given_up_at_once() -> None:
+    """Whether the model goes for another, or was to be unloaded before."""
+
+    async def test(made: RegistryOfFakes) -> None:
+        for name in ("", "b"):
+            await made.registry.use(made["a"])
+            other = asyncio.ensure_future(made.ask(name, [1]) if name else made.registry.unload(made["a"]))
+            await until(lambda: made["a"].is_closing, "a to be marked")
+            late = asyncio.ensure_future(made.ask("a", [2]))
+            await until(lambda: made["a"].num_waiting == 1, "one that waits for a to come back")
+            unloading = asyncio.ensure_future(made.registry.unload(made["a"]))
+            await asyncio.wait([late], timeout=DEADLINE)
+            assert isinstance(late.exception(), LoadCancelledError)
+            assert not unloading.done()
+            made.registry.release(made["a"])
+            await asyncio.gather(other, unloading)
+            assert made["a"].state is ModelState.UNLOADED and made["a"].load is None
+        assert made["a"].num_loads == 2
+
+    run_with_fakes(test, "ab", 100)
+
+
+def test_who_waits_for_a_model_that_stays_is_served_while_another_is_loaded() -> None:
+    async def test(made: RegistryOfFakes) -> None:
+        for name in "ab":
+            await made.registry.use(made[name])
+        for name in "cd":
+            made[name].known_bytes = 100
+            made.models[name].gate.clear()
+        given_up = asyncio.ensure_future(made.ask("d", [1]))
+        await until(lambda: made["d"].num_bytes == 100, "d to have its memory")
+        loaded = asyncio.ensure_future(made.ask("c", [1]))
+        await until(lambda: made["a"].is_closing, "a to be marked for c")
+        late = asyncio.ensure_future(made.ask("a", [2]))
+        await until(lambda: made["a"].num_waiting == 1, "one that waits for a to come back")
+        given_up.cancel()  # there is room for c: a stays
+        assert await asyncio.wait_for(late, DEADLINE) == made.answer("a", [2])
+        assert made["c"].state is ModelState.LOADING and made["a"].num_loads == 1
+        made.models["c"].gate.set()
+        assert await loaded == made.answer("c", [1])
+        for name in "ab":
+            made.registry.release(made[name])
+
+    run_with_fakes(test, "abcd", 300)
+
+
 def test_what_clients_that_left_asked_for_is_not_loaded() -> None:
     """Neither while it waits for room, nor while it is under way; nobody goes for it."""
 
@@ -202,5 +248,22 @@ def test_a_model_that_could_not_be_loaded_is_not_read_again_at_once(monkeypatch:
             with pytest.raises(ModelTooLargeError) as told:
                 await made.ask("c", [1])
             assert told.value.missing_bytes == 100
+
+    run_with_fakes(test)
+
+
+def test_memory_is_given_back_in_a_turn_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it does not go while another model's step is measured."""
+
+    async def test(made: RegistryOfFakes) -> None:
+        await made.ask("a", [1])
+        closed: list[bool] = []
+        monkeypatch.setattr(made.models["a"].runners[-1], "close", lambda: closed.append(True))
+        with made.registry.turns.turn():
+            unloading = asyncio.ensure_future(made.registry.unload(made["a"]))
+            await asyncio.wait([unloading], timeout=0.1)
+            assert made["a"].state is ModelState.UNLOADING and not closed
+        await unloading
+        assert closed
 
     run_with_fakes(test)
