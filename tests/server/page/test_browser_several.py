@@ -54,6 +54,29 @@ def test_a_model_is_picked(browser: Browser) -> None:
             page.wait_for_function("() => document.querySelector('#model').textContent.startsWith('a ·')")
 
 
+def test_a_server_that_has_started_anew_with_other_models(browser: Browser) -> None:
+    """Of what it has now one is picked and talked to; an only model is not picked, and is looked at."""
+    card = {"object": "model", "created": 1, "owned_by": "x", "max_model_len": None, "memory_bytes": 0}
+    cards: list[dict[str, Any]] = []
+
+    def have(*names: str) -> None:
+        cards[:] = [{**card, "id": name, "loaded": False, "state": "unloaded"} for name in names]
+
+    have("one", "two")
+    with serve() as served, page_of(browser, served, live=False) as page:
+        page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": cards}))
+        page.reload()
+        page.wait_for_function("() => document.querySelector('#model-pick').value === 'one'")
+        have("three", "four")
+        page.wait_for_function("() => document.querySelector('#model-pick').value === 'three'")
+        with page.expect_request(lambda request: request.method == "POST") as asked:
+            say(page, "hello")
+        assert json.loads(asked.value.post_data or "")["model"] == "three"
+        cards[:] = [{**card, "id": served.client().models.list().data[0].id}]
+        page.wait_for_selector("#connection[data-state=live]")
+        assert page.is_hidden("#models")
+
+
 def test_an_answer_that_waits_for_its_model_says_so_and_has_its_colour(browser: Browser) -> None:
     """Its request is found in the engine, for the stream has its id from the beginning."""
     model = FakeModel(1, step_time=0.03)

@@ -36,9 +36,10 @@ export class Models {
   async ask() {
     try {
       const { data } = await (await withKey(() => request("/v1/models"))).json();
+      const wasSeveral = this.isSeveral;
       this.isSeveral = data.some((card) => card.state);
       if (this.isSeveral) this.show(data);
-      else this.showAdapters(data);
+      else this.showAdapters(data, wasSeveral);
     } catch {
       // the live view says that the server does not answer
     }
@@ -51,19 +52,22 @@ export class Models {
     const loaded = cards.filter((card) => card.loaded);
     const taken = loaded.reduce((sum, card) => sum + card.memory_bytes, 0);
     byId("models-text").textContent = `${loaded.length} of ${cards.length} loaded, ${size(taken)}`;
-    if (this.picked === null) this.pick((loaded[0] ?? cards[0]).id);
+    // Of a server that has started anew, the models may be others.
+    if (!cards.some((card) => card.id === this.picked)) this.pick((loaded[0] ?? cards[0]).id);
     if (this.isLoaded) for (const resolve of this.waiting.splice(0)) resolve();
   }
 
-  /** A server's only model, which is always loaded, with the adapters that it has now. */
-  showAdapters(cards) {
+  /** A server's only model, which is always loaded, with the adapters that it has now; `wasSeveral` before a restart. */
+  showAdapters(cards, wasSeveral) {
     this.cards = cards;
     const adapters = cards.filter((card) => card.parent);
-    byId("models").hidden = !adapters.length;
     if (!adapters.length && this.picked === null) return;
     this.list((card) => (card.parent ? "adapter" : "model"));
+    byId("models").hidden = !adapters.length;
     byId("models-text").textContent = adapters.length === 1 ? "with 1 adapter" : `with ${adapters.length} adapters`;
-    if (!cards.some((card) => card.id === this.picked)) this.pick(cards[0].id);
+    const isThere = cards.some((card) => card.id === this.picked);
+    if (wasSeveral || !isThere) this.pick(isThere ? this.picked : cards[0].id);
+    for (const resolve of this.waiting.splice(0)) resolve();
   }
 
   /** The models to choose from, each with what `about(card)` says of it. */
