@@ -25,7 +25,7 @@ from metal_engine.kv_transfer.stores.choice import check_place, open_store
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
-from metal_engine.settings.resolve import check_kv_cache, resolve_config
+from metal_engine.settings.resolve import check_kv_cache, expected_sizes, resolve_config
 from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, speculative_config
 
 if TYPE_CHECKING:
@@ -101,9 +101,10 @@ def _build(
             mx.random.seed(args.seed)
 
     def claim(facts: CheckpointFacts) -> None:
-        share.claim(facts.weight_bytes + _given_kv_bytes(args))
-        if share is not WHOLE_DEVICE:  # now that others have given back what they had
-            check_memory(facts, args, device_info(blas))
+        if share is WHOLE_DEVICE:
+            return
+        _claim_for_loading(share, args, facts, before)
+        check_memory(facts, args, device_info(blas))  # now that others have given back what they had
 
     loaded = loader.load(args, before, check, claim)
     if chat_template is not None:
@@ -199,6 +200,20 @@ def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[st
 def _given_kv_bytes(args: EngineArgs) -> int:
     """Bytes of the KV cache as far as the settings say it, before the model is known."""
     return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0
+
+
+def _claim_for_loading(share: DeviceShare, args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> None:
+    """Claim what a model takes while its weights are read and its step is measured; what it keeps is claimed then."""
+    from metal_engine.models.info import expected_model_info
+    from metal_engine.runner.step_estimate import estimate_step_bytes
+
+    kv_bytes, step_bytes = _given_kv_bytes(args), None
+    with share.turn():
+        info = expected_model_info(args.model, facts, args.kv_cache_dtype)
+    if info is not None:
+        kv_bytes, *largest_step = expected_sizes(args, info, device)
+        step_bytes = estimate_step_bytes(info, device, args.block_size, kv_bytes, *largest_step)
+    share.claim(facts.weight_bytes + kv_bytes, facts.weight_bytes + facts.reading_bytes, step_bytes)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 
+from metal_engine.checkpoints import loader
 from metal_engine.cli.serve_several import engine_threads, load_named, models_in, source_of
 from metal_engine.engine import registry as registry_module
 from metal_engine.engine.model_entry import ModelSource
@@ -23,6 +24,7 @@ from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ModelLoadError, ModelTooLargeError
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.models.rounded_cache import own_caches
+from metal_engine.runner import step_memory
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from tests.support import checkpoint_files
@@ -375,3 +377,48 @@ def test_models_in_a_folder(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert list(models_in(tmp_path)) == ["one", "org/four", "org/two", "three"]
     assert set(models_in(folder)) == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"config": {"vocab_size": 20000}},
+        {"config": {"hidden_size": 256, "intermediate_size": 1024}, "dtype": mx.bfloat16},
+        {"config": {"hidden_size": 256, "intermediate_size": 1024}, "bits": 4},
+    ],
+    ids=["vocabulary", "bfloat16", "quantized"],
+)
+def test_what_a_load_takes_is_claimed_before(
+    stored: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While weights are read, and while the step is measured; when nothing is known of the model, and when it is."""
+    checkpoint_files.write_checkpoint(tmp_path, **stored)
+    args = EngineArgs(model=str(tmp_path), num_gpu_blocks_override=64, max_num_seqs=64, max_num_batched_tokens=64)
+    registry = ModelRegistry(1 << 30, threads=engine_threads())
+    entry = registry.add("a", source_of(args, ServerArgs()))
+    seen: list[tuple[str, int, int]] = []
+
+    def look_after(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def look(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            seen.append((name, mx.get_peak_memory() - before, entry.num_bytes))
+            return result
+
+        monkeypatch.setattr(module, name, look)
+
+    look_after(loader, "load")
+    look_after(step_memory, "measure_step_bytes")
+    for _ in range(2):
+        gc.collect()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        asyncio.run(registry.load(entry))
+        asyncio.run(registry.unload(entry))
+    assert [name for name, *_ in seen] == ["load", "measure_step_bytes"] * 2
+    for name, held, claimed in seen:
+        assert 0 < held <= claimed + SMALL, (name, held, claimed)
+    first_claim, total = seen[0][2], entry.known_bytes
+    assert first_claim <= 2 * total, "and no more than it may come to"
+    assert registry.shutdown(DEADLINE)

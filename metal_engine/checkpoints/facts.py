@@ -35,12 +35,14 @@ class CheckpointFacts:
         weight_bytes: memory that the weights will take.
         num_params: weights, however they are stored.
         dtype: the type in which the model will compute: float32, float16 or bfloat16.
+        reading_bytes: memory that reading them takes beside them at most, where they are not kept as they are stored.
     """
 
     config: dict[str, Any]
     weight_bytes: int
     num_params: int
     dtype: str
+    reading_bytes: int = 0
 
 
 # Refuses a checkpoint for what is known of it.
@@ -60,7 +62,17 @@ def safetensors_facts(
     dtype = _dtype(args, device, stored.most_common(1)[0][0] if stored else "float16")
     float_bytes = _DTYPE_BYTES[dtype] if device.kind == "cpu" else None
     num_params = weight_bytes(tensors, config, 1)
-    return CheckpointFacts(config, weight_bytes(tensors, config, float_bytes), num_params, dtype)
+    num_bytes = weight_bytes(tensors, config, float_bytes)
+    return CheckpointFacts(config, num_bytes, num_params, dtype, _reading_bytes(tensors, num_bytes))
+
+
+def _reading_bytes(tensors: Sequence[StoredTensor], num_bytes: int) -> int:
+    """All that is stored is there until all is converted; what was quantized, for a while twice."""
+    stored = sum(tensor.nbytes for tensor in tensors)
+    if stored == num_bytes:
+        return 0
+    is_quantized = any(tensor.name.endswith(".scales") for tensor in tensors)
+    return stored + (num_bytes if is_quantized else 0)
 
 
 def facts_by_size(config: dict[str, Any], stored: int, args: EngineArgs, device: DeviceInfo) -> CheckpointFacts:
@@ -83,9 +95,10 @@ def gguf_facts(header: GgufHeader, config: dict[str, Any], args: EngineArgs, dev
     """The facts of a GGUF file: on a CPU all of it is dequantized, elsewhere what MLX has no kernels for."""
     dtype = _dtype(args, device, default_dtype(header))
     dequantize = device.kind == "cpu"
-    num_bytes = sum(loaded_bytes(tensor, _DTYPE_BYTES[dtype], dequantize) for tensor in header.tensors.values())
+    sizes = [loaded_bytes(tensor, _DTYPE_BYTES[dtype], dequantize) for tensor in header.tensors.values()]
     num_params = sum(math.prod(tensor.shape) for tensor in header.tensors.values())
-    return CheckpointFacts(config, num_bytes, num_params, dtype)
+    # One tensor after the other is converted: there are two of the largest at most.
+    return CheckpointFacts(config, sum(sizes), num_params, dtype, 2 * max(sizes, default=0))
 
 
 def _dtype(args: EngineArgs, device: DeviceInfo, stored: str) -> str:

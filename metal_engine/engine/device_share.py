@@ -66,8 +66,13 @@ class DeviceShare(Protocol):
     def check_fits(self, num_bytes: int) -> None:
         """Raises ModelTooLargeError if there never will be so many bytes for this model. Claims nothing."""
 
-    def claim(self, num_bytes: int) -> None:
+    def claim(self, num_bytes: int, loading_bytes: int = 0, step_bytes: int | None = 0) -> None:
         """Have so many bytes of memory for this model, in all; may wait until others are unloaded.
+
+        Args:
+            loading_bytes: what it takes while it is loaded, until the next claim, if that is more.
+            step_bytes: what its largest step may take besides; of no account where the model was loaded before, and
+                it is known. None where nobody can tell: it has all there is for models.
 
         Raises:
             ModelTooLargeError: there never will be as many.
@@ -93,7 +98,7 @@ class WholeDevice:
     def check_fits(self, num_bytes: int) -> None:
         pass
 
-    def claim(self, num_bytes: int) -> None:
+    def claim(self, num_bytes: int, loading_bytes: int = 0, step_bytes: int | None = 0) -> None:
         pass
 
     def settle(self, config: EngineConfig) -> tuple[int, int]:

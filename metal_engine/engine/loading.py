@@ -49,8 +49,13 @@ class RegistryShare:
     def check_fits(self, num_bytes: int) -> None:
         self._registry.budget.check_fits(self._load.entry, num_bytes)
 
-    def claim(self, num_bytes: int) -> None:
-        future = asyncio.run_coroutine_threadsafe(self._registry.claim(self._load, num_bytes), self._loop)
+    def claim(self, num_bytes: int, loading_bytes: int = 0, step_bytes: int | None = 0) -> None:
+        self.check_fits(num_bytes)
+        most = self._registry.memory_bytes
+        if not self._load.num_bytes:  # it is not known from before
+            loading_bytes = most if step_bytes is None else max(loading_bytes, num_bytes + step_bytes)
+        wanted = max(num_bytes, min(loading_bytes, most))
+        future = asyncio.run_coroutine_threadsafe(self._registry.claim(self._load, wanted), self._loop)
         while True:
             try:
                 return future.result(_CLOSED_SECONDS)

@@ -87,8 +87,19 @@ def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> 
         num_heads=num_heads,
         head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,
         hidden_size=text_config.get("hidden_size") or 0,
+        layer_width=_layer_width(text_config, paged),
         **more,
     )
+
+
+def _layer_width(text_config: dict[str, Any], paged: PagedModel) -> int:
+    """Outputs of the widest matrix but those of the vocabulary; of experts, for as many as a token has."""
+    num_experts = text_config.get("num_experts_per_tok") or text_config.get("top_k_experts") or 1 << 30
+    widths = [0]
+    for _, array in cast(list[tuple[str, mx.array]], tree_flatten(paged.model.parameters())):
+        if array.ndim > 1 and array.shape[0] != paged.vocab_size:
+            widths.append(array.shape[-2] * (min(array.shape[0], num_experts) if array.ndim == 3 else 1))
+    return max(widths)
 
 
 def _context_length(text_config: dict[str, Any], model: nn.Module) -> int | None:

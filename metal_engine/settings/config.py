@@ -55,7 +55,8 @@ class ModelInfo:
     """Facts about a loaded model that the control plane needs.
 
     ``kv_bytes_per_token`` counts K and V over all layers, in bytes; ``state_bytes_per_request`` recurrent states, which
-    are of one size however long a request is. ``kv_dtype`` says in what K and V are kept, as ``bfloat16`` or ``int8``;
+    are of one size however long a request is. ``layer_width`` counts the numbers that the widest module of a layer
+    makes of a token, experts together. ``kv_dtype`` says in what K and V are kept, as ``bfloat16`` or ``int8``;
     ``unquantized_kv_bytes_per_token`` what they would take if they were not quantized, None if they are not.
     ``max_position_embeddings`` is the context length the checkpoint was trained for, in tokens, if it says.
     ``vocab_size`` is the number of rows of the LM head.
@@ -82,6 +83,7 @@ class ModelInfo:
     head_dim: int = 1
     default_sampling: dict[str, float] = field(default_factory=dict)
     hidden_size: int = 0
+    layer_width: int = 0
     pooler: PoolerConfig = PoolerConfig()
     reranker: RerankerConfig | None = None
     can_generate: bool = True

@@ -52,36 +52,9 @@ def resolve_config(
     Raises:
         ConfigError: the settings cannot work together; the message names the flag to change.
     """
-    budget = args.max_num_batched_tokens or max(args.max_num_seqs or 0, _step_budget(model, device))
-    most = min(budget, 64 if device.kind == "cpu" else 256)
-    max_num_seqs = args.max_num_seqs or min(most, affordable_states(args, model, device))
-    if budget < max_num_seqs:
-        raise ConfigError(
-            "--max-num-batched-tokens",
-            f"{budget} is less than --max-num-seqs {max_num_seqs}: decodes could take every "
-            f"token of every step, and prompts would wait for them to end",
-        )
-    if args.page_aligned_scheduling and budget < max_num_seqs + args.block_size:
-        raise ConfigError(
-            "--page-aligned-scheduling",
-            f"needs --max-num-batched-tokens of at least --max-num-seqs + --block-size "
-            f"({max_num_seqs} + {args.block_size}), got {budget}: decodes could leave less than a block for ever, "
-            "and prompts would starve",
-        )
-    scheduler = SchedulerConfig(
-        max_num_batched_tokens=budget,
-        max_num_seqs=max_num_seqs,
-        max_model_len=0,  # the KV cache says
-        max_num_partial_prefills=args.max_num_partial_prefills,
-        max_long_partial_prefills=args.max_long_partial_prefills,
-        long_prefill_token_threshold=args.long_prefill_token_threshold or _long_threshold(args, budget),
-        page_aligned_scheduling=args.page_aligned_scheduling,
-        scheduling_policy=args.scheduling_policy,
-        max_attention_work=args.max_attention_work or _attention_work(model, device),
-        async_scheduling=args.async_scheduling,
-        speculative=_speculative(args, draft),
-    )
-    step_bytes = measure_step(budget, scheduler.max_sample_rows)
+    scheduler = _scheduler(args, model, device, draft)
+    max_num_seqs = scheduler.max_num_seqs
+    step_bytes = measure_step(scheduler.max_num_batched_tokens, scheduler.max_sample_rows)
     pool = pool_size(args, _with_draft(model, draft), device, max_num_seqs, step_bytes)
     cache = CacheConfig(
         block_size=args.block_size,
@@ -100,6 +73,54 @@ def resolve_config(
         seed=args.seed,
         step_bytes=step_bytes,
         draft=draft,
+    )
+
+
+def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> tuple[int, int, int]:
+    """What is known of a model without a draft model before its weights are read.
+
+    Returns:
+        Bytes of the KV cache; tokens of the largest step, and rows that sample in it.
+
+    Raises:
+        ConfigError: as :func:`resolve_config`.
+    """
+    scheduler = _scheduler(args, model, device, None)
+    pool = pool_size(args, model, device, scheduler.max_num_seqs, 0)
+    kv_bytes = pool.num_blocks * args.block_size * model.kv_bytes_per_token
+    kv_bytes += pool.num_state_slots * model.state_bytes_per_request
+    return kv_bytes, scheduler.max_num_batched_tokens, scheduler.max_sample_rows
+
+
+def _scheduler(args: EngineArgs, model: ModelInfo, device: DeviceInfo, draft: ModelInfo | None) -> SchedulerConfig:
+    budget = args.max_num_batched_tokens or max(args.max_num_seqs or 0, _step_budget(model, device))
+    most = min(budget, 64 if device.kind == "cpu" else 256)
+    max_num_seqs = args.max_num_seqs or min(most, affordable_states(args, model, device))
+    if budget < max_num_seqs:
+        raise ConfigError(
+            "--max-num-batched-tokens",
+            f"{budget} is less than --max-num-seqs {max_num_seqs}: decodes could take every "
+            f"token of every step, and prompts would wait for them to end",
+        )
+    if args.page_aligned_scheduling and budget < max_num_seqs + args.block_size:
+        raise ConfigError(
+            "--page-aligned-scheduling",
+            f"needs --max-num-batched-tokens of at least --max-num-seqs + --block-size "
+            f"({max_num_seqs} + {args.block_size}), got {budget}: decodes could leave less than a block for ever, "
+            "and prompts would starve",
+        )
+    return SchedulerConfig(
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        max_model_len=0,  # the KV cache says
+        max_num_partial_prefills=args.max_num_partial_prefills,
+        max_long_partial_prefills=args.max_long_partial_prefills,
+        long_prefill_token_threshold=args.long_prefill_token_threshold or _long_threshold(args, budget),
+        page_aligned_scheduling=args.page_aligned_scheduling,
+        scheduling_policy=args.scheduling_policy,
+        max_attention_work=args.max_attention_work or _attention_work(model, device),
+        async_scheduling=args.async_scheduling,
+        speculative=_speculative(args, draft),
     )
 
 
