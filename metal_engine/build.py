@@ -95,10 +95,11 @@ def _build(
     before = share.unlimited(device_info(blas))
 
     def check(facts: CheckpointFacts) -> None:
-        share.check_fits(facts.weight_bytes + _given_kv_bytes(args))
         with share.turn():
             check_before_loading(args, facts, before)
+            kv_bytes = 0 if share is WHOLE_DEVICE else _expected_bytes(args, facts, before)[0]
             mx.random.seed(args.seed)
+        share.check_fits(facts.weight_bytes + kv_bytes)
 
     def claim(facts: CheckpointFacts) -> None:
         if share is WHOLE_DEVICE:
@@ -197,22 +198,27 @@ def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[st
     return adapters
 
 
-def _given_kv_bytes(args: EngineArgs) -> int:
-    """Bytes of the KV cache as far as the settings say it, before the model is known."""
-    return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0
+def _expected_bytes(args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> tuple[int, int | None]:
+    """What a model takes beside its weights, before they are read.
+
+    Returns:
+        Bytes of the KV cache, as far as settings and configuration say it; of the largest step, estimated: None where
+        that cannot be told yet.
+    """
+    from metal_engine.models.info import expected_model_info
+    from metal_engine.runner.step_estimate import estimate_step_bytes
+
+    info = expected_model_info(args.model, facts, args.kv_cache_dtype)
+    if info is None:
+        return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0, None
+    kv_bytes, *largest_step = expected_sizes(args, info, device)
+    return kv_bytes, estimate_step_bytes(info, device, args.block_size, kv_bytes, *largest_step)
 
 
 def _claim_for_loading(share: DeviceShare, args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> None:
     """Claim what a model takes while its weights are read and its step is measured; what it keeps is claimed then."""
-    from metal_engine.models.info import expected_model_info
-    from metal_engine.runner.step_estimate import estimate_step_bytes
-
-    kv_bytes, step_bytes = _given_kv_bytes(args), None
     with share.turn():
-        info = expected_model_info(args.model, facts, args.kv_cache_dtype)
-    if info is not None:
-        kv_bytes, *largest_step = expected_sizes(args, info, device)
-        step_bytes = estimate_step_bytes(info, device, args.block_size, kv_bytes, *largest_step)
+        kv_bytes, step_bytes = _expected_bytes(args, facts, device)
     share.claim(facts.weight_bytes + kv_bytes, facts.weight_bytes + facts.reading_bytes, step_bytes)
 
 
