@@ -26,12 +26,12 @@ from metal_engine.engine.model_entry import ModelSource
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ModelLoadError, ModelTooLargeError
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.models.rounded_cache import own_caches
 from metal_engine.runner import step_memory
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.fields import parse_size
 from tests.support import checkpoint_files
+from tests.support.rounded_cache import own_caches
 from tests.support.serving import DEADLINE
 from tests.support.several import ServedModels, serve_models
 from tools.compare.equal_outputs import compare_outputs

@@ -166,6 +166,7 @@ class CacheConfig:
 
     ``model_fingerprint`` names what K and V depend on besides tokens: cached prefixes are found under it.
     ``num_state_slots`` counts recurrent states, of requests and of checkpoints; 0 for models without.
+    ``kv_room_bytes`` is the memory there was for the blocks, which take less by a part of one; 0 where they are given.
     """
 
     block_size: int
@@ -173,6 +174,7 @@ class CacheConfig:
     enable_prefix_caching: bool = False
     model_fingerprint: str = ""
     num_state_slots: int = 0
+    kv_room_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -232,7 +234,8 @@ class EngineConfig:
         if all(model.unquantized_kv_bytes_per_token is None for model in models):
             return None
         bytes_per_token = sum(model.unquantized_kv_bytes_per_token or model.kv_bytes_per_token for model in models)
-        return self.kv_bytes // (bytes_per_token * self.cache.block_size) * self.cache.block_size
+        block_size = self.cache.block_size
+        return (self.cache.kv_room_bytes or self.kv_bytes) // (bytes_per_token * block_size) * block_size
 
     @property
     def state_bytes(self) -> int:
