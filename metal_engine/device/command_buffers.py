@@ -15,8 +15,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from metal_engine.settings.config import CommandBufferLimits
 
 MAX_OPS = "MLX_MAX_OPS_PER_BUFFER"
 MAX_MB = "MLX_MAX_MB_PER_BUFFER"
@@ -32,22 +33,6 @@ _LEAST_OPS = 4
 _LEAST_MB = 50
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-
-@dataclass(frozen=True)
-class CommandBufferLimits:
-    """What a command buffer may have before it is committed.
-
-    Attributes:
-        max_ops: kernels.
-        max_mb: elements of arrays, in 2**20.
-    """
-
-    max_ops: int
-    max_mb: int
-
-    def __str__(self) -> str:
-        return f"{self.max_ops} operations or {self.max_mb:,} MB"
 
 
 def kernels_of_step(config: Mapping[str, Any]) -> int | None:

@@ -10,12 +10,12 @@ import pytest
 from metal_engine.device.command_buffers import (
     MAX_MB,
     MAX_OPS,
-    CommandBufferLimits,
     command_buffer_limits,
     kernels_of_step,
     limits_in_force,
     set_command_buffer_limits,
 )
+from metal_engine.settings.config import CommandBufferLimits
 
 GIB = 1 << 30
 
