@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from metal_engine.checkpoints.adapters import open_adapter
+from metal_engine.checkpoints.known_config import limit_command_buffers
 from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
+from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.adapters import AdapterRegistry
@@ -60,6 +62,7 @@ def build_engine(args: EngineArgs, share: DeviceShare = WHOLE_DEVICE) -> EngineC
     if transfer is not None:
         check_place(transfer)
     speculative_config(args)
+    limit_command_buffers([args])
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
     with keep_open_file_limit():
@@ -149,7 +152,8 @@ def _assemble(
             None if draft is None else draft.info,
         )
     share.claim(config.peak_bytes)
-    config = replace(config, device=share.limited(device))
+    command_buffers = limits_in_force() if device.kind == "metal" else None
+    config = replace(config, device=share.limited(device), command_buffers=command_buffers)
     limit_device_memory(config, *share.settle(config))
     scheduler_side, runner_side = None, None
     if transfer is not None:

@@ -28,6 +28,7 @@ def serve_several(
         ConfigError: settings that cannot work.
         ModelLoadError: one that is named cannot be loaded.
     """
+    from metal_engine.checkpoints.known_config import limit_command_buffers
     from metal_engine.cli.banner import print_banner, registry_facts
     from metal_engine.device.blas.load import load_optimized_blas
     from metal_engine.device.info import device_info
@@ -44,6 +45,7 @@ def serve_several(
     if not (models or found):
         raise ConfigError("--models-dir", f"{registry_args.models_dir} has no model, and no MODEL is named")
     with listen(server_args) as listener:
+        limit_command_buffers(replace(args, model=name) for name in (*models, *map(str, found.values())))
         device = device_info(load_optimized_blas())
         import_what_loads()
         memory_bytes = models_memory(args, registry_args, device)

@@ -194,6 +194,17 @@ class AttentionLayers:
     not_covered: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class CommandBufferLimits:
+    """What a command buffer of Metal's may have before MLX commits it: kernels, and elements of arrays in 2**20."""
+
+    max_ops: int
+    max_mb: int
+
+    def __str__(self) -> str:
+        return f"up to {self.max_ops} operations and {self.max_mb:,} MB"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything resolved; nothing is "auto" any more."""
@@ -207,6 +218,7 @@ class EngineConfig:
     attention_layers: AttentionLayers = AttentionLayers()
     step_bytes: int = 0  # what the largest step takes besides weights and KV cache, measured
     draft: ModelInfo | None = None  # the model that proposes tokens
+    command_buffers: CommandBufferLimits | None = None  # None: MLX's own, or no Metal
 
     @property
     def weight_bytes(self) -> int:

@@ -18,7 +18,7 @@ from metal_engine.engine.metrics import Histogram
 from metal_engine.server.logs import JSONFormatter, RequestIdFilter, current_request
 from metal_engine.server.status.stats_log import StatsLog
 from metal_engine.settings.args import ServerArgs
-from metal_engine.settings.config import AttentionLayers
+from metal_engine.settings.config import AttentionLayers, CommandBufferLimits
 from tests.support.serving import MODEL, Served, serve, wait_until
 from tools.docs import dashboard
 from tools.fixtures.fake_engine import byte_ids, fake_config
@@ -66,6 +66,14 @@ def test_layers_by_what_computes_their_attention() -> None:
         words = "metal; portable for 4 of 28 layers (head_dim 512)"
         assert httpx.get(served.url + "/health").json()["attention"] == words
     assert startup_facts(config, served.url, ("demo",))["attention"] == words
+
+
+def test_limits_of_command_buffers() -> None:
+    config = replace(fake_config(), command_buffers=CommandBufferLimits(29, 4096))
+    with serve(config=config) as served:
+        told = httpx.get(served.url + "/health").json()["command_buffers"]
+    assert told == "up to 29 operations and 4,096 MB"
+    assert startup_facts(config, served.url, ("demo",))["commands"] == f"command buffers of {told}"
 
 
 def test_formats(served: Served) -> None:
