@@ -6,7 +6,7 @@ import pytest
 from tools.benchmarks.step_time_model import STEPS_FILE
 from tools.simulate.__main__ import VARIED, main, make_parser, scenario_of, traffic_of
 
-SMALL = ["--warm-up", "0", "--period", "300", "--load", "2", "--policies", "cache_aware", "round_robin"]
+SMALL = ["--warm-up", "0", "--period", "150", "--load", "2", "--policies", "cache_aware", "round_robin"]
 
 
 def command(monkeypatch, capsys, *args):
