@@ -41,13 +41,11 @@ class Varied:
 
 VARIED = {
     "load": Varied("load", {f"{x:g} x": {"load": x} for x in (0.5, 0.75, 1.0, 1.25, 1.5)}),
-    "pool": Varied(
-        "pool, tokens a replica", {f"{x:,}": {"pool_tokens": x} for x in (8_192, 16_384, 32_768, 65_536, 262_144)}
-    ),
+    "pool": Varied("pool, tokens a replica", {f"{x:,}": {"pool_tokens": x} for x in (8_192, 16_384, 32_768, 65_536)}),
     "balance": Varied("loads may differ by", {f"{x}": {"balance_abs": x} for x in (0, 4, 8, 16, 64)}),
     "threshold": Varied("cache threshold", {f"{x:g}": {"cache_threshold": x} for x in (0.1, 0.3, 0.6, 0.9)}),
     "tree": Varied(
-        "tokens remembered of a replica", {f"{x:,}": {"tree_tokens": x} for x in (4_096, 16_384, 65_536, 16_777_216)}
+        "tokens remembered of a replica", {f"{x:,}": {"tree_tokens": x} for x in (4_096, 16_384, 32_768, 16_777_216)}
     ),
     "store": Varied("store, MB/s", {"none": {}} | {f"{x:g}": {"store_mb": x} for x in (1, 10, 30, 100, 1250)}),
     "lost": Varied("replicas lost", {f"{x}": {"lost": x} for x in (0, 1, 4)}),
@@ -151,8 +149,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--vary", choices=VARIED, help="vary one thing at the first number of replicas")
     parser.add_argument("--plot", type=Path, help="file to draw TTFT and hit rates to (needs matplotlib)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warm-up", type=float, default=600.0, help="simulated seconds before requests count")
-    parser.add_argument("--period", type=float, default=1200.0, help="simulated seconds in which requests count")
+    parser.add_argument("--warm-up", type=float, default=1800.0, help="simulated seconds before requests count")
+    parser.add_argument("--period", type=float, default=1800.0, help="simulated seconds in which requests count")
     steps = parser.add_argument_group("step times")
     steps.add_argument("--steps", type=Path, default=STEPS_FILE, help="measured steps, by step_time_model")
     steps.add_argument("--speed", type=float, default=1.0, help="steps are so much faster than those measured")
@@ -163,7 +161,7 @@ def make_parser() -> argparse.ArgumentParser:
     users.add_argument("--turns", type=float, default=2.5, help="of a chat, in the mean")
     users.add_argument("--systems", type=int, default=64, help="different system prompts")
     replicas = parser.add_argument_group("replicas")
-    replicas.add_argument("--pool-tokens", type=int, default=65_536, help="tokens that a replica's KV cache holds")
+    replicas.add_argument("--pool-tokens", type=int, default=32_768, help="tokens that a replica's KV cache holds")
     router = parser.add_argument_group("cache_aware and exact routing")
     defaults = RouterConfig()
     router.add_argument("--cache-threshold", type=float, default=defaults.cache_threshold)
