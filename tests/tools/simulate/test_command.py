@@ -58,6 +58,11 @@ def test_whatever_is_varied_changes_the_scenario_or_its_traffic(name):
 
 
 def test_a_store_is_varied_with_columns_of_its_own(monkeypatch, capsys):
-    text = command(monkeypatch, capsys, "--vary", "store", "--replicas", "2", "--policies", "round_robin")
-    assert len(rows(text)) == len(VARIED["store"].values)
-    assert "from store" in text
+    text = command(monkeypatch, capsys, "--vary", "store", "lost", "--replicas", "5", "--policies", "round_robin")
+    stores, losses = text.split("| policy | ")[1:]
+    assert stores.startswith("store, MB/s") and "from store" in stores
+    assert losses.startswith("replicas lost") and "from store" not in losses
+    assert len(rows(stores)) == len(VARIED["store"].values)
+    assert len(rows(losses)) == len(VARIED["lost"].values)
+    # Without a store is without a loss.
+    assert rows(losses)[0].split(" | ")[2:11] == rows(stores)[0].split(" | ")[2:11]
