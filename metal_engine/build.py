@@ -159,7 +159,8 @@ def _assemble(
     if transfer is not None:
         scheduler_side, runner_side, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged)
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
-        config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))
+        cache = replace(config.cache, model_fingerprint=fingerprint)
+        config = replace(config, cache=cache, kv_role=transfer.kv_role)
     with share.turn():
         outlives_model = share is not WHOLE_DEVICE  # which is for one model, and the process ends with it
         draft_model = None if draft is None else _draft_model(draft, config)

@@ -219,11 +219,17 @@ class EngineConfig:
     step_bytes: int = 0  # what the largest step takes besides weights and KV cache, measured
     draft: ModelInfo | None = None  # the model that proposes tokens
     command_buffers: CommandBufferLimits | None = None  # None: MLX's own, or no Metal
+    kv_role: str | None = None  # what the engine does with a KV store, as vLLM calls it; None without one
 
     @property
     def weight_bytes(self) -> int:
         """Of the model, and of its draft model."""
         return self.model.weight_bytes + (0 if self.draft is None else self.draft.weight_bytes)
+
+    @property
+    def saves_kv(self) -> bool:
+        """Whether KV goes to a store."""
+        return self.kv_role in ("kv_producer", "kv_both")
 
     @property
     def attention(self) -> str:

@@ -114,3 +114,23 @@ class Ready(BaseModel):
 
 class Version(BaseModel):
     version: str
+
+
+class ServerInfo(BaseModel):
+    """What one server with one model can take, for gateways; names are those that SGLang's and vLLM's servers use.
+
+    ``max_num_seqs`` requests run at once (``max_running_requests`` is the same), on a KV cache of ``max_total_tokens``.
+    ``disaggregation_mode``: ``prefill`` for who only saves KV to a store, ``decode`` for who only loads it.
+    """
+
+    model: str
+    model_path: str
+    served_model_name: str
+    version: str
+    context_length: int
+    max_total_tokens: int
+    block_size: int
+    max_num_seqs: int
+    max_running_requests: int
+    max_num_batched_tokens: int
+    disaggregation_mode: Literal["null", "prefill", "decode"]

@@ -57,6 +57,21 @@ def test_names(served: Served) -> None:
     assert scrape(served).keys() >= VLLM_NAMES
 
 
+def test_loads_have_names_of_vllm_itself_too() -> None:
+    """Gateways look for no others."""
+    with serve() as served:
+        served.runner.running.clear()
+        with served.client().completions.create(model=MODEL, prompt="a" * 20, stream=True):
+            wait_until(lambda: served.engine.stats.num_running == 1, "the request to run")
+            families = text_string_to_metric_families(httpx.get(served.url + "/metrics").text)
+            samples = {sample.name: sample for family in families for sample in family.samples}
+        served.runner.running.set()
+        served.settle()
+    told = {name: sample.value for name, sample in samples.items() if name.startswith("vllm:")}
+    assert told == {"vllm:num_requests_running": 1, "vllm:num_requests_waiting": 0, "vllm:kv_cache_usage_perc": 3 / 256}
+    assert all(samples[name].labels == {"model_name": MODEL} for name in told)
+
+
 def test_layers_by_what_computes_their_attention() -> None:
     """As the start-up block and /health say it in words."""
     layers = AttentionLayers(metal=24, portable=4, not_covered=("head_dim 512",))
