@@ -363,7 +363,7 @@ class EngineCore:
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
         logger.error("step %d failed: %s", plan.step_id, plan.composition, exc_info=error)
         self.metrics.num_failed_steps += 1
-        self.scheduler.prefix_cache.forget()  # some of the blocks may never have been written
+        self.scheduler.failed(plan)
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
         scheduled = [r for r in plan.num_scheduled_tokens if r in self.scheduler.requests]
         outputs = [self._fail_request(request_id, message) for request_id in scheduled]
@@ -378,7 +378,7 @@ class EngineCore:
         self._abandon_steps()
         message = f"scheduling failed: {type(error).__name__}: {error}"
         outputs = [self._fail_request(request_id, message) for request_id in list(self.scheduler.requests)]
-        self.scheduler.prefix_cache.forget()
+        self.scheduler.failed()
         self.scheduler.check_integrity()
         return under_client_ids(outputs)
 
