@@ -234,7 +234,8 @@ def peer(pair: Pair, args: argparse.Namespace) -> None:
     """mlx-lm with the same models, prompts and limits, one request at a time."""
     config = pair.speculating.config.scheduler.speculative
     assert config is not None and config.model is not None
-    prompts = {name: pair.prompt(text) for name, text in (COPYING | CHAT).items()}
+    texts = {"copying": COPYING, "chat": CHAT}.get(args.only, COPYING | CHAT)
+    prompts = {name: pair.prompt(text) for name, text in texts.items()}
     request = {"model": args.model, "draft_model": config.model, "num_draft_tokens": config.num_speculative_tokens}
     request |= {"max_tokens": args.max_tokens, "prompts": prompts}
     command = [sys.executable, "-m", "tools.benchmarks.mlx_lm_drafting"]
@@ -261,6 +262,7 @@ def main() -> None:
         default='{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}',
     )
     parser.add_argument("--draft-model", help="instead of --speculative-config: a draft model, with three drafts")
+    parser.add_argument("--only", choices=["copying", "chat"], help="one kind of tasks")
     parser.add_argument("--async-scheduling", action="store_true", help="both engines plan one step ahead")
     parser.add_argument("--peer", action="store_true", help="mlx-lm with the same draft model, too")
     parser.add_argument("--slowdown", action="store_true", help="only how much longer questions take, in one figure")
@@ -275,6 +277,8 @@ def main() -> None:
         slowdown(pair, CHAT, args.repeats)
     for streams in [] if args.slowdown else args.streams:
         for kind, texts in (("copying", COPYING), ("chat", CHAT)):
+            if args.only not in (None, kind):
+                continue
             if streams == 1:
                 one_by_one(pair, kind, texts, args.repeats)
             else:
