@@ -219,8 +219,27 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def compare_company(tokens: list[int], num_answers: int, answer_len: int, num_tokens: int, window: int) -> None:
-    """Prints what changes with what is computed beside it: a row for each kind of KV."""
+    """Prints what changes with what is computed beside it."""
     _compare_products(_BATCH)
+    _compare_alone(tokens, num_answers, answer_len)
+    _compare_chunks(tokens, num_tokens, window)
+
+
+def _compare_products(num_rows: int) -> None:
+    """Prints how far products of rows are from those of the same rows one by one."""
+    weights = load_demo_model().layers[0].self_attn.q_proj.weight  # [D, D]
+    rows = mx.random.normal((num_rows, weights.shape[1]), key=mx.random.key(0))
+    together = np.array(rows @ weights.T)
+    alone = np.concatenate([np.array(rows[i : i + 1] @ weights.T) for i in range(num_rows)])
+    differ, most = (together != alone).mean(), np.abs(together - alone).max() / np.abs(together).max()
+    print(
+        f"\nProducts of {num_rows} rows with a projection, together and one by one: {differ:.0%} of the numbers differ,"
+    )
+    print(f"by {most:.1g} of the largest one at most")
+
+
+def _compare_alone(tokens: list[int], num_answers: int, answer_len: int) -> None:
+    """Prints a row for each kind of KV."""
     prompts = _spread(tokens, num_answers, _PROMPT_LEN)
     print(f"\n{num_answers} greedy answers of {answer_len} tokens, together and alone\n")
     print(f"| KV | the same | first difference, median | gap of the logits there | above {_EQUAL_GAP:g} |")
@@ -237,25 +256,16 @@ def compare_company(tokens: list[int], num_answers: int, answer_len: int, num_to
         shown = f"{statistics.median(firsts):.0f} | {min(gaps):.1g} to {max(gaps):.1g}" if gaps else "- | -"
         num_wide = sum(gap >= _EQUAL_GAP for gap in gaps)
         print(f"| {_name(dtype)} | {len(prompts) - len(gaps)} of {len(prompts)} | {shown} | {num_wide} |", flush=True)
+
+
+def _compare_chunks(tokens: list[int], num_tokens: int, window: int) -> None:
+    """Prints a row for each kind of KV, ours and mlx-lm's."""
     windows = _spread(tokens, max(1, num_tokens // window), window)
     print(f"\n{len(windows)} x {window:,} tokens of text in chunks of {_CHUNK} and of {_ODD_CHUNK}\n")
     print("| KV | log probability differs, mean | most | same next token |\n| --- | --- | --- | --- |")
     for dtype, bits in (("auto", None), ("int8", 8), ("int4", 4)):
         _report_chunks(f"ours, {_name(dtype)}", *(our_scores(dtype, windows, n) for n in (_CHUNK, _ODD_CHUNK)))
         _report_chunks(f"mlx-lm, {_name(dtype)}", *(mlx_lm_scores(bits, windows, n) for n in (_CHUNK, _ODD_CHUNK)))
-
-
-def _compare_products(num_rows: int) -> None:
-    """Prints how far products of rows are from those of the same rows one by one."""
-    weights = load_demo_model().layers[0].self_attn.q_proj.weight  # [D, D]
-    rows = mx.random.normal((num_rows, weights.shape[1]), key=mx.random.key(0))
-    together = np.array(rows @ weights.T)
-    alone = np.concatenate([np.array(rows[i : i + 1] @ weights.T) for i in range(num_rows)])
-    differ, most = (together != alone).mean(), np.abs(together - alone).max() / np.abs(together).max()
-    print(
-        f"\nProducts of {num_rows} rows with a projection, together and one by one: {differ:.0%} of the numbers differ,"
-    )
-    print(f"by {most:.1g} of the largest one at most")
 
 
 def _gap_where_they_part(forward: Forward, prompt: list[int], a: list[int], b: list[int]) -> float:
