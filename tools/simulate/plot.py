@@ -27,10 +27,13 @@ def plot_replicas(summaries: Mapping[str, Mapping[int, Summary]], path: Path) ->
     median.set(ylabel="TTFT, median, s", yscale="log")
     tail.set(ylabel="TTFT, 99th percentile, s", yscale="log")
     hits.set(ylabel="prompt tokens from a cache, %", ylim=(0, 100))
+    for axes in (median, tail):
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     for axes in (median, tail, hits):
         axes.set(xscale="log", xlabel="replicas, at the same load each")
         axes.set_xticks(list(first), [str(count) for count in first])
-        axes.minorticks_off()
+        axes.xaxis.minorticks_off()
         axes.grid(alpha=0.3)
     hits.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,11 +37,15 @@ class _Link:
         self._bandwidth = bandwidth
         self._free_at = 0.0
 
-    def carry(self, now: float, num_bytes: int) -> tuple[float, float]:
-        """Send bytes after all that are under way; returns when the first one starts and when the last one is there."""
+    def carry(self, now: float, num_bytes: int, deadline: float = math.inf) -> tuple[float, float]:
+        """Send bytes after all that are under way, until a deadline.
+
+        Returns when the first one starts, and when the last one is there if there were no deadline.
+        """
         start = max(now, self._free_at)
-        self._free_at = start + num_bytes / self._bandwidth
-        return start, self._free_at
+        end = start + num_bytes / self._bandwidth
+        self._free_at = max(self._free_at, min(end, deadline))
+        return start, end
 
 
 class SharedStore:
@@ -55,17 +59,19 @@ class SharedStore:
         self._reads = _Link(config.bandwidth)
         self._writes = _Link(config.bandwidth)
 
-    def read(self, hashes: Sequence[bytes], now: float) -> tuple[int, float, float]:
-        """Read the leading blocks that are there; returns how many, and when the first and the last byte arrive."""
+    def read(self, hashes: Sequence[bytes], now: float, deadline: float = math.inf) -> tuple[int, float, float]:
+        """Read the leading blocks that are there; returns how many, and when the first and the last byte arrive.
+
+        What would arrive after the deadline is not sent: who reads has given up by then.
+        """
         length = 0
         while length < len(hashes) and self._there_from.get(hashes[length], math.inf) <= now:
             self._there_from.move_to_end(hashes[length])
             length += 1
         if not length:
             return 0, now, now
-        num_bytes = length * self.config.block_bytes
-        self.num_bytes_read += num_bytes
-        start, end = self._reads.carry(now, num_bytes)
+        start, end = self._reads.carry(now, length * self.config.block_bytes, deadline)
+        self.num_bytes_read += round((min(end, max(start, deadline)) - start) * self.config.bandwidth)
         return length, start + self.config.latency, end + self.config.latency
 
     def write(self, hashes: Sequence[bytes], now: float) -> float:
@@ -113,7 +119,9 @@ class SimulatedTransfer:
         """Begin to load the leading blocks that the store has; none while the store is let rest."""
         now = self.clock()
         ticket = LoadTicket(request_id, list(hashes), follow, has_answered=True, started=now, last_arrival=now)
-        length, start, end = self._store.read(hashes, now) if self._rest.is_over else (0, now, now)
+        length, start, end = 0, now, now
+        if self._rest.is_over:
+            length, start, end = self._store.read(hashes, now, now + self._config.load_timeout)
         ticket.hashes = ticket.hashes[:length]
         self._under_way[ticket] = start, end
         self._advance(ticket, now)

@@ -36,6 +36,16 @@ def test_reads_wait_for_each_other_and_blocks_are_written_once():
     assert store.num_bytes_read == 50
 
 
+def test_what_would_come_too_late_does_not_take_the_link():
+    store = make(latency=0.0)
+    store.write(HASHES, 0.0)
+    assert store.read(HASHES, 10.0, deadline=10.5) == (8, 10.0, pytest.approx(10.8))
+    assert store.num_bytes_read == 50
+    assert store.read(HASHES[:1], 10.0, deadline=20.0) == (1, pytest.approx(10.5), pytest.approx(10.6))
+    assert store.read(HASHES[:1], 10.0, deadline=10.2)[1] == pytest.approx(10.6)  # too late before it begins
+    assert store.num_bytes_read == 60
+
+
 def test_the_blocks_used_longest_ago_make_room():
     store = make(capacity=30)
     store.write(HASHES[:3], 0.0)
