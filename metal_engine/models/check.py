@@ -4,6 +4,7 @@ the model's own forward over its own cache."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -53,7 +54,12 @@ class _LogitsDiffer(UnsupportedModelError):
 
 
 def check_paged_model(
-    paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int = _BLOCK_SIZE
+    paged: PagedModel,
+    backend: AttentionBackend,
+    vocab_size: int,
+    block_size: int = _BLOCK_SIZE,
+    *,
+    agree: Callable[[int], int] = lambda length: length,
 ) -> None:
     """Run two requests, each in two chunks and a decode, packed together; compare with mlx-lm's own forward.
 
@@ -63,25 +69,33 @@ def check_paged_model(
 
     Args:
         block_size: the server's.
+        agree: where ``paged`` is a rank's share of a model, makes of a length that which all ranks run.
 
     Raises:
         UnsupportedModelError: the logits differ, or some layer did not write once a step and attend.
         UnsupportedAttentionError: the backend does not do the model's shape.
     """
     attempts = _ATTEMPTS[paged.dtype] if paged.kv_bits is None else _QUANTIZED_ATTEMPTS
+    block_size = min(block_size, _MAX_BLOCK_SIZE)
+    num_tokens = max(_NUM_TOKENS, block_size + _BLOCK_SIZE)
+    lengths = (agree(_first_length(paged, num_tokens)), num_tokens)
     for seed in range(attempts):
         try:
-            return _check(paged, backend, vocab_size, min(block_size, _MAX_BLOCK_SIZE), np.random.default_rng(seed))
+            return _check(paged, backend, vocab_size, block_size, lengths, np.random.default_rng(seed))
         except _LogitsDiffer:
             if seed == attempts - 1:
                 raise
 
 
 def _check(
-    paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int, rng: np.random.Generator
+    paged: PagedModel,
+    backend: AttentionBackend,
+    vocab_size: int,
+    block_size: int,
+    lengths: tuple[int, int],
+    rng: np.random.Generator,
 ) -> None:
-    num_tokens = max(_NUM_TOKENS, block_size + _BLOCK_SIZE)
-    lengths = (_first_length(paged, num_tokens), num_tokens)
+    num_tokens = lengths[1]
     tokens = [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
     max_blocks = -(-lengths[0] // block_size)
     # [2, max_blocks]: each request's blocks in falling order, the two taking turns.
