@@ -7,7 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from metal_engine.engine.registry import ModelRegistry
-from metal_engine.settings.config import EngineConfig, ModelInfo, SpeculativeConfig
+from metal_engine.settings.config import EngineConfig, ModelInfo, RankInfo, SpeculativeConfig
 from metal_engine.settings.fields import format_size
 
 
@@ -30,6 +30,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "architecture": f"{model.model_type}, {model.num_layers} layers, {_count(model.num_params)} parameters",
         "dtype": model.dtype,
         "device": f"{config.device.name}: {config.device.compute}",
+        "ranks": _ranks(config.ranks),
         "attention": config.attention,
         "memory": f"weights {format_size(config.weight_bytes)}{adapters}, KV cache {format_size(config.kv_bytes)}"
         f"{states}, largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
@@ -49,6 +50,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         )
     else:
         del facts["speculation"]
+    if not config.ranks:
+        del facts["ranks"]
     if not config.state_bytes:
         del facts["states"]
     if not config.kv_bytes:
@@ -82,6 +85,16 @@ def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
         style = "bold green" if label == "URL" else None
         table.add_row(f"[dim]{label}[/]", value, style=style)
     console.print(Panel(table, title="metal-engine", title_align="left", expand=False))
+
+
+def _ranks(ranks: tuple[RankInfo, ...]) -> str:
+    """Says where ranks are, and what each has; the other facts are of the rank that has most."""
+    each = [
+        f"{i} on {one.host}: {one.num_layers} layers, weights {format_size(one.weight_bytes)} "
+        f"(at most {format_size(one.peak_bytes)} to read them)"
+        for i, one in enumerate(ranks)
+    ]
+    return f"{len(ranks)}; {'; '.join(each)}"
 
 
 def _source(speculative: SpeculativeConfig, draft: ModelInfo | None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import logging
 import queue
+import select
 import socket
 import struct
 import threading
@@ -25,9 +26,12 @@ logger = logging.getLogger(__name__)
 MAX_FRAME = 1 << 28
 TOKEN_BYTES = 16
 _HEADER = struct.Struct(">IB")
+HEADER_BYTES = _HEADER.size
 _RANK = struct.Struct(">I")
 # Heartbeats in the time after which a rank counts as lost; and seconds between two at most.
 _BEATS, _MAX_BEAT_SECONDS = 5, 2.0
+# Parts in which silence is counted; and by how much a wait is longer than asked for in a process that was stopped.
+_SLICES, _STALL_SECONDS = 10, 1.0
 # What a connection may take to say who it is, and how many may be about to.
 _GREETING_SECONDS = 5.0
 _MAX_GREETINGS = 64
@@ -63,6 +67,7 @@ class Link:
         self._is_closing = False
         self._inbox: queue.SimpleQueue[tuple[Kind, bytes]] = queue.SimpleQueue()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Of sending only: reading counts silence by itself.
         connection.settimeout(timeout)
 
     def start(self) -> None:
@@ -108,7 +113,7 @@ class Link:
     def _read(self) -> None:
         while True:
             try:
-                kind, content = read_frame(self._connection)
+                kind, content = read_frame(self._connection, self._timeout)
             except OSError as error:
                 self._lose(self._what_happened(error))
                 return
@@ -133,27 +138,45 @@ class Link:
                 return
 
 
-def read_frame(connection: socket.socket) -> tuple[Kind, bytes]:
+def read_frame(connection: socket.socket, timeout: float) -> tuple[Kind, bytes]:
     """Wait for a frame.
 
     Raises:
-        OSError: the other side has gone, or is silent for longer than the socket's timeout.
+        OSError: the other side has gone, or is silent for longer than ``timeout`` seconds.
         ValueError: what it sends is no frame.
     """
-    length, kind = _HEADER.unpack(_exactly(connection, _HEADER.size))
+    length, kind = _HEADER.unpack(_exactly(connection, _HEADER.size, timeout))
     if length > MAX_FRAME or kind not in list(Kind):
         raise ValueError(f"what is no frame (kind {kind}, {length} bytes)")
-    return Kind(kind), _exactly(connection, length)
+    return Kind(kind), _exactly(connection, length, timeout)
 
 
-def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+def _exactly(connection: socket.socket, num_bytes: int, timeout: float) -> bytes:
     received = bytearray()
     while len(received) < num_bytes:
+        _wait_for_bytes(connection, timeout)
         part = connection.recv(min(num_bytes - len(received), 1 << 20))
         if not part:
             raise ConnectionResetError("the connection was closed")
         received += part
     return bytes(received)
+
+
+def _wait_for_bytes(connection: socket.socket, timeout: float) -> None:
+    """Wait until there is something to read; TimeoutError after ``timeout`` seconds of silence.
+
+    Where this process was itself stopped meanwhile, the silence tells nothing, and is counted anew.
+    """
+    part = timeout / _SLICES
+    num_silent = 0
+    poll = select.poll()  # of any file descriptor; select takes those below 1,024
+    poll.register(connection, select.POLLIN)
+    while num_silent < _SLICES:
+        start = time.monotonic()
+        if poll.poll(part * 1000):
+            return
+        num_silent = 0 if time.monotonic() - start > part + _STALL_SECONDS else num_silent + 1
+    raise TimeoutError
 
 
 # --- how ranks find each other ---
@@ -181,7 +204,7 @@ def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds
     def greet(connection: socket.socket) -> None:
         try:
             connection.settimeout(_GREETING_SECONDS)
-            said = _exactly(connection, TOKEN_BYTES + _RANK.size)
+            said = _exactly(connection, TOKEN_BYTES + _RANK.size, _GREETING_SECONDS)
             (rank,) = _RANK.unpack(said[TOKEN_BYTES:])
             with lock:
                 if hmac.compare_digest(said[:TOKEN_BYTES], token) and 0 < rank < num_ranks and rank not in found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from metal_engine.step import RunnerLostError
@@ -13,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 # For rank 0 to tell clients, and probes, before it ends.
 LEADER_GRACE_SECONDS = 1.2
+# For the line that says what has happened.
+_TELLING_SECONDS = 0.5
 
 
 class LossWatch:
@@ -32,6 +35,7 @@ class LossWatch:
         self._grace = grace
         self._lock = threading.Lock()
         self._is_lost = threading.Event()
+        self._is_told = threading.Event()
         self._tells: list[Callable[[RunnerLostError], None]] = []
 
     def tell(self, tell: Callable[[RunnerLostError], None]) -> None:
@@ -50,12 +54,17 @@ class LossWatch:
             self.error = error = RunnerLostError(message)
             tells = list(self._tells)
         self._is_lost.set()
+        # A thread of its own, first: whatever else hangs or fails, this process ends.
+        threading.Thread(target=self._end, args=(time.monotonic() + self._grace,), daemon=True).start()
         logger.critical("%s: rank %d ends", message, self._rank)
-        end = threading.Timer(self._grace, os._exit, (1,))
-        end.daemon = True
-        end.start()
+        self._is_told.set()
         for tell in tells:
             tell(error)
+
+    def _end(self, deadline: float) -> None:
+        self._is_told.wait(_TELLING_SECONDS)
+        time.sleep(max(deadline - time.monotonic(), 0))
+        os._exit(1)
 
     def wait(self, seconds: float) -> RunnerLostError | None:
         """Wait for a loss; None if there is none in that time."""

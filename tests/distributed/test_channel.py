@@ -107,7 +107,7 @@ def test_what_is_no_frame_is_refused_before_it_is_read(
 ) -> None:
     pair[0].sendall(header)
     with pytest.raises(ValueError, match="no frame"):
-        read_frame(pair[1])
+        read_frame(pair[1], 60)
 
 
 def test_strangers_change_nothing() -> None:

@@ -26,12 +26,23 @@ CASES = [
     RankCase(refused=5, ahead=True),
     RankCase(aborted="1"),
     RankCase(aborted="1", ahead=True),
+    RankCase(late=True),
+    RankCase(late=True, ahead=True),
 ]
+# Models that two ranks cannot share: what they say of it.
+UNEVEN = {
+    RankCase(architecture="llama", heads=(9, 9)): "its layer 0 has 9 heads and 9 KV heads of 8, which 2",
+    RankCase(architecture="llama", heads=(9, 3)): "its layer 0 has 9 heads and 3 KV heads of 8, which 2",
+    RankCase(architecture="llama", heads=(6, 3)): "its layer 0 has 6 heads and 3 KV heads of 8, which 2",
+    RankCase(architecture="gemma"): "it has no shard()",
+    RankCase(architecture="llama", parallel="pipeline"): "its trunk has no pipeline()",
+}
 
 
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[RankCase, Any]:
-    return dict(zip(CASES, run_on_ranks(CASES, tmp_path_factory.mktemp("ranks")), strict=True))
+    cases = [*CASES, *UNEVEN]
+    return dict(zip(cases, run_on_ranks(cases, tmp_path_factory.mktemp("ranks")), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -44,6 +55,11 @@ def test_equal_outputs(case: RankCase, on_ranks: dict[RankCase, Any]) -> None:
     failed = [error for error in found["errors"] if error is not None]
     assert bool(failed) == (case.refused is not None), failed
     assert all("as asked for" in error for error in failed)
+
+
+@pytest.mark.parametrize("case", UNEVEN, ids=lambda case: case.name)
+def test_models_that_cannot_be_shared_evenly_are_refused(case: RankCase, on_ranks: dict[RankCase, Any]) -> None:
+    assert UNEVEN[case] in on_ranks[case]
 
 
 def check_equal(case: RankCase, expected: dict[str, Any], found: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ class RankCase:
         num_blocks: of the KV cache; few make for preemptions.
         refused: a plan that fails while it is built on rank 0, by its place among the plans.
         aborted: a request that is aborted after some steps.
+        late: whether no grammar is waited for, so that most tell too late what may follow.
         heads: of a layer, and its KV heads, of 8 numbers each; None: as the architecture's configuration says.
     """
 
@@ -50,6 +51,7 @@ class RankCase:
     refused: int | None = None
     aborted: str | None = None
     heads: tuple[int, int] | None = None
+    late: bool = False
 
     @property
     def name(self) -> str:

@@ -15,9 +15,12 @@ from metal_engine.distributed.follower import run_frame
 from metal_engine.distributed.group import Group, open_group
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.division import Division
+from metal_engine.runner import step_sampling
 from metal_engine.runner.model_runner import ModelRunner, PendingStep
 from metal_engine.settings.args import EngineArgs
 from tests.support.rank_cases import RankCase, make_runner, run_case
+
+WAITS = step_sampling._MASK_SECONDS
 
 
 def _run(case: RankCase, group: Group) -> Any:
@@ -29,6 +32,7 @@ def _run(case: RankCase, group: Group) -> Any:
     if group.rank:
         _follow(runner, group)
         return None
+    step_sampling._MASK_SECONDS = -1.0 if case.late else WAITS
     if case.refused is not None:
         _refuse(runner, case.refused)
     leader = group.lead(runner)
