@@ -15,6 +15,7 @@ from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.adapters import AdapterRegistry
+from metal_engine.engine.chat_template import read_chat_template
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import WHOLE_DEVICE, DeviceShare
 from metal_engine.engine.tokenizer import Tokenizer
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
     from metal_engine.attention.choice import BackendChoice, ChosenAttention
     from metal_engine.checkpoints.facts import CheckpointFacts
-    from metal_engine.checkpoints.loader import LoadedModel
+    from metal_engine.checkpoints.loader import Divide, LoadedModel
+    from metal_engine.distributed.ranks import Ranks
     from metal_engine.kv_transfer.runner_side import KVConnectorRunner
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner.draft_model import DraftModel
@@ -56,6 +58,7 @@ def build_engine(args: EngineArgs, share: DeviceShare = WHOLE_DEVICE) -> EngineC
     Raises:
         ModelLoadError: the model cannot be loaded or run.
         ConfigError: the settings cannot work.
+        SystemExit: this process is another rank than 0, and rank 0, whose steps it has run, has ended.
     """
     chat_template = None if args.chat_template is None else read_chat_template(args.chat_template)
     transfer = kv_transfer_config(args)
@@ -70,10 +73,12 @@ def build_engine(args: EngineArgs, share: DeviceShare = WHOLE_DEVICE) -> EngineC
 
     from metal_engine.device.compiled import keep_kernels_private
     from metal_engine.device.streams import end_streams_of_thread, settle_streams
+    from metal_engine.distributed.ranks import starting_ranks
 
     keep_kernels_private()
     try:
-        return _build(args, share, blas, chat_template, transfer)
+        with starting_ranks(args) as ranks:
+            return _build(args, share, blas, chat_template, transfer, ranks)
     except BaseException:
         if share is WHOLE_DEVICE:
             end_streams_of_thread()
@@ -83,7 +88,12 @@ def build_engine(args: EngineArgs, share: DeviceShare = WHOLE_DEVICE) -> EngineC
 
 
 def _build(
-    args: EngineArgs, share: DeviceShare, blas: BlasInfo, chat_template: str | None, transfer: KVTransferConfig | None
+    args: EngineArgs,
+    share: DeviceShare,
+    blas: BlasInfo,
+    chat_template: str | None,
+    transfer: KVTransferConfig | None,
+    ranks: Ranks,
 ) -> EngineCore:
     import mlx.core as mx
 
@@ -95,11 +105,11 @@ def _build(
 
     with share.turn():
         choice = choose_backend(args.attention_backend, args.block_size)
-    before = share.unlimited(device_info(blas))
+    before = ranks.device(share.unlimited(device_info(blas)))
 
     def check(facts: CheckpointFacts) -> None:
         with share.turn():
-            check_before_loading(args, facts, before)
+            check_before_loading(args, facts, before, ranks.divide)
             kv_bytes = 0 if share is WHOLE_DEVICE else _expected_bytes(args, facts, before)[0]
             mx.random.seed(args.seed)
         share.check_fits(facts.weight_bytes + kv_bytes)
@@ -110,11 +120,11 @@ def _build(
         _claim_for_loading(share, args, facts, before)
         check_memory(facts, args, device_info(blas))  # now that others have given back what they had
 
-    loaded = loader.load(args, before, check, claim)
+    loaded = loader.load(args, before, check, claim, divide=ranks.load_share if args.num_ranks > 1 else None)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
     try:
-        return _assemble(args, share, blas, choice, loaded, transfer)
+        return _assemble(args, share, blas, choice, loaded, transfer, ranks)
     except BaseException:
         if share is not WHOLE_DEVICE:  # the process goes on without this model
             release_weights(loaded.model)
@@ -128,18 +138,19 @@ def _assemble(
     choice: BackendChoice,
     loaded: LoadedModel,
     transfer: KVTransferConfig | None,
+    ranks: Ranks,
 ) -> EngineCore:
     """An engine for a loaded model."""
     from metal_engine.device.info import device_info
     from metal_engine.runner.model_runner import ModelRunner
 
     with share.turn():
-        opened = _open(args, loaded, choice)
+        opened = _open(args, loaded, choice, ranks)
         paged = opened.paged
         adapters = _make_for_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
     draft = _load_draft(args, loaded, device_info(blas), choice)
     models = [opened] if draft is None else [opened, draft]
-    device = device_info(blas)
+    device = ranks.device(device_info(blas))
     with share.turn():
         config = resolve_config(
             args,
@@ -147,13 +158,13 @@ def _assemble(
             share.unlimited(device),
             opened.attention.backend.name,
             # They run one after the other.
-            lambda *size: max(model.step_bytes(args.block_size, *size) for model in models),
+            lambda *size: ranks.largest(max(model.step_bytes(args.block_size, *size) for model in models)),
             opened.attention.layers,
             None if draft is None else draft.info,
         )
     share.claim(config.peak_bytes)
     command_buffers = limits_in_force() if device.kind == "metal" else None
-    config = replace(config, device=share.limited(device), command_buffers=command_buffers)
+    config = replace(config, device=share.limited(device), command_buffers=command_buffers, ranks=ranks.facts)
     limit_device_memory(config, *share.settle(config))
     scheduler_side, runner_side = None, None
     if transfer is not None:
@@ -172,11 +183,14 @@ def _assemble(
             runner_side,
             draft_model,
             outlives_model=outlives_model,
+            share=ranks.share,
         )
+    ranks.follow(runner)
     tokenizer = Tokenizer(
         loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
     )
-    return EngineCore(config, runner, tokenizer, scheduler_side, adapters)
+    leader = ranks.lead(runner)
+    return EngineCore(config, leader or runner, tokenizer, scheduler_side, adapters, leader)
 
 
 def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[str, int]) -> AdapterRegistry:
@@ -243,7 +257,7 @@ class _OpenedModel:
         return measure_step_bytes(self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs)
 
 
-def _open(args: EngineArgs, loaded: LoadedModel, choice: BackendChoice) -> _OpenedModel:
+def _open(args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: Ranks) -> _OpenedModel:
     """Put a loaded model over a paged KV cache, and check that it runs right."""
     from metal_engine.attention.metal.variants import UnsupportedAttentionError
     from metal_engine.models.attention_kinds import attention_kinds
@@ -256,12 +270,12 @@ def _open(args: EngineArgs, loaded: LoadedModel, choice: BackendChoice) -> _Open
     try:
         recurrence = MetalRecurrence() if choice.metal is not None else None
         paged = PagedModel(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
-        info = model_info(loaded, paged)
+        info = ranks.agreed(model_info(loaded, paged))
         kinds = _with_recurrence(paged, lambda: attention_kinds(paged))
         attention = choice.for_layers(kinds, args.block_size)
         # Blocks of another size ask for longer requests, and only matter where kernels are compiled for them.
         sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
-        _with_recurrence(paged, lambda: check_paged_model(paged, attention.backend, *sizes))
+        _with_recurrence(paged, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest))
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise _cannot_run(args, loaded.config, error) from error
     return _OpenedModel(paged, info, attention)
@@ -277,6 +291,7 @@ def _load_draft(
         ConfigError: it does not go with the model.
     """
     from metal_engine.checkpoints import loader
+    from metal_engine.distributed.ranks import Ranks
     from metal_engine.models.info import expected_model_info
 
     config = speculative_config(args)
@@ -294,7 +309,8 @@ def _load_draft(
         check_draft_vocabulary(draft_args.model, vocabularies[0], target.name, vocabularies[1])
 
     try:
-        opened = _open(draft_args, loader.load(draft_args, device, check, check_tokenizer=check_tokenizer), choice)
+        loaded = loader.load(draft_args, device, check, check_tokenizer=check_tokenizer)
+        opened = _open(draft_args, loaded, choice, Ranks())
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft model (--speculative-config): {error}") from error
     except ConfigError as error:
@@ -330,8 +346,13 @@ def _with_recurrence(paged: PagedModel, run: Callable[[], T]) -> T:
         return run()
 
 
-def check_before_loading(args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> int | None:
+def check_before_loading(
+    args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo, divide: Divide | None = None
+) -> int | None:
     """Refuses a model, or settings of its KV cache, for what its configuration and headers say. Loads MLX.
+
+    Args:
+        divide: leaves this rank's share in a model, where there are several.
 
     Returns:
         Tokens for which the KV cache will have room at most; None where that cannot be told yet.
@@ -343,7 +364,7 @@ def check_before_loading(args: EngineArgs, facts: CheckpointFacts, device: Devic
     from metal_engine.models.info import expected_model_info
 
     try:
-        info = expected_model_info(args.model, facts, args.kv_cache_dtype)
+        info = expected_model_info(args.model, facts, args.kv_cache_dtype, divide)
     except UnsupportedModelError as error:
         raise _cannot_run(args, facts.config, error) from error
     return None if info is None else check_kv_cache(args, info, device)
@@ -377,27 +398,3 @@ def _connect_kv(
     mover = KVTransfer(open_store(transfer, larger), layout, transfer, stats, state_layout=state_layout)
     runner_side = KVConnectorRunner(mover, layout, state_layout)
     return KVConnectorScheduler(mover, transfer, stats), runner_side, fingerprint
-
-
-def read_chat_template(given: str) -> str:
-    """The chat template that ``--chat-template`` names: the content of a file, or the Jinja text itself.
-
-    Raises:
-        ConfigError: it is neither, or no valid Jinja.
-    """
-    import jinja2
-
-    text = given
-    if "{{" not in given and "{%" not in given:
-        try:
-            text = Path(given).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text file"
-            raise ConfigError("--chat-template", f"cannot read --chat-template {given}: {reason}") from error
-    try:
-        # Extensions that templates of published models use.
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
-    except jinja2.TemplateSyntaxError as error:
-        if "generation" not in str(error):  # a tag of transformers' own
-            raise ConfigError("--chat-template", f"is not valid Jinja: line {error.lineno}: {error.message}") from error
-    return text

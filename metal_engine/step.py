@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -203,6 +204,10 @@ class KVCacheLostError(Exception):
     """A step failed and took the KV cache with it: all KV computed so far must be computed again."""
 
 
+class RunnerLostError(Exception):
+    """No step can run any more: another process that computes its share of every step has gone."""
+
+
 class StepHandle(Protocol):
     """A step under way."""
 
@@ -228,3 +233,10 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Let go of what belongs to the calling thread. This is the last call, in the thread that ran the steps."""
+
+
+class Ranks(Protocol):
+    """The other processes that compute their shares of every step."""
+
+    def when_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
+        """Have ``tell`` called, in another thread, when one of them has gone: a step may then hang for ever."""

@@ -135,8 +135,13 @@ def check_memory(facts: CheckpointFacts, args: EngineArgs, device: DeviceInfo) -
         ModelLoadError: the weights alone take more than the process may use; the message says what would fit.
     """
     available = memory_for_model(args, device)
-    if facts.weight_bytes <= available:
+    if facts.weight_bytes // args.num_ranks <= available:
         return
+    if args.num_ranks > 1:
+        raise ModelLoadError(
+            f"not enough memory for {args.model}: its weights take {format_size(facts.weight_bytes)}, and each of "
+            f"{args.num_ranks} ranks has {format_size(available)} for its share; take more machines, or a smaller model"
+        )
     if device.kind == "cpu":
         has = f"{format_size(device.memory_bytes)} free"
         advice = (

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from metal_engine.engine.model_entry import ModelEntry, RunningModel
 from metal_engine.engine.registry import ModelRegistry
-from metal_engine.settings.config import EngineConfig, ModelInfo, SpeculativeConfig
+from metal_engine.settings.config import EngineConfig, ModelInfo, RankInfo, SpeculativeConfig
 from metal_engine.settings.fields import format_size
 
 
@@ -31,6 +31,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "architecture": f"{model.model_type}, {model.num_layers} layers, {_count(model.num_params)} parameters",
         "dtype": model.dtype,
         "device": f"{config.device.name}: {config.device.compute}",
+        "ranks": _ranks(config.ranks),
         "attention": config.attention,
         "memory": f"weights {format_size(config.weight_bytes)}{adapters}, KV cache {format_size(config.kv_bytes)}"
         f"{states}, largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
@@ -53,6 +54,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         del facts["speculation"]
     if config.command_buffers is None:
         del facts["commands"]
+    if not config.ranks:
+        del facts["ranks"]
     if not config.state_bytes:
         del facts["states"]
     if not config.kv_bytes:
@@ -93,6 +96,16 @@ def _loaded(entry: ModelEntry, running: RunningModel) -> str:
     model = running.engine.config.model
     kv = f", KV cache in {model.kv_dtype}" if model.kv_bytes_per_token else ""
     return f"{entry.name} ({format_size(entry.num_bytes)}{kv})"
+
+
+def _ranks(ranks: tuple[RankInfo, ...]) -> str:
+    """Says where ranks are, and what each has; the other facts are of the rank that has most."""
+    each = [
+        f"{i} on {one.host}: {one.num_layers} layers, weights {format_size(one.weight_bytes)} "
+        f"(at most {format_size(one.peak_bytes)} to read them)"
+        for i, one in enumerate(ranks)
+    ]
+    return f"{len(ranks)}; {'; '.join(each)}"
 
 
 def _source(speculative: SpeculativeConfig, draft: ModelInfo | None) -> str:

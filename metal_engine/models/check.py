@@ -4,6 +4,7 @@ the model's own forward over its own cache."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -41,9 +42,17 @@ _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 2e-1}
 # Other tokens tell that from a mistake, which shows every time.
 _ATTEMPTS = {mx.float32: 1, mx.float16: 3, mx.bfloat16: 3}
 
+# Where a model is a rank's share, makes of a length that which all ranks run.
+Agree = Callable[[int], int]
+
 
 def check_paged_model(
-    paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int = _BLOCK_SIZE
+    paged: PagedModel,
+    backend: AttentionBackend,
+    vocab_size: int,
+    block_size: int = _BLOCK_SIZE,
+    *,
+    agree: Agree = lambda length: length,
 ) -> None:
     """Run two requests, each in two chunks and a decode, packed together; compare with mlx-lm's own forward.
 
@@ -56,6 +65,7 @@ def check_paged_model(
 
     Args:
         block_size: the server's.
+        agree: where ``paged`` is a rank's share of a model, makes of a length that which all ranks run.
 
     Raises:
         UnsupportedModelError: the logits differ, or attention over quantized K and V; or some layer did not write once
@@ -64,11 +74,11 @@ def check_paged_model(
     """
     block_size = min(block_size, _MAX_BLOCK_SIZE)
     if paged.kv_bits is None:
-        return _check_logits(paged, backend, vocab_size, block_size)
+        return _check_logits(paged, backend, vocab_size, block_size, agree)
     with paged.over(paged.pool.unquantized()):
-        _check_logits(paged, PortableBackend(), vocab_size, block_size)
+        _check_logits(paged, PortableBackend(), vocab_size, block_size, agree)
     with paged.over(noting(paged.pool)):
-        _run(paged, ComparingBackend(backend), _Requests.of(paged, vocab_size, block_size, seed=0))
+        _run(paged, ComparingBackend(backend), _Requests.of(paged, vocab_size, block_size, 0, agree))
 
 
 @dataclass(frozen=True)
@@ -89,10 +99,10 @@ class _Requests:
     orders: tuple[list[int], ...]
 
     @classmethod
-    def of(cls, paged: PagedModel, vocab_size: int, block_size: int, seed: int) -> _Requests:
+    def of(cls, paged: PagedModel, vocab_size: int, block_size: int, seed: int, agree: Agree) -> _Requests:
         rng = np.random.default_rng(seed)
         num_tokens = max(_NUM_TOKENS, block_size + _BLOCK_SIZE)
-        lengths = (_first_length(paged, num_tokens), num_tokens)
+        lengths = (agree(_first_length(paged, num_tokens)), num_tokens)
         tokens = [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
         max_blocks = -(-lengths[0] // block_size)
         block_table = np.arange(2 * max_blocks, dtype=np.int32).reshape(max_blocks, 2).T[:, ::-1]
@@ -102,9 +112,9 @@ class _Requests:
         return cls(tokens, block_size, block_table, shares, ([0, 1], [0, 1], [1, 0]))
 
 
-def _check_logits(paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int) -> None:
+def _check_logits(paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int, agree: Agree) -> None:
     for seed in range(_ATTEMPTS[paged.dtype]):
-        requests = _Requests.of(paged, vocab_size, block_size, seed)
+        requests = _Requests.of(paged, vocab_size, block_size, seed, agree)
         gap = _largest_gap(paged, _run(paged, backend, requests), requests)
         if gap <= _TOLERANCE[paged.dtype]:
             return

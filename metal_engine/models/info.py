@@ -12,7 +12,7 @@ from mlx_lm.utils import _get_classes, get_total_parameters
 
 from metal_engine.checkpoints.checkpoint import context_length
 from metal_engine.checkpoints.facts import CheckpointFacts
-from metal_engine.checkpoints.loader import LoadedModel
+from metal_engine.checkpoints.loader import Divide, LoadedModel
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.config import ModelInfo
@@ -42,16 +42,22 @@ def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
     )
 
 
-def expected_model_info(name: str, facts: CheckpointFacts, kv_cache_dtype: str = "auto") -> ModelInfo | None:
+def expected_model_info(
+    name: str, facts: CheckpointFacts, kv_cache_dtype: str = "auto", divide: Divide | None = None
+) -> ModelInfo | None:
     """The facts about a model whose weights nobody has read yet: what it would keep of a token, above all.
 
     The model is made with weights that are never computed, and looked at as a loaded one is.
+
+    Args:
+        divide: leaves this rank's share in a model, where there are several.
 
     Returns:
         None where that cannot be told before the weights are there.
 
     Raises:
-        UnsupportedModelError: it keeps state of a kind that is not known here, or has no seam to use.
+        UnsupportedModelError: it keeps state of a kind that is not known here, or has no seam to use; or ``divide``
+            raises it.
         ConfigError: its keys and values cannot be kept in ``kv_cache_dtype``.
     """
     config = facts.config
@@ -64,6 +70,10 @@ def expected_model_info(name: str, facts: CheckpointFacts, kv_cache_dtype: str =
     except Exception as error:  # what loading says of it is better
         logger.debug("no sketch of %s", name, exc_info=error)
         return None
+    num_whole = get_total_parameters(model)
+    if divide is not None:
+        divide(model)
+    weight_bytes = facts.weight_bytes * get_total_parameters(model) // num_whole
     try:
         paged = PagedModel(model, kv_cache_dtype=kv_cache_dtype, is_sketch=True)
     except UnsupportedModelError as error:
@@ -71,7 +81,7 @@ def expected_model_info(name: str, facts: CheckpointFacts, kv_cache_dtype: str =
             raise
         logger.debug("no sketch of %s", name, exc_info=error)  # as above: its files may not belong together
         return None
-    return _info(name, config, paged, dtype=facts.dtype, num_params=facts.num_params, weight_bytes=facts.weight_bytes)
+    return _info(name, config, paged, dtype=facts.dtype, num_params=facts.num_params, weight_bytes=weight_bytes)
 
 
 def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> ModelInfo:

@@ -94,6 +94,18 @@ class LayerCache(AttendingCache):
         self.num_reads = 0
 
     @property
+    def keys(self) -> mx.array:
+        """For a rank of a pipeline: mlx-lm ties to the last layer's keys what it sends to the next rank.
+
+        Every rank evaluates logits, which depend on what all ranks have sent, so here nothing need be tied.
+        """
+        return mx.zeros((0,))
+
+    @keys.setter
+    def keys(self, tied: mx.array) -> None:
+        del tied
+
+    @property
     def offset(self) -> mx.array:
         """Absolute position of each packed row, [N]: mlx-lm gives it to RoPE."""
         assert self._step.positions is not None
@@ -202,6 +214,7 @@ class RecordingCache(ConcatenateKVCache, AttendingCache):
         super().__init__()
         self.spec: StateSpec | None = None
         self.num_reads = 0
+        self.num_heads = 0  # of the queries that attended last
         self.windows: set[int] = set()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
@@ -220,6 +233,7 @@ class RecordingCache(ConcatenateKVCache, AttendingCache):
 
     def attend(self, call: AttentionCall, original: Attention) -> mx.array:
         self.num_reads += 1
+        self.num_heads = call.queries.shape[1]
         spec = self.spec
         if call.keys is call.values and isinstance(call.mask, mx.array) and isinstance(spec, KVSpec):
             # The key is also the value, and a mask comes although there is nothing to mask: position scores.

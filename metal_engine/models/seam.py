@@ -101,6 +101,19 @@ def open_model(model: nn.Module, step: CurrentStep) -> OpenedModel:
     return opened
 
 
+def recorded(model: nn.Module) -> list[Recorder]:
+    """What each cache of a model sees of its layer, which attends through the seam from now on.
+
+    Graphs are built and nothing is evaluated: weights that have not been read stay on the disk.
+
+    Raises:
+        UnsupportedModelError: as :func:`open_model`.
+    """
+    _recorders(model, CallTrace())
+    _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _seam)])
+    return _record(model).recorders
+
+
 def _is_used(recorder: Recorder) -> bool:
     """Whether the layer attended over its cache; always so for recurrent state."""
     return isinstance(recorder, RecordingState) or recorder.num_reads > 0

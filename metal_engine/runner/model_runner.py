@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
+from metal_engine.runner.token_share import TokenShare
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import Drafting, ModelOutput, SchedulerOutput
 
@@ -36,6 +38,7 @@ class ModelRunner:
 
     Args:
         outlives_model: the thread goes on when the runner is closed: the weights go then, and the streams stay.
+        share: how the ranks of a group come to the same tokens; None: there is one rank.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class ModelRunner:
         draft_model: DraftModel | None = None,
         *,
         outlives_model: bool = False,
+        share: TokenShare | None = None,
     ) -> None:
+        self._share = share
         self._model = model
         self._pool = model.pool
         self._backend = backend
@@ -68,8 +73,12 @@ class ModelRunner:
         self._num_adapter_slots = 0 if model.adapters is None else model.adapters.max_loras
         self._pool.allocate(cache_config.num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
-    def execute(self, plan: SchedulerOutput) -> PendingStep:
-        """Start a step: builds the graph of one forward over every packed row and one sampling pass."""
+    def execute(self, plan: SchedulerOutput, on_built: Callable[[], None] = lambda: None) -> PendingStep:
+        """Start a step: builds the graph of one forward over every packed row and one sampling pass.
+
+        Args:
+            on_built: called when the plan is not refused any more, and nothing of it is evaluated yet.
+        """
         if self._steps and not self._runs_ahead:
             raise RuntimeError("without async scheduling, a step is finished before the next one is started")
         before = self._pool.snapshot()
@@ -88,8 +97,10 @@ class ModelRunner:
             raise
         loads = self._kv_connector.take_loads() if self._kv_connector is not None else StepLoads()
         step = PendingStep(self, plan.sampled_req_ids, sampling, pooling, before, loads, saves, drafting)
+        step.shared = logits if self._share is not None else None
         del before  # the step's own, to let go of
         self._steps.append(step)
+        on_built()
         if len(self._steps) == 1:
             self._dispatch(step, None if is_built else logits)
         return step
@@ -111,7 +122,8 @@ class ModelRunner:
         if self._draft_model is not None:
             self._draft_model.packed(batch.rows)
         # A recurrent state that has gone on past a token cannot go back.
-        sampling = StepSampling(self._table, plan, batch, may_be_late=not self._pool.is_recurrent)
+        may_be_late = not self._pool.is_recurrent
+        sampling = StepSampling(self._table, plan, batch, may_be_late=may_be_late, share=self._share)
         if self._kv_connector is not None:
             self._kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
             if plan.kv_connector_metadata is not None and plan.kv_connector_metadata.state_loads:
@@ -169,6 +181,11 @@ class ModelRunner:
         try:
             self._load(step)
             step.before = None  # no other owner of the arrays that it writes to
+            if step.shared is not None:
+                # First, and on every rank: from the same graph all of them exchange the same arrays in the same order.
+                step.is_async = True
+                mx.async_eval(step.shared)
+                step.shared = None
             if logits is not None:
                 step.is_async = True
                 mx.async_eval(logits)  # the forward runs while the host computes masks
@@ -225,6 +242,11 @@ class ModelRunner:
             self._pool.renew(error)
         self._pool.recover(error)
 
+    def forget(self, request_ids: list[str]) -> None:
+        """Forget requests, as :attr:`SchedulerOutput.dropped_req_ids` says it; unknown ones are passed over."""
+        for request_id in request_ids:
+            self._table.remove(request_id)
+
     def close(self) -> None:
         """Free the KV cache and the draft model's; the weights too if the thread goes on, and else its streams.
 
@@ -258,6 +280,7 @@ class PendingStep:
         root: what the device computes last, from the dispatch on.
         error: why it could not be dispatched.
         is_async: whether some of it was evaluated asynchronously.
+        shared: the logits of a rank's step, until it is dispatched; None if there is one rank.
     """
 
     runner: ModelRunner
@@ -271,6 +294,7 @@ class PendingStep:
     root: list[mx.array] | None = None
     error: Exception | None = None
     is_async: bool = False
+    shared: mx.array | None = None
 
     def wait(self) -> None:
         """Wait until the device is done with the step and has let go of all it read; raises what it raised."""

@@ -206,8 +206,27 @@ class CommandBufferLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """A rank of an engine: the machine it is on, and its share of the model.
+
+    Attributes:
+        host: the machine's name.
+        weight_bytes: of its weights; ``peak_bytes`` what MLX held at most while they were read.
+        num_layers: that it computes, or has a share of.
+    """
+
+    host: str
+    weight_bytes: int
+    peak_bytes: int
+    num_layers: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything resolved; nothing is "auto" any more."""
+    """Everything resolved; nothing is "auto" any more.
+
+    Where several ranks share the model, its sizes are those of the rank that has most; ``ranks`` says more.
+    """
 
     model: ModelInfo
     device: DeviceInfo
@@ -220,6 +239,7 @@ class EngineConfig:
     draft: ModelInfo | None = None  # the model that proposes tokens
     command_buffers: CommandBufferLimits | None = None  # None: MLX's own, or no Metal
     kv_role: str | None = None  # what the engine does with a KV store, as vLLM calls it; None without one
+    ranks: tuple[RankInfo, ...] = ()  # that share the model; none where there is one
 
     @property
     def weight_bytes(self) -> int:
