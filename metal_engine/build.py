@@ -130,6 +130,7 @@ def _assemble(
 ) -> EngineCore:
     """An engine for a loaded model."""
     from metal_engine.device.info import device_info
+    from metal_engine.runner.dispatch import choose_dispatch
     from metal_engine.runner.model_runner import ModelRunner
 
     with share.turn():
@@ -171,6 +172,8 @@ def _assemble(
             draft_model,
             outlives_model=outlives_model,
         )
+        if config.scheduler.async_scheduling:
+            config = replace(config, dispatch=choose_dispatch(runner, paged.pool, config))
     tokenizer = Tokenizer(
         loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
     )

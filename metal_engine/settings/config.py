@@ -217,6 +217,7 @@ class EngineConfig:
     step_bytes: int = 0  # what the largest step takes besides weights and KV cache, measured
     draft: ModelInfo | None = None  # the model that proposes tokens
     command_buffers: CommandBufferLimits | None = None  # None: MLX's own, or no Metal
+    dispatch: str = ""  # with --async-scheduling: when the device is given a step, in words
 
     @property
     def weight_bytes(self) -> int:
