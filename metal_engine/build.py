@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from metal_engine.checkpoints.adapters import open_adapter
 from metal_engine.checkpoints.known_config import limit_command_buffers
@@ -20,26 +20,20 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import WHOLE_DEVICE, DeviceShare
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
-from metal_engine.kv_transfer.layout import BlockLayout
-from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
-from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.kv_transfer.stores.choice import check_place, open_store
-from metal_engine.kv_transfer.transfer import KVTransfer
+from metal_engine.kv_transfer.stores.choice import check_place
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.resolve import check_kv_cache, expected_sizes, resolve_config
 from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, speculative_config
 
 if TYPE_CHECKING:
-    import mlx.core as mx
     from transformers import PreTrainedTokenizerFast
 
     from metal_engine.attention.choice import BackendChoice, ChosenAttention
     from metal_engine.checkpoints.facts import CheckpointFacts
     from metal_engine.checkpoints.loader import Divide, LoadedModel
     from metal_engine.distributed.ranks import Ranks
-    from metal_engine.kv_transfer.runner_side import KVConnectorRunner
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner.draft_model import DraftModel
     from metal_engine.settings.config import DeviceInfo, EngineConfig, ModelInfo
@@ -142,6 +136,7 @@ def _assemble(
 ) -> EngineCore:
     """An engine for a loaded model."""
     from metal_engine.device.info import device_info
+    from metal_engine.runner.dispatch import choose_dispatch
     from metal_engine.runner.model_runner import ModelRunner
 
     with share.turn():
@@ -168,7 +163,12 @@ def _assemble(
     limit_device_memory(config, *share.settle(config))
     scheduler_side, runner_side = None, None
     if transfer is not None:
-        scheduler_side, runner_side, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged)
+        from metal_engine.kv_transfer.connect import connect_kv
+
+        specs, weights = [state.spec for state in paged.pool.states], loaded.model.parameters()
+        scheduler_side, runner_side, fingerprint = connect_kv(
+            transfer, args.block_size, loaded.name, weights, loaded.config, specs
+        )
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
         cache = replace(config.cache, model_fingerprint=fingerprint)
         config = replace(config, cache=cache, kv_role=transfer.kv_role)
@@ -185,6 +185,8 @@ def _assemble(
             outlives_model=outlives_model,
             share=ranks.share,
         )
+        if config.scheduler.async_scheduling:
+            config = replace(config, dispatch=choose_dispatch(runner, paged.pool, config))
     ranks.follow(runner)
     tokenizer = Tokenizer(
         loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
@@ -372,29 +374,3 @@ def check_before_loading(
 
 def _cannot_run(args: EngineArgs, config: dict[str, Any], error: Exception) -> UnsupportedModelError:
     return UnsupportedModelError(f"{args.model} (architecture {config.get('model_type')}) cannot run here: {error}")
-
-
-def _connect_kv(
-    transfer: KVTransferConfig, block_size: int, loaded: LoadedModel, paged: PagedModel
-) -> tuple[KVConnectorScheduler, KVConnectorRunner, str]:
-    """Open the store and make both halves of the connector; with them comes the fingerprint of the KV."""
-    from mlx.utils import tree_flatten
-
-    from metal_engine.kv_transfer.fingerprint import kv_fingerprint
-    from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts, state_parts
-
-    if not paged.pool.bytes_per_token:
-        raise ConfigError(
-            transfer.flag, f"{loaded.name} keeps no KV, only states: there are no blocks to save to a store"
-        )
-    specs = [state.spec for state in paged.pool.states]
-    parts, of_states = block_parts(specs, block_size), state_parts(specs)
-    weights = cast("list[tuple[str, mx.array]]", tree_flatten(loaded.model.parameters()))
-    fingerprint = kv_fingerprint(weights, loaded.config, block_size, [*parts, *of_states])
-    layout = BlockLayout(parts, fingerprint)
-    state_layout = BlockLayout(of_states, fingerprint) if of_states else None
-    stats = KVTransferStats()
-    larger = max((layout, state_layout or layout), key=lambda one: one.max_stored_bytes)
-    mover = KVTransfer(open_store(transfer, larger), layout, transfer, stats, state_layout=state_layout)
-    runner_side = KVConnectorRunner(mover, layout, state_layout)
-    return KVConnectorScheduler(mover, transfer, stats), runner_side, fingerprint

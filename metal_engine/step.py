@@ -223,7 +223,7 @@ class Runner(Protocol):
     """What the engine needs of a model runner."""
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle:
-        """Start one forward pass and one sampling pass over the plan; must not block on the device.
+        """Start one forward pass and one sampling pass over the plan; must not wait for the device to compute them.
 
         A plan that asks the draft model for something waits for that, and for nothing else.
 

@@ -42,6 +42,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "
         f"{scheduler.max_num_batched_tokens:,} tokens a step",
         "speculation": "",
+        "dispatch": config.dispatch,
         "commands": f"command buffers of {config.command_buffers}",
         "URL": url,
     }
@@ -52,6 +53,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         )
     else:
         del facts["speculation"]
+    if not config.dispatch:
+        del facts["dispatch"]
     if config.command_buffers is None:
         del facts["commands"]
     if not config.ranks:

@@ -240,6 +240,7 @@ class EngineConfig:
     command_buffers: CommandBufferLimits | None = None  # None: MLX's own, or no Metal
     kv_role: str | None = None  # what the engine does with a KV store, as vLLM calls it; None without one
     ranks: tuple[RankInfo, ...] = ()  # that share the model; none where there is one
+    dispatch: str = ""  # with --async-scheduling: when the device is given a step, in words
 
     @property
     def weight_bytes(self) -> int:

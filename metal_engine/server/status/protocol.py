@@ -49,6 +49,7 @@ class Health(BaseModel):
     on the same machine. Others get no names.
     ``kv_cache_dtype`` says in what K and V are kept, as ``bfloat16`` or ``int8``.
     ``attention`` says what computes attention: a backend, and the layers that it leaves to MLX's operations.
+    ``dispatch`` says, with ``--async-scheduling``, when the device is given a step.
     ``command_buffers`` says what limits those of Metal: null where it is MLX's own limits, or there is no Metal.
     ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
     """
@@ -59,6 +60,7 @@ class Health(BaseModel):
     kv_cache_usage: float
     kv_cache_dtype: str
     attention: str
+    dispatch: str | None = None
     command_buffers: str | None = None
     preemptions: int
     failed_steps: int

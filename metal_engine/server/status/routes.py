@@ -115,6 +115,7 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool, tells_err
         kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
         kv_cache_dtype=engine.config.model.kv_dtype,
         attention=engine.config.attention,
+        dispatch=engine.config.dispatch or None,
         command_buffers=None if (limits := engine.config.command_buffers) is None else str(limits),
         preemptions=stats.num_preemptions,
         failed_steps=engine.metrics.num_failed_steps,

@@ -83,12 +83,14 @@ def test_layers_by_what_computes_their_attention() -> None:
     assert startup_facts(config, served.url, ("demo",))["attention"] == words
 
 
-def test_limits_of_command_buffers() -> None:
-    config = replace(fake_config(), command_buffers=CommandBufferLimits(29, 4096))
+def test_what_the_device_is_given() -> None:
+    config = replace(fake_config(), command_buffers=CommandBufferLimits(29, 4096), dispatch="one after the other")
     with serve(config=config) as served:
-        told = httpx.get(served.url + "/health").json()["command_buffers"]
-    assert told == "up to 29 operations and 4,096 MB"
-    assert startup_facts(config, served.url, ("demo",))["commands"] == f"command buffers of {told}"
+        health = httpx.get(served.url + "/health").json()
+    assert (told := health["command_buffers"]) == "up to 29 operations and 4,096 MB"
+    facts = startup_facts(config, served.url, ("demo",))
+    assert facts["commands"] == f"command buffers of {told}"
+    assert facts["dispatch"] == health["dispatch"] == "one after the other"
 
 
 def test_formats(served: Served) -> None:
