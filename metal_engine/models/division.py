@@ -13,6 +13,7 @@ from mlx_lm.utils import get_total_parameters
 from metal_engine.errors import UnsupportedModelError, one_line
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec, RecurrentSpec
 from metal_engine.models.layer_cache import RecordingCache
+from metal_engine.models.recurrent.recording import RecordingState
 from metal_engine.models.seam import Recorder, recorded
 
 
@@ -110,6 +111,8 @@ def divide_layers(model: nn.Module, group: mx.distributed.Group) -> WholeModel:
     whole = WholeModel(len(model.layers), get_total_parameters(model))
     if whole.num_layers < group.size():
         raise UnsupportedModelError(f"it has {whole.num_layers} layers, which are too few for {group.size()} machines")
+    if any(isinstance(one, RecordingState) for one in recorded(model)):
+        raise UnsupportedModelError("layers with recurrent states are not given to several ranks: share each layer")
     try:
         trunk.pipeline(group)
     except (ValueError, AttributeError) as error:
