@@ -15,6 +15,8 @@ _CATCHING_UP_STEPS = 128
 _TRYING_SHARE = 0.02
 # How much of it goes to catching up with requests, at most, beyond what drafts have won.
 _CATCHING_UP_SHARE = 0.025
+# It takes no longer to catch up with so many tokens than with none, or hardly.
+_FEW_TOKENS = 16
 # How much one measurement changes what is known, and how much longer than known one counts as at most: something else
 # has held it up.
 _WEIGHT = 0.25
@@ -145,7 +147,7 @@ class DraftCosts:
         """
         seconds = self._seconds + (request.max_tokens - request.num_output_tokens) * step_seconds
         spare = _CATCHING_UP_SHARE * seconds + self._won_seconds
-        return num_tokens <= 0 or (num_tokens + num_others) * self._token_seconds <= spare
+        return num_tokens <= _FEW_TOKENS or (num_tokens + num_others) * self._token_seconds <= spare
 
     def catching_up_seconds(self, request: Request) -> float:
         """What it takes to compute the tokens of a request that the draft model lacks: the share of each further step.
