@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from metal_engine.checkpoints.adapters import open_adapter
+from metal_engine.checkpoints.known_config import limit_command_buffers
 from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
+from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.adapters import AdapterRegistry
@@ -60,6 +62,7 @@ def build_engine(args: EngineArgs, share: DeviceShare = WHOLE_DEVICE) -> EngineC
     if transfer is not None:
         check_place(transfer)
     speculative_config(args)
+    limit_command_buffers([args])
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
     with keep_open_file_limit():
@@ -95,10 +98,11 @@ def _build(
     before = share.unlimited(device_info(blas))
 
     def check(facts: CheckpointFacts) -> None:
-        share.check_fits(facts.weight_bytes + _given_kv_bytes(args))
         with share.turn():
             check_before_loading(args, facts, before)
+            kv_bytes = 0 if share is WHOLE_DEVICE else _expected_bytes(args, facts, before)[0]
             mx.random.seed(args.seed)
+        share.check_fits(facts.weight_bytes + kv_bytes)
 
     def claim(facts: CheckpointFacts) -> None:
         if share is WHOLE_DEVICE:
@@ -148,13 +152,15 @@ def _assemble(
             None if draft is None else draft.info,
         )
     share.claim(config.peak_bytes)
-    config = replace(config, device=share.limited(device))
+    command_buffers = limits_in_force() if device.kind == "metal" else None
+    config = replace(config, device=share.limited(device), command_buffers=command_buffers)
     limit_device_memory(config, *share.settle(config))
     scheduler_side, runner_side = None, None
     if transfer is not None:
         scheduler_side, runner_side, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged)
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
-        config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))
+        cache = replace(config.cache, model_fingerprint=fingerprint)
+        config = replace(config, cache=cache, kv_role=transfer.kv_role)
     with share.turn():
         outlives_model = share is not WHOLE_DEVICE  # which is for one model, and the process ends with it
         draft_model = None if draft is None else _draft_model(draft, config)
@@ -197,22 +203,27 @@ def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[st
     return adapters
 
 
-def _given_kv_bytes(args: EngineArgs) -> int:
-    """Bytes of the KV cache as far as the settings say it, before the model is known."""
-    return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0
+def _expected_bytes(args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> tuple[int, int | None]:
+    """What a model takes beside its weights, before they are read.
+
+    Returns:
+        Bytes of the KV cache, as far as settings and configuration say it; of the largest step, estimated: None where
+        that cannot be told yet.
+    """
+    from metal_engine.models.info import expected_model_info
+    from metal_engine.runner.step_estimate import estimate_step_bytes
+
+    info = expected_model_info(args.model, facts, args.kv_cache_dtype)
+    if info is None:
+        return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0, None
+    kv_bytes, *largest_step = expected_sizes(args, info, device)
+    return kv_bytes, estimate_step_bytes(info, device, args.block_size, kv_bytes, *largest_step)
 
 
 def _claim_for_loading(share: DeviceShare, args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> None:
     """Claim what a model takes while its weights are read and its step is measured; what it keeps is claimed then."""
-    from metal_engine.models.info import expected_model_info
-    from metal_engine.runner.step_estimate import estimate_step_bytes
-
-    kv_bytes, step_bytes = _given_kv_bytes(args), None
     with share.turn():
-        info = expected_model_info(args.model, facts, args.kv_cache_dtype)
-    if info is not None:
-        kv_bytes, *largest_step = expected_sizes(args, info, device)
-        step_bytes = estimate_step_bytes(info, device, args.block_size, kv_bytes, *largest_step)
+        kv_bytes, step_bytes = _expected_bytes(args, facts, device)
     share.claim(facts.weight_bytes + kv_bytes, facts.weight_bytes + facts.reading_bytes, step_bytes)
 
 

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load_model
 from transformers import PreTrainedTokenizerFast
 
@@ -204,11 +205,24 @@ def _load_directory(
         model = dequantize_model(model)
     if dtype is not None:
         model.set_dtype(dtype)
-    mx.eval(model.parameters())
+    _read(model)
     reranker = find_reranker(path, config, args.model, tokenizer)
     can_generate = not weights.lacks_head
     loaded = LoadedModel(model, config, tokenizer, eos_token_ids, found.name, sampling, pooler, reranker, can_generate)
     return loaded, facts
+
+
+def _read(model: nn.Module) -> None:
+    """Have the weights of a model read.
+
+    Matrices of experts come first, one after the other: each may be stacked from many, which are beside it until then.
+    Evaluated together, those of several layers would be.
+    """
+    arrays = [array for _, array in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))]
+    for array in arrays:
+        if array.ndim > 2:
+            mx.eval(array)
+    mx.eval(arrays)
 
 
 def _announce(found: FoundModel, facts: CheckpointFacts) -> None:

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from metal_engine.engine.model_entry import ModelEntry, RunningModel
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.settings.config import EngineConfig, ModelInfo, SpeculativeConfig
 from metal_engine.settings.fields import format_size
@@ -40,6 +41,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "
         f"{scheduler.max_num_batched_tokens:,} tokens a step",
         "speculation": "",
+        "commands": f"command buffers of {config.command_buffers}",
         "URL": url,
     }
     if (speculative := scheduler.speculative) is not None:
@@ -49,6 +51,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         )
     else:
         del facts["speculation"]
+    if config.command_buffers is None:
+        del facts["commands"]
     if not config.state_bytes:
         del facts["states"]
     if not config.kv_bytes:
@@ -58,7 +62,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
 
 def registry_facts(registry: ModelRegistry, url: str) -> dict[str, str]:
     """Returns what to show of several models, by label."""
-    loaded = [f"{one.name} ({format_size(one.num_bytes)})" for one in registry.entries if one.running is not None]
+    loaded = [_loaded(one, one.running) for one in registry.entries if one.running is not None]
     others = [one.name for one in registry.entries if one.running is None]
     facts = {
         "loaded": ", ".join(loaded) or "none yet",
@@ -82,6 +86,13 @@ def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
         style = "bold green" if label == "URL" else None
         table.add_row(f"[dim]{label}[/]", value, style=style)
     console.print(Panel(table, title="metal-engine", title_align="left", expand=False))
+
+
+def _loaded(entry: ModelEntry, running: RunningModel) -> str:
+    """A loaded model: its name, what it takes, in what it keeps keys and values."""
+    model = running.engine.config.model
+    kv = f", KV cache in {model.kv_dtype}" if model.kv_bytes_per_token else ""
+    return f"{entry.name} ({format_size(entry.num_bytes)}{kv})"
 
 
 def _source(speculative: SpeculativeConfig, draft: ModelInfo | None) -> str:

@@ -57,6 +57,12 @@ class StatePool:
         """A pool of the kinds of state that specs describe."""
         return cls(make_state(spec) for spec in specs)
 
+    def unquantized(self) -> StatePool:
+        """A pool for the same layers, none of them quantized; states that are not here are the same objects there."""
+        return StatePool(
+            make_state(state.spec.full) if isinstance(state.spec, QuantizedKVSpec) else state for state in self.states
+        )
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes that all layers together keep of a token."""

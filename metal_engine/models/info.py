@@ -19,6 +19,9 @@ from metal_engine.settings.config import ModelInfo
 
 logger = logging.getLogger(__name__)
 
+# Architectures with recurrent layers that mlx-lm has a step compute with an array of the states after each token.
+_STATES_OF_ALL_TOKENS = {"jamba"}
+
 
 def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
     """The facts about a loaded model that the control plane needs."""
@@ -87,17 +90,22 @@ def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> 
         num_heads=num_heads,
         head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,
         hidden_size=text_config.get("hidden_size") or 0,
-        layer_width=_layer_width(text_config, paged),
+        layer_width=_layer_width(config["model_type"], text_config, paged),
         **more,
     )
 
 
-def _layer_width(text_config: dict[str, Any], paged: PagedModel) -> int:
-    """Outputs of the widest matrix but those of the vocabulary; of experts, for as many as a token has."""
+def _layer_width(model_type: str, text_config: dict[str, Any], paged: PagedModel) -> int:
+    """Outputs of the widest matrix but those of the vocabulary; of experts, for as many as a token has.
+
+    Or the numbers of a layer's state, where the layer computes those of all tokens at once.
+    """
     num_experts = text_config.get("num_experts_per_tok") or text_config.get("top_k_experts") or 1 << 30
     widths = [0]
-    for _, array in cast(list[tuple[str, mx.array]], tree_flatten(paged.model.parameters())):
-        if array.ndim > 1 and array.shape[0] != paged.vocab_size:
+    for name, array in cast(list[tuple[str, mx.array]], tree_flatten(paged.model.parameters())):
+        if model_type in _STATES_OF_ALL_TOKENS and name.endswith(".A_log"):
+            widths.append(array.size)
+        elif array.ndim > 1 and array.shape[0] != paged.vocab_size:
             widths.append(array.shape[-2] * (min(array.shape[0], num_experts) if array.ndim == 3 else 1))
     return max(widths)
 

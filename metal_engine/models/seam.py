@@ -23,7 +23,7 @@ from metal_engine.kv_cache.spec import StateSpec
 from metal_engine.models import cpu_ops
 from metal_engine.models.cache_tree import CacheTree, leaves, map_caches
 from metal_engine.models.current_step import CurrentStep
-from metal_engine.models.layer_cache import AttendingCache, Attention, AttentionCall, OwnedKeys, RecordingCache
+from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionOwner, OwnedKeys, RecordingCache
 from metal_engine.models.recurrent.recording import CallTrace, RecordingState
 from metal_engine.models.recurrent.recurrences import REPLACEMENTS as RECURRENCES
 from metal_engine.models.softcap import open_softcapped_layers
@@ -134,7 +134,7 @@ def _attention_seam(original: Attention) -> Attention:
         sinks: mx.array | None = None,
     ) -> mx.array:
         owner = keys.owner if cache is None and isinstance(keys, OwnedKeys) else cache
-        if isinstance(owner, AttendingCache):
+        if isinstance(owner, AttentionOwner):
             return owner.attend(AttentionCall(queries, keys, values, scale, mask, sinks), original)
         return original(queries, keys, values, cache, scale, mask, sinks)
 
