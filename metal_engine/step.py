@@ -182,6 +182,7 @@ class ModelOutput:
         errors: by request id, why what the request asks for must end it. Its sampled token is void.
         late_req_ids: sampling requests whose grammar has not told yet what it allows. Their sampled tokens are void,
             their drafts rejected, and the last tokens that they have computed are to be computed again.
+        num_unmasked_drafts: drafts that cannot be accepted, since what their grammar allows after them is not known.
         pooled: by request id, what each of ``SchedulerOutput.pooled_req_ids`` comes to, [D] float32.
     """
 
@@ -192,6 +193,7 @@ class ModelOutput:
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     late_req_ids: set[str] = field(default_factory=set)
+    num_unmasked_drafts: int = 0
     pooled: dict[str, np.ndarray] = field(default_factory=dict)
 
     def drafts_of(self, plan: SchedulerOutput, request_id: str) -> list[int]:

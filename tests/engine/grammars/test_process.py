@@ -15,7 +15,17 @@ import llguidance
 import pytest
 
 from metal_engine.engine.grammars import process
-from metal_engine.engine.grammars.messages import ERROR, MASK, framed, pack_masks, pack_step, unpack_masks, unpack_step
+from metal_engine.engine.grammars.channel import receive
+from metal_engine.engine.grammars.messages import (
+    ERROR,
+    MASK,
+    MASK_ALONE,
+    framed,
+    pack_masks,
+    pack_step,
+    unpack_masks,
+    unpack_step,
+)
 from tests.engine.grammars.hostile import NESTED_REPEATS, PATTERNS, cubic
 from tools.fixtures.fake_engine import byte_ids, tiny_tokenizer
 
@@ -45,7 +55,7 @@ def run_forked(
         try:
             for message in (json.dumps(wanted).encode(), *messages):
                 ours.sendall(framed(message))
-                answers.append(process.receive(ours))
+                answers.append(receive(ours))
         except (EOFError, OSError):
             pass
     _, status, usage = os.wait4(pid, 0)
@@ -119,7 +129,7 @@ def test_masks_after_drafts_leave_the_output_where_it_is(tokenizer: llguidance.L
 
 
 def test_a_draft_that_explodes_ends_no_output(tokenizer: llguidance.LLTokenizer) -> None:
-    """Neither the one that it was of, nor another; there are no masks after drafts any more."""
+    """Neither the one that it was of, nor another; there are no masks after drafts any more, which is said once."""
     grammar = {"grammar": cubic(400)}
     wrong = byte_ids("abaaa")
     answers, status, _ = run_forked(
@@ -139,7 +149,8 @@ def test_a_draft_that_explodes_ends_no_output(tokenizer: llguidance.LLTokenizer)
         pack_step(0, byte_ids("b")),
     )
     assert status == 0 and len(answers) == len(plain) == 5
-    assert answers[1:] == plain[1:] and all(unpack_masks(answer)[0] == 1 for answer in answers[1:])
+    assert answers[1][:1] == MASK_ALONE and all(unpack_masks(answer)[0] == 1 for answer in answers[1:])
+    assert [MASK + answers[1][1:], *answers[2:]] == plain[1:]
 
 
 def test_masks_after_drafts_take_nothing_of_what_outputs_may_take(
