@@ -32,14 +32,15 @@ class LeaderRunner:
 
     def execute(self, plan: SchedulerOutput) -> LeaderStep:
         self._watch.check()
-        content = encode_plan(plan)
         try:
+            content = encode_plan(plan)
             step = self._runner.execute(plan, on_built=lambda: self._send(Kind.PLAN, content))
         except RunnerLostError:
             raise
         except Exception:
             # The engine ends these requests; the others must not hold what this plan would have dropped, either.
             self._send(Kind.DROP, encode_ids([*plan.dropped_req_ids, *plan.num_scheduled_tokens]))
+            self._runner.forget(plan.dropped_req_ids)  # unless it has
             raise
         return LeaderStep(self, step)
 

@@ -22,6 +22,9 @@ CASES = [
     ),
     RankCase(architecture="qwen3", kv_cache_dtype="int8"),
     RankCase(requests="pooled"),
+    # Its LM head is divided, too.
+    RankCase(architecture="qwen3_5", requests="scored"),
+    RankCase(architecture="qwen3_5", requests="scored", ahead=True),
     RankCase(refused=4),
     RankCase(refused=5, ahead=True),
     RankCase(aborted="1"),
@@ -34,6 +37,7 @@ UNEVEN = {
     RankCase(architecture="llama", heads=(9, 9)): "its layer 0 has 9 heads and 9 KV heads of 8, which 2",
     RankCase(architecture="llama", heads=(9, 3)): "its layer 0 has 9 heads and 3 KV heads of 8, which 2",
     RankCase(architecture="llama", heads=(6, 3)): "its layer 0 has 6 heads and 3 KV heads of 8, which 2",
+    RankCase(architecture="llama", intermediate=129): "2 machines cannot share its layers (",
     RankCase(architecture="gemma"): "it has no shard()",
     RankCase(architecture="llama", parallel="pipeline"): "its trunk has no pipeline()",
 }
