@@ -20,7 +20,7 @@ from metal_engine.distributed.channel import TOKEN_BYTES, Kind, Link, accept_ran
 from metal_engine.distributed.follower import follow
 from metal_engine.distributed.launch import LocalRanks, ignore_signals, launched_rank, leader_host, start_local_ranks
 from metal_engine.distributed.leader import LeaderRunner
-from metal_engine.distributed.loss import LEADER_GRACE_SECONDS, LossWatch
+from metal_engine.distributed.loss import LEADER_GRACE_SECONDS, LossWatch, StepWatch
 from metal_engine.distributed.wire import encode
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
 from metal_engine.runner.model_runner import ModelRunner
@@ -133,9 +133,11 @@ class Group:
 
     # --- steps ---
 
-    def lead(self, runner: ModelRunner) -> LeaderRunner:
-        """On rank 0: a runner whose steps all ranks run."""
-        return LeaderRunner(runner, self._links, self._watch)
+    def lead(self, runner: ModelRunner, step_seconds: float) -> LeaderRunner:
+        """On rank 0: a runner whose steps all ranks run, none of which takes as long as that."""
+        step_watch = StepWatch(self._watch, step_seconds)
+        step_watch.start()
+        return LeaderRunner(runner, self._links, self._watch, step_watch)
 
     def follow(self, runner: ModelRunner) -> None:
         """On the others: run rank 0's steps until it ends. Raises what :func:`follow` raises."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,10 @@ from metal_engine.settings.config import DeviceInfo, ModelInfo, RankInfo
 from metal_engine.settings.fields import format_size
 
 logger = logging.getLogger(__name__)
+
+# What a step may take at least before it counts as one that never ends; and how many times the largest one without a
+# context the longest one takes at most: attention over a million tokens is some 20 times the rest.
+_LEAST_STEP_SECONDS, _LONG_CONTEXT = 600.0, 40.0
 
 
 class Ranks:
@@ -78,6 +83,7 @@ class SeveralRanks(Ranks):
         self._division = Division(group.communication, group.args.pipeline_parallel_size > 1)
         self._whole: WholeModel | None = None
         self.share = group.share
+        self._began = time.monotonic()  # to run the model
 
     def device(self, device: DeviceInfo) -> DeviceInfo:
         """That of the least memory; ranks on one machine divide theirs."""
@@ -98,6 +104,7 @@ class SeveralRanks(Ranks):
 
     def agreed(self, info: ModelInfo) -> ModelInfo:
         assert self._whole is not None
+        self._began = time.monotonic()
         mine = {
             "host": host_name(),
             "weight_bytes": info.weight_bytes,
@@ -146,7 +153,9 @@ class SeveralRanks(Ranks):
             raise SystemExit(0)
 
     def lead(self, runner: ModelRunner) -> LeaderRunner | None:
-        return self._group.lead(runner)
+        # What has passed since the weights were there has the largest step, run at least once, but without a context.
+        seconds = max(_LEAST_STEP_SECONDS, _LONG_CONTEXT * (time.monotonic() - self._began))
+        return self._group.lead(runner, seconds)
 
 
 @contextmanager

@@ -86,4 +86,5 @@ def check_equal(case: RankCase, expected: dict[str, Any], found: dict[str, Any])
         assert [token for token, _ in of_one] == [token for token, _ in of_ranks]
         np.testing.assert_allclose([p for _, p in of_one], [p for _, p in of_ranks], atol=1e-3)
     assert num_same >= 2
-    np.testing.assert_allclose(expected["pooled"], found["pooled"], atol=1e-4)
+    for of_one, of_ranks in zip(expected["pooled"], found["pooled"], strict=True):
+        np.testing.assert_allclose(of_one, of_ranks, atol=1e-4)

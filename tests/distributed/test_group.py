@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from metal_engine.distributed import leader as leader_module
 from metal_engine.distributed.channel import Kind, Link, listen
 from metal_engine.distributed.group import Group, _pass_on
 from metal_engine.distributed.leader import LeaderRunner
-from metal_engine.distributed.loss import LossWatch
+from metal_engine.distributed.loss import LossWatch, StepWatch
 from metal_engine.distributed.ranks import SeveralRanks
 from metal_engine.distributed.wire import decode_ids
 from metal_engine.errors import ModelLoadError, UnsupportedModelError
@@ -157,7 +159,7 @@ def test_a_plan_that_is_too_large_drops_what_it_would_have_dropped(monkeypatch: 
     monkeypatch.setattr(leader_module, "encode_plan", too_large)
     ours, theirs = linked()
     runner: Any = _Runner()
-    leader = LeaderRunner(runner, [ours], Watched(0, 0))
+    leader = LeaderRunner(runner, [ours], Watched(0, 0), StepWatch(Watched(0, 0), 600))
     with pytest.raises(ValueError, match="too large"):
         leader.execute(SchedulerOutput(3, {"a": 5}, dropped_req_ids=["x", "y"]))
     kind, content = theirs.receive(60)
@@ -175,7 +177,12 @@ def test_a_rank_that_takes_nothing_keeps_no_other_from_hearing_of_a_loss() -> No
     full = Link(stopped, "rank 1 (here)", 60, lambda _: None)
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()
     ours, _ = linked_to(heard)
-    threading.Thread(target=lambda: full.send(Kind.PLAN, bytes(64 << 20)), daemon=True).start()
+
+    def fill() -> None:
+        with suppress(RunnerLostError):  # at the end of this test
+            full.send(Kind.PLAN, bytes(64 << 20))
+
+    threading.Thread(target=fill, daemon=True).start()
     threading.Thread(target=_pass_on, args=([full, ours], RunnerLostError("rank 3 has gone")), daemon=True).start()
     assert heard.get(timeout=30) == "rank 3 has gone"
     reader.close()
@@ -188,6 +195,43 @@ def linked_to(heard: queue.SimpleQueue[str]) -> tuple[Link, Link]:
     links = Link(one, "rank 2 (here)", 60, lambda _: None), Link(other, "rank 0 (here)", 60, heard.put)
     links[1].start()
     return links
+
+
+def test_a_step_that_never_ends_is_a_loss() -> None:
+    """Though all ranks send heartbeats: one of them computes no more."""
+    watch = Watched(0, 0)
+    ours, theirs = linked()
+    runner: Any = _Runner()
+    leader = LeaderRunner(runner, [ours], watch, StepWatch(watch, 0.4))
+    leader._step_watch.start()
+    never = threading.Event()
+    sampling = SimpleNamespace(late_req_ids=[])
+    step: Any = SimpleNamespace(sampling=sampling, result=never.wait)
+    threading.Thread(target=leader.finish, args=(step,), daemon=True).start()
+    deadline = time.monotonic() + 60
+    while watch.error is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "rank 0 has waited 0 s for a step" in str(watch.error)
+    never.set()
+    for link in (ours, theirs):
+        link.close()
+
+
+def test_steps_that_end_are_no_loss() -> None:
+    """However many there are, and however long nobody asks for one."""
+    watch = Watched(0, 0)
+    steps = StepWatch(watch, 100)
+    for _ in range(5):
+        with steps:
+            for _ in range(19):
+                steps.count()
+    for _ in range(50):
+        steps.count()
+    assert watch.error is None
+    with steps:
+        for _ in range(21):
+            steps.count()
+    assert watch.error is not None
 
 
 def test_a_rank_ends_with_the_process_that_started_it(tmp_path: Path) -> None:

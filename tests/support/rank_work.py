@@ -35,7 +35,7 @@ def _run(case: RankCase, group: Group) -> Any:
     step_sampling._MASK_SECONDS = -1.0 if case.late else WAITS
     if case.refused is not None:
         _refuse(runner, case.refused)
-    leader = group.lead(runner)
+    leader = group.lead(runner, 600)
     result = run_case(case, leader, leader)
     for link in group._links:
         link.send(Kind.FIGURES)  # the end of this case
