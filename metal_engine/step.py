@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -181,6 +182,7 @@ class ModelOutput:
         errors: by request id, why what the request asks for must end it. Its sampled token is void.
         late_req_ids: sampling requests whose grammar has not told yet what it allows. Their sampled tokens are void,
             their drafts rejected, and the last tokens that they have computed are to be computed again.
+        num_unmasked_drafts: drafts that cannot be accepted, since what their grammar allows after them is not known.
         pooled: by request id, what each of ``SchedulerOutput.pooled_req_ids`` comes to, [D] float32.
     """
 
@@ -191,6 +193,7 @@ class ModelOutput:
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     late_req_ids: set[str] = field(default_factory=set)
+    num_unmasked_drafts: int = 0
     pooled: dict[str, np.ndarray] = field(default_factory=dict)
 
     def drafts_of(self, plan: SchedulerOutput, request_id: str) -> list[int]:
@@ -201,6 +204,10 @@ class ModelOutput:
 
 class KVCacheLostError(Exception):
     """A step failed and took the KV cache with it: all KV computed so far must be computed again."""
+
+
+class RunnerLostError(Exception):
+    """No step can run any more: another process that computes its share of every step has gone."""
 
 
 class StepHandle(Protocol):
@@ -218,7 +225,7 @@ class Runner(Protocol):
     """What the engine needs of a model runner."""
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle:
-        """Start one forward pass and one sampling pass over the plan; must not block on the device.
+        """Start one forward pass and one sampling pass over the plan; must not wait for the device to compute them.
 
         A plan that asks the draft model for something waits for that, and for nothing else.
 
@@ -228,3 +235,10 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Let go of what belongs to the calling thread. This is the last call, in the thread that ran the steps."""
+
+
+class Ranks(Protocol):
+    """The other processes that compute their shares of every step."""
+
+    def when_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
+        """Have ``tell`` called, in another thread, when one of them has gone: a step may then hang for ever."""

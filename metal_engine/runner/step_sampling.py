@@ -16,6 +16,7 @@ from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.logits_edits import CannotGoOnError, StepEdits
 from metal_engine.runner.logprobs import LogprobArrays, compute_logprobs
 from metal_engine.runner.sampler import sample
+from metal_engine.runner.token_share import TokenShare
 from metal_engine.step import ModelOutput, PromptLogprobs, SchedulerOutput
 
 # How long the grammars of a step are waited for. Most need a tenth of a millisecond.
@@ -41,6 +42,7 @@ class StepSampling:
     Args:
         may_be_late: whether a token may be computed again, when its grammar has told what may follow; else that is
             waited for.
+        share: how the ranks of a group come to the same tokens; None: there is one rank.
 
     Attributes:
         logits_indices: packed rows whose logits :meth:`build` is to be given, [R + T] int32: those that sample, then
@@ -50,8 +52,15 @@ class StepSampling:
     """
 
     def __init__(
-        self, table: RequestTable, plan: SchedulerOutput, batch: PackedBatch, *, may_be_late: bool = True
+        self,
+        table: RequestTable,
+        plan: SchedulerOutput,
+        batch: PackedBatch,
+        *,
+        may_be_late: bool = True,
+        share: TokenShare | None = None,
     ) -> None:
+        self._share = share
         self._mask_seconds = _MASK_SECONDS if may_be_late else math.inf
         self._sampling = table.sampling
         self._req_ids = plan.sampled_req_ids
@@ -67,6 +76,7 @@ class StepSampling:
         self._num_top = table.sampling.logprobs[batch.sample_indices]  # [R], -1: not asked for
         self._errors: dict[str, str] = {}
         self._late: set[str] = set()
+        self._num_unmasked = 0
         self._edits = self._collect_edits(table)
         self._prompt_rows = _prompt_rows(table, plan, batch.rows)
         self.logits_indices = batch.rows.logits_indices
@@ -136,6 +146,7 @@ class StepSampling:
                     late.append(i)
             except ValueError as error:
                 self._give_up(edits.rows[row], f"structured output failed: {error}")
+                self._num_unmasked += num_drafts > 0
         return late
 
     def build(self, logits: mx.array, *, is_dispatched: bool) -> None:
@@ -145,6 +156,9 @@ class StepSampling:
             is_dispatched: whether the device computes them already.
         """
         num_sampled = len(self._indices)
+        if self._share is not None and not self._share.samples:
+            self.tokens = self._share.received(num_sampled, logits) if num_sampled else None
+            return
         if self._prompt_rows:
             targets = mx.array(np.concatenate([p.targets for p in self._prompt_rows]))
             num_top = max(p.num_top for p in self._prompt_rows)
@@ -152,6 +166,8 @@ class StepSampling:
             logits = logits[:num_sampled]
         if num_sampled:
             self.tokens = self._sample(logits, is_dispatched)
+            if self._share is not None:
+                self.tokens = self._share.sent(self.tokens)
             wanted = np.flatnonzero(self._num_top >= 0)
             if len(wanted):
                 at = mx.array(wanted.astype(np.int32))
@@ -173,6 +189,15 @@ class StepSampling:
         return mx.concatenate([tokens, others])[mx.array(order)]
 
     @property
+    def late_req_ids(self) -> set[str]:
+        """Requests whose grammar has not told in time, after :meth:`build` or :meth:`told_late`."""
+        return self._late
+
+    def told_late(self, request_ids: set[str]) -> None:
+        """Take over whose samples are void from the rank that sampled."""
+        self._late = request_ids
+
+    @property
     def arrays(self) -> list[mx.array]:
         """Arrays to evaluate before :meth:`result`; none if all that the step computes is KV."""
         arrays = [] if self.tokens is None else [self.tokens]
@@ -184,6 +209,7 @@ class StepSampling:
         """Returns the step's output. To be called when :attr:`arrays` are evaluated."""
         output = ModelOutput([] if self.tokens is None else np.array(self.tokens).tolist())
         output.errors, output.late_req_ids = self._errors, self._late
+        output.num_unmasked_drafts = self._num_unmasked
         num_tops = self._num_top.tolist()
         if self._logprobs is not None:
             tokens = self._logprobs.on_host([k for k in num_tops if k >= 0])

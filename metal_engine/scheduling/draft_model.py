@@ -44,19 +44,46 @@ class DraftModelProposer:
         self._predictions.forget(request_id)
 
 
-class DraftCosts:
-    """What a draft model takes, as it is measured, and what may be spent on drafts that are not expected to pay.
+class _Seconds:
+    """What something takes, from measurements.
 
     Attributes:
-        forward_seconds: of a forward that gives each request a draft; 0 while that is not known.
+        first: may have compiled something; 0 until there is one.
+        known: 0 until there are two.
     """
 
     def __init__(self) -> None:
-        self.forward_seconds = 0.0
-        self._token_seconds = 0.0  # of a token that it has fallen behind
+        self.known = self.first = 0.0
+
+    def measured(self, seconds: float) -> None:
+        seconds = max(seconds, 1e-12)
+        if self.known:
+            self.known += _WEIGHT * (min(seconds, _HELD_UP * self.known) - self.known)
+        elif self.first:
+            self.known = min(self.first, seconds)
+        else:
+            self.first = seconds
+
+
+class DraftCosts:
+    """What a draft model takes, as it is measured, and what may be spent on drafts that are not expected to pay."""
+
+    def __init__(self) -> None:
+        self._forward = _Seconds()  # that gives each request a draft
+        self._token = _Seconds()  # that it has fallen behind
         self._seconds = 0.0  # of all steps
         self._tried_seconds = 0.0  # of them, for drafts that were not expected to pay
         self._num_computed: dict[str, int] = {}  # by request: tokens that the draft model has, as far as is known
+
+    @property
+    def forward_seconds(self) -> float:
+        """Of a forward that gives each request a draft; 0 while that is not known."""
+        return self._forward.known
+
+    @property
+    def _token_seconds(self) -> float:
+        """Of a token that the draft model has fallen behind: never more than a forward takes; 0 while not known."""
+        return self._token.known or min(self._token.first, self.forward_seconds)
 
     @property
     def are_known(self) -> bool:
@@ -79,15 +106,17 @@ class DraftCosts:
             self._tried_seconds += drafting.seconds
         self._num_computed |= {r: n for r, n in drafting.num_computed_tokens.items() if r in requests}
         if drafting.num_forwards:
-            seconds = drafting.forward_seconds / drafting.num_forwards
-            self.forward_seconds = _weighed(self.forward_seconds, seconds)
+            self._forward.measured(drafting.forward_seconds / drafting.num_forwards)
         if drafting.num_tokens:
-            seconds = (drafting.seconds - drafting.forward_seconds) / drafting.num_tokens
-            self._token_seconds = _weighed(self._token_seconds, seconds)
+            self._token.measured((drafting.seconds - drafting.forward_seconds) / drafting.num_tokens)
+
+    def num_behind(self, request: Request) -> int:
+        """Returns how many tokens of a request the draft model lacks, beside those that are new in each step."""
+        return request.num_tokens - NEW_TO_DRAFT_MODEL - self._num_computed.get(request.request_id, 0)
 
     def may_try(self, request: Request) -> bool:
         """Whether a draft of a request may be computed only to see whether it comes."""
-        num_behind = request.num_tokens - self._num_computed.get(request.request_id, 0)
+        num_behind = self.num_behind(request) + NEW_TO_DRAFT_MODEL
         seconds = self.forward_seconds + num_behind * (self._token_seconds or self.forward_seconds)
         return self._tried_seconds + seconds <= _TRYING_SHARE * self._seconds
 
@@ -96,9 +125,8 @@ class DraftCosts:
 
         0 while nothing is known of that.
         """
-        num_behind = request.num_tokens - NEW_TO_DRAFT_MODEL - self._num_computed.get(request.request_id, 0)
         num_steps = min(_CATCHING_UP_STEPS, request.max_tokens - request.num_output_tokens)
-        return max(0, num_behind) * self._token_seconds / max(1, num_steps)
+        return max(0, self.num_behind(request)) * self._token_seconds / max(1, num_steps)
 
     def settled(self, request_id: str, num_tokens: int) -> None:
         """A request has so many tokens, accepted drafts among them: KV of others is of rejected drafts."""
@@ -107,9 +135,3 @@ class DraftCosts:
     def forget(self, request_id: str) -> None:
         """A request has ended, or lost its blocks."""
         self._num_computed.pop(request_id, None)
-
-
-def _weighed(known: float, seconds: float) -> float:
-    if not known:
-        return seconds
-    return known + _WEIGHT * (min(seconds, _HELD_UP * known) - known)

@@ -57,7 +57,13 @@ def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine
     """An engine on the demo model; each call takes the KV cache of the one before."""
 
     def make(
-        *, budget: int = 512, block_size: int = 16, num_blocks: int = 512, max_num_seqs: int = 64, ahead: bool = False
+        *,
+        budget: int = 512,
+        block_size: int = 16,
+        num_blocks: int = 512,
+        max_num_seqs: int = 64,
+        ahead: bool = False,
+        behind: bool = False,
     ) -> EngineCore:
         return engine_for(
             paged_demo,
@@ -68,6 +74,7 @@ def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             ahead=ahead,
+            behind=behind,
         )
 
     return make
@@ -83,6 +90,7 @@ def engine_for(
     num_blocks: int,
     max_num_seqs: int,
     ahead: bool = False,
+    behind: bool = False,
     caching: bool = False,
     connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None = None,
     fingerprint: str = "",
@@ -95,6 +103,7 @@ def engine_for(
 
     Args:
         ahead: steps are planned and built while the one before them runs.
+        behind: they are dispatched then, too, in two parts: as on a GPU.
         caching: of prefixes; implied by a ``connector``, whose two halves are given.
         fingerprint: what cached prefixes are found under.
         attention: the backend; the portable one if None.
@@ -140,5 +149,6 @@ def engine_for(
     draft_model = None
     if draft is not None:
         draft_model = DraftModel(draft, attention, config.scheduler, config.cache, vocab_size=vocab_size)
-    runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, draft_model)
+    gpu_like = {"goes_behind": True, "in_parts": True} if behind else {}
+    runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, draft_model, **gpu_like)
     return EngineCore(config, runner, tokenizer, scheduler_side, adapters)

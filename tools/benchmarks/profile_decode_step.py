@@ -134,7 +134,7 @@ class Answers:
         rng = random.Random(0)
         params = SamplingParams(temperature=0.0, max_tokens=2 * num_steps + 40, ignore_eos=True)
         for i in range(num_requests):
-            self._clients._queues[str(i)] = _Mailbox(0)
+            self._clients._queues[str(i)] = _Mailbox(0, max_unread=1000)
             prompt = random_prompt(rng, rng.randint(40, 80))
             self.core.add_request(str(i), self.core.prepare(prompt, params))
         while any(r.num_output_tokens < 2 for r in self.core.scheduler.requests.values()):
