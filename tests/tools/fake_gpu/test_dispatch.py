@@ -58,7 +58,7 @@ def test_behind_a_step_is_given_before_the_one_before_is_waited_for(on_device: O
     """In two parts: the tokens of the step before are told between them, when nothing has made the host wait."""
     found = on_device("order", behind=True)
     assert found["seen"] == ["give", "build", "give", "wait", "tokens"] * 3
-    assert any(found["unfinished"]), "the step behind was waited for, too"
+    assert max(found["unfinished"]) > 1, "the step behind was waited for, too"  # one: of waiting itself
 
 
 def test_after_the_end_a_step_is_given_when_the_one_before_has_been_waited_for(on_device: OnDevice) -> None:
