@@ -20,6 +20,7 @@ Run as a module: ``python -m metal_engine.engine.grammars.process FD``. Loads no
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -275,6 +276,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, wanted: bytes) -> llguida
 
 def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> None:
     """Compile the grammar that comes over a socket, then serve its outputs until the socket closes."""
+    gc.freeze()  # a collection would write to the pages of what this was forked off: CPU time, and memory
     growth = Growth()
     watch = _Watch(channel, growth)
     wanted = receive(channel)
