@@ -21,6 +21,7 @@ from metal_engine.checkpoints.names import DEMO_MODEL, is_local, parse_hub_name
 from metal_engine.device.command_buffers import command_buffer_limits, limits_in_force, set_command_buffer_limits
 from metal_engine.errors import one_line
 from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.resolve import plans_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def limit_command_buffers(models: Iterable[EngineArgs]) -> None:
     models = list(models)
     configs = [config for args in models if (config := known_config(args)) is not None]
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    may_go_behind = any(args.async_scheduling for args in models)
+    may_go_behind = any(plans_ahead(args, "metal") for args in models)
     set_command_buffer_limits(command_buffer_limits(configs, memory_bytes, may_go_behind=may_go_behind))
     if (limits := limits_in_force()) is None:
         logger.info("Metal's command buffers have MLX's own limits: MLX has been loaded before")

@@ -45,7 +45,8 @@ def serve_several(
     if not (models or found):
         raise ConfigError("--models-dir", f"{registry_args.models_dir} has no model, and no MODEL is named")
     with listen(server_args) as listener:
-        limit_command_buffers(replace(args, model=name) for name in (*models, *map(str, found.values())))
+        each_alone = (replace(args, model=name) for name in (*models, *map(str, found.values())))
+        limit_command_buffers(replace(one, async_scheduling=False) for one in each_alone)
         device = device_info(load_optimized_blas())
         import_what_loads()
         memory_bytes = models_memory(args, registry_args, device)

@@ -180,8 +180,11 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         group=SCHEDULING,
         ge=1,
     )
-    async_scheduling: bool = setting(
-        False, "Plan the next step while the device still computes the last one.", group=SCHEDULING
+    async_scheduling: bool | None = setting(
+        None,
+        "Plan the next step while the device still computes the last one. Default: on with Metal for one model on one "
+        "machine without a draft model, else off.",
+        group=SCHEDULING,
     )
 
     speculative_config: str | None = setting(

@@ -120,9 +120,22 @@ def _scheduler(args: EngineArgs, model: ModelInfo, device: DeviceInfo, draft: Mo
         page_aligned_scheduling=args.page_aligned_scheduling,
         scheduling_policy=args.scheduling_policy,
         max_attention_work=args.max_attention_work or _attention_work(model, device),
-        async_scheduling=args.async_scheduling,
+        async_scheduling=plans_ahead(args, device.kind),
         speculative=_speculative(args, draft),
     )
+
+
+def plans_ahead(args: EngineArgs, device_kind: str) -> bool:
+    """Whether steps are planned one ahead.
+
+    By default where a device of its own computes them. On a CPU, host and model share the cores. A draft model runs in
+    no step that is planned ahead, and several ranks have not been measured on Macs.
+    """
+    if args.async_scheduling is not None:
+        return args.async_scheduling
+    speculative = speculative_config(args)
+    has_draft_model = speculative is not None and speculative.model is not None
+    return device_kind != "cpu" and args.num_ranks == 1 and not has_draft_model
 
 
 def _speculative(args: EngineArgs, draft: ModelInfo | None) -> SpeculativeConfig | None:

@@ -97,6 +97,7 @@ def args_of_one(args: EngineArgs, memory_bytes: int, device: DeviceInfo) -> Engi
             SPECULATIVE,
             f"with the method {speculative.method} is for one model that stays, not for those that come and go",
         )
+    args = replace(args, async_scheduling=False)
     if args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None:
         return args
     kv_bytes = int(memory_bytes * _KV_SHARE)

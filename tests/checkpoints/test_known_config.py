@@ -64,7 +64,7 @@ def test_a_broken_configuration_is_for_the_loader_to_tell(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("on_a_mac")
 def test_limits_are_set_for_the_smallest_model(tmp_path: Path) -> None:
     small, large = (checkpoint(tmp_path / str(n), num_hidden_layers=n) for n in (24, 80))
-    limit_command_buffers(EngineArgs(model=model, async_scheduling=True) for model in (large, small, "./nowhere"))
+    limit_command_buffers(EngineArgs(model=model) for model in (large, small, "./nowhere"))
     assert os.environ[MAX_OPS] == "23"  # 24 layers of 16 kernels in 16 command buffers
     assert int(os.environ[MAX_MB]) >= 50
     limit_command_buffers([EngineArgs(model=large, async_scheduling=True)])
@@ -85,7 +85,8 @@ def test_a_draft_model_does_not_count(tmp_path: Path) -> None:
 def test_one_by_one_the_limit_of_operations_is_only_raised(
     sizes: tuple[int, ...], max_ops: str | None, tmp_path: Path
 ) -> None:
-    limit_command_buffers(EngineArgs(model=checkpoint(tmp_path / str(n), num_hidden_layers=n)) for n in sizes)
+    models = [checkpoint(tmp_path / str(n), num_hidden_layers=n) for n in sizes]
+    limit_command_buffers(EngineArgs(model=model, async_scheduling=False) for model in models)
     assert os.environ.get(MAX_OPS) == max_ops
     assert int(os.environ[MAX_MB]) >= 50
 

@@ -249,8 +249,8 @@ def test_help_is_in_groups_and_shows_every_default() -> None:
         body = groups[one.group]
         assert one.flag in body
         if one.kind == "bool":
-            value = "on" if one.default else "off"
-            shown = rf"{one.flag} / --no-{one.flag[2:]} .*?Default: {value}\."
+            value = {True: r"on\.", False: r"off\.", None: "on with Metal"}[one.default]
+            shown = rf"{one.flag} / --no-{one.flag[2:]} .*?Default: {value}"
             assert re.search(shown, body), one.flag
         assert help_text(one) in body, one.flag
 
