@@ -112,9 +112,12 @@ def test_the_gateway_takes_its_command() -> None:
     assert (args.host, args.prometheus_host, args.api_key) == ("0.0.0.0", "127.0.0.1", "KEY")
     assert args.policy == "cache_aware"
     tried = parse_router_args(["--worker-urls", *args.worker_urls, *ROUTING_FLAGS])
-    for name in ("disable_circuit_breaker", "health_success_threshold", "load_monitor_interval"):
+    for name in (
+        *("disable_circuit_breaker", "worker_overload_protection"),
+        *("health_success_threshold", "load_monitor_interval"),
+    ):
         assert getattr(args, name) == getattr(tried, name), f"the tests try other flags: {name}"
-    assert args.disable_circuit_breaker is True
+    assert args.disable_circuit_breaker is True and args.worker_overload_protection is False
     assert plist["ExitTimeOut"] > args.shutdown_grace_period_secs
 
 
