@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from tests.support.serving import DEADLINE, wait_until
 from tools.fixtures.fake_engine import byte_ids, generated
 from tools.gateway.processes import gateway, healthy_servers
 
+# One for all: to make a client takes longer than to ask. Nothing is kept open, for servers are killed here.
+HTTP = httpx.Client(timeout=DEADLINE, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "fake"
 
@@ -55,13 +57,15 @@ class FakeServer:
         return status
 
     @property
-    def num_running(self) -> int:
-        return int(httpx.get(f"{self.url}/health", timeout=DEADLINE).json()["running"])
+    def num_open(self) -> int:
+        """Requests that it has not answered yet."""
+        health = HTTP.get(f"{self.url}/health").json()
+        return int(health["running"]) + int(health["waiting"])
 
     @property
     def num_finished(self) -> int:
         """Requests that it has answered whole."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=DEADLINE).text.splitlines()
+        lines = HTTP.get(f"{self.url}/metrics").text.splitlines()
         prefix = "metal_engine:request_success_total{"
         counts = [line for line in lines if line.startswith(prefix) and '"length"' in line]
         return sum(int(float(line.split()[-1])) for line in counts)
@@ -91,9 +95,15 @@ def wait_for_servers(url: str, servers: Sequence[FakeServer]) -> None:
     wait_until(lambda: sorted(healthy_servers(url)) == wanted, "the gateway to see which servers are well")
 
 
-def prompts(number: int, name: str) -> list[str]:
+def servers_with_known_load(url: str) -> list[str]:
+    """The URLs of the servers whose metrics the gateway has read when it last asked all of them."""
+    loads = HTTP.get(f"{url}/get_loads").json()["loads"]
+    return sorted(load["worker"] for load in loads)
+
+
+def prompts(number: int, name: str, first: int = 0) -> list[str]:
     """Prompts of which no two begin alike; none of their characters joins with another to a token."""
-    return [f"{i:03}{name}" + "0123456789" * 4 for i in range(number)]
+    return [f"{i:03}{name}" + "0123456789" * 4 for i in range(first, first + number)]
 
 
 def expected(prompt: str, num_tokens: int) -> str:
@@ -101,28 +111,41 @@ def expected(prompt: str, num_tokens: int) -> str:
     return bytes(generated(byte_ids(prompt), num_tokens)).decode(errors="replace")
 
 
-def ask_all(
-    url: str,
-    texts: Sequence[str],
-    num_tokens: int,
-    *,
-    at_once: int,
-    after: int = 0,
-    do: Callable[[], None] | None = None,
-) -> list[httpx.Response]:
-    """Asks for a completion of each text, so many at once; does something when ``after`` have been answered."""
-    done = threading.Semaphore(0)
+def ask(url: str, text: str, num_tokens: int) -> httpx.Response:
+    """A completion, whole."""
+    body: dict[str, Any] = {"model": MODEL, "prompt": text, "max_tokens": num_tokens, "ignore_eos": True}
+    return HTTP.post(f"{url}/v1/completions", json={**body, "temperature": 0})
+
+
+def ask_while(
+    url: str, name: str, num_requests: int, num_tokens: int, *, at_once: int, do: Callable[[], None]
+) -> list[tuple[str, httpx.Response]]:
+    """Asks for completions, so many at once, and does something meanwhile; what was asked, and the answers.
+
+    A quarter of the requests come before it, as many as it takes while it is being done, half of them or more after.
+    """
+    free = threading.Semaphore(at_once)
+    sent: list[tuple[str, Future[httpx.Response]]] = []
 
     def one(text: str) -> httpx.Response:
-        body: dict[str, Any] = {"model": MODEL, "prompt": text, "max_tokens": num_tokens, "ignore_eos": True}
-        answer = httpx.post(f"{url}/v1/completions", json={**body, "temperature": 0}, timeout=DEADLINE)
-        done.release()
-        return answer
+        try:
+            return ask(url, text, num_tokens)
+        finally:
+            free.release()
 
-    with ThreadPoolExecutor(at_once) as pool:
-        futures = [pool.submit(one, text) for text in texts]
-        if do is not None:
-            for _ in range(after):
-                assert done.acquire(timeout=DEADLINE)
-            do()
-        return [future.result() for future in futures]
+    with ThreadPoolExecutor(at_once + 1) as pool:
+
+        def send() -> None:
+            assert free.acquire(timeout=DEADLINE)
+            (text,) = prompts(1, name, len(sent))
+            sent.append((text, pool.submit(one, text)))
+
+        for _ in range(num_requests // 4):
+            send()
+        doing = pool.submit(do)
+        while not doing.done():
+            send()
+        doing.result()
+        for _ in range(max(num_requests // 2, num_requests - len(sent))):
+            send()
+        return [(text, future.result()) for text, future in sent]

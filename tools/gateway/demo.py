@@ -74,6 +74,7 @@ class Fleet:
                     print(f"{url} has ended with status {process.returncode}; starting it again ...", flush=True)
                     self.start(int(url.rpartition(":")[2]))
                     print(f"{url} is ready again", flush=True)
+                    known = []  # to be told, also if the gateway has not noticed anything or knows it already
             now = healthy_servers(self.url)
             if sorted(now) != sorted(known):
                 print(f"the gateway sends requests to {' and '.join(sorted(now)) or 'nobody'}", flush=True)

@@ -22,6 +22,14 @@ import httpx
 from tools.fixtures.ports import free_port
 from tools.fixtures.valkey_binary import valkey_binary
 
+# As docs/scaling.md and docs/launchd have them. The gateway's circuit breaker would leave a server that was killed
+# under load out for 60 s, however well it is by then, unless the checks saw it dead: nobody would be there to take
+# over if another one is told to end meanwhile. Its overload protection would ask a dead server, again and again, as
+# long as the others have eight requests waiting. Requests that fail are asked of another server without the two.
+ROUTING_FLAGS = (
+    *("--disable-circuit-breaker", "--disable-worker-overload-protection"),
+    *("--health-success-threshold", "1", "--load-monitor-interval", "1"),
+)
 # Half of it, five seconds at most, the gateway waits in any case when it is told to end.
 GRACE_SECONDS = 4
 _START_SECONDS = 300.0
@@ -123,7 +131,8 @@ def gateway_command(port: int, metrics_port: int, *flags: str) -> list[str]:
         *(sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
         *("--health-check-interval-secs", "1", "--worker-startup-check-interval", "1"),
-        *("--load-monitor-interval", "1", "--shutdown-grace-period-secs", str(GRACE_SECONDS)),
+        *("--shutdown-grace-period-secs", str(GRACE_SECONDS)),
+        *ROUTING_FLAGS,
         *flags,
     ]
 

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from metal_engine.cli import main
 from metal_engine.kv_transfer.settings import kv_transfer_config
 from metal_engine.settings.args import EngineArgs, ServerArgs
+from tools.gateway.processes import ROUTING_FLAGS
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGE = (DOCS / "scaling.md").read_text(encoding="utf-8")
@@ -110,6 +111,13 @@ def test_the_gateway_takes_its_command() -> None:
     assert args.worker_urls == ["http://mac1.local:8000", "http://mac2.local:8000"]
     assert (args.host, args.prometheus_host, args.api_key) == ("0.0.0.0", "127.0.0.1", "KEY")
     assert args.policy == "cache_aware"
+    tried = parse_router_args(["--worker-urls", *args.worker_urls, *ROUTING_FLAGS])
+    for name in (
+        *("disable_circuit_breaker", "worker_overload_protection"),
+        *("health_success_threshold", "load_monitor_interval"),
+    ):
+        assert getattr(args, name) == getattr(tried, name), f"the tests try other flags: {name}"
+    assert args.disable_circuit_breaker is True and args.worker_overload_protection is False
     assert plist["ExitTimeOut"] > args.shutdown_grace_period_secs
 
 
