@@ -131,6 +131,12 @@ def counts(server: ProbedServer) -> dict[str, float]:
     }
 
 
+def has_seen_all(load: Load, after: dict[str, float]) -> bool:
+    """Whether each kind of request has been answered, and KV has gone to the store and come back."""
+    names = ("num_preemptions_total", "kv_transfer_blocks_saved_total", "kv_transfer_blocks_loaded_total")
+    return set(load.told) == {job.kind for job in load.jobs} and all(after[name] for name in names)
+
+
 @pytest.mark.parametrize(
     ("num_clients", "seconds", "num_texts", "num_blocks"),
     [(24, 5, 1, 100), pytest.param(150, 300, 4, 100, marks=pytest.mark.full)],
@@ -150,17 +156,18 @@ def test_answers_under_load_are_those_alone(
             before = when_idle(server)
         with hostile_clients(server, cases) as statuses, resident_memory(server) as resident:
             asyncio.run(load.run(num_clients, seconds))
+            for _ in range(10):  # a busy machine may not have come to all of it yet
+                if has_seen_all(load, counts(server)):
+                    break
+                asyncio.run(load.run(num_clients, seconds))
         server.settle()
         after = counts(server)
         print(f"{load.told.total()} answers, {load.num_left} clients left, {len(statuses)} hostile requests; {after}")
         assert not load.wrong, (len(load.wrong), load.wrong[:3])
-        assert set(load.told) == {job.kind for job in load.jobs}
-        assert load.num_left and statuses
+        assert has_seen_all(load, after) and load.num_left and statuses
         assert after["num_requests_running"] == after["num_requests_waiting"] == after["kv_cache_usage_perc"] == 0
         assert after["failed_steps_total"] == 0
         assert server.health()["status"] == "ok"
-        assert after["num_preemptions_total"] > 0
-        assert after["kv_transfer_blocks_saved_total"] > 0 and after["kv_transfer_blocks_loaded_total"] > 0
         if seconds > 60:
             half = len(resident) // 2
             first, second = statistics.median(resident[:half]), statistics.median(resident[half:])
