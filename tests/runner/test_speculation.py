@@ -53,9 +53,9 @@ SAMPLED: list[dict[str, Any]] = [
 EVERYTHING: Requests = [
     *((byte_ids(f"prompt {i} the thing"), params(**fields)) for i, fields in enumerate(SAMPLED)),
     *(
-        (byte_ids(f"{i} follows"), SamplingParams(seed=20 + i, max_tokens=18, structured_outputs=one, **more))
+        (byte_ids(f"{i}{name} follows"), SamplingParams(seed=20 + i, max_tokens=18, structured_outputs=one, **more))
         for i, one in enumerate(GRAMMARS)
-        for more in ({}, {"repetition_penalty": 1.2, "logprobs": 1, "min_tokens": 4})
+        for name, more in (("", {}), ("b", {"repetition_penalty": 1.2, "logprobs": 1, "min_tokens": 4}))
     ),
 ]
 
@@ -86,6 +86,7 @@ def without() -> list[list[RequestOutput]]:
 
 
 def known(requests: Requests, outputs: list[list[RequestOutput]], **options: Any) -> KnownOutputs:
+    assert len({tuple(prompt) for prompt, _ in requests}) == len(requests)
     return KnownOutputs(
         {tuple(p): token_ids(output) for (p, _), output in zip(requests, outputs, strict=True)}, **options
     )

@@ -26,7 +26,7 @@ from tests.support.raw_http import (
 from tests.support.serving import Served, serve
 
 # Longer than any pause of these tests, and short enough to wait for.
-SECONDS = {"timeout_read": 1.0, "timeout_keep_alive": 0.2}
+SECONDS = {"timeout_read": 2.0, "timeout_keep_alive": 1.0}
 
 
 @pytest.fixture(scope="module")
