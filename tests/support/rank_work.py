@@ -46,7 +46,7 @@ def _follow(runner: ModelRunner, group: Group) -> None:
     steps: deque[PendingStep] = deque()
     (leader,) = group._links
     while (frame := leader.receive())[0] is not Kind.FIGURES:
-        run_frame(runner, steps, *frame)
+        run_frame(runner, steps, leader, *frame)
     # Nothing of any request is left but of those that rank 0 has not told to be dropped, at the end of a step.
     assert not steps
 
