@@ -65,6 +65,7 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
     from metal_engine.server.listen import listen
     from metal_engine.server.run import quit_on_signals, run_server
 
+    args.refuse_with_ranks("--lora-dir", server_args.lora_dir)
     names = server_args.served_model_name or (args.model,)
     with _naming_the_model(args), listen(server_args) as listener:  # before the model: a port in use is noticed at once
         engine = AsyncEngine(lambda: build_engine(args))

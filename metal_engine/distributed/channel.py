@@ -29,6 +29,7 @@ TOKEN_BYTES = 16
 _HEADER = struct.Struct(">IB")
 HEADER_BYTES = _HEADER.size
 _RANK = struct.Struct(">I")
+_PROGRESS = struct.Struct(">Q")
 # Heartbeats in the time after which a rank counts as lost; and seconds between two at most.
 _BEATS, _MAX_BEAT_SECONDS = 5, 2.0
 # Parts in which silence is counted; and by how much a wait is longer than asked for in a process that was stopped.
@@ -44,7 +45,7 @@ _AGAIN_SECONDS = 0.2
 class Kind(IntEnum):
     """What a frame is."""
 
-    BEAT = 0
+    BEAT = 0  # with how far its sender is
     PLAN = 1  # a step to start
     FINISH = 2  # the oldest step under way is to be finished
     DROP = 3  # requests of a plan that was refused
@@ -60,10 +61,15 @@ class Link:
         name: of the other rank, in messages.
         timeout: seconds of silence after which it counts as lost.
         on_lost: called with what has happened to it, in another thread.
+
+    Attributes:
+        progress: how many parts of steps this rank has done, which its heartbeats tell; all ranks do the same ones.
+        their_progress: what the other rank's last heartbeat told.
     """
 
     def __init__(self, connection: socket.socket, name: str, timeout: float, on_lost: Callable[[str], None]) -> None:
         self.name = name
+        self.progress = self.their_progress = 0
         self._connection = connection
         self._timeout = timeout
         self._on_lost = on_lost
@@ -131,12 +137,14 @@ class Link:
             except ValueError as error:
                 self._lose(f"{self.name} sends {error}")
                 return
-            if kind is Kind.LOST:
+            if kind is Kind.BEAT:
+                (self.their_progress,) = _PROGRESS.unpack(content)
+            elif kind is Kind.LOST:
                 self._on_lost(content.decode(errors="replace"))
             elif kind is Kind.QUIT:
                 self._is_closing = True
                 self._inbox.put((kind, content))
-            elif kind is not Kind.BEAT:
+            else:
                 self._inbox.put((kind, content))
 
     def _beat(self) -> None:
@@ -144,7 +152,7 @@ class Link:
         while not self._is_closing:
             time.sleep(pause)
             try:
-                self.send(Kind.BEAT)
+                self.send(Kind.BEAT, _PROGRESS.pack(self.progress))
             except RunnerLostError:
                 return
 
@@ -157,7 +165,7 @@ def read_frame(connection: socket.socket, timeout: float) -> tuple[Kind, bytes]:
         ValueError: what it sends is no frame.
     """
     length, kind = _HEADER.unpack(_exactly(connection, _HEADER.size, timeout))
-    if length > MAX_FRAME or kind not in list(Kind):
+    if length > MAX_FRAME or kind not in list(Kind) or (kind == Kind.BEAT and length != _PROGRESS.size):
         raise ValueError(f"what is no frame (kind {kind}, {length} bytes)")
     return Kind(kind), _exactly(connection, length, timeout)
 

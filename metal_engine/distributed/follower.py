@@ -22,7 +22,7 @@ def follow(runner: ModelRunner, link: Link, watch: LossWatch, rank: int) -> None
     """
     steps: deque[PendingStep] = deque()
     try:
-        while run_frame(runner, steps, *link.receive()):
+        while run_frame(runner, steps, link, *link.receive()):
             pass
     except Exception as error:
         # Where another rank has gone, rank 0 says so.
@@ -35,15 +35,20 @@ def follow(runner: ModelRunner, link: Link, watch: LossWatch, rank: int) -> None
     runner.close()
 
 
-def run_frame(runner: ModelRunner, steps: deque[PendingStep], kind: Kind, content: bytes) -> bool:
-    """Do what a frame says; False if that is the end."""
+def run_frame(runner: ModelRunner, steps: deque[PendingStep], link: Link, kind: Kind, content: bytes) -> bool:
+    """Do what a frame says, and count it in what the link tells; False if that is the end."""
+
+    def done() -> None:
+        link.progress += 1
+
     match kind:
         case Kind.PLAN:
-            steps.append(runner.execute(decode_plan(content)))
+            steps.append(runner.execute(decode_plan(content), on_built=done))
         case Kind.FINISH:
             step = steps.popleft()
             step.sampling.told_late(set(decode_ids(content)))
             step.result()
+            done()
         case Kind.DROP:
             runner.forget(decode_ids(content))
         case Kind.QUIT:

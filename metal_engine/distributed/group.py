@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any, cast
@@ -18,9 +18,18 @@ import mlx.core as mx
 from metal_engine import __version__
 from metal_engine.distributed.channel import TOKEN_BYTES, Kind, Link, accept_ranks, connect, listen
 from metal_engine.distributed.follower import follow
-from metal_engine.distributed.launch import LocalRanks, ignore_signals, launched_rank, leader_host, start_local_ranks
+from metal_engine.distributed.launch import (
+    LOOPBACK,
+    LocalRanks,
+    ignore_signals,
+    launched_rank,
+    leader_host,
+    start_local_ranks,
+    started_here,
+)
 from metal_engine.distributed.leader import LeaderRunner
 from metal_engine.distributed.loss import LEADER_GRACE_SECONDS, LossWatch, StepWatch
+from metal_engine.distributed.meeting import ended_by_hang_up, watched_meeting
 from metal_engine.distributed.wire import encode
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
 from metal_engine.runner.model_runner import ModelRunner
@@ -135,7 +144,7 @@ class Group:
 
     def lead(self, runner: ModelRunner, step_seconds: float) -> LeaderRunner:
         """On rank 0: a runner whose steps all ranks run, none of which takes as long as that."""
-        step_watch = StepWatch(self._watch, step_seconds)
+        step_watch = StepWatch(self._watch, self._links, step_seconds)
         step_watch.start()
         return LeaderRunner(runner, self._links, self._watch, step_watch)
 
@@ -187,17 +196,17 @@ def open_group(args: EngineArgs) -> Group:
         logger.info("started %d more ranks on this machine", args.num_ranks - 1)
     _joined.append(flag)
     watch = LossWatch(rank, 0.0 if rank else LEADER_GRACE_SECONDS)
-    met = threading.Event()
-    threading.Thread(target=_watch_meeting, args=(met, watch, local), daemon=True).start()
     try:
         host = leader_host(flag)
-        try:
-            communication = mx.distributed.init(strict=True)
-        except RuntimeError as error:
-            raise ModelLoadError(f"rank {rank} cannot join its group: {one_line(error)}") from error
-        if communication.size() != args.num_ranks:
-            raise ConfigError(flag, f"is {args.num_ranks}, and the launcher has started {communication.size()} ranks")
-        links = _meet(communication, host, args.distributed_timeout_seconds, watch)
+        with _watched_meeting(rank, local):
+            try:
+                communication = mx.distributed.init(strict=True)
+            except RuntimeError as error:
+                raise ModelLoadError(f"rank {rank} cannot join its group: {one_line(error)}") from error
+            size = communication.size()
+            if size != args.num_ranks:
+                raise ConfigError(flag, f"is {args.num_ranks}, and the launcher has started {size} ranks")
+            links = _meet(communication, host, args.distributed_timeout_seconds, watch)
     except RunnerLostError as error:
         raise ModelLoadError(str(error)) from error
     except BaseException:
@@ -205,7 +214,6 @@ def open_group(args: EngineArgs) -> Group:
             local.stop()
         raise
     finally:
-        met.set()
         if local is not None:
             local.end()
     if rank:
@@ -218,15 +226,13 @@ def open_group(args: EngineArgs) -> Group:
     return group
 
 
-def _watch_meeting(met: threading.Event, watch: LossWatch, local: LocalRanks | None) -> None:
-    """Ends this process if the ranks do not meet: MLX may wait for ever for one that has ended, or never came."""
-    for _ in range(int(_MEETING_SECONDS * 10)):
-        if met.wait(0.1):
-            return
-        if local is not None and (problem := local.ended()) is not None:
-            watch.lose(problem)
-            return
-    watch.lose(f"the ranks have not found each other within {_MEETING_SECONDS:g} s")
+def _watched_meeting(rank: int, local: LocalRanks | None) -> AbstractContextManager[None]:
+    """What ends this process, and those that it has started, where MLX would wait for ever for one that never comes."""
+    if started_here():  # rank 0 has it watched
+        return ended_by_hang_up()
+    if local is None:
+        return watched_meeting(f"rank {rank}", [], _MEETING_SECONDS, None)
+    return watched_meeting(f"rank 0 ({LOOPBACK})", local.watched(), _MEETING_SECONDS, local.hostfile)
 
 
 def _meet(communication: mx.distributed.Group, host: str, timeout: float, watch: LossWatch) -> list[Link]:

@@ -21,16 +21,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from metal_engine.distributed.meeting import Watched
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
 
 RANK, HOSTFILE, COORDINATOR = "MLX_RANK", "MLX_HOSTFILE", "MLX_JACCL_COORDINATOR"
 _DEVICES = "MLX_IBV_DEVICES"
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 # The program of a rank that this process starts.
 _PROGRAM = "metal_engine.follow"
 # Their standard inputs, which end when this process does, however it ends.
 _life_lines: list[IO[str]] = []
+# Of this process, if it is such a rank: the descriptor of its standard input.
+_leader_lines: list[int] = []
 # For a rank to end as rank 0 tells it, which may be the last that rank 0 does.
 _LAST_SECONDS = 1.0
 
@@ -93,7 +96,14 @@ class LocalRanks:
     """Ranks 1 and up, started on this machine by rank 0."""
 
     processes: list[subprocess.Popen[str]]
+    # Descriptors of pipes, each of which ends with its process.
+    ends: list[int]
     hostfile: Path
+
+    def watched(self) -> list[Watched]:
+        """These ranks, as they are watched while they join."""
+        both = enumerate(zip(self.processes, self.ends, strict=True), 1)
+        return [Watched(f"rank {rank} ({LOOPBACK})", process.pid, end) for rank, (process, end) in both]
 
     def stop(self) -> None:
         """End those that have not joined; those that have are told by rank 0."""
@@ -102,16 +112,12 @@ class LocalRanks:
 
     def end(self) -> None:
         """Remove what they were started with. They end when rank 0 tells them, or has gone."""
+        for end in self.ends:
+            os.close(end)
+        self.ends = []
         self.hostfile.unlink(missing_ok=True)
         for name in (RANK, HOSTFILE):
             os.environ.pop(name, None)
-
-    def ended(self) -> str | None:
-        """Says which of them has ended; None if none has."""
-        for rank, process in enumerate(self.processes, 1):
-            if (status := process.poll()) is not None:
-                return f"rank {rank} ({_LOOPBACK}) has ended with status {status}"
-        return None
 
 
 def start_local_ranks(args: EngineArgs) -> LocalRanks:
@@ -119,25 +125,29 @@ def start_local_ranks(args: EngineArgs) -> LocalRanks:
     ports = _free_ports(args.num_ranks)
     descriptor, name = tempfile.mkstemp(prefix="metal-engine-ranks-", suffix=".json")
     with os.fdopen(descriptor, "w") as file:
-        json.dump([[f"{_LOOPBACK}:{port}"] for port in ports], file)
+        json.dump([[f"{LOOPBACK}:{port}"] for port in ports], file)
     os.environ[HOSTFILE] = name
     os.environ[RANK] = "0"
     told = json.dumps({"args": asdict(args), "log_level": logging.getLogger().getEffectiveLevel()})
-    processes = []
+    processes, ends = [], []
     for rank in range(1, args.num_ranks):
+        end, held = os.pipe()
         process = subprocess.Popen(
             [sys.executable, "-m", _PROGRAM],
             stdin=subprocess.PIPE,
             stdout=2,  # what this process prints may be data
             env=os.environ | {RANK: str(rank)},
+            pass_fds=[held],  # which it holds until it ends, and knows nothing of
             text=True,
         )
+        os.close(held)
+        ends.append(end)
         assert process.stdin is not None
         process.stdin.write(told + "\n")
         process.stdin.flush()
         _life_lines.append(process.stdin)
         processes.append(process)
-    return LocalRanks(processes, Path(name))
+    return LocalRanks(processes, ends, Path(name))
 
 
 def end_with(life_line: int) -> None:
@@ -155,7 +165,13 @@ def end_with(life_line: int) -> None:
         time.sleep(_LAST_SECONDS)
         os._exit(1)
 
+    _leader_lines.append(life_line)
     threading.Thread(target=wait, name="life line", daemon=True).start()
+
+
+def started_here() -> bool:
+    """Whether rank 0 has started this rank, on its machine."""
+    return bool(_leader_lines)
 
 
 def ignore_signals() -> None:
@@ -169,7 +185,7 @@ def ignore_signals() -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    listening = [socket.create_server((_LOOPBACK, 0)) for _ in range(count)]
+    listening = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in listening]
     for one in listening:
         one.close()

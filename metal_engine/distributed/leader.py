@@ -36,7 +36,7 @@ class LeaderRunner:
         try:
             content = encode_plan(plan)
             with self._step_watch:  # a step may be waited for while the next one is given to the device
-                step = self._runner.execute(plan, on_built=lambda: self._send(Kind.PLAN, content))
+                step = self._runner.execute(plan, on_built=lambda: self._start(content))
         except RunnerLostError:
             raise
         except Exception:
@@ -56,7 +56,9 @@ class LeaderRunner:
         self._send(Kind.FINISH, encode_ids(step.sampling.late_req_ids))
         try:
             with self._step_watch:
-                return step.result()
+                output = step.result()
+            self._step_watch.progress += 1
+            return output
         except Exception as error:
             lost = self._watch.wait(CAUSE_SECONDS)
             if lost is None:
@@ -64,6 +66,11 @@ class LeaderRunner:
                 lost = self._watch.error
             assert lost is not None
             raise lost from error
+
+    def _start(self, content: bytes) -> None:
+        """Have the others start a step whose graph is built here."""
+        self._send(Kind.PLAN, content)
+        self._step_watch.progress += 1
 
     def _send(self, kind: Kind, content: bytes = b"") -> None:
         for link in self._links:

@@ -6,8 +6,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from metal_engine.distributed.channel import Link
 from metal_engine.step import RunnerLostError
 
 logger = logging.getLogger(__name__)
@@ -86,11 +87,17 @@ class StepWatch:
 
     Args:
         watch: is told.
+        links: to the other ranks, which tell how far those are.
         seconds: that a step may take.
+
+    Attributes:
+        progress: how far rank 0 is, counted as in :class:`metal_engine.distributed.channel.Link`.
     """
 
-    def __init__(self, watch: LossWatch, seconds: float) -> None:
+    def __init__(self, watch: LossWatch, links: Sequence[Link], seconds: float) -> None:
+        self.progress = 0
         self._watch = watch
+        self._links = links
         self._seconds = seconds
         self._wait: object | None = None  # under way
         self._counted: object | None = None  # of which so many parts have passed
@@ -122,7 +129,14 @@ class StepWatch:
             return
         self._num_parts += 1
         if self._num_parts >= _PARTS:
-            self._watch.lose(
-                f"rank 0 has waited {self._seconds:.0f} s for a step: another rank computes no more, or a link between "
-                "two of them is cut"
-            )
+            self._watch.lose(self._problem())
+
+    def _problem(self) -> str:
+        """Names the ranks that are behind: the others have come to where they wait for these."""
+        progress = {"rank 0": self.progress, **{link.name: link.their_progress for link in self._links}}
+        least = min(progress.values())
+        waited = f"rank 0 has waited {self._seconds:.0f} s for a step"
+        if least == max(progress.values()):
+            return f"{waited} that all ranks are in: one of them computes no more, or a link between two of them is cut"
+        behind = ", ".join(name for name, number in progress.items() if number == least)
+        return f"{behind} does not go on, and {waited}"

@@ -125,11 +125,18 @@ def divide_layers(model: nn.Module, group: mx.distributed.Group) -> WholeModel:
     whole = WholeModel(len(model.layers), get_total_parameters(model))
     if whole.num_layers < group.size():
         raise UnsupportedModelError(f"it has {whole.num_layers} layers, which are too few for {group.size()} machines")
-    if any(isinstance(one, RecordingState) for one in recorded(model)):
-        raise UnsupportedModelError("layers with recurrent states are not given to several ranks: share each layer")
+    is_recurrent = _is_recurrent(model)
     try:
         trunk.pipeline(group)
     except _CANNOT as error:
         problem = f"{group.size()} machines cannot share its layers ({one_line(error)})"
         raise UnsupportedModelError(problem) from error
+    if is_recurrent and not _is_recurrent(model):
+        # What a step may do depends on it, and must be the same everywhere.
+        problem = f"of {group.size()} machines, rank {group.rank()} would have none of its recurrent layers"
+        raise UnsupportedModelError(problem)
     return whole
+
+
+def _is_recurrent(model: nn.Module) -> bool:
+    return any(isinstance(one, RecordingState) for one in recorded(model))

@@ -89,6 +89,8 @@ class PagedModel:
         self._caches = map_caches(lambda recorder: by_recorder[id(recorder)], opened.caches)
         if not is_sketch:
             pairs = zip(opened.recorders, self.layer_caches, strict=True)
+            for output in opened.outputs if self.pool.is_recurrent else ():
+                mx.eval(output)  # states are looked at; what ranks of a pipeline send for them, they send with this
             states = [(r, c) for r, c in pairs if isinstance(r, RecordingState) and isinstance(c, StateCache)]
             install_states(states, opened.trace, whole_modules=whole_modules)
         quantized = [state.spec for state in self.pool.states if isinstance(state.spec, QuantizedKVSpec)]

@@ -44,13 +44,18 @@ class OpenedModel:
         caches: what recorded each cache of the model.
         trace: of the modules that kept recurrent state.
         windows: sizes of the sliding windows in use, in tokens.
-        vocab_size: number of logits of a row.
+        outputs: logits of what was run, one after the other, [2, 1, vocab_size] each; not computed yet.
     """
 
     caches: CacheTree
     trace: CallTrace
     windows: frozenset[int]
-    vocab_size: int
+    outputs: list[mx.array]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits of a row."""
+        return self.outputs[-1].shape[-1]
 
     @property
     def recorders(self) -> list[Recorder]:
@@ -181,16 +186,16 @@ def _record(model: nn.Module) -> OpenedModel:
     trace = CallTrace()
     caches = _recorders(model, trace)
     try:
-        logits = model(mx.array([[0], [1]]), cache=caches)
+        outputs = [model(mx.array([[0], [1]]), cache=caches)]
         if any(isinstance(recorder, RecordingState) for recorder in leaves(caches)):
             with trace.watch(model):
                 # Other tokens, so that nothing is equal by accident.
-                logits = model(mx.array([[2], [3]]), cache=caches)
+                outputs.append(model(mx.array([[2], [3]]), cache=caches))
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UnsupportedModelError(f"its forward does not run over a KV cache ({problem})") from error
     windows = (recorder.windows for recorder in leaves(caches) if isinstance(recorder, RecordingCache))
-    return OpenedModel(caches, trace, frozenset().union(*windows), logits.shape[-1])
+    return OpenedModel(caches, trace, frozenset().union(*windows), outputs)
 
 
 # --- the rows that go through the LM head ---

@@ -60,8 +60,12 @@ class RankArgs(Settings):
             "--enable-lora": self.enable_lora,
         }
         for flag, value in others.items():
-            if value:
-                raise ConfigError(flag, f"does not work with {self.ranks_flag}: leave out one of them")
+            self.refuse_with_ranks(flag, value)
+
+    def refuse_with_ranks(self, flag: str, value: object) -> None:
+        """Raises ConfigError where a setting that is for one rank has a value, and there are several."""
+        if value and self.num_ranks > 1:
+            raise ConfigError(flag, f"does not work with {self.ranks_flag}: leave out one of them")
 
     @property
     def num_ranks(self) -> int:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.utils import _get_classes
 
+from metal_engine.errors import UnsupportedModelError
 from metal_engine.llm import LLM
+from metal_engine.models.division import divide_layers
+from metal_engine.models.recurrent.recording import RecordingState
+from metal_engine.models.seam import recorded
 from metal_engine.sampling_params import SamplingParams
 from tests.distributed.test_equal_outputs import check_equal
 from tests.support.checkpoint_files import write_checkpoint
@@ -20,11 +27,11 @@ from tests.support.rank_cases import RankCase, make_runner, run_case
 from tests.support.ranks import run_on_ranks
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.architectures import SUPPORTED, configuration
+from tools.fixtures.tiny_models import random_model
 
 ROOT = Path(__file__).parents[2]
-# mlx-lm has a pipeline of them.
-RECURRENT = ("kimi_k3", "qwen3_5", "qwen3_5_moe", "qwen3_next", "bailing_hybrid")
-REFUSED = {(name, "pipeline"): "recurrent states" for name in RECURRENT}
+# With three layers on each of two ranks, the first ones end with a recurrent layer; with two, with attention.
+UNEVEN_PIPELINE = RankCase(architecture="qwen3_next", parallel="pipeline", requests="short", num_layers=6)
 
 
 def divided() -> list[RankCase]:
@@ -38,7 +45,7 @@ def divided() -> list[RankCase]:
             cases.append(RankCase(architecture=name, requests="short"))
         if hasattr(getattr(model, "model", None), "pipeline"):
             cases.append(RankCase(architecture=name, parallel="pipeline", requests="short"))
-    return cases
+    return [*cases, UNEVEN_PIPELINE, replace(UNEVEN_PIPELINE, ahead=True)]
 
 
 @pytest.mark.full
@@ -47,12 +54,37 @@ def test_all_architectures_that_can_be_divided(tmp_path: Path) -> None:
     names = {case.architecture for case in cases if case.parallel == "tensor"}
     assert len(names) >= 16
     for case, found in zip(cases, run_on_ranks(cases, tmp_path), strict=True):
-        key = (case.architecture, case.parallel)
-        if isinstance(found, str):
-            assert REFUSED.get(key, "not refused") in found, (key, found)
-            continue
-        assert key not in REFUSED
+        assert not isinstance(found, str), (case.name, found)
         check_equal(case, run_case(case, make_runner(case)), found)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a pipeline without others: what it would get is what it has."""
+    for name in ("send", "recv_like", "all_gather"):
+        monkeypatch.setattr(mx.distributed, name, lambda array, *_, **__: array)
+
+
+def share_of(rank: int, num_ranks: int, num_layers: int) -> nn.Module:
+    """A rank's layers of a model in which every second one is recurrent, from the last rank on."""
+    group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: num_ranks)
+    model = random_model({**configuration("qwen3_next"), "num_hidden_layers": num_layers})
+    divide_layers(model, group)
+    return model
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_a_trunk_ties_to_a_recurrent_layer_is_not_its_state() -> None:
+    states = [one for one in recorded(share_of(1, 2, 6)) if isinstance(one, RecordingState)]
+    users = [type(user).__name__ for state in states for user in state.users.values()]
+    assert users == ["Qwen3NextGatedDeltaNet"] * 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_rank_of_a_pipeline_needs_recurrent_layers() -> None:
+    share_of(3, 4, 4)
+    with pytest.raises(UnsupportedModelError, match="of 4 machines, rank 2 would have none of its recurrent layers"):
+        share_of(2, 4, 4)
 
 
 PROMPTS = ["The capital of France is", "Once upon a time there was a fox who lived", "1, 2, 3, 4,"]

@@ -62,7 +62,7 @@ def test_frames_arrive_in_order_and_heartbeats_do_not() -> None:
     one, other = Watched(a, 60), Watched(b, 60)
     sent = [(Kind.PLAN, b"x" * 300_000), (Kind.FINISH, b"[]"), (Kind.PLAN, b"")]
     for _ in range(3):
-        other.send(Kind.BEAT)
+        other.send(Kind.BEAT, bytes(8))
         for frame in sent:
             one.send(*frame)
         assert [other.receive() for _ in sent] == sent

@@ -32,6 +32,13 @@ CASES = [
     RankCase(late=True),
     RankCase(late=True, ahead=True),
 ]
+# Chunks, mixed steps and decodes over caches of which each array is large against all else in a step.
+LONG = [
+    RankCase(requests="long", parallel=p, ahead=a, num_blocks=16_384)
+    for p in ("tensor", "pipeline")
+    for a in (False, True)
+]
+KEEPS = RankCase(requests="long", num_blocks=16_384, keeps=True)
 # Models that two ranks cannot share: what they say of it.
 UNEVEN = {
     RankCase(architecture="llama", heads=(9, 9)): "its layer 0 has 9 heads and 9 KV heads of 8, which 2",
@@ -45,7 +52,7 @@ UNEVEN = {
 
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[RankCase, Any]:
-    cases = [*CASES, *UNEVEN]
+    cases = [*CASES, *LONG, KEEPS, *UNEVEN]
     return dict(zip(cases, run_on_ranks(cases, tmp_path_factory.mktemp("ranks")), strict=True))
 
 
@@ -59,6 +66,20 @@ def test_equal_outputs(case: RankCase, on_ranks: dict[RankCase, Any]) -> None:
     failed = [error for error in found["errors"] if error is not None]
     assert bool(failed) == (case.refused is not None), failed
     assert all("as asked for" in error for error in failed)
+
+
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
+def test_writes_stay_in_place_on_each_rank(case: RankCase, on_ranks: dict[RankCase, Any]) -> None:
+    check_equal(case, run_case(case, make_runner(case)), on_ranks[case])
+    for memory in on_ranks[case]["memory"]:
+        assert memory["array"] >= 4 << 20
+        assert memory["now"] < memory["array"] / 4
+        assert memory["most"] < memory["array"] / 2, "a step held a second copy of a cache array"
+
+
+def test_the_measurement_sees_a_rank_that_copies(on_ranks: dict[RankCase, Any]) -> None:
+    first, second = on_ranks[KEEPS]["memory"]
+    assert first["most"] < first["array"] / 2 and second["most"] >= second["array"]
 
 
 @pytest.mark.parametrize("case", UNEVEN, ids=lambda case: case.name)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.prints import file_prints
 from metal_engine.distributed import leader as leader_module
 from metal_engine.distributed.channel import Kind, Link, listen
+from metal_engine.distributed.follower import run_frame
 from metal_engine.distributed.group import Group, _pass_on
 from metal_engine.distributed.leader import LeaderRunner
 from metal_engine.distributed.loss import LossWatch, StepWatch
@@ -45,12 +47,12 @@ class Watched(LossWatch):
         self.error = RunnerLostError(message)
 
 
-def linked() -> tuple[Link, Link]:
-    """A link to rank 1, and its to rank 0."""
+def linked(rank: int = 1) -> tuple[Link, Link]:
+    """A link to another rank, and its to rank 0."""
     with listen("127.0.0.1") as listening:
         one = socket.create_connection(listening.getsockname())
         other, _ = listening.accept()
-    links = Link(one, "rank 1 (here)", 60, lambda _: None), Link(other, "rank 0 (here)", 60, lambda _: None)
+    links = Link(one, f"rank {rank} (here)", 60, lambda _: None), Link(other, "rank 0 (here)", 60, lambda _: None)
     for link in links:
         link.start()
     return links
@@ -159,7 +161,7 @@ def test_a_plan_that_is_too_large_drops_what_it_would_have_dropped(monkeypatch: 
     monkeypatch.setattr(leader_module, "encode_plan", too_large)
     ours, theirs = linked()
     runner: Any = _Runner()
-    leader = LeaderRunner(runner, [ours], Watched(0, 0), StepWatch(Watched(0, 0), 600))
+    leader = LeaderRunner(runner, [ours], Watched(0, 0), StepWatch(Watched(0, 0), [ours], 600))
     with pytest.raises(ValueError, match="too large"):
         leader.execute(SchedulerOutput(3, {"a": 5}, dropped_req_ids=["x", "y"]))
     kind, content = theirs.receive(60)
@@ -202,7 +204,7 @@ def test_a_step_that_never_ends_is_a_loss() -> None:
     watch = Watched(0, 0)
     ours, theirs = linked()
     runner: Any = _Runner()
-    leader = LeaderRunner(runner, [ours], watch, StepWatch(watch, 0.4))
+    leader = LeaderRunner(runner, [ours], watch, StepWatch(watch, [ours], 0.4))
     leader._step_watch.start()
     never = threading.Event()
     sampling = SimpleNamespace(late_req_ids=[])
@@ -211,16 +213,65 @@ def test_a_step_that_never_ends_is_a_loss() -> None:
     deadline = time.monotonic() + 60
     while watch.error is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert "rank 0 has waited 0 s for a step" in str(watch.error)
+    assert "rank 0 has waited 0 s for a step that all ranks are in" in str(watch.error)
     never.set()
     for link in (ours, theirs):
+        link.close()
+
+
+class _Hanging:
+    """A runner whose steps wait for other ranks, or which hangs before it comes to that."""
+
+    def __init__(self, until: threading.Event, *, is_behind: bool = False) -> None:
+        self._until = until
+        self._is_behind = is_behind
+
+    def execute(self, plan: SchedulerOutput, on_built: Callable[[], None]) -> Any:
+        if self._is_behind and plan.step_id == 2:
+            self._until.wait()
+            return None
+        on_built()
+        result = self._until.wait if plan.step_id == 2 else lambda: None
+        return SimpleNamespace(sampling=SimpleNamespace(late_req_ids=[], told_late=lambda ids: None), result=result)
+
+
+def test_a_rank_that_does_not_go_on_is_named() -> None:
+    """Its heartbeat goes on, and tells that it is behind those that wait for it."""
+    until = threading.Event()
+    pairs = [linked(rank) for rank in (1, 2, 3)]
+    watch = Watched(0, 0)
+    steps = StepWatch(watch, [ours for ours, _ in pairs], 100)
+    runner: Any = _Hanging(until)
+    leader = LeaderRunner(runner, [ours for ours, _ in pairs], watch, steps)
+
+    def run(link: Link, runner: Any) -> None:
+        under_way: deque[Any] = deque()
+        for _ in range(4):
+            run_frame(runner, under_way, link, *link.receive())
+
+    def lead() -> None:
+        for step_id in (1, 2):
+            leader.execute(SchedulerOutput(step_id, {})).result()
+
+    for rank, (_, theirs) in enumerate(pairs, 1):
+        work = (theirs, _Hanging(until, is_behind=rank == 2))
+        threading.Thread(target=run, args=work, daemon=True).start()
+    threading.Thread(target=lead, daemon=True).start()
+    deadline = time.monotonic() + 60
+    while [ours.their_progress for ours, _ in pairs] != [3, 2, 3] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for _ in range(21):
+        steps.count()
+    assert str(watch.error) == "rank 2 (here) does not go on, and rank 0 has waited 100 s for a step"
+    until.set()
+    for link in (link for pair in pairs for link in pair):
         link.close()
 
 
 def test_steps_that_end_are_no_loss() -> None:
     """However many there are, and however long nobody asks for one."""
     watch = Watched(0, 0)
-    steps = StepWatch(watch, 100)
+    steps = StepWatch(watch, [], 100)
     for _ in range(5):
         with steps:
             for _ in range(19):

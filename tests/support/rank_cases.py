@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from metal_engine.attention.portable.backend import PortableBackend
@@ -22,6 +21,7 @@ from metal_engine.step import Ranks, Runner
 from tests.support.tiny_engine import with_vocabulary
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import VOCAB_SIZE, fake_config, tiny_tokenizer
+from tools.fixtures.recurrent_architectures import RECURRENT
 from tools.fixtures.tiny_models import random_model
 
 GUIDE = list(b"The mill opens at eight, the bakery at six, the shop by the river when it wants to. ")
@@ -40,6 +40,8 @@ class RankCase:
         aborted: a request that is aborted after some steps.
         intermediate: numbers between the two matrices of an MLP; None: as the architecture's configuration says.
         late: whether no grammar is waited for, so that most tell too late what may follow.
+        keeps: whether rank 1 holds on to what its cache was before each step, so that writes must copy it.
+        num_layers: of the model; None: as the architecture's configuration says.
         heads: of a layer, and its KV heads, of 8 numbers each; None: as the architecture's configuration says.
     """
 
@@ -53,7 +55,9 @@ class RankCase:
     aborted: str | None = None
     heads: tuple[int, int] | None = None
     intermediate: int | None = None
+    num_layers: int | None = None
     late: bool = False
+    keeps: bool = False
 
     @property
     def name(self) -> str:
@@ -64,11 +68,13 @@ class RankCase:
     @property
     def config(self) -> dict[str, Any]:
         """What differs from the architecture's configuration."""
-        mlp = {} if self.intermediate is None else {"intermediate_size": self.intermediate}
+        own = {} if self.intermediate is None else {"intermediate_size": self.intermediate}
+        if self.num_layers is not None:
+            own["num_hidden_layers"] = self.num_layers
         if self.heads is None:
-            return mlp
+            return own
         heads, kv_heads = self.heads
-        return {**mlp, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 8 * heads}
+        return {**own, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 8 * heads}
 
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:
@@ -79,6 +85,8 @@ def requests_of(case: RankCase) -> list[tuple[list[int], SamplingParams | Poolin
     """Prompts that are cut into chunks, share beginnings, and ask for everything that a request may ask for."""
     if case.requests == "short":
         return [(GUIDE + STORY, greedy(6)), (STORY[:20], greedy(8)), (GUIDE[:3], greedy(4))]
+    if case.requests == "long":
+        return [(list(bytes(range(length))), greedy(60)) for length in (20, 27, 80)]
     mixed: list[tuple[list[int], SamplingParams | PoolingParams]] = [
         (GUIDE + list(b"Where do I get bread?"), greedy(12)),
         (STORY, greedy(9, prompt_logprobs=2, logprobs=3)),
@@ -99,7 +107,7 @@ def requests_of(case: RankCase) -> list[tuple[list[int], SamplingParams | Poolin
 
 def config_of(case: RankCase) -> EngineConfig:
     config = fake_config(num_blocks=case.num_blocks, max_num_batched_tokens=40, max_num_partial_prefills=2)
-    cache = replace(config.cache, num_state_slots=40 if "qwen3_5" in case.architecture else 0)
+    cache = replace(config.cache, num_state_slots=40 if case.architecture in RECURRENT else 0)
     return replace(config, scheduler=replace(config.scheduler, async_scheduling=case.ahead), cache=cache)
 
 
@@ -147,7 +155,6 @@ def run_case(case: RankCase, runner: Runner, ranks: Ranks | None = None) -> dict
         "pooled": [each[-1].pooled.tolist() for each in outputs if each and each[-1].pooled is not None],
         "preemptions": engine.stats.num_preemptions,
         "cached": len(engine.scheduler.blocks._cached),
-        "peak_bytes": mx.get_peak_memory(),
     }
 
 

@@ -5,10 +5,13 @@ Rank 0 writes what comes of them: a JSON list of objects, or of texts where a ra
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import deque
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
 
 from metal_engine.distributed.channel import Kind
 from metal_engine.distributed.follower import run_frame
@@ -29,8 +32,10 @@ def _run(case: RankCase, group: Group) -> Any:
         runner = make_runner(case, division.divide, group.share)
     except UnsupportedModelError as error:
         return str(error)
+    memory = Memory(runner)
     if group.rank:
-        _follow(runner, group)
+        _follow(runner, group, keeps=case.keeps)
+        group.exchange("memory", memory.held())
         return None
     step_sampling._MASK_SECONDS = -1.0 if case.late else WAITS
     if case.refused is not None:
@@ -39,14 +44,36 @@ def _run(case: RankCase, group: Group) -> Any:
     result = run_case(case, leader, leader)
     for link in group._links:
         link.send(Kind.FIGURES)  # the end of this case
-    return result
+    return {**result, "memory": group.exchange("memory", memory.held())}
 
 
-def _follow(runner: ModelRunner, group: Group) -> None:
+class Memory:
+    """What a rank holds from now on, beside its cache and its weights."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        states = runner._pool.states
+        self._array_bytes = [array.nbytes for state in states for array in state.arrays.values()]
+        mx.eval([state.written() for state in states])
+        gc.collect()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        self._before = mx.get_active_memory()
+
+    def held(self) -> dict[str, int]:
+        """Bytes: at most, since; more than before, now; and of the smallest array of the cache."""
+        most, now = mx.get_peak_memory() - self._before, mx.get_active_memory() - self._before
+        return {"most": most, "now": now, "array": min(self._array_bytes)}
+
+
+def _follow(runner: ModelRunner, group: Group, *, keeps: bool) -> None:
     steps: deque[PendingStep] = deque()
     (leader,) = group._links
+    kept: list[mx.array] = []
     while (frame := leader.receive())[0] is not Kind.FIGURES:
-        run_frame(runner, steps, *frame)
+        if keeps:
+            kept = [array for state in runner._pool.states for array in state.block_arrays().values()]
+        run_frame(runner, steps, leader, *frame)
+    del kept
     # Nothing of any request is left but of those that rank 0 has not told to be dropped, at the end of a step.
     assert not steps
 

@@ -54,10 +54,11 @@ class RankedServer:
         self.lines: list[str] = []
         self.url = ""
         self._is_ready = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self._is_ready.wait()
         assert self.url, "".join(self.lines)
-        followers = [pid for pid in children_of(self.process.pid) if b"metal_engine.follow" in _command_of(pid)]
+        followers = [pid for pid in children_of(self.process.pid) if b"metal_engine.follow" in command_of(pid)]
         self.ranks = [self.process.pid, *sorted(followers, key=_rank_of)]
         assert len(self.ranks) == num_ranks
 
@@ -87,6 +88,12 @@ class RankedServer:
         except httpx.HTTPError:
             return "gone"
 
+    def num_running(self) -> int:
+        """Requests that are being computed, as /metrics has them."""
+        found = re.search(r"^vllm:num_requests_running\S* (\S+)$", httpx.get(f"{self.url}/metrics").text, re.MULTILINE)
+        assert found is not None
+        return int(float(found[1]))
+
     def seconds_until_all_ended(self, but: int | None = None) -> float:
         """Wait until each rank, but for one, has ended."""
         start = time.monotonic()
@@ -100,13 +107,18 @@ class RankedServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """End all ranks that are left; all that they have said is read."""
         for pid in self.ranks:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        self._reader.join(30)
 
 
-def _command_of(pid: int) -> bytes:
+def command_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 

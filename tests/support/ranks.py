@@ -14,6 +14,8 @@ from typing import Any
 from tests.support.rank_cases import RankCase
 from tools.fixtures.ports import free_port
 
+ROOT = Path(__file__).parents[2]
+
 
 def write_hosts(path: Path, num_ranks: int) -> Path:
     """Write the hostfile of a ring, as mlx.launch gives it to each rank."""

@@ -35,6 +35,14 @@ class CallTrace:
         self.running: list[nn.Module] = []
         self.convolutions: list[WatchedConvolution] = []
 
+    @property
+    def is_tied_by_trunk(self) -> bool:
+        """Whether what touches a cache now is the trunk of a pipeline, and no layer.
+
+        On all ranks but the last it ties to a cache what it sends. Logits depend on that anyway.
+        """
+        return bool(self.running) and hasattr(self.running[-1], "pipeline")
+
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
         """While it lasts, every call of a module of ``model`` is noted."""
@@ -104,12 +112,14 @@ class RecordingState(ArraysCache):
         return None if array is None else WatchedState(array, self, index)
 
     def __setitem__(self, index: int, value: mx.array) -> None:
+        if self._trace.is_tied_by_trunk:
+            return
         if (user := self._note()) is not None:
             self.puts.setdefault(id(user), set()).add(index)
         super().__setitem__(index, value)
 
     def _note(self) -> nn.Module | None:
-        if not self._trace.running:
+        if not self._trace.running or self._trace.is_tied_by_trunk:
             return None
         user = self._trace.running[-1]
         self.users[id(user)] = user

@@ -76,6 +76,15 @@ class StateCache:
 
     # --- what mlx-lm's models ask of a cache ---
 
+    @property
+    def keys(self) -> mx.array:
+        """For a rank of a pipeline, as :attr:`metal_engine.models.layer_cache.LayerCache.keys` is."""
+        return mx.zeros((0,))
+
+    @keys.setter
+    def keys(self, tied: mx.array) -> None:
+        del tied
+
     def make_mask(self, N: int = 1, **_: Any) -> None:
         return None
 

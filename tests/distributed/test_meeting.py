@@ -1,0 +1,208 @@
+"""Ranks that join their group, while MLX holds Python's lock: nobody waits for ever for one that has gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoint_files import write_checkpoint
+from tests.support.ranked_server import children_of, command_of, is_alive
+
+ROOT = Path(__file__).parents[2]
+
+# Waits like MLX: without letting another thread run. Its other rank does, too, and has nothing but a pipe's end.
+LOCKED = """
+import ctypes, os, subprocess, sys
+from pathlib import Path
+from metal_engine.distributed.meeting import Watched, ended_by_hang_up, watched_meeting
+
+def wait():
+    print(os.getpid(), flush=True)
+    ctypes.PyDLL(None).pause()
+
+if sys.argv[1:] == ["follower"]:
+    with ended_by_hang_up():
+        wait()
+end, held = os.pipe()
+follower = subprocess.Popen([sys.executable, __file__, "follower"], pass_fds=[held])
+os.close(held)
+others = [Watched("rank 1 (here)", follower.pid, end)]
+with watched_meeting("rank 0 (here)", others, float(sys.argv[1]), Path(sys.argv[2])):
+    wait()
+"""
+
+
+class Locked:
+    """Two ranks that wait for ever.
+
+    Attributes:
+        leader: the process of rank 0.
+        pids: of both, by rank.
+    """
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        folder.mkdir(exist_ok=True)
+        program, self.leftover = folder / "locked.py", folder / "hosts.json"
+        program.write_text(LOCKED)
+        self.leftover.write_text("[]")
+        command = [sys.executable, str(program), str(seconds), str(self.leftover)]
+        self.leader = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.leader.stdout is not None
+        waiting = {int(self.leader.stdout.readline()) for _ in range(2)}
+        self.pids = [self.leader.pid, *(waiting - {self.leader.pid})]
+
+    def end(self) -> str:
+        """Wait until both have ended; what they said."""
+        assert self.leader.stderr is not None
+        said = self.leader.stderr.read()  # until nobody holds it
+        self.leader.wait()
+        wait_for_end(self.pids)
+        assert not self.leftover.exists()
+        return said
+
+
+def wait_for_end(pids: list[int]) -> None:
+    while any(is_alive(pid) for pid in pids):
+        time.sleep(0.02)
+
+
+def test_a_rank_that_dies_is_not_waited_for(tmp_path: Path) -> None:
+    ranks = Locked(tmp_path, 600)
+    os.kill(ranks.pids[1], signal.SIGKILL)
+    said = ranks.end()
+    assert ranks.leader.returncode == 1
+    (line,) = said.splitlines()
+    assert line.endswith("rank 1 (here) has gone while the ranks were joining their group: all of them end")
+
+
+def test_ranks_end_with_rank_0(tmp_path: Path) -> None:
+    ranks = Locked(tmp_path, 600)
+    os.kill(ranks.pids[0], signal.SIGKILL)
+    (line,) = ranks.end().splitlines()
+    assert line.endswith("rank 0 (here) has gone while the ranks were joining their group: all of them end")
+
+
+def test_a_rank_that_has_stopped_is_not_waited_for(tmp_path: Path) -> None:
+    """It is named, and killed with the others."""
+    folders = [tmp_path / str(rank) for rank in range(2)]
+    groups = [Locked(folder, 3) for folder in folders]
+    for stopped, ranks in enumerate(groups):
+        os.kill(ranks.pids[stopped], signal.SIGSTOP)
+    for stopped, ranks in enumerate(groups):
+        (line,) = ranks.end().splitlines()
+        problem = f"rank {stopped} (here) has stopped: the ranks have not found each other within 3 s"
+        assert line.endswith(f"{problem}: all of them end")
+        assert ranks.leader.returncode == (1 if stopped else -signal.SIGKILL)
+
+
+def test_a_meeting_ends_nobody(tmp_path: Path) -> None:
+    """However long it takes the watching process to hear of it; and SIGHUP is what it was."""
+    program = (
+        "import os, signal, time; from metal_engine.distributed.meeting import watched_meeting\n"
+        "heard = []; signal.signal(signal.SIGHUP, lambda *_: heard.append(1))\n"
+        "with watched_meeting('rank 0', [], 1, None): pass\n"
+        "time.sleep(2.5); os.kill(os.getpid(), signal.SIGHUP); print(heard)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[1]\n", "")
+
+
+# --- with MLX ---
+
+JOINING = """
+import threading
+import mlx.core as mx
+from metal_engine.distributed import group
+from metal_engine.settings.args import EngineArgs
+
+group._MEETING_SECONDS = {seconds}
+init = mx.distributed.init
+
+def joining(**options):
+    print("joining", flush=True)
+    return init(**options)
+
+mx.distributed.init = joining
+group.open_group(EngineArgs(model={model!r}, tensor_parallel_size=2, distributed_timeout_seconds=8))
+print("met", flush=True)
+threading.Event().wait()  # and rank 1 waits for what this one has to tell
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "m")
+
+
+class Joining:
+    """Two ranks, of which rank 0 is about to join, and rank 1 on its way."""
+
+    def __init__(self, model: Path, seconds: float = 600) -> None:
+        program = JOINING.format(model=str(model), seconds=seconds)
+        self.leader = subprocess.Popen(
+            [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.leader.stdout is not None
+        assert self.leader.stdout.readline() == "joining\n"
+        self.began = time.monotonic()
+        (follower,) = (pid for pid in children_of(self.leader.pid) if b"metal_engine.follow" in command_of(pid))
+        self.pids = [self.leader.pid, follower]
+
+    def seconds_until_met(self) -> float:
+        assert self.leader.stdout is not None
+        assert self.leader.stdout.readline() == "met\n"
+        return time.monotonic() - self.began
+
+    def lose(self, rank: int, how: signal.Signals) -> str:
+        """Lose a rank, and wait until the other has ended; what has been said."""
+        os.kill(self.pids[rank], how)
+        other = self.pids[1 - rank]
+        if rank:
+            self.leader.wait()
+        wait_for_end([other])
+        if is_alive(self.pids[rank]):  # it was stopped once they had met
+            os.kill(self.pids[rank], signal.SIGKILL)
+        assert self.leader.stderr is not None
+        said = self.leader.stderr.read()
+        self.leader.wait()
+        return said
+
+
+def test_a_rank_that_dies_before_it_joins(model: Path) -> None:
+    ranks = Joining(model)
+    said = ranks.lose(1, signal.SIGKILL)
+    assert ranks.leader.returncode == 1
+    lines = [line for line in said.splitlines() if "rank 1" in line]
+    assert len(lines) == 1 and "rank 1 (127.0.0.1) has gone while the ranks were joining" in lines[0], said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_lost_at_any_moment_of_the_start(model: Path, lost: int, how: signal.Signals) -> None:
+    """At ten of them, from before it joins until after they have met."""
+    first = Joining(model)
+    whole = first.seconds_until_met()
+    first.lose(1, signal.SIGKILL)
+    for tenth in range(10):
+        ranks = Joining(model, seconds=8 + 3 * whole)
+        time.sleep(max(ranks.began + whole * tenth / 9 - time.monotonic(), 0))
+        said = ranks.lose(lost, how)
+        if lost:
+            assert ranks.leader.returncode == 1
+        lines = [line for line in said.splitlines() if re.search(rf"rank {lost} \(127\.0\.0\.1\) has ", line)]
+        assert len(lines) == 1, (tenth, said)
