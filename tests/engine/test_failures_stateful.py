@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from metal_engine.kv_cache.pool import StatePool
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOutput, client_id
 from metal_engine.runner.batch import RequestTable
@@ -40,6 +41,7 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
     "appended": (RequestTable, "append_tokens", True),
     "pooling": (StepPooling, "result", False),
     "pooled": (StepPooling, "result", True),
+    "new cache": (StatePool, "evaluate", False),
 }
 MAX_LIVE = 8
 
@@ -250,7 +252,7 @@ class FailureMachine(RuleBasedStateMachine):
 
 
 # The health checks measure generation against execution; here execution is the point.
-_QUICK = settings(max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
+_QUICK = settings(max_examples=8, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class TestFailures(FailureMachine.TestCase):
