@@ -122,8 +122,9 @@ class FailureMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from([24, 128]),
         max_num_seqs=st.sampled_from([2, 4, 12]),
         budget=st.sampled_from([12, 64]),
+        first=st.lists(st.integers(0, len(asked()) - 1), min_size=3, max_size=MAX_LIVE),
     )
-    def start_engine(self, num_blocks: int, max_num_seqs: int, budget: int) -> None:
+    def start_engine(self, num_blocks: int, max_num_seqs: int, budget: int, first: list[int]) -> None:
         self.known = prepared_and_alone()
         self.patch = pytest.MonkeyPatch()
         self.faults: dict[str, int] = {}  # where -> calls that go well before
@@ -147,7 +148,7 @@ class FailureMachine(RuleBasedStateMachine):
         self.patch.setattr(self.engine, "_fail", noted)
         self.asked: dict[str, int] = {}
         self.found: dict[str, Answer] = {}
-        self.num_failed = 0
+        self._add(first)
 
     def _install(self, where: str) -> None:
         owner, name, is_after = POINTS[where]
@@ -191,14 +192,16 @@ class FailureMachine(RuleBasedStateMachine):
         for request_id, answer in self.found.items():
             answer.check(self.known[self.asked[request_id]][1])
 
-    @precondition(lambda self: len(self.live) < MAX_LIVE)
-    @rule(data=st.data(), count=st.integers(1, 4))
-    def arrive(self, data: st.DataObject, count: int) -> None:
-        for _ in range(count):
+    def _add(self, which: list[int]) -> None:
+        for i in which:
             request_id = f"r{len(self.asked)}"
-            self.asked[request_id] = data.draw(st.integers(0, len(self.known) - 1), label="which")
-            self.found[request_id] = Answer()
-            self.engine.add_request(request_id, self.known[self.asked[request_id]][0])
+            self.asked[request_id], self.found[request_id] = i, Answer()
+            self.engine.add_request(request_id, self.known[i][0])
+
+    @precondition(lambda self: len(self.live) < MAX_LIVE)
+    @rule(which=st.lists(st.integers(0, len(asked()) - 1), min_size=1, max_size=4))
+    def arrive(self, which: list[int]) -> None:
+        self._add(which)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -216,9 +219,16 @@ class FailureMachine(RuleBasedStateMachine):
             if self.engine.has_requests:
                 self._step()
 
-    @precondition(lambda self: self.live)
-    @rule(where=st.sampled_from(sorted(POINTS)), num_before=st.integers(0, 2), num_steps=st.integers(0, 3))
-    def fail(self, where: str, num_before: int, num_steps: int) -> None:
+    @rule(
+        where=st.sampled_from(sorted(POINTS)),
+        num_before=st.integers(0, 2),
+        num_steps=st.integers(0, 5),
+        which=st.lists(st.integers(0, len(asked()) - 1), min_size=2, max_size=4),
+    )
+    def fail(self, where: str, num_before: int, num_steps: int, which: list[int]) -> None:
+        """With something to do, whatever other rules have left."""
+        if len(self.live) < 3:
+            self._add(which)
         self.faults[where] = num_before
         self.steps(num_steps)
 
@@ -252,7 +262,7 @@ class FailureMachine(RuleBasedStateMachine):
 
 
 # The health checks measure generation against execution; here execution is the point.
-_QUICK = settings(max_examples=8, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
+_QUICK = settings(max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class TestFailures(FailureMachine.TestCase):
