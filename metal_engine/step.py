@@ -166,6 +166,20 @@ class Drafting:
     forward_seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeForward:
+    """How the forward of a step in which every row samples came about.
+
+    Attributes:
+        outcome: ``replayed``; or why it was built: ``untraced`` (its sizes are new or rare), ``adapters`` (some of its
+            requests have one), ``large`` (it takes too much in one piece), ``refused``.
+        refusal: why no step is replayed; None where steps are.
+    """
+
+    outcome: str
+    refusal: str | None
+
+
 @dataclass(slots=True)
 class ModelOutput:
     """What a step computed.
@@ -182,6 +196,7 @@ class ModelOutput:
         late_req_ids: sampling requests whose grammar has not told yet what it allows. Their sampled tokens are void,
             their drafts rejected, and the last tokens that they have computed are to be computed again.
         pooled: by request id, what each of ``SchedulerOutput.pooled_req_ids`` comes to, [D] float32.
+        decode_forward: None where not every row samples, or no step is to be replayed.
     """
 
     sampled_token_ids: list[int]
@@ -192,6 +207,7 @@ class ModelOutput:
     errors: dict[str, str] = field(default_factory=dict)
     late_req_ids: set[str] = field(default_factory=set)
     pooled: dict[str, np.ndarray] = field(default_factory=dict)
+    decode_forward: DecodeForward | None = None
 
     def drafts_of(self, plan: SchedulerOutput, request_id: str) -> list[int]:
         """Returns the drafts that a request of ``plan`` had, whoever proposed them."""

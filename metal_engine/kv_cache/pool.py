@@ -105,6 +105,17 @@ class StatePool:
             state.release()
             time.sleep(0.001)
 
+    def hand_out(self) -> list[mx.array]:
+        """Give away the arrays of tokens, of all layers in one order: the states have none until :meth:`take_back`."""
+        return [state.arrays.pop(name) for state in self.states for name in state.spec.token_arrays]
+
+    def take_back(self, arrays: list[mx.array]) -> None:
+        """Have such arrays as :meth:`hand_out` gave away, in its order."""
+        in_order = iter(arrays)
+        for state in self.states:
+            for name in state.spec.token_arrays:
+                state.arrays[name] = next(in_order)
+
     def evaluate(self) -> None:
         """Wait until every write has happened."""
         mx.eval(list(self._arrays()))

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import AttentionSpec, LatentSpec, StateSpec
+from metal_engine.kv_cache.writes import HasWrites
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class TokenState:
     def _blocks(self, array: mx.array) -> mx.array:
         return array.reshape(-1, self._block_size, *array.shape[1:])
 
-    def write(self, step: StepRows, rows: Mapping[str, mx.array]) -> None:
+    def write(self, step: HasWrites, rows: Mapping[str, mx.array]) -> None:
         """Write what a step has computed, [N, ...] for each array by name, to where the step says."""
         # A write is in place when nothing else holds the old array, which MLX sees when the step runs. So the array
         # is taken out first: it has one owner at a time.
@@ -135,16 +135,6 @@ class KVState(TokenState):
     @property
     def block_size(self) -> int:
         return self._block_size
-
-    @property
-    def key_blocks(self) -> mx.array:
-        """Returns the keys by block, [num_blocks, block_size, num_kv_heads, head_dim]; not copied."""
-        return self._blocks(self.keys)
-
-    @property
-    def value_blocks(self) -> mx.array:
-        """Returns the values by block, [num_blocks, block_size, num_kv_heads, v_head_dim]; not copied."""
-        return self._blocks(self.values)
 
     def read_heads(self, head_rows: mx.array) -> tuple[mx.array, mx.array]:
         """Gather single heads of single tokens.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import AttentionBackend
+from metal_engine.attention.backend import AttentionBackend, StepAttention
 from metal_engine.device.streams import end_streams_of_thread, synchronize
 from metal_engine.kv_cache.pool import PoolSnapshot
 from metal_engine.kv_cache.writes import choose_writes
@@ -19,9 +19,10 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.pooling import StepPooling
+from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import Drafting, ModelOutput, SchedulerOutput
+from metal_engine.step import DecodeForward, Drafting, ModelOutput, SchedulerOutput
 
 
 class ModelRunner:
@@ -66,7 +67,12 @@ class ModelRunner:
         self._steps: deque[PendingStep] = deque()  # in order; the first one is dispatched, the others built
         self._num_state_slots = cache_config.num_state_slots
         self._num_adapter_slots = 0 if model.adapters is None else model.adapters.max_loras
-        self._pool.allocate(cache_config.num_blocks, cache_config.block_size, cache_config.num_state_slots)
+        self._replay: DecodeReplay | None = None
+        self._decode_forward: DecodeForward | None = None  # of the step built last
+        if cache_config.num_trash_blocks:
+            self._replay = DecodeReplay(model, backend, trash_block=cache_config.num_blocks)
+        num_blocks = cache_config.num_blocks + cache_config.num_trash_blocks
+        self._pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
     def execute(self, plan: SchedulerOutput) -> PendingStep:
         """Start a step: builds the graph of one forward over every packed row and one sampling pass."""
@@ -87,7 +93,8 @@ class ModelRunner:
             self._pool.restore(before)
             raise
         loads = self._kv_connector.take_loads() if self._kv_connector is not None else StepLoads()
-        step = PendingStep(self, plan.sampled_req_ids, sampling, pooling, before, loads, saves, drafting)
+        sampled, decode_forward = plan.sampled_req_ids, self._decode_forward
+        step = PendingStep(self, sampled, sampling, pooling, before, loads, saves, drafting, decode_forward)
         del before  # the step's own, to let go of
         self._steps.append(step)
         if len(self._steps) == 1:
@@ -119,9 +126,7 @@ class ModelRunner:
         attention = self._backend.for_step(batch.rows)
         adapters = self._adapter_rows(batch)
         if not self._table.pooling:
-            logits_indices = mx.array(sampling.logits_indices)
-            logits = self._model(self._input_ids(batch), batch.rows, attention, logits_indices, adapters)
-            return sampling, None, logits
+            return sampling, None, self._forward(plan, batch, attention, sampling.logits_indices, adapters)
         pooling = self._step_pooling(plan, batch)
         num_sampling = len(sampling.logits_indices)
         logits_indices = mx.array(np.concatenate([sampling.logits_indices, pooling.logits_indices]))
@@ -131,6 +136,34 @@ class ModelRunner:
         logits, hidden = self._model.forward(input_ids, batch.rows, attention, logits_indices, hidden_indices, adapters)
         pooling.build(hidden, logits[num_sampling:])
         return sampling, pooling, logits[:num_sampling]
+
+    def _forward(
+        self,
+        plan: SchedulerOutput,
+        batch: PackedBatch,
+        attention: StepAttention,
+        logits_indices: np.ndarray,
+        adapters: AdapterRows | None,
+    ) -> mx.array:
+        """The logits of some rows, [R + T, vocab_size]: replayed, or built as a graph."""
+        input_ids = self._input_ids(batch)
+
+        def build() -> mx.array:
+            return self._model(input_ids, batch.rows, attention, mx.array(logits_indices), adapters)
+
+        self._decode_forward = None
+        if self._replay is None:
+            return build()
+        if not _is_decode(plan, batch, logits_indices):
+            logits = build()
+        elif adapters is not None:
+            logits = build()
+            self._decode_forward = DecodeForward("adapters", self._replay.refusal)
+        else:
+            logits = self._replay.forward(input_ids, batch.rows, build)
+            self._decode_forward = DecodeForward(self._replay.outcome, self._replay.refusal)
+        self._replay.learn(attention)
+        return logits
 
     def _adapter_rows(self, batch: PackedBatch) -> AdapterRows | None:
         slots = batch.adapter_slots[batch.rows.request_of_row] if len(batch.adapter_slots) else batch.adapter_slots
@@ -153,11 +186,14 @@ class ModelRunner:
 
     def _input_ids(self, batch: PackedBatch) -> mx.array:
         """[N]; tokens that the step before samples come from its array of them, which need not be computed yet."""
+        if not len(batch.pending_rows):
+            return mx.array(batch.input_ids)
+        samples = self._steps[-1].sampling.tokens
+        assert samples is not None
+        if batch.is_continued(samples.size):
+            return samples
         input_ids = mx.array(batch.input_ids)
-        if len(batch.pending_rows):
-            samples = self._steps[-1].sampling.tokens
-            assert samples is not None
-            input_ids[mx.array(batch.pending_rows)] = samples[mx.array(batch.pending_samples)]
+        input_ids[mx.array(batch.pending_rows)] = samples[mx.array(batch.pending_samples)]
         return input_ids
 
     def _dispatch(self, step: PendingStep, logits: mx.array | None = None) -> None:
@@ -207,6 +243,7 @@ class ModelRunner:
         if self._kv_connector is not None and step.saves is not None:
             self._kv_connector.hand_over_saves(step.saves)
         output = step.sampling.result()
+        output.decode_forward = step.decode_forward
         if step.drafting is not None:
             output.drafting = step.drafting
             # Those that were planned drafts and got none.
@@ -220,6 +257,8 @@ class ModelRunner:
         """After a step that failed: drop those built on top of it, unevaluated, and see to the KV cache."""
         self._steps.clear()
         self._table.forget_samples()
+        if self._replay is not None:
+            self._replay.drop_traces()  # whatever made it fail may be in them
         if step.is_async:
             # An asynchronous evaluation may stop anywhere, and its error come up again: nothing is sure of its arrays.
             self._pool.renew(error)
@@ -236,12 +275,23 @@ class ModelRunner:
             self._draft_model.release()
         if self._kv_connector is not None:
             self._kv_connector.close()
+        if self._replay is not None:
+            self._replay.drop_traces()
         self._pool.release()
         if self._outlives_model:
             self._model.release_weights()
             mx.clear_cache()
         else:
             end_streams_of_thread()
+
+
+def _is_decode(plan: SchedulerOutput, batch: PackedBatch, logits_indices: np.ndarray) -> bool:
+    """Whether every row samples, once, and nothing is loaded into the cache beneath the step."""
+    num_rows = batch.rows.num_tokens
+    kv = plan.kv_connector_metadata
+    return len(batch.rows.logits_indices) == len(logits_indices) == num_rows and (
+        kv is None or not (kv.loads or kv.state_loads)
+    )
 
 
 @dataclass(eq=False)
@@ -255,6 +305,7 @@ class PendingStep:
         loads: KV that comes from a store, until it is dispatched.
         saves: KV that goes to a store.
         drafting: what the draft model has done for it; None if nothing.
+        decode_forward: see :class:`metal_engine.step.ModelOutput`.
         root: what the device computes last, from the dispatch on.
         error: why it could not be dispatched.
         is_async: whether some of it was evaluated asynchronously.
@@ -268,6 +319,7 @@ class PendingStep:
     loads: StepLoads
     saves: StepSaves | None
     drafting: Drafting | None = None
+    decode_forward: DecodeForward | None = None
     root: list[mx.array] | None = None
     error: Exception | None = None
     is_async: bool = False

@@ -180,6 +180,12 @@ class EngineArgs(LoRAArgs):
         False, "Plan the next step while the device still computes the last one.", group=SCHEDULING
     )
 
+    replay_decodes: str = setting(
+        "auto",
+        "Replay a traced graph in decode steps, which saves the host's time: always, never, or auto: on Metal.",
+        group=SCHEDULING,
+        choices=("auto", "always", "never"),
+    )
     speculative_config: str | None = setting(
         None,
         "How to propose tokens ahead of the model, as JSON: method (ngram or draft_model), num_speculative_tokens; "

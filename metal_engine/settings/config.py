@@ -166,6 +166,8 @@ class CacheConfig:
 
     ``model_fingerprint`` names what K and V depend on besides tokens: cached prefixes are found under it.
     ``num_state_slots`` counts recurrent states, of requests and of checkpoints; 0 for models without.
+    ``num_trash_blocks`` more blocks, behind the others, are no request's: replayed decode steps leave there what their
+    padding computes. With 0 no step is replayed.
     """
 
     block_size: int
@@ -173,6 +175,7 @@ class CacheConfig:
     enable_prefix_caching: bool = False
     model_fingerprint: str = ""
     num_state_slots: int = 0
+    num_trash_blocks: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -223,7 +226,8 @@ class EngineConfig:
     @property
     def kv_bytes(self) -> int:
         draft_bytes = 0 if self.draft is None else self.draft.kv_bytes_per_token
-        return self.cache.num_tokens * (self.model.kv_bytes_per_token + draft_bytes)
+        trash_bytes = self.cache.num_trash_blocks * self.cache.block_size * self.model.kv_bytes_per_token
+        return self.cache.num_tokens * (self.model.kv_bytes_per_token + draft_bytes) + trash_bytes
 
     @property
     def num_tokens_unquantized(self) -> int | None:

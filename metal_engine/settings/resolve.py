@@ -62,6 +62,7 @@ def resolve_config(
         enable_prefix_caching=args.enable_prefix_caching,
         model_fingerprint=_fingerprint(args, model),
         num_state_slots=pool.num_state_slots,
+        num_trash_blocks=int(_replays_decodes(args, attention_backend)),
     )
     return EngineConfig(
         model=model,
@@ -122,6 +123,11 @@ def _scheduler(args: EngineArgs, model: ModelInfo, device: DeviceInfo, draft: Mo
         async_scheduling=args.async_scheduling,
         speculative=_speculative(args, draft),
     )
+
+
+def _replays_decodes(args: EngineArgs, attention_backend: str) -> bool:
+    """On a CPU a step takes so long that building it does not count; MLX's operations change with every length."""
+    return args.replay_decodes == "always" or (args.replay_decodes == "auto" and attention_backend == "metal")
 
 
 def _speculative(args: EngineArgs, draft: ModelInfo | None) -> SpeculativeConfig | None:

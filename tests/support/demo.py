@@ -57,7 +57,13 @@ def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine
     """An engine on the demo model; each call takes the KV cache of the one before."""
 
     def make(
-        *, budget: int = 512, block_size: int = 16, num_blocks: int = 512, max_num_seqs: int = 64, ahead: bool = False
+        *,
+        budget: int = 512,
+        block_size: int = 16,
+        num_blocks: int = 512,
+        max_num_seqs: int = 64,
+        ahead: bool = False,
+        replay: bool = False,
     ) -> EngineCore:
         return engine_for(
             paged_demo,
@@ -68,6 +74,7 @@ def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             ahead=ahead,
+            replay=replay,
         )
 
     return make
@@ -83,6 +90,7 @@ def engine_for(
     num_blocks: int,
     max_num_seqs: int,
     ahead: bool = False,
+    replay: bool = False,
     caching: bool = False,
     connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None = None,
     fingerprint: str = "",
@@ -95,6 +103,7 @@ def engine_for(
 
     Args:
         ahead: steps are planned and built while the one before them runs.
+        replay: decode steps are replayed as soon as their sizes are known.
         caching: of prefixes; implied by a ``connector``, whose two halves are given.
         fingerprint: what cached prefixes are found under.
         attention: the backend; the portable one if None.
@@ -111,6 +120,7 @@ def engine_for(
         enable_prefix_caching=caching or connector is not None,
         model_fingerprint=fingerprint,
         num_state_slots=3 * max_num_seqs if paged.pool.is_recurrent else 0,
+        num_trash_blocks=int(replay),
     )
     config = EngineConfig(
         model=ModelInfo(
@@ -141,4 +151,6 @@ def engine_for(
     if draft is not None:
         draft_model = DraftModel(draft, attention, config.scheduler, config.cache, vocab_size=vocab_size)
     runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, draft_model)
+    if runner._replay is not None:
+        runner._replay._trace_at = 1
     return EngineCore(config, runner, tokenizer, scheduler_side, adapters)

@@ -45,6 +45,7 @@ def with_vocabulary(config: Config, vocab_size: int) -> Config:
 def tiny_engine(
     *,
     ahead: bool = False,
+    replay: bool = False,
     seed: int = 0,
     tokenizer: Tokenizer | None = None,
     architecture: str | None = None,
@@ -57,6 +58,7 @@ def tiny_engine(
     """An engine; ``config`` goes to :func:`tools.fixtures.fake_engine.fake_config`.
 
     Args:
+        replay: decode steps are replayed as soon as their sizes are known.
         architecture: of tools/fixtures/architectures.py; None: a tiny Llama.
         num_state_slots: of recurrent states.
         make_adapters: installs adapters in the model.
@@ -72,6 +74,7 @@ def tiny_engine(
             num_blocks=settings.cache.num_blocks,
             enable_prefix_caching=True,
             num_state_slots=num_state_slots,
+            num_trash_blocks=int(replay),
         ),
     )
     model = PagedModel(tiny_reference(seed, settings.model.vocab_size, architecture))
@@ -82,6 +85,8 @@ def tiny_engine(
         sizes = {"vocab_size": settings.model.vocab_size}
         draft_model = DraftModel(PagedModel(draft), backend, settings.scheduler, settings.cache, **sizes)
     runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, draft_model)
+    if runner._replay is not None:
+        runner._replay._trace_at = 1
     return EngineCore(settings, runner, tokenizer or tiny_tokenizer(), scheduler_side, adapters)
 
 

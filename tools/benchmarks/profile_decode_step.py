@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from metal_engine.build import build_engine
-from metal_engine.engine.async_engine import AsyncEngine, _Mailbox
+from metal_engine.engine.async_engine import MAX_UNREAD, AsyncEngine, _Mailbox
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from tools.benchmarks.engine_timing import random_prompt
@@ -115,13 +115,16 @@ def instrument(profile: Profile) -> None:
 class Answers:
     """An engine with answers under way, stepped by hand; outputs go to the queues of an event loop."""
 
-    def __init__(self, model: str, num_requests: int, num_steps: int, ahead: bool) -> None:
+    def __init__(
+        self, model: str, num_requests: int, num_steps: int, ahead: bool, replay_decodes: str = "never"
+    ) -> None:
         self.steps: list[dict[str, float]] = []
         self.core = build_engine(
             EngineArgs(
                 model=model,
                 dtype="float32",
                 async_scheduling=ahead,
+                replay_decodes=replay_decodes,
                 num_gpu_blocks_override=num_requests * (80 + 3 * num_steps) // 16 + num_requests,
                 max_num_batched_tokens=512,
                 max_num_seqs=max(64, num_requests),
@@ -134,7 +137,7 @@ class Answers:
         rng = random.Random(0)
         params = SamplingParams(temperature=0.0, max_tokens=2 * num_steps + 40, ignore_eos=True)
         for i in range(num_requests):
-            self._clients._queues[str(i)] = _Mailbox(0)
+            self._clients._queues[str(i)] = _Mailbox(0, MAX_UNREAD)
             prompt = random_prompt(rng, rng.randint(40, 80))
             self.core.add_request(str(i), self.core.prepare(prompt, params))
         while any(r.num_output_tokens < 2 for r in self.core.scheduler.requests.values()):

@@ -49,6 +49,7 @@ class Health(BaseModel):
     on the same machine. Others get no names.
     ``kv_cache_dtype`` says in what K and V are kept, as ``bfloat16`` or ``int8``.
     ``attention`` says what computes attention: a backend, and the layers that it leaves to MLX's operations.
+    ``replay`` says whether steps that only decode are replayed: ``on``, ``off``, or why they cannot be.
     ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
     """
 
@@ -58,6 +59,7 @@ class Health(BaseModel):
     kv_cache_usage: float
     kv_cache_dtype: str
     attention: str
+    replay: str
     preemptions: int
     failed_steps: int
     num_unknown_parameters: int

@@ -115,6 +115,7 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool, tells_err
         kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
         kv_cache_dtype=engine.config.model.kv_dtype,
         attention=engine.config.attention,
+        replay=_replay(served),
         preemptions=stats.num_preemptions,
         failed_steps=engine.metrics.num_failed_steps,
         num_unknown_parameters=sum(unknown.values()),
@@ -126,6 +127,13 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool, tells_err
         if tells_error
         else "the engine has stopped",
     )
+
+
+def _replay(served: ServedModel) -> str:
+    if not served.engine.config.cache.num_trash_blocks:
+        return "off"
+    refusal = served.engine.metrics.replay_refusal
+    return "on" if refusal is None else f"not possible: {refusal}"
 
 
 def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
