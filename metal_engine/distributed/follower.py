@@ -10,7 +10,8 @@ from metal_engine.distributed.leader import CAUSE_SECONDS
 from metal_engine.distributed.loss import LossWatch
 from metal_engine.distributed.wire import decode_ids, decode_plan
 from metal_engine.errors import one_line
-from metal_engine.runner.model_runner import ModelRunner, PendingStep
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.step import RunnerLostError
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from metal_engine.distributed.channel import Kind, Link
 from metal_engine.distributed.loss import LossWatch
 from metal_engine.distributed.wire import encode_ids, encode_plan
-from metal_engine.runner.model_runner import ModelRunner, PendingStep
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.step import ModelOutput, RunnerLostError, SchedulerOutput
 
 # A collective may fail before the side channel knows which rank has gone.

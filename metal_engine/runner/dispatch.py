@@ -16,7 +16,8 @@ import numpy as np
 
 from metal_engine.device.streams import synchronize
 from metal_engine.kv_cache.pool import StatePool
-from metal_engine.runner.model_runner import ModelRunner, PendingStep
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import EngineConfig
 from metal_engine.settings.fields import format_size

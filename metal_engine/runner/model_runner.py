@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -13,13 +11,13 @@ import numpy as np
 from metal_engine.attention.backend import AttentionBackend
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.device.streams import end_streams_of_thread, synchronize
-from metal_engine.kv_cache.pool import PoolSnapshot
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
 from metal_engine.models.adapters import AdapterRows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.draft_model import DraftModel
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.runner.token_share import TokenShare
@@ -99,7 +97,8 @@ class ModelRunner:
         """
         if self._steps and not self._runs_ahead:
             raise RuntimeError("without async scheduling, a step is finished before the next one is started")
-        self._dispatch_rest()
+        for step in self._steps:
+            step.dispatch_rest()
         before = self._pool.snapshot()
         try:
             self._table.take_in(plan)
@@ -115,7 +114,7 @@ class ModelRunner:
             self._pool.restore(before)
             raise
         loads = self._kv_connector.take_loads() if self._kv_connector is not None else StepLoads()
-        step = PendingStep(self, plan.sampled_req_ids, sampling, pooling, before, loads, saves, drafting)
+        step = PendingStep(self.finish, plan.sampled_req_ids, sampling, pooling, before, loads, saves, drafting)
         step.shared = logits if self._share is not None else None
         del before  # the step's own, to let go of
         if self._in_parts and is_built:
@@ -229,16 +228,6 @@ class ModelRunner:
         except Exception as error:  # noqa: BLE001  (raised by result())
             step.error = error
 
-    def _dispatch_rest(self) -> None:
-        """Give the device the second part of the step of which it has the first."""
-        for step in self._steps:
-            if step.has_rest and step.error is None:
-                step.has_rest = False
-                try:
-                    mx.async_eval(step.root)
-                except Exception as error:  # noqa: BLE001  (raised by result())
-                    step.error = error
-
     def _load(self, step: PendingStep) -> None:
         """Write what a step loads into the KV cache as the step before has left it."""
         if self._kv_connector is not None and step.loads:
@@ -251,8 +240,7 @@ class ModelRunner:
         """See :meth:`PendingStep.result`."""
         if not self._steps or self._steps[0] is not step:
             raise RuntimeError("steps are finished in the order in which they were started, and once")
-        if step.has_rest:
-            self._dispatch_rest()
+        step.dispatch_rest()
         self._steps.popleft()
         try:
             step.wait()
@@ -309,86 +297,3 @@ class ModelRunner:
             mx.clear_cache()
         else:
             end_streams_of_thread()
-
-
-@dataclass(eq=False)
-class PendingStep:
-    """A step under way (:class:`metal_engine.step.StepHandle`).
-
-    Attributes:
-        sampling: what it does with its logits.
-        pooling: what it does with its hidden states; None if no request is to be pooled.
-        before: the KV cache's arrays as the step found them, until it is dispatched.
-        loads: KV that comes from a store, until it is dispatched.
-        saves: KV that goes to a store.
-        drafting: what the draft model has done for it; None if nothing.
-        first_part: where it is to be dispatched in two parts, what the first one computes, until the dispatch.
-        root: what the device computes last, from the dispatch on.
-        has_rest: whether the second part is still to be dispatched.
-        has_follower: whether the next step was dispatched behind it.
-        error: why it could not be dispatched.
-        is_async: whether some of it was evaluated asynchronously.
-        shared: the logits of a rank's step, until it is dispatched; None if there is one rank.
-    """
-
-    runner: ModelRunner
-    sampled_req_ids: list[str]
-    sampling: StepSampling
-    pooling: StepPooling | None
-    before: PoolSnapshot | None
-    loads: StepLoads
-    saves: StepSaves | None
-    drafting: Drafting | None = None
-    first_part: mx.array | None = None
-    root: list[mx.array] | None = None
-    has_rest: bool = False
-    has_follower: bool = False
-    error: Exception | None = None
-    is_async: bool = False
-    shared: mx.array | None = None
-
-    @property
-    def is_dispatched(self) -> bool:
-        return self.root is not None or self.error is not None
-
-    @property
-    def results(self) -> list[mx.array]:
-        """What it computes for the host."""
-        return self.sampling.arrays + (self.pooling.arrays if self.pooling is not None else [])
-
-    @property
-    def must_be_alone(self) -> bool:
-        """Whether the device may have no other step.
-
-        KV is written or read beside it; the host makes masks; all that it computes is KV, so that it holds all of that
-        to its end; or it failed.
-        """
-        has_saves = self.saves is not None and bool(self.saves.arrays)
-        is_beside = has_saves or bool(self.loads) or self.sampling.has_masks
-        return is_beside or not self.results or self.error is not None
-
-    def wait(self) -> None:
-        """Wait until the device is done with the step; raises what it raised.
-
-        It has let go of all that it read then, too, if no other step is behind it.
-        """
-        if self.error is not None:
-            raise self.error
-        # NumPy alone would wait as well, but pass over an error of an operation and take what it left.
-        try:
-            mx.eval(self.root)
-        except Exception:
-            # Streams that met the same error would raise it in the step after this one.
-            with suppress(Exception):
-                synchronize()
-            raise
-        if not self.has_follower:
-            synchronize()
-
-    def result(self) -> ModelOutput:
-        """Wait for the step, dispatch the next one, and return the output of this one.
-
-        Raises:
-            KVCacheLostError: it failed, and the KV cache with it.
-        """
-        return self.runner.finish(self)

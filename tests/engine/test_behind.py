@@ -15,7 +15,8 @@ import pytest
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import RequestOutput
 from metal_engine.runner.dispatch import choose_dispatch
-from metal_engine.runner.model_runner import ModelRunner, PendingStep
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import DeviceInfo
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids

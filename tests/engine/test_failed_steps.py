@@ -14,7 +14,7 @@ from metal_engine.attention.portable import backend as mlx_ops
 from metal_engine.device.streams import second_stream
 from metal_engine.engine.core import EngineCore
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.runner.model_runner import PendingStep
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
 from tests.support.demo import engine_for
 from tests.support.running import run

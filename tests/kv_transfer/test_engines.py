@@ -27,7 +27,7 @@ from metal_engine.kv_transfer.stores.disk import DiskStore
 from metal_engine.kv_transfer.stores.store_folder import MARKER
 from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 from metal_engine.request import RequestOptions
-from metal_engine.runner.model_runner import PendingStep
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
 from tests.support.kv_engines import KVEngine, kv_engine
 from tests.support.valkey_server import ValkeyServer

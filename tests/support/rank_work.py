@@ -16,7 +16,8 @@ from metal_engine.distributed.group import Group, open_group
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.division import Division
 from metal_engine.runner import step_sampling
-from metal_engine.runner.model_runner import ModelRunner, PendingStep
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.settings.args import EngineArgs
 from tests.support.rank_cases import RankCase, make_runner, run_case
 

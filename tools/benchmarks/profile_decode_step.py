@@ -87,7 +87,7 @@ def instrument(profile: Profile) -> None:
     from metal_engine.engine.output_processor import OutputProcessor
     from metal_engine.models.layer_cache import LayerCache
     from metal_engine.models.paged_model import PagedModel
-    from metal_engine.runner import batch, model_runner, step_sampling
+    from metal_engine.runner import batch, model_runner, pending_step, step_sampling
     from metal_engine.scheduling.scheduler import Scheduler
 
     for owner, name, part in (
@@ -105,7 +105,7 @@ def instrument(profile: Profile) -> None:
         (step_sampling.StepSampling, "build", "sampling graph"),
         (step_sampling.StepSampling, "result", "read"),
         (mx, "async_eval", "dispatch"),
-        (model_runner.PendingStep, "wait", "device"),
+        (pending_step.PendingStep, "wait", "device"),
         (model_runner.ModelRunner, "finish", "read"),
         (batch.RequestTable, "append_tokens", "read"),
     ):

@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 
 from metal_engine.engine.core import EngineCore
-from metal_engine.runner.model_runner import ModelRunner, PendingStep
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.step_sampling import StepSampling
 
 from .device import Counts, FakeGpu

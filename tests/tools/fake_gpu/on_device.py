@@ -19,7 +19,8 @@ from metal_engine.engine.core import EngineCore  # noqa: E402
 from metal_engine.kv_cache.rows import step_rows  # noqa: E402
 from metal_engine.models.paged_model import PagedModel  # noqa: E402
 from metal_engine.runner.dispatch import choose_dispatch  # noqa: E402
-from metal_engine.runner.model_runner import ModelRunner, PendingStep  # noqa: E402
+from metal_engine.runner.model_runner import ModelRunner  # noqa: E402
+from metal_engine.runner.pending_step import PendingStep  # noqa: E402
 from tools.fake_gpu.measure import measure  # noqa: E402
 from tools.fake_gpu.workload import SMOLLM2, Workload, make_engine, make_model, prepare  # noqa: E402
 from tools.fixtures.architectures import configuration  # noqa: E402
