@@ -18,7 +18,7 @@ INSTALL := $(BIN)/python tools/install.py $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # Test processes side by side, at most four; a file's tests stay together.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve chat disagg test test-full mutants lint format clang chromium clean
+.PHONY: serve chat disagg gateway test test-full mutants lint format clang chromium clean
 
 serve: .venv/.installed  ## serve MODEL on HOST:PORT
 	$(BIN)/metal-engine serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -28,6 +28,9 @@ chat: .venv/.installed  ## talk to MODEL in the terminal
 
 disagg: .venv/.installed-dev  ## prefill on one server, decode on another, on this machine
 	$(BIN)/python -m tools.disagg.demo $(MODEL)
+
+gateway: .venv/.installed-dev  ## two servers, the KV store that they share and a gateway before them, on this machine
+	$(BIN)/python -m tools.gateway.demo $(MODEL) $(ARGS)
 
 test: .venv/.installed-dev clang chromium  ## all tests, long sweeps run small
 	$(PYTEST) $(ARGS)

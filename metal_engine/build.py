@@ -6,36 +6,34 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from metal_engine.checkpoints.adapters import open_adapter
+from metal_engine.checkpoints.known_config import limit_command_buffers
 from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
+from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.adapters import AdapterRegistry
+from metal_engine.engine.chat_template import read_chat_template
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import WHOLE_DEVICE, DeviceShare
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
-from metal_engine.kv_transfer.layout import BlockLayout
-from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
-from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.kv_transfer.stores.choice import check_place, open_store
-from metal_engine.kv_transfer.transfer import KVTransfer
+from metal_engine.kv_transfer.stores.choice import check_place
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.resolve import check_kv_cache, expected_sizes, resolve_config
 from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, speculative_config
 
 if TYPE_CHECKING:
-    import mlx.core as mx
     from transformers import PreTrainedTokenizerFast
 
     from metal_engine.attention.choice import BackendChoice, ChosenAttention
     from metal_engine.checkpoints.facts import CheckpointFacts
-    from metal_engine.checkpoints.loader import LoadedModel
-    from metal_engine.kv_transfer.runner_side import KVConnectorRunner
+    from metal_engine.checkpoints.loader import Divide, LoadedModel
+    from metal_engine.distributed.ranks import Ranks
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner.draft_model import DraftModel
     from metal_engine.settings.config import DeviceInfo, EngineConfig, ModelInfo
@@ -54,12 +52,14 @@ def build_engine(args: EngineArgs, share: DeviceShare = WHOLE_DEVICE) -> EngineC
     Raises:
         ModelLoadError: the model cannot be loaded or run.
         ConfigError: the settings cannot work.
+        SystemExit: this process is another rank than 0, and rank 0, whose steps it has run, has ended.
     """
     chat_template = None if args.chat_template is None else read_chat_template(args.chat_template)
     transfer = kv_transfer_config(args)
     if transfer is not None:
         check_place(transfer)
     speculative_config(args)
+    limit_command_buffers([args])
     blas = load_optimized_blas()
     # MLX is imported below this line only: the BLAS has no effect once it is loaded.
     with keep_open_file_limit():
@@ -67,10 +67,12 @@ def build_engine(args: EngineArgs, share: DeviceShare = WHOLE_DEVICE) -> EngineC
 
     from metal_engine.device.compiled import keep_kernels_private
     from metal_engine.device.streams import end_streams_of_thread, settle_streams
+    from metal_engine.distributed.ranks import starting_ranks
 
     keep_kernels_private()
     try:
-        return _build(args, share, blas, chat_template, transfer)
+        with starting_ranks(args) as ranks:
+            return _build(args, share, blas, chat_template, transfer, ranks)
     except BaseException:
         if share is WHOLE_DEVICE:
             end_streams_of_thread()
@@ -80,7 +82,12 @@ def build_engine(args: EngineArgs, share: DeviceShare = WHOLE_DEVICE) -> EngineC
 
 
 def _build(
-    args: EngineArgs, share: DeviceShare, blas: BlasInfo, chat_template: str | None, transfer: KVTransferConfig | None
+    args: EngineArgs,
+    share: DeviceShare,
+    blas: BlasInfo,
+    chat_template: str | None,
+    transfer: KVTransferConfig | None,
+    ranks: Ranks,
 ) -> EngineCore:
     import mlx.core as mx
 
@@ -92,13 +99,14 @@ def _build(
 
     with share.turn():
         choice = choose_backend(args.attention_backend, args.block_size)
-    before = share.unlimited(device_info(blas))
+    before = ranks.device(share.unlimited(device_info(blas)))
 
     def check(facts: CheckpointFacts) -> None:
-        share.check_fits(facts.weight_bytes + _given_kv_bytes(args))
         with share.turn():
-            check_before_loading(args, facts, before)
+            check_before_loading(args, facts, before, ranks.divide)
+            kv_bytes = 0 if share is WHOLE_DEVICE else _expected_bytes(args, facts, before)[0]
             mx.random.seed(args.seed)
+        share.check_fits(facts.weight_bytes + kv_bytes)
 
     def claim(facts: CheckpointFacts) -> None:
         if share is WHOLE_DEVICE:
@@ -106,11 +114,11 @@ def _build(
         _claim_for_loading(share, args, facts, before)
         check_memory(facts, args, device_info(blas))  # now that others have given back what they had
 
-    loaded = loader.load(args, before, check, claim)
+    loaded = loader.load(args, before, check, claim, divide=ranks.load_share if args.num_ranks > 1 else None)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
     try:
-        return _assemble(args, share, blas, choice, loaded, transfer)
+        return _assemble(args, share, blas, choice, loaded, transfer, ranks)
     except BaseException:
         if share is not WHOLE_DEVICE:  # the process goes on without this model
             release_weights(loaded.model)
@@ -124,18 +132,20 @@ def _assemble(
     choice: BackendChoice,
     loaded: LoadedModel,
     transfer: KVTransferConfig | None,
+    ranks: Ranks,
 ) -> EngineCore:
     """An engine for a loaded model."""
     from metal_engine.device.info import device_info
+    from metal_engine.runner.dispatch import choose_dispatch
     from metal_engine.runner.model_runner import ModelRunner
 
     with share.turn():
-        opened = _open(args, loaded, choice)
+        opened = _open(args, loaded, choice, ranks)
         paged = opened.paged
         adapters = _make_for_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
     draft = _load_draft(args, loaded, device_info(blas), choice)
     models = [opened] if draft is None else [opened, draft]
-    device = device_info(blas)
+    device = ranks.device(device_info(blas))
     with share.turn():
         config = resolve_config(
             args,
@@ -143,18 +153,25 @@ def _assemble(
             share.unlimited(device),
             opened.attention.backend.name,
             # They run one after the other.
-            lambda *size: max(model.step_bytes(args.block_size, *size) for model in models),
+            lambda *size: ranks.largest(max(model.step_bytes(args.block_size, *size) for model in models)),
             opened.attention.layers,
             None if draft is None else draft.info,
         )
     share.claim(config.peak_bytes)
-    config = replace(config, device=share.limited(device))
+    command_buffers = limits_in_force() if device.kind == "metal" else None
+    config = replace(config, device=share.limited(device), command_buffers=command_buffers, ranks=ranks.facts)
     limit_device_memory(config, *share.settle(config))
     scheduler_side, runner_side = None, None
     if transfer is not None:
-        scheduler_side, runner_side, fingerprint = _connect_kv(transfer, args.block_size, loaded, paged)
+        from metal_engine.kv_transfer.connect import connect_kv
+
+        specs, weights = [state.spec for state in paged.pool.states], loaded.model.parameters()
+        scheduler_side, runner_side, fingerprint = connect_kv(
+            transfer, args.block_size, loaded.name, weights, loaded.config, specs
+        )
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
-        config = replace(config, cache=replace(config.cache, model_fingerprint=fingerprint))
+        cache = replace(config.cache, model_fingerprint=fingerprint)
+        config = replace(config, cache=cache, kv_role=transfer.kv_role)
     with share.turn():
         outlives_model = share is not WHOLE_DEVICE  # which is for one model, and the process ends with it
         draft_model = None if draft is None else _draft_model(draft, config)
@@ -166,11 +183,16 @@ def _assemble(
             runner_side,
             draft_model,
             outlives_model=outlives_model,
+            share=ranks.share,
         )
+        if config.scheduler.async_scheduling:
+            config = replace(config, dispatch=choose_dispatch(runner, paged.pool, config))
+    ranks.follow(runner)
     tokenizer = Tokenizer(
         loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
     )
-    return EngineCore(config, runner, tokenizer, scheduler_side, adapters)
+    leader = ranks.lead(runner)
+    return EngineCore(config, leader or runner, tokenizer, scheduler_side, adapters, leader)
 
 
 def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[str, int]) -> AdapterRegistry:
@@ -197,22 +219,27 @@ def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[st
     return adapters
 
 
-def _given_kv_bytes(args: EngineArgs) -> int:
-    """Bytes of the KV cache as far as the settings say it, before the model is known."""
-    return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0
+def _expected_bytes(args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> tuple[int, int | None]:
+    """What a model takes beside its weights, before they are read.
+
+    Returns:
+        Bytes of the KV cache, as far as settings and configuration say it; of the largest step, estimated: None where
+        that cannot be told yet.
+    """
+    from metal_engine.models.info import expected_model_info
+    from metal_engine.runner.step_estimate import estimate_step_bytes
+
+    info = expected_model_info(args.model, facts, args.kv_cache_dtype)
+    if info is None:
+        return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0, None
+    kv_bytes, *largest_step = expected_sizes(args, info, device)
+    return kv_bytes, estimate_step_bytes(info, device, args.block_size, kv_bytes, *largest_step)
 
 
 def _claim_for_loading(share: DeviceShare, args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> None:
     """Claim what a model takes while its weights are read and its step is measured; what it keeps is claimed then."""
-    from metal_engine.models.info import expected_model_info
-    from metal_engine.runner.step_estimate import estimate_step_bytes
-
-    kv_bytes, step_bytes = _given_kv_bytes(args), None
     with share.turn():
-        info = expected_model_info(args.model, facts, args.kv_cache_dtype)
-    if info is not None:
-        kv_bytes, *largest_step = expected_sizes(args, info, device)
-        step_bytes = estimate_step_bytes(info, device, args.block_size, kv_bytes, *largest_step)
+        kv_bytes, step_bytes = _expected_bytes(args, facts, device)
     share.claim(facts.weight_bytes + kv_bytes, facts.weight_bytes + facts.reading_bytes, step_bytes)
 
 
@@ -232,7 +259,7 @@ class _OpenedModel:
         return measure_step_bytes(self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs)
 
 
-def _open(args: EngineArgs, loaded: LoadedModel, choice: BackendChoice) -> _OpenedModel:
+def _open(args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: Ranks) -> _OpenedModel:
     """Put a loaded model over a paged KV cache, and check that it runs right."""
     from metal_engine.attention.metal.variants import UnsupportedAttentionError
     from metal_engine.models.attention_kinds import attention_kinds
@@ -245,12 +272,12 @@ def _open(args: EngineArgs, loaded: LoadedModel, choice: BackendChoice) -> _Open
     try:
         recurrence = MetalRecurrence() if choice.metal is not None else None
         paged = PagedModel(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
-        info = model_info(loaded, paged)
+        info = ranks.agreed(model_info(loaded, paged))
         kinds = _with_recurrence(paged, lambda: attention_kinds(paged))
         attention = choice.for_layers(kinds, args.block_size)
         # Blocks of another size ask for longer requests, and only matter where kernels are compiled for them.
         sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
-        _with_recurrence(paged, lambda: check_paged_model(paged, attention.backend, *sizes))
+        _with_recurrence(paged, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest))
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise _cannot_run(args, loaded.config, error) from error
     return _OpenedModel(paged, info, attention)
@@ -266,6 +293,7 @@ def _load_draft(
         ConfigError: it does not go with the model.
     """
     from metal_engine.checkpoints import loader
+    from metal_engine.distributed.ranks import Ranks
     from metal_engine.models.info import expected_model_info
 
     config = speculative_config(args)
@@ -283,7 +311,8 @@ def _load_draft(
         check_draft_vocabulary(draft_args.model, vocabularies[0], target.name, vocabularies[1])
 
     try:
-        opened = _open(draft_args, loader.load(draft_args, device, check, check_tokenizer=check_tokenizer), choice)
+        loaded = loader.load(draft_args, device, check, check_tokenizer=check_tokenizer)
+        opened = _open(draft_args, loaded, choice, Ranks())
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft model (--speculative-config): {error}") from error
     except ConfigError as error:
@@ -319,8 +348,13 @@ def _with_recurrence(paged: PagedModel, run: Callable[[], T]) -> T:
         return run()
 
 
-def check_before_loading(args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> int | None:
+def check_before_loading(
+    args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo, divide: Divide | None = None
+) -> int | None:
     """Refuses a model, or settings of its KV cache, for what its configuration and headers say. Loads MLX.
+
+    Args:
+        divide: leaves this rank's share in a model, where there are several.
 
     Returns:
         Tokens for which the KV cache will have room at most; None where that cannot be told yet.
@@ -332,7 +366,7 @@ def check_before_loading(args: EngineArgs, facts: CheckpointFacts, device: Devic
     from metal_engine.models.info import expected_model_info
 
     try:
-        info = expected_model_info(args.model, facts, args.kv_cache_dtype)
+        info = expected_model_info(args.model, facts, args.kv_cache_dtype, divide)
     except UnsupportedModelError as error:
         raise _cannot_run(args, facts.config, error) from error
     return None if info is None else check_kv_cache(args, info, device)
@@ -340,53 +374,3 @@ def check_before_loading(args: EngineArgs, facts: CheckpointFacts, device: Devic
 
 def _cannot_run(args: EngineArgs, config: dict[str, Any], error: Exception) -> UnsupportedModelError:
     return UnsupportedModelError(f"{args.model} (architecture {config.get('model_type')}) cannot run here: {error}")
-
-
-def _connect_kv(
-    transfer: KVTransferConfig, block_size: int, loaded: LoadedModel, paged: PagedModel
-) -> tuple[KVConnectorScheduler, KVConnectorRunner, str]:
-    """Open the store and make both halves of the connector; with them comes the fingerprint of the KV."""
-    from mlx.utils import tree_flatten
-
-    from metal_engine.kv_transfer.fingerprint import kv_fingerprint
-    from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts, state_parts
-
-    if not paged.pool.bytes_per_token:
-        raise ConfigError(
-            transfer.flag, f"{loaded.name} keeps no KV, only states: there are no blocks to save to a store"
-        )
-    specs = [state.spec for state in paged.pool.states]
-    parts, of_states = block_parts(specs, block_size), state_parts(specs)
-    weights = cast("list[tuple[str, mx.array]]", tree_flatten(loaded.model.parameters()))
-    fingerprint = kv_fingerprint(weights, loaded.config, block_size, [*parts, *of_states])
-    layout = BlockLayout(parts, fingerprint)
-    state_layout = BlockLayout(of_states, fingerprint) if of_states else None
-    stats = KVTransferStats()
-    larger = max((layout, state_layout or layout), key=lambda one: one.max_stored_bytes)
-    mover = KVTransfer(open_store(transfer, larger), layout, transfer, stats, state_layout=state_layout)
-    runner_side = KVConnectorRunner(mover, layout, state_layout)
-    return KVConnectorScheduler(mover, transfer, stats), runner_side, fingerprint
-
-
-def read_chat_template(given: str) -> str:
-    """The chat template that ``--chat-template`` names: the content of a file, or the Jinja text itself.
-
-    Raises:
-        ConfigError: it is neither, or no valid Jinja.
-    """
-    import jinja2
-
-    text = given
-    if "{{" not in given and "{%" not in given:
-        try:
-            text = Path(given).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text file"
-            raise ConfigError("--chat-template", f"cannot read --chat-template {given}: {reason}") from error
-    try:
-        # Extensions that templates of published models use.
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
-    except jinja2.TemplateSyntaxError as error:
-        if "generation" not in str(error):  # a tag of transformers' own
-            raise ConfigError("--chat-template", f"is not valid Jinja: line {error.lineno}: {error.message}") from error
-    return text

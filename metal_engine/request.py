@@ -237,7 +237,7 @@ class RequestOutput:
         num_output_tokens: tokens generated so far, the new ones included.
         num_cached_tokens: prompt tokens whose KV was there: in the prefix cache, or in a store.
         num_external_tokens: of those, the tokens whose KV came from a store.
-        num_predicted_tokens: :attr:`Request.num_predicted_tokens` so far.
+        num_predicted_tokens: :attr:`Request.num_predicted_tokens` so far, without those that a stop string has cut off.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error`` on the last output, else None.
         stop_reason: the stop string or stop token id that ended generation, if one did.
         error: message, when ``finish_reason`` is ``error``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -219,6 +220,10 @@ class KVCacheLostError(Exception):
     """A step failed and took the KV cache with it: all KV computed so far must be computed again."""
 
 
+class RunnerLostError(Exception):
+    """No step can run any more: another process that computes its share of every step has gone."""
+
+
 class StepHandle(Protocol):
     """A step under way."""
 
@@ -234,7 +239,7 @@ class Runner(Protocol):
     """What the engine needs of a model runner."""
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle:
-        """Start one forward pass and one sampling pass over the plan; must not block on the device.
+        """Start one forward pass and one sampling pass over the plan; must not wait for the device to compute them.
 
         A plan that asks the draft model for something waits for that, and for nothing else.
 
@@ -244,3 +249,10 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Let go of what belongs to the calling thread. This is the last call, in the thread that ran the steps."""
+
+
+class Ranks(Protocol):
+    """The other processes that compute their shares of every step."""
+
+    def when_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
+        """Have ``tell`` called, in another thread, when one of them has gone: a step may then hang for ever."""

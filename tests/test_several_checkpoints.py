@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +19,19 @@ from mlx_lm.utils import load_model
 
 from metal_engine.checkpoints import loader
 from metal_engine.cli.serve_several import engine_threads, load_named, models_in, source_of
+from metal_engine.device.blas.load import load_optimized_blas
+from metal_engine.device.info import device_info
 from metal_engine.engine import registry as registry_module
 from metal_engine.engine.model_entry import ModelSource
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ModelLoadError, ModelTooLargeError
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.models.rounded_cache import own_caches
 from metal_engine.runner import step_memory
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.fields import parse_size
 from tests.support import checkpoint_files
+from tests.support.rounded_cache import own_caches
 from tests.support.serving import DEADLINE
 from tests.support.several import ServedModels, serve_models
 from tools.compare.equal_outputs import compare_outputs
@@ -230,6 +234,27 @@ def test_one_that_is_too_large_is_refused_before_it_takes_anything(
     asyncio.run(main())
 
 
+def test_what_is_missing_is_all_that_is_missing(folder: Path) -> None:
+    """With the KV cache, however its size is given, also where the weights alone do not fit."""
+    facts = []
+    loader.load(EngineArgs(model=str(folder / "a")), device_info(load_optimized_blas()), facts.append)
+    block_bytes = 16 * 2 * 2 * 2 * 16 * 4  # tokens, K and V, layers, heads, numbers, bytes
+
+    async def missing(memory_bytes: int, **size: int) -> int:
+        registry = ModelRegistry(memory_bytes, threads=engine_threads())
+        args = EngineArgs(model=str(folder / "a"), max_num_seqs=8, max_num_batched_tokens=64, **size)  # type: ignore[arg-type]
+        with pytest.raises(ModelTooLargeError) as refused:
+            await registry.load(registry.add("a", source_of(args, ServerArgs())))
+        assert registry.shutdown(DEADLINE)
+        return refused.value.missing_bytes
+
+    weights = facts[0].weight_bytes
+    for memory_bytes in (weights // 2, weights + 100 * block_bytes):
+        expected = weights + 128 * block_bytes - memory_bytes
+        assert asyncio.run(missing(memory_bytes, num_gpu_blocks_override=128)) == expected
+        assert asyncio.run(missing(memory_bytes, kv_cache_memory_bytes=128 * block_bytes)) == expected
+
+
 def complete(served: ServedModels, name: str) -> int:
     body = {"model": name, "prompt": "abc", "max_tokens": 4, "temperature": 0}
     return served.post("/v1/completions", body).status_code
@@ -254,17 +279,27 @@ def test_a_file_that_is_corrupt_leaves_the_others_serving(folder: Path, tmp_path
         assert complete(served, "c") == 200
 
 
-def test_those_that_are_named_are_loaded_at_the_start(folder: Path) -> None:
+def test_those_that_are_named_are_loaded_at_the_start(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     # A KV cache beside which a step, which is never measured twice the same, is small.
     sources = starts(folder, num_blocks=4096)
     num_bytes = taken_by_one(sources)
 
     async def prepare(registry: ModelRegistry) -> None:
-        await load_named(registry, NAMES)
+        await load_named(registry, NAMES, "--num-gpu-blocks-override")
 
     with serve_models(sources, int(2.5 * num_bytes), prepare=prepare, threads=engine_threads()) as served:
         assert served.states() == {"a": "loaded", "b": "loaded", "c": "unloaded"}
         assert complete(served, "c") == 200
+    (told,) = (record.getMessage() for record in caplog.records if "is loaded when" in record.getMessage())
+    found = re.fullmatch(
+        r"c takes up to (\S+ \w+) while it is loaded \(what its largest step takes is an estimate\), and (\S+ \w+) are "
+        r"free beside the models that are loaded: (\S+ \w+) are missing; it is loaded when a request asks for it; to "
+        r"have it loaded at the start, raise --models-memory or lower --num-gpu-blocks-override",
+        told,
+    )
+    assert found, told
+    takes, free, missing = (parse_size(size.replace(" ", "")) for size in found.groups())
+    assert 0 < missing < takes and abs(takes - free - missing) < 1 << 21, "they are rounded"
 
     async def fails() -> None:
         registry = ModelRegistry(num_bytes, threads=engine_threads())

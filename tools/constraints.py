@@ -27,7 +27,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "constraints.txt"
-EXTRAS = ("dev", "full", "plots", "valkey")
+EXTRAS = ("dev", "full", "gateway", "plots", "valkey")
 # Installed by `make test-full` alone.
 OPTIONAL = ("full",)
 HERE = dict(default_environment())

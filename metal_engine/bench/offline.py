@@ -41,6 +41,7 @@ def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict
         "output_tokens_per_second": output_tokens / seconds,
         "total_tokens_per_second": (input_tokens + output_tokens) / seconds,
         "peak_memory_mib": peak_memory_bytes() / (1 << 20),
+        "kv_cache_dtype": core.config.model.kv_dtype,
     }
     _report("Throughput", result, args.save_result)
     return result
@@ -70,6 +71,7 @@ def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, 
         "mean_seconds": float(np.mean(seconds)),
         **{f"p{p}_seconds": float(np.percentile(seconds, p)) for p in (10, 50, 90, 99)},
         "peak_memory_mib": peak_memory_bytes() / (1 << 20),
+        "kv_cache_dtype": core.config.model.kv_dtype,
     }
     _report("Latency", result, args.save_result)
     return result
@@ -112,7 +114,7 @@ def peak_memory_bytes() -> int:
 def _report(title: str, result: dict[str, Any], path: str | None) -> None:
     print(f"{title}:")
     for name, value in result.items():
-        shown = f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
+        shown = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
         print(f"  {name.replace('_', ' '):<26}{shown:>14}")
     if path is not None:
         write_json(path, result)

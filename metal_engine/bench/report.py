@@ -19,7 +19,7 @@ WIDTH = 58
 def table(summary: Summary) -> str:
     """Lays figures out as vLLM's benchmark does; those of generated tokens only where there are any."""
     embeds = bool(summary.num_ok) and not summary.output_tokens
-    figures: list[tuple[str, float | None]] = [
+    figures: list[tuple[str, float | str | None]] = [
         ("Successful requests:", summary.num_ok),
         ("Failed requests:", summary.num_failed),
         ("Benchmark duration (s):", summary.duration),
@@ -32,6 +32,7 @@ def table(summary: Summary) -> str:
         ("Total token throughput (tok/s):", summary.total_throughput),
         ("Peak concurrent requests:", summary.peak_concurrency),
         ("Peak memory of the server (MiB):", None if (peak := summary.server_peak_bytes) is None else peak / (1 << 20)),
+        ("KV cache dtype of the server:", summary.kv_cache_dtype),
     ]
     lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
     lines += [_line(label, value) for label, value in figures if value is not None]
@@ -57,8 +58,8 @@ def table(summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def _line(label: str, value: float) -> str:
-    shown = str(value) if isinstance(value, int) else f"{value:.2f}"
+def _line(label: str, value: float | str) -> str:
+    shown = str(value) if isinstance(value, int | str) else f"{value:.2f}"
     return f"{label:<42}{shown:>{WIDTH - 42}}"
 
 

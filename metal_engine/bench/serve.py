@@ -20,6 +20,7 @@ from metal_engine.bench.client import BenchClient, RequestRecord, open_session
 from metal_engine.bench.datasets import BenchRequest, arrival_times, make_requests
 from metal_engine.bench.plots import check_plots, plot_run
 from metal_engine.bench.report import check_output, table, write_json
+from metal_engine.bench.server_kv import server_kv_cache_dtype
 from metal_engine.bench.server_memory import server_peak_bytes
 from metal_engine.bench.speculation import spec_decode_counts
 from metal_engine.bench.stats import Summary, summarize
@@ -123,12 +124,14 @@ async def measure(
 
             records = await asyncio.gather(*(one(r, t) for r, t in zip(requests, due.tolist(), strict=True)))
         after = await spec_decode_counts(session, args.base_url)
+        kv_cache_dtype = await server_kv_cache_dtype(session, args.base_url, model)
     summary = summarize(
         records,
         percentiles=args.percentile_values,
         goodput=args.goodput_limits,
         server_peak_bytes=server_peak_bytes(args.base_url),
         speculation=None if after is None else after.since(before),
+        kv_cache_dtype=kv_cache_dtype,
     )
     return summary, records
 

@@ -57,6 +57,7 @@ class Summary:
     peak_concurrency: int = 0
     server_peak_bytes: int | None = None
     speculation: SpecDecodeCounts | None = None
+    kv_cache_dtype: str | None = None  # of the server, if it says
 
     def to_json(self) -> dict[str, Any]:
         result = asdict(self)
@@ -76,6 +77,7 @@ def summarize(
     goodput: Mapping[str, float] | None = None,
     server_peak_bytes: int | None = None,
     speculation: SpecDecodeCounts | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> Summary:
     """Returns figures of the requests that succeeded, and how many failed.
 
@@ -83,6 +85,7 @@ def summarize(
         goodput: largest good value in milliseconds of ``ttft``, ``tpot`` or ``e2el``.
         server_peak_bytes: the server's largest size; None if it is not known.
         speculation: what the server has counted meanwhile; None if it does not speculate.
+        kv_cache_dtype: in what the server keeps keys and values; None if it does not say.
     """
     ok = [record for record in records if record.ok]
     duration = max(r.token_times[-1] for r in ok) - min(r.started for r in records) if ok else 0.0
@@ -109,6 +112,7 @@ def summarize(
         peak_concurrency=peak_concurrency(records),
         server_peak_bytes=server_peak_bytes,
         speculation=speculation,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 

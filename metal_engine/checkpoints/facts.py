@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Bits of a weight in mlx-lm's quantizations; a scale and a bias of 16 bits for each 64 weights add half a bit.
 _QUANTIZED_BITS = (8, 6, 5, 4, 3)
 _SCALE_BITS = 0.5
+# In "model.layers.3.mlp.experts.7.up_proj.weight", 7.
+_LAST_OF_SEVERAL_NUMBERS = re.compile(r"\.\d+\.(?:.*\.)?(\d+)\.")
 # Of the memory for a model: what its weights may take if something is to be left for the KV cache and a step.
 _SHARE_OF_WEIGHTS = 0.85
 
@@ -67,12 +70,25 @@ def safetensors_facts(
 
 
 def _reading_bytes(tensors: Sequence[StoredTensor], num_bytes: int) -> int:
-    """All that is stored is there until all is converted; what was quantized, for a while twice."""
+    """All that is stored is there until all is converted; what was quantized, for a while twice.
+
+    What is kept as it is stored takes nothing beside, but for experts that are stored one by one: those of a layer's
+    matrix are there until they are stacked, which is done with one matrix after the other.
+    """
     stored = sum(tensor.nbytes for tensor in tensors)
     if stored == num_bytes:
-        return 0
+        return _largest_stack_bytes(tensors)
     is_quantized = any(tensor.name.endswith(".scales") for tensor in tensors)
     return stored + (num_bytes if is_quantized else 0)
+
+
+def _largest_stack_bytes(tensors: Sequence[StoredTensor]) -> int:
+    """Bytes of the most tensors whose names differ in the last of several numbers alone, as experts' of a layer do."""
+    stacks: Counter[tuple[str, str]] = Counter()
+    for tensor in tensors:
+        if number := _LAST_OF_SEVERAL_NUMBERS.search(tensor.name):
+            stacks[tensor.name[: number.start(1)], tensor.name[number.end(1) :]] += tensor.nbytes
+    return max(stacks.values(), default=0)
 
 
 def facts_by_size(config: dict[str, Any], stored: int, args: EngineArgs, device: DeviceInfo) -> CheckpointFacts:
@@ -119,8 +135,13 @@ def check_memory(facts: CheckpointFacts, args: EngineArgs, device: DeviceInfo) -
         ModelLoadError: the weights alone take more than the process may use; the message says what would fit.
     """
     available = memory_for_model(args, device)
-    if facts.weight_bytes <= available:
+    if facts.weight_bytes // args.num_ranks <= available:
         return
+    if args.num_ranks > 1:
+        raise ModelLoadError(
+            f"not enough memory for {args.model}: its weights take {format_size(facts.weight_bytes)}, and each of "
+            f"{args.num_ranks} ranks has {format_size(available)} for its share; take more machines, or a smaller model"
+        )
     if device.kind == "cpu":
         has = f"{format_size(device.memory_bytes)} free"
         advice = (

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load_model
 from transformers import PreTrainedTokenizerFast
 
@@ -76,6 +77,8 @@ class LoadedModel:
     interleaved: dict[str, int] = field(default_factory=dict)
 
 
+# Leaves a rank's share in a model whose weights have not been read, where several processes share it.
+Divide = Callable[[nn.Module], None]
 CheckTokenizer = Callable[[PreTrainedTokenizerFast], None]
 
 
@@ -85,6 +88,7 @@ def load(
     check: Check = lambda facts: None,
     claim: Check = lambda facts: None,
     check_tokenizer: CheckTokenizer = lambda tokenizer: None,
+    divide: Divide | None = None,
 ) -> LoadedModel:
     """Load the model that ``args.model`` names.
 
@@ -99,13 +103,14 @@ def load(
             and before they are downloaded.
         claim: called between that and reading the weights, for whoever has to make room for them.
         check_tokenizer: refuses one for its tokenizer; called before its weights are read.
+        divide: called with the model before its weights are computed, which it does.
 
     Raises:
         ModelLoadError: it cannot be found, read or run; the message says why.
         ConfigError: a setting does not fit it.
     """
     try:
-        loaded = _load(args, device, check, claim, check_tokenizer)
+        loaded = _load(args, device, check, claim, check_tokenizer, divide)
         _try_tokenizer(loaded.tokenizer)
         return loaded
     except (ModelLoadError, ConfigError):
@@ -127,7 +132,12 @@ def _try_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def _load(
-    args: EngineArgs, device: DeviceInfo, check: Check, claim: Check, check_tokenizer: CheckTokenizer
+    args: EngineArgs,
+    device: DeviceInfo,
+    check: Check,
+    claim: Check,
+    check_tokenizer: CheckTokenizer,
+    divide: Divide | None,
 ) -> LoadedModel:
     dtype = _DTYPES.get(args.dtype, mx.float32 if device.kind == "cpu" else None)
     if args.revision is not None and (args.model == DEMO_MODEL or is_local(args.model)):
@@ -140,7 +150,7 @@ def _load(
         claim(facts)
 
     load_files = _load_gguf if found.path.suffix == ".gguf" else _load_directory
-    loaded, facts = load_files(found, args, dtype, device, admit, check_tokenizer)
+    loaded, facts = load_files(found, args, dtype, device, admit, check_tokenizer, divide)
     logger.info("loaded the weights: %s in %.1f s", format_size(facts.weight_bytes), time.monotonic() - began)
     return loaded
 
@@ -152,6 +162,7 @@ def _load_gguf(
     device: DeviceInfo,
     check: Check,
     check_tokenizer: CheckTokenizer,
+    divide: Divide | None,
 ) -> tuple[LoadedModel, CheckpointFacts]:
     header = read_gguf_header(found.path)
     pooler = gguf_pooler(header)
@@ -161,7 +172,8 @@ def _load_gguf(
     tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(found.path)
     check_tokenizer(tokenizer)
     _announce(found, facts)
-    model, config = load_gguf_model(found.path, dtype or _DTYPES[facts.dtype], dequantize=device.kind == "cpu")
+    weight_dtype = dtype or _DTYPES[facts.dtype]
+    model, config = load_gguf_model(found.path, weight_dtype, dequantize=device.kind == "cpu", divide=divide)
     own_generation_config: dict[str, Any] | None = DEFAULT_SAMPLING if args.model == DEMO_MODEL else None
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
     eos_token_ids = frozenset(gguf_eos_token_ids(header))
@@ -177,6 +189,7 @@ def _load_directory(
     device: DeviceInfo,
     check: Check,
     check_tokenizer: CheckTokenizer,
+    divide: Divide | None,
 ) -> tuple[LoadedModel, CheckpointFacts]:
     path = found.path
     check_small_files(path)
@@ -204,11 +217,26 @@ def _load_directory(
         model = dequantize_model(model)
     if dtype is not None:
         model.set_dtype(dtype)
-    mx.eval(model.parameters())
+    if divide is not None:
+        divide(model)
+    _read(model)
     reranker = find_reranker(path, config, args.model, tokenizer)
     can_generate = not weights.lacks_head
     loaded = LoadedModel(model, config, tokenizer, eos_token_ids, found.name, sampling, pooler, reranker, can_generate)
     return loaded, facts
+
+
+def _read(model: nn.Module) -> None:
+    """Have the weights of a model read.
+
+    Matrices of experts come first, one after the other: each may be stacked from many, which are beside it until then.
+    Evaluated together, those of several layers would be.
+    """
+    arrays = [array for _, array in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))]
+    for array in arrays:
+        if array.ndim > 2:
+            mx.eval(array)
+    mx.eval(arrays)
 
 
 def _announce(found: FoundModel, facts: CheckpointFacts) -> None:

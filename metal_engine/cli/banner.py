@@ -6,8 +6,9 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from metal_engine.engine.model_entry import ModelEntry, RunningModel
 from metal_engine.engine.registry import ModelRegistry
-from metal_engine.settings.config import EngineConfig, ModelInfo, SpeculativeConfig
+from metal_engine.settings.config import EngineConfig, ModelInfo, RankInfo, SpeculativeConfig
 from metal_engine.settings.fields import format_size
 
 
@@ -30,6 +31,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "architecture": f"{model.model_type}, {model.num_layers} layers, {_count(model.num_params)} parameters",
         "dtype": model.dtype,
         "device": f"{config.device.name}: {config.device.compute}",
+        "ranks": _ranks(config.ranks),
         "attention": config.attention,
         "memory": f"weights {format_size(config.weight_bytes)}{adapters}, KV cache {format_size(config.kv_bytes)}"
         f"{states}, largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
@@ -40,6 +42,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "
         f"{scheduler.max_num_batched_tokens:,} tokens a step",
         "speculation": "",
+        "dispatch": config.dispatch,
+        "commands": f"command buffers of {config.command_buffers}",
         "URL": url,
     }
     if (speculative := scheduler.speculative) is not None:
@@ -49,6 +53,12 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         )
     else:
         del facts["speculation"]
+    if not config.dispatch:
+        del facts["dispatch"]
+    if config.command_buffers is None:
+        del facts["commands"]
+    if not config.ranks:
+        del facts["ranks"]
     if not config.state_bytes:
         del facts["states"]
     if not config.kv_bytes:
@@ -58,7 +68,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
 
 def registry_facts(registry: ModelRegistry, url: str) -> dict[str, str]:
     """Returns what to show of several models, by label."""
-    loaded = [f"{one.name} ({format_size(one.num_bytes)})" for one in registry.entries if one.running is not None]
+    loaded = [_loaded(one, one.running) for one in registry.entries if one.running is not None]
     others = [one.name for one in registry.entries if one.running is None]
     facts = {
         "loaded": ", ".join(loaded) or "none yet",
@@ -82,6 +92,23 @@ def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
         style = "bold green" if label == "URL" else None
         table.add_row(f"[dim]{label}[/]", value, style=style)
     console.print(Panel(table, title="metal-engine", title_align="left", expand=False))
+
+
+def _loaded(entry: ModelEntry, running: RunningModel) -> str:
+    """A loaded model: its name, what it takes, in what it keeps keys and values."""
+    model = running.engine.config.model
+    kv = f", KV cache in {model.kv_dtype}" if model.kv_bytes_per_token else ""
+    return f"{entry.name} ({format_size(entry.num_bytes)}{kv})"
+
+
+def _ranks(ranks: tuple[RankInfo, ...]) -> str:
+    """Says where ranks are, and what each has; the other facts are of the rank that has most."""
+    each = [
+        f"{i} on {one.host}: {one.num_layers} layers, weights {format_size(one.weight_bytes)} "
+        f"(at most {format_size(one.peak_bytes)} to read them)"
+        for i, one in enumerate(ranks)
+    ]
+    return f"{len(ranks)}; {'; '.join(each)}"
 
 
 def _source(speculative: SpeculativeConfig, draft: ModelInfo | None) -> str:

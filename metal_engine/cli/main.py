@@ -16,6 +16,7 @@ from metal_engine.cli.launch import launch
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import MODEL_HELP, NO_MODEL, command
 from metal_engine.cli.ps import ps
+from metal_engine.distributed.launch import is_follower
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
 from metal_engine.settings.several import RegistryArgs
@@ -45,6 +46,10 @@ def serve(args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs
         from metal_engine.cli.serve_several import serve_several
 
         status = serve_several(models, args, server_args, registry_args)
+    elif models and is_follower(args):
+        from metal_engine.follow import follow
+
+        status = follow(args)
     elif models:
         status = _serve_one(args, server_args)
     else:

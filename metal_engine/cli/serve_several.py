@@ -13,6 +13,7 @@ from metal_engine.engine.model_entry import ModelSource, RunningModel, Start
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ConfigError, NoRoomError
 from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.pool_size import pool_flag
 from metal_engine.settings.several import RegistryArgs, args_of_one, models_memory
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ def serve_several(
         ConfigError: settings that cannot work.
         ModelLoadError: one that is named cannot be loaded.
     """
+    from metal_engine.checkpoints.known_config import limit_command_buffers
     from metal_engine.cli.banner import print_banner, registry_facts
     from metal_engine.device.blas.load import load_optimized_blas
     from metal_engine.device.info import device_info
@@ -43,6 +45,7 @@ def serve_several(
     if not (models or found):
         raise ConfigError("--models-dir", f"{registry_args.models_dir} has no model, and no MODEL is named")
     with listen(server_args) as listener:
+        limit_command_buffers(replace(args, model=name) for name in (*models, *map(str, found.values())))
         device = device_info(load_optimized_blas())
         import_what_loads()
         memory_bytes = models_memory(args, registry_args, device)
@@ -64,7 +67,7 @@ def serve_several(
             server_args,
             listener,
             on_ready=lambda url: print_banner(registry_facts(registry, url)),
-            prepare=lambda: load_named(registry, models),
+            prepare=lambda: load_named(registry, models, pool_flag(each)),
             discover=discover if registry_args.enable_model_loading else None,
         )
 
@@ -132,15 +135,20 @@ def _starter(args: EngineArgs, server_args: ServerArgs) -> Start:
     return start
 
 
-async def load_named(registry: ModelRegistry, names: tuple[str, ...]) -> None:
-    """Load those of some models that fit beside each other. Raises ModelLoadError for one that cannot be loaded."""
+async def load_named(registry: ModelRegistry, names: tuple[str, ...], kv_flag: str = "--kv-cache-memory-bytes") -> None:
+    """Load those of some models that fit beside each other. Raises ModelLoadError for one that cannot be loaded.
+
+    Args:
+        kv_flag: sets how large their KV caches are; for what the log says of those that do not fit.
+    """
     for name in names:
         entry = registry.find(name)
         assert entry is not None
         try:
             await registry.load(entry, may_evict=False)
         except NoRoomError as error:
-            logger.warning("%s; it is loaded when a request asks for it", error)
+            change = f"to have it loaded at the start, raise --models-memory or lower {kv_flag}"
+            logger.warning("%s; it is loaded when a request asks for it; %s", error, change)
         await asyncio.sleep(0)
 
 

@@ -50,7 +50,7 @@ def examine(report: Callable[[Finding], None], model: str | None = None) -> bool
     """
     checks: list[tuple[str, Check]] = [
         ("versions", _versions),
-        ("compute", _compute),
+        ("compute", lambda: _compute(model)),
         ("folders", _folders),
         ("tiny model", _tiny_model),
         ("quantized KV", _quantized_kv),
@@ -81,9 +81,13 @@ def _versions() -> Iterator[Finding]:
                 yield Finding(package, "not installed", FAILED)
 
 
-def _compute() -> Iterator[Finding]:
+def _compute(model: str | None) -> Iterator[Finding]:
+    from metal_engine.checkpoints.known_config import limit_command_buffers
     from metal_engine.device.blas.load import load_optimized_blas
+    from metal_engine.device.command_buffers import limits_in_force
+    from metal_engine.settings.args import EngineArgs
 
+    limit_command_buffers([EngineArgs(model=model or "demo")])
     blas = load_optimized_blas()
     import mlx.core as mx
 
@@ -92,6 +96,8 @@ def _compute() -> Iterator[Finding]:
     device = device_info(blas)
     yield Finding("device", device.name)
     yield Finding("metal", "available" if mx.metal.is_available() else "not available: computing on the CPU")
+    if device.kind == "metal":
+        yield Finding("command buffers", str(limits_in_force() or "MLX's own limits"))
     if device.kind == "cpu":
         yield Finding("blas", blas.description, OK if blas.optimized else WARNING)
         if blas.problem:

@@ -28,7 +28,7 @@ from metal_engine.scheduling.proposals import make_proposer
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
-from metal_engine.step import KVCacheLostError, Runner, SchedulerOutput, StepHandle
+from metal_engine.step import KVCacheLostError, Ranks, Runner, RunnerLostError, SchedulerOutput, StepHandle
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class EngineCore:
         tokenizer: for text and end-of-sequence ids.
         kv_connector: loads and saves KV; the runner has its other half.
         adapters: LoRA adapters, whose weights the runner has; None: the model was not made for any.
+        ranks: processes that share the model with the runner; None: there are none.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class EngineCore:
         tokenizer: Tokenizer,
         kv_connector: KVConnectorScheduler | None = None,
         adapters: AdapterRegistry | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.ranks = config, ranks
         self.adapters = adapters
         self.tokenizer = tokenizer
         speculative = config.scheduler.speculative
@@ -165,11 +167,8 @@ class EngineCore:
         """Tokens that may follow a prompt of this length; raises what :meth:`prepare` raises if there is no room."""
         max_model_len = self.config.scheduler.max_model_len
         if num_prompt_tokens >= max_model_len:
-            raise ContextLengthError(
-                "prompt",
-                f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len} "
-                f"tokens and must leave room for at least one more",
-            )
+            message = f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len} "
+            raise ContextLengthError("prompt", message + "tokens and must leave room for at least one more")
         max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len - num_prompt_tokens
         if params.min_tokens > max_tokens:
             message = f"{params.min_tokens} is more than the {max_tokens} tokens there is room for"
@@ -288,6 +287,7 @@ class EngineCore:
 
         Raises:
             AssertionError: the scheduler's state is broken, and cannot be mended by failing every request.
+        RunnerLostError: no step can run any more.
         """
         started = time.monotonic()
         try:
@@ -361,9 +361,11 @@ class EngineCore:
         return output
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
+        if isinstance(error, RunnerLostError):
+            raise error
         logger.error("step %d failed: %s", plan.step_id, plan.composition, exc_info=error)
         self.metrics.num_failed_steps += 1
-        self.scheduler.prefix_cache.forget()  # some of the blocks may never have been written
+        self.scheduler.failed(plan)
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
         scheduled = [r for r in plan.num_scheduled_tokens if r in self.scheduler.requests]
         outputs = [self._fail_request(request_id, message) for request_id in scheduled]
@@ -378,7 +380,7 @@ class EngineCore:
         self._abandon_steps()
         message = f"scheduling failed: {type(error).__name__}: {error}"
         outputs = [self._fail_request(request_id, message) for request_id in list(self.scheduler.requests)]
-        self.scheduler.prefix_cache.forget()
+        self.scheduler.failed()
         self.scheduler.check_integrity()
         return under_client_ids(outputs)
 

@@ -18,6 +18,7 @@ from metal_engine.engine.device_share import DeviceTurns
 from metal_engine.engine.engine_threads import EngineThreads, LentThread
 from metal_engine.engine.step_watch import FrameSink
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
+from metal_engine.step import RunnerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +169,8 @@ class EngineThread:
             return
         finally:
             self._ready.set()
+        if self._engine.ranks is not None:
+            self._engine.ranks.when_lost(self._lose)
         message = "the engine was shut down"
         try:
             self._loop(self._engine)
@@ -182,12 +185,23 @@ class EngineThread:
         finally:
             self._fail_everything(self._engine, message)
 
+    def _lose(self, error: RunnerLostError) -> None:
+        """A rank is lost: everybody is told. In another thread, for this one may hang in a step that never ends."""
+        assert self._engine is not None
+        self.error = error
+        self._fail_everything(self._engine, f"the engine has stopped: {error}")
+
     def _fail_everything(self, engine: EngineCore, message: str) -> None:
         with self._lock:
+            if self._stopped:
+                return
             self._stopped = True
         requests = engine.request_ids
-        while not self._inbox.empty():
-            waiting = self._inbox.get()
+        while True:
+            try:
+                waiting = self._inbox.get_nowait()
+            except queue.Empty:
+                break
             if isinstance(waiting, _Add):
                 requests.append(waiting.request_id)
             elif isinstance(waiting, _Call):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from metal_engine.engine.model_entry import ModelEntry, ModelState
-from metal_engine.errors import ModelTooLargeError
+from metal_engine.errors import ModelTooLargeError, NoRoomError
 from metal_engine.settings.fields import format_size
 
 
@@ -39,6 +39,15 @@ class MemoryBudget:
                 f"{format_size(self.memory_bytes)} (--models-memory): {format_size(missing)} are missing"
             )
             raise ModelTooLargeError(message, missing)
+
+    def no_room_for(self, entry: ModelEntry, num_bytes: int) -> NoRoomError:
+        """That a model does not fit beside those that are loaded: how much is missing. Before its step is measured."""
+        free = self.free_for(entry)
+        return NoRoomError(
+            f"{entry.name} takes up to {format_size(num_bytes)} while it is loaded (what its largest step takes is an "
+            f"estimate), and {format_size(free)} are free beside the models that are loaded: "
+            f"{format_size(num_bytes - free)} are missing"
+        )
 
     def victims(self, entry: ModelEntry, num_bytes: int, *, also_used: bool) -> list[ModelEntry] | None:
         """Those that have to go so that a model may have so many bytes in all: none more than that takes.

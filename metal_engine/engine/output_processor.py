@@ -109,6 +109,7 @@ class _OutputState:
 
     Attributes:
         text_end: characters of text so far.
+        num_predicted_tokens: of the output before.
         num_shown: of them, those that have been shown.
         held: tokens whose text might belong to a stop string: where it begins and ends in the request's text, and the
             token's log probabilities if they are asked for.
@@ -121,6 +122,7 @@ class _OutputState:
     prompt_logprobs: list[TokenLogprobs | None] | None
     num_prompt_tokens: int
     num_output_tokens: int = 0
+    num_predicted_tokens: tuple[int, int] = (0, 0)
     text_end: int = 0
     num_shown: int = 0
     held: deque[tuple[int, int, TokenLogprobs | None]] = field(default_factory=deque)
@@ -192,11 +194,17 @@ class OutputProcessor:
             shown += text
             if found is not None:
                 output.finish_reason, output.stop_reason = "stop", found
-                output.token_ids = visible[: i + 1]  # those behind it would not have been generated one by one
+                # Those behind it would not have been generated one by one: the last one, and drafts before that.
+                num_cut_drafts = max(0, len(output.token_ids) - i - 2)
+                accepted, rejected = output.num_predicted_tokens
+                accepted -= min(num_cut_drafts, accepted - state.num_predicted_tokens[0])
+                output.num_predicted_tokens = accepted, rejected
+                output.token_ids = visible[: i + 1]
                 output.logprobs = None if output.logprobs is None else output.logprobs[: i + 1]
                 break
         state.text_end = text_end
         state.num_output_tokens += len(output.token_ids)
+        state.num_predicted_tokens = output.num_predicted_tokens
         is_last = output.finished
         text_logprobs = [] if output.logprobs is None else output.logprobs[: len(token_ends)]
         if stop_strings is not None:

@@ -37,6 +37,11 @@ def make_state(spec: StateSpec) -> LayerState:
             raise TypeError(f"there is no state for {type(spec).__name__}")
 
 
+def _after(arrays: Iterable[mx.array]) -> mx.array:
+    """An array that is computed when all of some others are."""
+    return mx.depends([mx.zeros((1,))], list(arrays))[0]
+
+
 class StatePool:
     """What all layers keep. Belongs to the thread that runs the steps.
 
@@ -56,6 +61,12 @@ class StatePool:
     def of(cls, specs: Iterable[StateSpec]) -> StatePool:
         """A pool of the kinds of state that specs describe."""
         return cls(make_state(spec) for spec in specs)
+
+    def unquantized(self) -> StatePool:
+        """A pool for the same layers, none of them quantized; states that are not here are the same objects there."""
+        return StatePool(
+            make_state(state.spec.full) if isinstance(state.spec, QuantizedKVSpec) else state for state in self.states
+        )
 
     @property
     def bytes_per_token(self) -> int:
@@ -123,9 +134,18 @@ class StatePool:
     def written(self) -> mx.array:
         """An array that is computed when every write has happened.
 
-        It can be evaluated asynchronously. The pool's arrays cannot: they would not be written in place again.
+        It can be evaluated asynchronously. The pool's arrays cannot: they would not be written in place again. It holds
+        them all until the device has computed it.
         """
-        return mx.depends([mx.zeros((1,))], list(self._arrays()))[0]
+        return _after(self._arrays())
+
+    def written_half_way(self) -> mx.array:
+        """An array that is computed when a layer in the middle has been written to, and so those before it have.
+
+        What depends on arrays holds them until the device has computed it; of all others, this leaves the device free
+        to write to them again.
+        """
+        return _after(self.states[(len(self.states) - 1) // 2].written())
 
     def _arrays(self) -> Iterator[mx.array]:
         for state in self.states:

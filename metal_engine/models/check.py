@@ -4,6 +4,8 @@ the model's own forward over its own cache."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -11,12 +13,14 @@ from mlx_lm.utils import get_total_parameters
 
 from metal_engine.attention.backend import AttentionBackend
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
+from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import NO_STATE
 from metal_engine.kv_cache.writes import choose_writes
+from metal_engine.models.check_rounding import ComparingBackend, noting
+from metal_engine.models.own_forward import own_logits
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.models.rounded_cache import own_caches
 
 logger = logging.getLogger(__name__)
 
@@ -37,23 +41,18 @@ _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 2e-1}
 # Half precision may send a token to another expert where two are about equally good, and then logits differ by much.
 # Other tokens tell that from a mistake, which shows every time.
 _ATTEMPTS = {mx.float32: 1, mx.float16: 3, mx.bfloat16: 3}
-# The same over quantized K and V, by bits. mlx-lm's forward gets them rounded, too; but where a number lies between two
-# that can be kept, the least difference sends it to the other, and in half precision there are many such. Other tokens
-# have theirs elsewhere. Measured on 70 architectures in float32: 0.007 at most, but for one in 50, which is up to 0.14;
-# in half precision on 14 of them: 0.12 and 0.22 (int8), 0.34 and 0.44 (int4).
-_QUANTIZED_TOLERANCE = {
-    8: {mx.float32: 1e-2, mx.float16: 1e-1, mx.bfloat16: 3e-1},
-    4: {mx.float32: 3e-2, mx.float16: 4e-1, mx.bfloat16: 6e-1},
-}
-_QUANTIZED_ATTEMPTS = 3
 
-
-class _LogitsDiffer(UnsupportedModelError):
-    pass
+# Where a model is a rank's share, makes of a length that which all ranks run.
+Agree = Callable[[int], int]
 
 
 def check_paged_model(
-    paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int = _BLOCK_SIZE
+    paged: PagedModel,
+    backend: AttentionBackend,
+    vocab_size: int,
+    block_size: int = _BLOCK_SIZE,
+    *,
+    agree: Agree = lambda length: length,
 ) -> None:
     """Run two requests, each in two chunks and a decode, packed together; compare with mlx-lm's own forward.
 
@@ -61,67 +60,103 @@ def check_paged_model(
     little cost. The chunks are of unequal length and the requests' blocks interleave, so that positions, slots, block
     tables and the causal edge all matter. Leaves ``paged`` without a cache.
 
+    Where K and V are quantized, that is done over float ones, where bounds can be tight; then once more over quantized
+    ones, to compare what each layer's attention makes of them (:mod:`metal_engine.models.check_rounding`).
+
     Args:
         block_size: the server's.
+        agree: where ``paged`` is a rank's share of a model, makes of a length that which all ranks run.
 
     Raises:
-        UnsupportedModelError: the logits differ, or some layer did not write once a step and attend.
+        UnsupportedModelError: the logits differ, or attention over quantized K and V; or some layer did not write once
+            a step and attend.
         UnsupportedAttentionError: the backend does not do the model's shape.
     """
-    attempts = _ATTEMPTS[paged.dtype] if paged.kv_bits is None else _QUANTIZED_ATTEMPTS
-    for seed in range(attempts):
-        try:
-            return _check(paged, backend, vocab_size, min(block_size, _MAX_BLOCK_SIZE), np.random.default_rng(seed))
-        except _LogitsDiffer:
-            if seed == attempts - 1:
-                raise
+    block_size = min(block_size, _MAX_BLOCK_SIZE)
+    if paged.kv_bits is None:
+        return _check_logits(paged, backend, vocab_size, block_size, agree)
+    with paged.over(paged.pool.unquantized()):
+        _check_logits(paged, PortableBackend(), vocab_size, block_size, agree)
+    with paged.over(noting(paged.pool)):
+        _run(paged, ComparingBackend(backend), _Requests.of(paged, vocab_size, block_size, 0, agree))
 
 
-def _check(
-    paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int, rng: np.random.Generator
-) -> None:
-    num_tokens = max(_NUM_TOKENS, block_size + _BLOCK_SIZE)
-    lengths = (_first_length(paged, num_tokens), num_tokens)
-    tokens = [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
-    max_blocks = -(-lengths[0] // block_size)
-    # [2, max_blocks]: each request's blocks in falling order, the two taking turns.
-    block_table = np.arange(2 * max_blocks, dtype=np.int32).reshape(max_blocks, 2).T[:, ::-1]
-    # (first, end) of each request's share of the steps: two chunks, then a decode, in the other order.
-    cut, last = lengths[0] - 11, (lengths[0] - 1, num_tokens - 1)
-    steps = (((0, cut), (0, 11)), ((cut, last[0]), (11, last[1])), ((last[0], lengths[0]), (last[1], num_tokens)))
-    orders = ([0, 1], [0, 1], [1, 0])
+@dataclass(frozen=True)
+class _Requests:
+    """What two requests compute, in three steps.
+
+    Attributes:
+        tokens: of each.
+        block_table: [2, max_blocks], each one's blocks in falling order, the two taking turns.
+        shares: of each step, (first, end) of each request's tokens in it.
+        orders: of each step, in which the requests are packed.
+    """
+
+    tokens: list[np.ndarray]
+    block_size: int
+    block_table: np.ndarray
+    shares: tuple[tuple[tuple[int, int], ...], ...]
+    orders: tuple[list[int], ...]
+
+    @classmethod
+    def of(cls, paged: PagedModel, vocab_size: int, block_size: int, seed: int, agree: Agree) -> _Requests:
+        rng = np.random.default_rng(seed)
+        num_tokens = max(_NUM_TOKENS, block_size + _BLOCK_SIZE)
+        lengths = (agree(_first_length(paged, num_tokens)), num_tokens)
+        tokens = [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
+        max_blocks = -(-lengths[0] // block_size)
+        block_table = np.arange(2 * max_blocks, dtype=np.int32).reshape(max_blocks, 2).T[:, ::-1]
+        # Two chunks, then a decode, in the other order.
+        cut, last = lengths[0] - 11, (lengths[0] - 1, num_tokens - 1)
+        shares = (((0, cut), (0, 11)), ((cut, last[0]), (11, last[1])), ((last[0], lengths[0]), (last[1], num_tokens)))
+        return cls(tokens, block_size, block_table, shares, ([0, 1], [0, 1], [1, 0]))
+
+
+def _check_logits(paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int, agree: Agree) -> None:
+    for seed in range(_ATTEMPTS[paged.dtype]):
+        requests = _Requests.of(paged, vocab_size, block_size, seed, agree)
+        gap = _largest_gap(paged, _run(paged, backend, requests), requests)
+        if gap <= _TOLERANCE[paged.dtype]:
+            return
+    raise UnsupportedModelError(
+        f"its logits through the paged cache are off from mlx-lm's own by {gap:.1g} of their size"
+    )
+
+
+def _run(paged: PagedModel, backend: AttentionBackend, requests: _Requests) -> list[np.ndarray]:
+    """The logits of each request's last row in each step, [2, vocab_size] float32."""
     before = [(cache.num_writes, cache.num_reads) for cache in paged.layer_caches]
-    paged.pool.allocate(2 * max_blocks, block_size, _NUM_STATE_SLOTS)
+    paged.pool.allocate(requests.block_table.size, requests.block_size, _NUM_STATE_SLOTS)
     try:
-        got = [
-            _run_step(paged, backend, tokens, block_table, block_size, shares, order)
-            for shares, order in zip(steps, orders, strict=True)
-        ]
-        for layer, (cache, (num_writes, num_reads)) in enumerate(zip(paged.layer_caches, before, strict=True)):
-            num_writes, num_reads = cache.num_writes - num_writes, cache.num_reads - num_reads
-            if num_writes != len(steps) or num_reads < len(steps):  # more reads: layers that share their KV
-                raise UnsupportedModelError(
-                    f"the packed forward does not reach the cache of layer {layer}, which stored KV in {num_writes} "
-                    f"and attended in {num_reads} of {len(steps)} steps"
-                )
+        steps = zip(requests.shares, requests.orders, strict=True)
+        logits = [_run_step(paged, backend, requests, shares, order) for shares, order in steps]
     except UnsupportedAttentionError:
         raise  # it says by itself what cannot be done
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise forward_fails(error) from error
     finally:
         paged.pool.release()
-    tolerance = (_TOLERANCE if paged.kv_bits is None else _QUANTIZED_TOLERANCE[paged.kv_bits])[paged.dtype]
-    specs = [state.spec for state in paged.pool.states]
-    for request, sequence in enumerate(tokens):
-        own = paged.model(mx.array(sequence)[None], cache=own_caches(paged.model, specs))[0]
-        for logits, shares in zip(got, steps, strict=True):
+    num_steps = len(logits)
+    for layer, (cache, (num_writes, num_reads)) in enumerate(zip(paged.layer_caches, before, strict=True)):
+        num_writes, num_reads = cache.num_writes - num_writes, cache.num_reads - num_reads
+        if num_writes != num_steps or num_reads < num_steps:  # more reads: layers that share their KV
+            raise UnsupportedModelError(
+                f"the packed forward does not reach the cache of layer {layer}, which stored KV in {num_writes} "
+                f"and attended in {num_reads} of {num_steps} steps"
+            )
+    return logits
+
+
+def _largest_gap(paged: PagedModel, logits: list[np.ndarray], requests: _Requests) -> float:
+    """Between logits and those of mlx-lm's own forward, relative to their size; NaN where one is."""
+    gaps = []
+    for request, tokens in enumerate(requests.tokens):
+        own = own_logits(paged.model, mx.array(tokens))
+        for found, shares in zip(logits, requests.shares, strict=True):
             expected = np.array(own[shares[request][1] - 1].astype(mx.float32))
             scale = np.abs(expected).max()
-            gap = np.abs(logits[request] - expected).max() / (scale if scale > 0 else 1.0)
-            if not gap <= tolerance:
-                raise _LogitsDiffer(
-                    f"its logits through the paged cache are off from mlx-lm's own by {gap:.1g} of their size"
-                )
+            gaps.append(np.abs(found[request] - expected).max() / (scale if scale > 0 else 1.0))
+    return float(np.max(gaps))
 
 
 def forward_fails(error: Exception) -> UnsupportedModelError:
@@ -148,25 +183,19 @@ def _first_length(paged: PagedModel, least: int) -> int:
 def _run_step(
     paged: PagedModel,
     backend: AttentionBackend,
-    tokens: list[np.ndarray],
-    block_table: np.ndarray,  # [2, max_blocks]
-    block_size: int,
+    requests: _Requests,
     shares: tuple[tuple[int, int], ...],
     order: list[int],
 ) -> np.ndarray:
-    """One packed step; the logits of each request's last row, [2, vocab_size] float32.
-
-    Args:
-        order: in which the requests are packed.
-    """
+    """One packed step; the logits of each request's last row, [2, vocab_size] float32."""
     first, end = np.array([shares[request] for request in order], np.int32).T
     # Whole blocks are written as an engine would write them under page-aligned scheduling; others by slot or run.
     make_writes = choose_writes(page_aligned=True)
     slots = np.array([_NUM_STATE_SLOTS, 1], np.int32)[order]
     state_slots = np.where(first > 0, slots, NO_STATE), slots
-    lens = end - first
-    rows = step_rows(block_table[order], first, lens, block_size, state_slots=state_slots, make_writes=make_writes)
-    input_ids = np.concatenate([tokens[request][slice(*shares[request])] for request in order])
+    block_table, lens = requests.block_table[order], end - first
+    rows = step_rows(block_table, first, lens, requests.block_size, state_slots=state_slots, make_writes=make_writes)
+    input_ids = np.concatenate([requests.tokens[request][slice(*shares[request])] for request in order])
     logits = paged(mx.array(input_ids), rows, backend.for_step(rows))
     if logits.shape[0] != len(shares):
         raise UnsupportedModelError("its LM head does not read the output of its trunk")

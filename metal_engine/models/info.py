@@ -12,12 +12,15 @@ from mlx_lm.utils import _get_classes, get_total_parameters
 
 from metal_engine.checkpoints.checkpoint import context_length
 from metal_engine.checkpoints.facts import CheckpointFacts
-from metal_engine.checkpoints.loader import LoadedModel
+from metal_engine.checkpoints.loader import Divide, LoadedModel
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.config import ModelInfo
 
 logger = logging.getLogger(__name__)
+
+# Architectures with recurrent layers that mlx-lm has a step compute with an array of the states after each token.
+_STATES_OF_ALL_TOKENS = {"jamba"}
 
 
 def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
@@ -39,16 +42,22 @@ def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
     )
 
 
-def expected_model_info(name: str, facts: CheckpointFacts, kv_cache_dtype: str = "auto") -> ModelInfo | None:
+def expected_model_info(
+    name: str, facts: CheckpointFacts, kv_cache_dtype: str = "auto", divide: Divide | None = None
+) -> ModelInfo | None:
     """The facts about a model whose weights nobody has read yet: what it would keep of a token, above all.
 
     The model is made with weights that are never computed, and looked at as a loaded one is.
+
+    Args:
+        divide: leaves this rank's share in a model, where there are several.
 
     Returns:
         None where that cannot be told before the weights are there.
 
     Raises:
-        UnsupportedModelError: it keeps state of a kind that is not known here, or has no seam to use.
+        UnsupportedModelError: it keeps state of a kind that is not known here, or has no seam to use; or ``divide``
+            raises it.
         ConfigError: its keys and values cannot be kept in ``kv_cache_dtype``.
     """
     config = facts.config
@@ -61,6 +70,10 @@ def expected_model_info(name: str, facts: CheckpointFacts, kv_cache_dtype: str =
     except Exception as error:  # what loading says of it is better
         logger.debug("no sketch of %s", name, exc_info=error)
         return None
+    num_whole = get_total_parameters(model)
+    if divide is not None:
+        divide(model)
+    weight_bytes = facts.weight_bytes * get_total_parameters(model) // num_whole
     try:
         paged = PagedModel(model, kv_cache_dtype=kv_cache_dtype, is_sketch=True)
     except UnsupportedModelError as error:
@@ -68,7 +81,7 @@ def expected_model_info(name: str, facts: CheckpointFacts, kv_cache_dtype: str =
             raise
         logger.debug("no sketch of %s", name, exc_info=error)  # as above: its files may not belong together
         return None
-    return _info(name, config, paged, dtype=facts.dtype, num_params=facts.num_params, weight_bytes=facts.weight_bytes)
+    return _info(name, config, paged, dtype=facts.dtype, num_params=facts.num_params, weight_bytes=weight_bytes)
 
 
 def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> ModelInfo:
@@ -87,17 +100,22 @@ def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> 
         num_heads=num_heads,
         head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,
         hidden_size=text_config.get("hidden_size") or 0,
-        layer_width=_layer_width(text_config, paged),
+        layer_width=_layer_width(config["model_type"], text_config, paged),
         **more,
     )
 
 
-def _layer_width(text_config: dict[str, Any], paged: PagedModel) -> int:
-    """Outputs of the widest matrix but those of the vocabulary; of experts, for as many as a token has."""
+def _layer_width(model_type: str, text_config: dict[str, Any], paged: PagedModel) -> int:
+    """Outputs of the widest matrix but those of the vocabulary; of experts, for as many as a token has.
+
+    Or the numbers of a layer's state, where the layer computes those of all tokens at once.
+    """
     num_experts = text_config.get("num_experts_per_tok") or text_config.get("top_k_experts") or 1 << 30
     widths = [0]
-    for _, array in cast(list[tuple[str, mx.array]], tree_flatten(paged.model.parameters())):
-        if array.ndim > 1 and array.shape[0] != paged.vocab_size:
+    for name, array in cast(list[tuple[str, mx.array]], tree_flatten(paged.model.parameters())):
+        if model_type in _STATES_OF_ALL_TOKENS and name.endswith(".A_log"):
+            widths.append(array.size)
+        elif array.ndim > 1 and array.shape[0] != paged.vocab_size:
             widths.append(array.shape[-2] * (min(array.shape[0], num_experts) if array.ndim == 3 else 1))
     return max(widths)
 

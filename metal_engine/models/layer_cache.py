@@ -53,8 +53,16 @@ class AttentionCall:
     softcap: float | None = None
 
 
-class AttendingCache:
-    """A cache that computes the attention of its layer."""
+class AttentionOwner:
+    """A cache that is asked when its layer calls mlx-lm's attention function."""
+
+    def attend(self, call: AttentionCall, original: Attention) -> mx.array:
+        """Attention of a call, [N, num_heads, 1, v_head_dim]; ``original`` is what mlx-lm would have called."""
+        raise NotImplementedError
+
+
+class AttendingCache(AttentionOwner):
+    """A cache that computes the attention of its layer, also where mlx-lm's layer would do that itself."""
 
     offset: Any
 
@@ -62,15 +70,11 @@ class AttendingCache:
         """Store K and V, [N, num_kv_heads, 1, head_dim]; what stands for all that is stored now."""
         raise NotImplementedError
 
-    def attend(self, call: AttentionCall, original: Attention) -> mx.array:
-        """Attention of a call, [N, num_heads, 1, v_head_dim]; ``original`` is what mlx-lm would have called."""
-        raise NotImplementedError
-
 
 class OwnedKeys(mx.array):
     """Keys that remember the cache they are in: layers that reuse them may call attention without a cache."""
 
-    def __init__(self, keys: mx.array, owner: AttendingCache) -> None:
+    def __init__(self, keys: mx.array, owner: AttentionOwner) -> None:
         super().__init__(keys)
         self.owner = owner
 
@@ -79,14 +83,27 @@ class LayerCache(AttendingCache):
     """Ordinary attention over a layer's state.
 
     Attributes:
+        state: where keys and values are kept.
         num_writes: how often the layer has stored K and V, for the check at load; ``num_reads`` how often it attended.
     """
 
     def __init__(self, step: CurrentStep, state: KVState) -> None:
         self._step = step
-        self._state = state
+        self.state = state
         self.num_writes = 0
         self.num_reads = 0
+
+    @property
+    def keys(self) -> mx.array:
+        """For a rank of a pipeline: mlx-lm ties to the last layer's keys what it sends to the next rank.
+
+        Every rank evaluates logits, which depend on what all ranks have sent, so here nothing need be tied.
+        """
+        return mx.zeros((0,))
+
+    @keys.setter
+    def keys(self, tied: mx.array) -> None:
+        del tied
 
     @property
     def offset(self) -> mx.array:
@@ -107,12 +124,12 @@ class LayerCache(AttendingCache):
 
     def _write(self, rows: dict[str, mx.array]) -> None:
         assert self._step.written is not None
-        self._state.write(self._step.written, rows)
+        self.state.write(self._step.written, rows)
         self.num_writes += 1
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """For a layer that reuses this one's K and V: what stands for them in its call of attention."""
-        spec = self._state.spec
+        spec = self.state.spec
         keys = mx.zeros((self.offset.size, spec.num_kv_heads, 1, spec.head_dim), spec.dtype)
         return OwnedKeys(keys, self), keys
 
@@ -123,7 +140,7 @@ class LayerCache(AttendingCache):
             raise UnsupportedModelError(f"its attention gets a mask of its own ({type(call.mask).__name__})")
         out = self._step.attention.attend(
             call.queries.squeeze(2),
-            self._state,
+            self.state,
             scale=call.scale,
             window=call.mask.window,
             softcap=call.softcap,
@@ -175,7 +192,7 @@ class LatentLayerCache(LayerCache):
         # [N, num_heads, 1, head_dim]
         joined = mx.concatenate([call.queries, call.mask.scaled / call.scale], axis=-1)
         out = super().attend(replace(call, queries=joined, mask=AttentionMask(None)), original)
-        return out[..., : self._state.spec.latent_dim]
+        return out[..., : self.state.spec.latent_dim]
 
 
 def layer_cache(step: CurrentStep, state: LayerState) -> LayerCache | StateCache:
@@ -197,6 +214,7 @@ class RecordingCache(ConcatenateKVCache, AttendingCache):
         super().__init__()
         self.spec: StateSpec | None = None
         self.num_reads = 0
+        self.num_heads = 0  # of the queries that attended last
         self.windows: set[int] = set()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
@@ -215,6 +233,7 @@ class RecordingCache(ConcatenateKVCache, AttendingCache):
 
     def attend(self, call: AttentionCall, original: Attention) -> mx.array:
         self.num_reads += 1
+        self.num_heads = call.queries.shape[1]
         spec = self.spec
         if call.keys is call.values and isinstance(call.mask, mx.array) and isinstance(spec, KVSpec):
             # The key is also the value, and a mask comes although there is nothing to mask: position scores.

@@ -15,7 +15,8 @@ The layer caches share one :class:`CurrentStep`, set for the length of a forward
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,12 +26,13 @@ from metal_engine.device.info import computes_on_cpu
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import QuantizedKVSpec, RecurrentSpec, as_kept
+from metal_engine.kv_cache.state import KVState
 from metal_engine.kv_cache.writes import HasWrites
 from metal_engine.models.adapters import AdaptedLayers, AdapterRows
 from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.cpu_ops import StepPositions
 from metal_engine.models.current_step import CurrentStep
-from metal_engine.models.layer_cache import layer_cache
+from metal_engine.models.layer_cache import LayerCache, layer_cache
 from metal_engine.models.recurrent.install import install_states
 from metal_engine.models.recurrent.recording import RecordingState
 from metal_engine.models.recurrent.state_cache import StateCache
@@ -97,6 +99,26 @@ class PagedModel:
         self.windows, self.vocab_size = opened.windows, opened.vocab_size
         self.adapters: AdaptedLayers | None = None
         self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
+
+    @contextmanager
+    def over(self, pool: StatePool) -> Iterator[None]:
+        """Run over another pool for a while.
+
+        Args:
+            pool: has a state for each of the model's layers that keeps the same in some other way, or the same state.
+        """
+        own = self.pool
+        self._keep_in(pool)
+        try:
+            yield
+        finally:
+            self._keep_in(own)
+
+    def _keep_in(self, pool: StatePool) -> None:
+        for cache, state in zip(self.layer_caches, pool.states, strict=True):
+            if isinstance(cache, LayerCache) and isinstance(state, KVState):
+                cache.state = state
+        self.pool = pool
 
     @property
     def has_recurrence_kernels(self) -> bool:

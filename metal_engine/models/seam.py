@@ -23,7 +23,7 @@ from metal_engine.kv_cache.spec import StateSpec
 from metal_engine.models import cpu_ops
 from metal_engine.models.cache_tree import CacheTree, leaves, map_caches
 from metal_engine.models.current_step import CurrentStep
-from metal_engine.models.layer_cache import AttendingCache, Attention, AttentionCall, OwnedKeys, RecordingCache
+from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionOwner, OwnedKeys, RecordingCache
 from metal_engine.models.recurrent.recording import CallTrace, RecordingState
 from metal_engine.models.recurrent.recurrences import REPLACEMENTS as RECURRENCES
 from metal_engine.models.softcap import open_softcapped_layers
@@ -101,6 +101,19 @@ def open_model(model: nn.Module, step: CurrentStep) -> OpenedModel:
     return opened
 
 
+def recorded(model: nn.Module) -> list[Recorder]:
+    """What each cache of a model sees of its layer, which attends through the seam from now on.
+
+    Graphs are built and nothing is evaluated: weights that have not been read stay on the disk.
+
+    Raises:
+        UnsupportedModelError: as :func:`open_model`.
+    """
+    _recorders(model, CallTrace())
+    _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _seam)])
+    return _record(model).recorders
+
+
 def _is_used(recorder: Recorder) -> bool:
     """Whether the layer attended over its cache; always so for recurrent state."""
     return isinstance(recorder, RecordingState) or recorder.num_reads > 0
@@ -134,7 +147,7 @@ def _attention_seam(original: Attention) -> Attention:
         sinks: mx.array | None = None,
     ) -> mx.array:
         owner = keys.owner if cache is None and isinstance(keys, OwnedKeys) else cache
-        if isinstance(owner, AttendingCache):
+        if isinstance(owner, AttentionOwner):
             return owner.attend(AttentionCall(queries, keys, values, scale, mask, sinks), original)
         return original(queries, keys, values, cache, scale, mask, sinks)
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend, StepAttention
+from metal_engine.device.info import computes_on_cpu
 from metal_engine.device.streams import end_streams_of_thread, synchronize
-from metal_engine.kv_cache.pool import PoolSnapshot
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
 from metal_engine.models.adapters import AdapterRows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.draft_model import DraftModel
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.step_sampling import StepSampling
+from metal_engine.runner.token_share import TokenShare
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import DecodeForward, Drafting, ModelOutput, SchedulerOutput
 
@@ -30,13 +31,24 @@ class ModelRunner:
 
     Belongs to the thread that loaded the model: MLX arrays and streams do.
 
-    A step is built (its graph made) and dispatched (given to the device). One is dispatched at a time: while it
-    runs, the next can be built on top of its unevaluated arrays, its samples among them; that one is dispatched
-    when the first has ended. Dispatched earlier, its writes would find the KV cache still being read, and MLX
-    would write to a copy of it.
+    A step is built (its graph made) and dispatched (given to the device). While one runs, the next can be built on top
+    of its unevaluated arrays, its samples among them. That one is dispatched when the first has ended, or behind it,
+    while it runs. A step writes to the KV cache in place if nobody else holds its arrays then, and a command buffer
+    holds what it reads until it is done. So steps go behind others only where they have been seen to copy nothing
+    (:mod:`metal_engine.runner.dispatch`).
+
+    On a GPU, steps that are built ahead are dispatched in two parts, for MLX makes its caller wait while the device is
+    far behind: the tokens of the step before are on their way between the two.
 
     Args:
         outlives_model: the thread goes on when the runner is closed: the weights go then, and the streams stay.
+        share: how the ranks of a group come to the same tokens; None: there is one rank.
+        goes_behind: dispatch steps behind others, where nothing of a step is against it.
+        in_parts: dispatch steps in two parts; None: those of a GPU, built ahead, of one rank, that read and write KV in
+            one order.
+
+    Attributes:
+        goes_behind: as above; it may change between steps.
     """
 
     def __init__(
@@ -49,7 +61,12 @@ class ModelRunner:
         draft_model: DraftModel | None = None,
         *,
         outlives_model: bool = False,
+        share: TokenShare | None = None,
+        goes_behind: bool = False,
+        in_parts: bool | None = None,
     ) -> None:
+        self._share = share
+        self.goes_behind = goes_behind
         self._model = model
         self._pool = model.pool
         self._backend = backend
@@ -58,13 +75,17 @@ class ModelRunner:
         self._outlives_model = outlives_model
         self._draft_model = draft_model
         self._runs_ahead = scheduler_config.async_scheduling
+        if in_parts is None:
+            is_simple = share is None and not model.pool.is_recurrent
+            in_parts = self._runs_ahead and is_simple and not computes_on_cpu()
+        self._in_parts = in_parts
         self._table = RequestTable(
             scheduler_config.max_num_seqs,
             scheduler_config.max_model_len,
             cache_config.block_size,
             choose_writes(page_aligned=scheduler_config.page_aligned_scheduling),
         )
-        self._steps: deque[PendingStep] = deque()  # in order; the first one is dispatched, the others built
+        self._steps: deque[PendingStep] = deque()  # in order; the first one is dispatched, the others may be built only
         self._num_state_slots = cache_config.num_state_slots
         self._num_adapter_slots = 0 if model.adapters is None else model.adapters.max_loras
         self._replay: DecodeReplay | None = None
@@ -74,10 +95,16 @@ class ModelRunner:
         num_blocks = cache_config.num_blocks + cache_config.num_trash_blocks
         self._pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
-    def execute(self, plan: SchedulerOutput) -> PendingStep:
-        """Start a step: builds the graph of one forward over every packed row and one sampling pass."""
+    def execute(self, plan: SchedulerOutput, on_built: Callable[[], None] = lambda: None) -> PendingStep:
+        """Start a step: builds the graph of one forward over every packed row and one sampling pass.
+
+        Args:
+            on_built: called when the plan is not refused any more, and nothing of it is evaluated yet.
+        """
         if self._steps and not self._runs_ahead:
             raise RuntimeError("without async scheduling, a step is finished before the next one is started")
+        for step in self._steps:
+            step.dispatch_rest()
         before = self._pool.snapshot()
         try:
             self._table.take_in(plan)
@@ -94,11 +121,18 @@ class ModelRunner:
             raise
         loads = self._kv_connector.take_loads() if self._kv_connector is not None else StepLoads()
         sampled, decode_forward = plan.sampled_req_ids, self._decode_forward
-        step = PendingStep(self, sampled, sampling, pooling, before, loads, saves, drafting, decode_forward)
+        step = PendingStep(self.finish, sampled, sampling, pooling, before, loads, saves, drafting, decode_forward)
+        step.shared = logits if self._share is not None else None
         del before  # the step's own, to let go of
+        if self._in_parts and is_built:
+            step.first_part = self._pool.written_half_way()
         self._steps.append(step)
+        on_built()
         if len(self._steps) == 1:
             self._dispatch(step, None if is_built else logits)
+        elif self.goes_behind and not any(one.must_be_alone for one in self._steps):
+            self._steps[-2].has_follower = True
+            self._dispatch(step)
         return step
 
     def _draft(self, plan: SchedulerOutput) -> Drafting | None:
@@ -118,7 +152,8 @@ class ModelRunner:
         if self._draft_model is not None:
             self._draft_model.packed(batch.rows)
         # A recurrent state that has gone on past a token cannot go back.
-        sampling = StepSampling(self._table, plan, batch, may_be_late=not self._pool.is_recurrent)
+        may_be_late = not self._pool.is_recurrent
+        sampling = StepSampling(self._table, plan, batch, may_be_late=may_be_late, share=self._share)
         if self._kv_connector is not None:
             self._kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
             if plan.kv_connector_metadata is not None and plan.kv_connector_metadata.state_loads:
@@ -205,16 +240,25 @@ class ModelRunner:
         try:
             self._load(step)
             step.before = None  # no other owner of the arrays that it writes to
+            if step.shared is not None:
+                # First, and on every rank: from the same graph all of them exchange the same arrays in the same order.
+                step.is_async = True
+                mx.async_eval(step.shared)
+                step.shared = None
             if logits is not None:
                 step.is_async = True
                 mx.async_eval(logits)  # the forward runs while the host computes masks
                 step.sampling.build(logits, is_dispatched=True)
-            results = step.sampling.arrays + (step.pooling.arrays if step.pooling is not None else [])
-            # Without any, only intermediate chunks: what matters is the KV they leave behind. Recurrent states matter
-            # always: results depend on what a step reads of them, not on what it leaves.
-            step.root = [*results, *([self._pool.written()] if self._pool.is_recurrent or not results else [])]
+            # Without results, only intermediate chunks: what matters is the KV they leave behind. Recurrent states
+            # matter always: results depend on what a step reads of them, not on what it leaves.
+            is_kv_all = self._pool.is_recurrent or not step.results
+            step.root = [*step.results, *([self._pool.written()] if is_kv_all else [])]
             step.root += step.saves.arrays.values() if step.saves is not None else ()
-            if self._runs_ahead:
+            if step.first_part is not None:
+                step.is_async, first, step.first_part = True, step.first_part, None
+                step.has_rest = True
+                mx.async_eval(first)
+            elif self._runs_ahead:
                 step.is_async = True
                 mx.async_eval(step.root)  # otherwise it is evaluated, and waited for, by result()
         except Exception as error:  # noqa: BLE001  (raised by result())
@@ -232,13 +276,14 @@ class ModelRunner:
         """See :meth:`PendingStep.result`."""
         if not self._steps or self._steps[0] is not step:
             raise RuntimeError("steps are finished in the order in which they were started, and once")
+        step.dispatch_rest()
         self._steps.popleft()
         try:
             step.wait()
         except Exception as error:
             self._recover(step, error)
             raise
-        if self._steps:
+        if self._steps and not self._steps[0].is_dispatched:
             self._dispatch(self._steps[0])
         if self._kv_connector is not None and step.saves is not None:
             self._kv_connector.hand_over_saves(step.saves)
@@ -254,7 +299,10 @@ class ModelRunner:
         return output
 
     def _recover(self, step: PendingStep, error: Exception) -> None:
-        """After a step that failed: drop those built on top of it, unevaluated, and see to the KV cache."""
+        """After a step that failed: drop those built on top of it, and see to the KV cache.
+
+        One that runs behind it computes with what it left, and writes that to the cache, which is made anew then.
+        """
         self._steps.clear()
         self._table.forget_samples()
         if self._replay is not None:
@@ -263,6 +311,13 @@ class ModelRunner:
             # An asynchronous evaluation may stop anywhere, and its error come up again: nothing is sure of its arrays.
             self._pool.renew(error)
         self._pool.recover(error)
+
+    def forget(self, req_ids: list[str]) -> None:
+        """Drop requests between steps, as the next plan would have it; unknown ones are passed over."""
+        plan = SchedulerOutput(0, dropped_req_ids=req_ids)
+        self._table.take_in(plan)
+        if self._draft_model is not None:
+            self._draft_model.take_in(plan)
 
     def close(self) -> None:
         """Free the KV cache and the draft model's; the weights too if the thread goes on, and else its streams.
@@ -292,56 +347,3 @@ def _is_decode(plan: SchedulerOutput, batch: PackedBatch, logits_indices: np.nda
     return len(batch.rows.logits_indices) == len(logits_indices) == num_rows and (
         kv is None or not (kv.loads or kv.state_loads)
     )
-
-
-@dataclass(eq=False)
-class PendingStep:
-    """A step under way (:class:`metal_engine.step.StepHandle`).
-
-    Attributes:
-        sampling: what it does with its logits.
-        pooling: what it does with its hidden states; None if no request is to be pooled.
-        before: the KV cache's arrays as the step found them, until it is dispatched.
-        loads: KV that comes from a store, until it is dispatched.
-        saves: KV that goes to a store.
-        drafting: what the draft model has done for it; None if nothing.
-        decode_forward: see :class:`metal_engine.step.ModelOutput`.
-        root: what the device computes last, from the dispatch on.
-        error: why it could not be dispatched.
-        is_async: whether some of it was evaluated asynchronously.
-    """
-
-    runner: ModelRunner
-    sampled_req_ids: list[str]
-    sampling: StepSampling
-    pooling: StepPooling | None
-    before: PoolSnapshot | None
-    loads: StepLoads
-    saves: StepSaves | None
-    drafting: Drafting | None = None
-    decode_forward: DecodeForward | None = None
-    root: list[mx.array] | None = None
-    error: Exception | None = None
-    is_async: bool = False
-
-    def wait(self) -> None:
-        """Wait until the device is done with the step and has let go of all it read; raises what it raised."""
-        if self.error is not None:
-            raise self.error
-        # NumPy alone would wait as well, but pass over an error of an operation and take what it left.
-        try:
-            mx.eval(self.root)
-        except Exception:
-            # Streams that met the same error would raise it in the step after this one.
-            with suppress(Exception):
-                synchronize()
-            raise
-        synchronize()
-
-    def result(self) -> ModelOutput:
-        """Wait for the step, dispatch the next one, and return the output of this one.
-
-        Raises:
-            KVCacheLostError: it failed, and the KV cache with it.
-        """
-        return self.runner.finish(self)

@@ -16,6 +16,7 @@ from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.logits_edits import CannotGoOnError, StepEdits
 from metal_engine.runner.logprobs import LogprobArrays, compute_logprobs
 from metal_engine.runner.sampler import sample
+from metal_engine.runner.token_share import TokenShare
 from metal_engine.step import ModelOutput, PromptLogprobs, SchedulerOutput
 
 # How long the grammars of a step are waited for. Most need a tenth of a millisecond.
@@ -41,6 +42,7 @@ class StepSampling:
     Args:
         may_be_late: whether a token may be computed again, when its grammar has told what may follow; else that is
             waited for.
+        share: how the ranks of a group come to the same tokens; None: there is one rank.
 
     Attributes:
         logits_indices: packed rows whose logits :meth:`build` is to be given, [R + T] int32: those that sample, then
@@ -50,8 +52,15 @@ class StepSampling:
     """
 
     def __init__(
-        self, table: RequestTable, plan: SchedulerOutput, batch: PackedBatch, *, may_be_late: bool = True
+        self,
+        table: RequestTable,
+        plan: SchedulerOutput,
+        batch: PackedBatch,
+        *,
+        may_be_late: bool = True,
+        share: TokenShare | None = None,
     ) -> None:
+        self._share = share
         self._mask_seconds = _MASK_SECONDS if may_be_late else math.inf
         self._sampling = table.sampling
         self._req_ids = plan.sampled_req_ids
@@ -145,6 +154,9 @@ class StepSampling:
             is_dispatched: whether the device computes them already.
         """
         num_sampled = len(self._indices)
+        if self._share is not None and not self._share.samples:
+            self.tokens = self._share.received(num_sampled, logits) if num_sampled else None
+            return
         if self._prompt_rows:
             targets = mx.array(np.concatenate([p.targets for p in self._prompt_rows]))
             num_top = max(p.num_top for p in self._prompt_rows)
@@ -152,6 +164,8 @@ class StepSampling:
             logits = logits[:num_sampled]
         if num_sampled:
             self.tokens = self._sample(logits, is_dispatched)
+            if self._share is not None:
+                self.tokens = self._share.sent(self.tokens)
             wanted = np.flatnonzero(self._num_top >= 0)
             if len(wanted):
                 at = mx.array(wanted.astype(np.int32))
@@ -171,6 +185,15 @@ class StepSampling:
         others = sample(logits[mx.array(plain)], self._sampling, self._indices[plain], self._positions[plain])
         order = np.argsort(np.concatenate([edited, plain])).astype(np.int32)
         return mx.concatenate([tokens, others])[mx.array(order)]
+
+    @property
+    def late_req_ids(self) -> set[str]:
+        """Requests whose grammar has not told in time, after :meth:`build` or :meth:`told_late`."""
+        return self._late
+
+    def told_late(self, request_ids: set[str]) -> None:
+        """Take over whose samples are void from the rank that sampled."""
+        self._late = request_ids
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -40,6 +40,11 @@ class AheadTimes:
         if num_rows and before is not None:
             self._times.measured(num_rows, now - before)
 
+    def failed(self, step_ids: set[int]) -> None:
+        """Some steps have failed, or will not be run: no time from the end before them to the next one is measured."""
+        self._planned = {step_id: rows for step_id, rows in self._planned.items() if step_id not in step_ids}
+        self._last_end = None
+
     def seconds(self, num_rows: int) -> float | None:
         """Returns how long a step of so many rows takes; None if none of so few has been measured."""
         times = self._times.times(num_rows, 0)

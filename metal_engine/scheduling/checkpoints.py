@@ -110,6 +110,10 @@ class RequestStates:
         self._max_spaced = max(1, (slots.num_slots - max_num_seqs) // 4)
         self._held: dict[str, _Held] = {}
 
+    def begin_step(self) -> None:
+        """A step is being planned."""
+        self._read.clear()
+
     def can_admit(self, request: Request, num_cached: int) -> bool:
         """Whether a request with so many cached tokens can have a slot in the step being planned.
 
@@ -376,7 +380,6 @@ class RequestStates:
 
     def take_saves(self) -> list[tuple[bytes, int]]:
         """Returns the states to save with the plan just made: hashes of the blocks that they follow, and slots."""
-        self._read.clear()
         saves, self._saves = self._saves, {}
         # Not those that were forgotten since, after a step that failed.
         return [

@@ -102,7 +102,8 @@ class StepTimes:
         """Returns how long steps of ``num_rows``, ``num_rows + 1``, ... ``num_rows + most`` rows take, in seconds.
 
         Empty if no step of so few rows has been measured. Sizes in between lie on a line. Somewhat larger ones than any
-        are taken to cost nothing more, so they are tried; the list ends with those.
+        are taken to cost nothing more, so they are tried; the list ends with those. It has one time only where all
+        steps that have been measured have fewer rows by far.
         """
         known = sorted((size, entry) for size, entry in self._sizes.items() if entry.is_sure)
         above = bisect_right(known, num_rows, key=lambda pair: pair[0])
@@ -119,8 +120,8 @@ class StepTimes:
             missing = size - num_rows + 1 - len(times)
             slope = max(0.0, seconds - times[-1]) / missing
             times += [times[-1] + slope * (i + 1) for i in range(missing)]
-        largest = max(num_rows, known[-1][0])
-        num_untried = max(_ALWAYS_TRIED, largest * 5 // 4) - largest
+        largest = known[-1][0]
+        num_untried = max(_ALWAYS_TRIED, largest * 5 // 4) - max(num_rows, largest)
         return (times + [times[-1]] * num_untried)[: most + 1]
 
 

@@ -13,6 +13,8 @@ from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 _CATCHING_UP_STEPS = 128
 # How much of the time goes to seeing whether drafts that did not pay would now.
 _TRYING_SHARE = 0.02
+# How much of it goes to catching up with requests, at most, beyond what drafts have won.
+_CATCHING_UP_SHARE = 0.025
 # How much one measurement changes what is known, and how much longer than known one counts as at most: something else
 # has held it up.
 _WEIGHT = 0.25
@@ -44,19 +46,47 @@ class DraftModelProposer:
         self._predictions.forget(request_id)
 
 
-class DraftCosts:
-    """What a draft model takes, as it is measured, and what may be spent on drafts that are not expected to pay.
+class _Seconds:
+    """What something takes, from measurements.
 
     Attributes:
-        forward_seconds: of a forward that gives each request a draft; 0 while that is not known.
+        first: may have compiled something; 0 until there is one.
+        known: 0 until there are two.
     """
 
     def __init__(self) -> None:
-        self.forward_seconds = 0.0
-        self._token_seconds = 0.0  # of a token that it has fallen behind
+        self.known = self.first = 0.0
+
+    def measured(self, seconds: float) -> None:
+        seconds = max(seconds, 1e-12)
+        if self.known:
+            self.known += _WEIGHT * (min(seconds, _HELD_UP * self.known) - self.known)
+        elif self.first:
+            self.known = min(self.first, seconds)
+        else:
+            self.first = seconds
+
+
+class DraftCosts:
+    """What a draft model takes, as it is measured, and what may be spent on drafts that are not expected to pay."""
+
+    def __init__(self) -> None:
+        self._forward = _Seconds()  # that gives each request a draft
+        self._token = _Seconds()  # that it has fallen behind
         self._seconds = 0.0  # of all steps
         self._tried_seconds = 0.0  # of them, for drafts that were not expected to pay
+        self._won_seconds = 0.0  # by drafts that were expected to pay, less what it took to compute and to catch up
         self._num_computed: dict[str, int] = {}  # by request: tokens that the draft model has, as far as is known
+
+    @property
+    def forward_seconds(self) -> float:
+        """Of a forward that gives each request a draft; 0 while that is not known."""
+        return self._forward.known
+
+    @property
+    def _token_seconds(self) -> float:
+        """Of a token that the draft model has fallen behind: never more than a forward takes; 0 while not known."""
+        return self._token.known or min(self._token.first, self.forward_seconds)
 
     @property
     def are_known(self) -> bool:
@@ -64,41 +94,66 @@ class DraftCosts:
         return self.forward_seconds > 0
 
     def measured(
-        self, step_seconds: float, drafting: Drafting | None, requests: Container[str], *, is_try: bool
+        self,
+        step_seconds: float,
+        drafting: Drafting | None,
+        requests: Container[str],
+        *,
+        is_try: bool,
+        share_accepted: float = 0.0,
     ) -> None:
         """Take in a step, and what the draft model did in it.
 
         Args:
             requests: ids of those that have not ended.
             is_try: whether its drafts were not expected to pay.
+            share_accepted: its drafts that were accepted, for each token that the step gave beside them.
         """
         self._seconds += step_seconds
         if drafting is None:
             return
         if is_try:
             self._tried_seconds += drafting.seconds
+        else:
+            self._won_seconds += share_accepted * (step_seconds - drafting.seconds) - drafting.seconds
         self._num_computed |= {r: n for r, n in drafting.num_computed_tokens.items() if r in requests}
         if drafting.num_forwards:
-            seconds = drafting.forward_seconds / drafting.num_forwards
-            self.forward_seconds = _weighed(self.forward_seconds, seconds)
+            self._forward.measured(drafting.forward_seconds / drafting.num_forwards)
         if drafting.num_tokens:
-            seconds = (drafting.seconds - drafting.forward_seconds) / drafting.num_tokens
-            self._token_seconds = _weighed(self._token_seconds, seconds)
+            self._token.measured((drafting.seconds - drafting.forward_seconds) / drafting.num_tokens)
+
+    def num_behind(self, request: Request) -> int:
+        """Returns how many tokens of a request the draft model lacks, beside those that are new in each step."""
+        return request.num_tokens - NEW_TO_DRAFT_MODEL - self._num_computed.get(request.request_id, 0)
 
     def may_try(self, request: Request) -> bool:
         """Whether a draft of a request may be computed only to see whether it comes."""
-        num_behind = request.num_tokens - self._num_computed.get(request.request_id, 0)
+        num_behind = self.num_behind(request) + NEW_TO_DRAFT_MODEL
         seconds = self.forward_seconds + num_behind * (self._token_seconds or self.forward_seconds)
         return self._tried_seconds + seconds <= _TRYING_SHARE * self._seconds
+
+    def may_compute(self, request: Request, num_tokens: int, step_seconds: float, num_others: int = 0) -> bool:
+        """Whether it may catch up with a request, or follow it, for drafts of which it is not known that they will pay.
+
+        So many tokens of it then take a small share of the time so far and of what the request takes if it becomes as
+        long as it may, beyond what drafts have won.
+
+        Args:
+            num_tokens: to compute.
+            step_seconds: of a step without drafts.
+            num_others: tokens of other requests that are to be computed, too.
+        """
+        seconds = self._seconds + (request.max_tokens - request.num_output_tokens) * step_seconds
+        spare = _CATCHING_UP_SHARE * seconds + self._won_seconds
+        return num_tokens <= 0 or (num_tokens + num_others) * self._token_seconds <= spare
 
     def catching_up_seconds(self, request: Request) -> float:
         """What it takes to compute the tokens of a request that the draft model lacks: the share of each further step.
 
         0 while nothing is known of that.
         """
-        num_behind = request.num_tokens - NEW_TO_DRAFT_MODEL - self._num_computed.get(request.request_id, 0)
         num_steps = min(_CATCHING_UP_STEPS, request.max_tokens - request.num_output_tokens)
-        return max(0, num_behind) * self._token_seconds / max(1, num_steps)
+        return max(0, self.num_behind(request)) * self._token_seconds / max(1, num_steps)
 
     def settled(self, request_id: str, num_tokens: int) -> None:
         """A request has so many tokens, accepted drafts among them: KV of others is of rejected drafts."""
@@ -107,9 +162,3 @@ class DraftCosts:
     def forget(self, request_id: str) -> None:
         """A request has ended, or lost its blocks."""
         self._num_computed.pop(request_id, None)
-
-
-def _weighed(known: float, seconds: float) -> float:
-    if not known:
-        return seconds
-    return known + _WEIGHT * (min(seconds, _HELD_UP * known) - known)

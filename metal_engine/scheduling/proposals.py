@@ -16,6 +16,8 @@ from metal_engine.step import UNKNOWN_DRAFT
 # Requests of a step whose drafts would not pay, and that have one noted only to be compared with what comes. To find
 # drafts takes the host some microseconds.
 _MAX_NOTED = 4
+# Drafts of two requests are as likely to be accepted where that differs by less than one in so many.
+_LEVELS = 8
 
 
 class Proposer(Protocol):
@@ -62,6 +64,8 @@ class Proposals:
         self._held_up: set[str] = set()
         self._noted: dict[str, tuple[int, int]] = {}  # request id -> index of a token, and a draft of it
         self._turn = 0
+        self._step_seconds = 0.0  # of the last step with requests that decode, without drafts
+        self._first = 0  # of requests whose drafts are as likely
 
     @property
     def draft_seconds(self) -> float:
@@ -84,9 +88,10 @@ class Proposals:
     def of(
         self, decoding: list[Request], num_sampling: int, times: list[float], num_planned: int = 1
     ) -> tuple[dict[Request, list[int]], list[Request]]:
-        """Returns the drafts of the requests whose drafts are likely enough to pay, as many as fit into the step.
+        """Returns the drafts of the requests whose drafts are likely enough to pay, at least one of each that fits.
 
-        With them come other requests, whose drafts are not.
+        First those come whose drafts are the likeliest, and of equals others in each step: there may be no room for
+        all. With them come other requests, whose drafts are not likely enough.
 
         Args:
             num_sampling: requests that sample in the step.
@@ -97,21 +102,45 @@ class Proposals:
         least = least_gain(num_sampling, times, self.draft_seconds)
         if times and num_planned and self._costs_are_known:
             self._least_gain = least
-        proposals: dict[Request, list[int]] = {}
-        others = []
-        room = len(times) - 1
-        most = len(decoding) if self._costs_are_known else 1
+        if times:
+            self._step_seconds = times[0]
+        likely: list[Request] = []
+        others: list[Request] = []
         for request in decoding:
-            num_pending = request.num_output_placeholders - num_planned
-            if not self._may_have_drafts(request, num_pending, is_planned=num_planned > 0):
-                continue
-            self._compare(request)
-            if room <= 0 or len(proposals) == most or self.acceptance.of(request.request_id) < least:
+            if self._may_have_drafts(
+                request, request.num_output_placeholders - num_planned, is_planned=num_planned > 0
+            ):
+                self._compare(request)
+                (others if self.acceptance.of(request.request_id) < least else likely).append(request)
+        room = len(times) - 1
+        most = room if self._costs_are_known else min(room, 1)
+        proposals: dict[Request, list[int]] = {}
+        num_behind = 0
+        for request in self._in_turn(likely):
+            if len(proposals) >= most:
                 others.append(request)
-            elif drafts := self._drafts(request, self._most(request, num_pending)):
-                proposals[request] = drafts
-                room -= len(drafts)
+            elif drafts := self._drafts(request, self._most(request, request.num_output_placeholders - num_planned)):
+                behind = self._num_behind(request, drafts)
+                if self._costs is None or self._costs.may_compute(request, behind, self._step_seconds, num_behind):
+                    proposals[request] = drafts
+                    num_behind += behind
+        self._first += num_planned
         return proposals, others
+
+    def _num_behind(self, request: Request, drafts: list[int]) -> int:
+        """Returns how many tokens of a request a draft model computes before its drafts; 0 if it is not asked."""
+        is_asked = self._costs is not None and drafts[0] == UNKNOWN_DRAFT
+        return max(0, self._costs.num_behind(request)) if self._costs is not None and is_asked else 0
+
+    def _in_turn(self, requests: list[Request]) -> list[Request]:
+        """Returns requests with those first whose drafts are likely; others lead those that are much the same."""
+        if len(requests) <= 1:
+            return requests
+        if self._costs is not None and not self._costs.are_known:
+            return sorted(requests, key=self._costs.num_behind)
+        first = self._first % len(requests)
+        turns = [*requests[first:], *requests[:first]]
+        return sorted(turns, key=lambda request: -round(_LEVELS * self.acceptance.of(request.request_id)))
 
     def _may_have_drafts(self, request: Request, num_pending: int, *, is_planned: bool) -> bool:
         if request.request_id in self._held_up:
@@ -135,8 +164,10 @@ class Proposals:
         """Returns how many of a request's drafts stand for tokens under way, and must come true for the others to."""
         return 0 if drafts[0] == UNKNOWN_DRAFT else request.num_output_placeholders
 
-    def are_likely(self, request: Request) -> bool:
-        """Whether a draft model's drafts of a request are likely to pay when it decodes."""
+    def are_likely(self, request: Request, num_tokens: int) -> bool:
+        """Whether a draft model's drafts of a request, of which it computes so many tokens, are likely to pay later."""
+        if self._costs is not None and not self._costs.may_compute(request, num_tokens, self._step_seconds):
+            return False
         may_have_drafts = request.options.use_speculation and request.pooling_params is None
         return may_have_drafts and self.acceptance.of(request.request_id) >= self._least_gain
 

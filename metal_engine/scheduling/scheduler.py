@@ -105,17 +105,7 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
-        num_loading = len(self.admissions.loading)
-        return SchedulerStats(
-            num_running=len(self.running),
-            num_waiting=len(self.admissions.waiting) + num_loading,
-            num_preemptions=self.num_preemptions,
-            num_blocks=self.blocks.num_blocks,
-            num_used_blocks=self.blocks.num_used_blocks,
-            peak_used_blocks=self.blocks.peak_used_blocks,
-            num_loading=num_loading,
-            **self.states.slots.stats,
-        )
+        return SchedulerStats.of(self)
 
     # --- a step ---------------------------------------------------------------------------------------------
 
@@ -126,6 +116,7 @@ class Scheduler:
         """
         plan = SchedulerOutput(step_id=self._num_steps)
         self._num_steps += 1
+        self.states.begin_step()
         self.admissions.take_in_loaded()
         if self.speculation is not None and self.speculation.waits(self.running, bool(self.admissions.waiting)):
             return plan
@@ -286,14 +277,18 @@ class Scheduler:
         for request in reversed(list(self.running.values())):
             self._preempt(request)
 
+    def failed(self, plan: SchedulerOutput | None = None) -> None:
+        """Forget what hangs on a step that has failed, or will not be run; None: on all that have not ended."""
+        self.prefix_cache.forget()  # it shared blocks that may never be written
+        if self.speculation is not None:
+            self.speculation.failed(plan)
+
     def cancel(self, plan: SchedulerOutput) -> None:
         """Take back a plan that will not be run: what it planned is computed again from its start.
 
         Plans made after it must be cancelled too.
         """
-        self.prefix_cache.forget()  # it shared blocks that nobody will write
-        if self.speculation is not None:
-            self.speculation.cancel(plan)
+        self.failed(plan)
         for request_id in (*plan.sampled_req_ids, *plan.pooled_req_ids):
             if request_id in self.requests:
                 num_drafts = len(plan.scheduled_spec_decode_tokens.get(request_id, ()))

@@ -201,7 +201,7 @@ class Speculation:
             return
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             is_prompt = request_id not in plan.scheduled_spec_decode_tokens and num_tokens > 1
-            if is_prompt and self._proposals.are_likely(running[request_id]):
+            if is_prompt and self._proposals.are_likely(running[request_id], num_tokens):
                 plan.draft_model_req_ids.append(request_id)
 
     def _choice(
@@ -288,7 +288,7 @@ class Speculation:
 
         Returns the drafts of each request that are accepted, which are no tokens of it yet.
         """
-        self._steps = {step_id for step_id in self._steps if step_id > plan.step_id}  # steps that failed, too
+        self._steps.discard(plan.step_id)
         self._end_step(plan, model_output, requests)
         accepted = {}
         for request_id, planned in plan.scheduled_spec_decode_tokens.items():
@@ -305,9 +305,9 @@ class Speculation:
                 self._take_back(request, num_rows, len(drafts) - num_accepted)
                 self._blocks.trim(request_id, request.num_tokens + num_accepted)
             accepted[request_id] = drafts[:num_accepted]
+            before = request.num_draft_tokens
+            request.num_draft_tokens = before[0] + len(drafts), before[1] + num_accepted
             if request_id not in model_output.late_req_ids and request_id not in model_output.errors:
-                before = request.num_draft_tokens
-                request.num_draft_tokens = before[0] + len(drafts), before[1] + num_accepted
                 self._proposals.settled(request, len(drafts), num_accepted)
         return accepted
 
@@ -317,7 +317,9 @@ class Speculation:
             self._times.planned(0)  # it had fewer rows
         seconds = self._times.end(0.0 if drafting is None else drafting.seconds)
         if self._costs is not None:
-            self._costs.measured(seconds, drafting, requests, is_try=self._is_try)
+            drafted = () if drafting is None else drafting.token_ids
+            share = sum(output.num_accepted_tokens[r] for r in drafted) / max(1, len(plan.sampled_req_ids))
+            self._costs.measured(seconds, drafting, requests, is_try=self._is_try, share_accepted=share)
         if self._config.async_scheduling:
             self._ahead.ended(plan.step_id)
             self._times.start()  # what comes between is hidden where steps are planned ahead, and counts where not
@@ -331,10 +333,13 @@ class Speculation:
             request.num_computed_tokens -= num_rows
         self._states.settle_drafts(request, is_rejected=num_rejected > 0)
 
-    def cancel(self, plan: SchedulerOutput) -> None:
-        """A plan will not be run: the drafts in it are void."""
-        self._steps.discard(plan.step_id)
-        self._under_way.difference_update(plan.scheduled_spec_decode_tokens)
+    def failed(self, plan: SchedulerOutput | None) -> None:
+        """A plan has failed, or will not be run: the drafts in it are void. None: all that have not ended."""
+        steps = set(self._steps) if plan is None else {plan.step_id}
+        self._steps -= steps
+        self._under_way.difference_update(self._under_way.copy() if plan is None else plan.scheduled_spec_decode_tokens)
+        self._times.start()  # what is planned next begins now, and a step before it that is under way is not measured
+        self._ahead.failed(steps)
 
     def hold_up(self, request_id: str) -> None:
         """Plan a request without drafts the next time: what its grammar has been asked is still to be answered."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from metal_engine.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -25,3 +29,17 @@ class SchedulerStats:
     num_checkpoints: int = 0
     checkpoint_hits: int = 0
     checkpoint_evictions: int = 0
+
+    @staticmethod
+    def of(scheduler: Scheduler) -> SchedulerStats:
+        num_loading = len(scheduler.admissions.loading)
+        return SchedulerStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.admissions.waiting) + num_loading,
+            num_preemptions=scheduler.num_preemptions,
+            num_blocks=scheduler.blocks.num_blocks,
+            num_used_blocks=scheduler.blocks.num_used_blocks,
+            peak_used_blocks=scheduler.blocks.peak_used_blocks,
+            num_loading=num_loading,
+            **scheduler.states.slots.stats,
+        )

@@ -279,6 +279,12 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: PromptLogprobs | _Placeholder | None = None
 
 
+class KVTransferHandover(BaseModel):
+    """What the engine that is to go on with the prompt is told, as its request's ``kv_transfer_params``."""
+
+    do_remote_prefill: Literal[True] = True
+
+
 class _Answer(BaseModel):
     """What whole answers and chunks of them have in common."""
 
@@ -289,6 +295,7 @@ class _Answer(BaseModel):
     choices: list[Any]
     usage: Usage | None = None
     system_fingerprint: str | None = None
+    kv_transfer_params: KVTransferHandover | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class Completion(_Answer):

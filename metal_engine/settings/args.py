@@ -11,6 +11,7 @@ from math import inf
 from urllib.parse import urlsplit
 
 from metal_engine.errors import ConfigError
+from metal_engine.settings import rank_args
 from metal_engine.settings.fields import Settings, setting
 from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 from metal_engine.settings.lora_args import ENABLE_LORA, LORA, LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, LoRAArgs
@@ -35,7 +36,7 @@ SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "Server", "Security", "Limits", "An
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineArgs(LoRAArgs):
+class EngineArgs(LoRAArgs, rank_args.RankArgs):
     """Settings as the user gave them; ``None`` means "auto".
 
     Field names are the command-line flags with underscores, and mean what they mean in vLLM.
@@ -152,6 +153,9 @@ class EngineArgs(LoRAArgs):
     enable_lora: bool = ENABLE_LORA
     max_loras: int | None = MAX_LORAS
     max_lora_rank: int | None = MAX_LORA_RANK
+    tensor_parallel_size: int = rank_args.TENSOR_PARALLEL_SIZE
+    pipeline_parallel_size: int = rank_args.PIPELINE_PARALLEL_SIZE
+    distributed_timeout_seconds: float = rank_args.DISTRIBUTED_TIMEOUT_SECONDS
     max_num_partial_prefills: int = setting(4, "Most prompts that are computed side by side.", group=SCHEDULING, ge=1)
     max_long_partial_prefills: int = setting(
         1, "Most long prompts among those computed side by side.", group=SCHEDULING, ge=1

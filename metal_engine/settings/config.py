@@ -166,6 +166,7 @@ class CacheConfig:
 
     ``model_fingerprint`` names what K and V depend on besides tokens: cached prefixes are found under it.
     ``num_state_slots`` counts recurrent states, of requests and of checkpoints; 0 for models without.
+    ``kv_room_bytes`` is the memory there was for the blocks, which take less by a part of one; 0 where they are given.
     ``num_trash_blocks`` more blocks, behind the others, are no request's: replayed decode steps leave there what their
     padding computes. With 0 no step is replayed.
     """
@@ -175,6 +176,7 @@ class CacheConfig:
     enable_prefix_caching: bool = False
     model_fingerprint: str = ""
     num_state_slots: int = 0
+    kv_room_bytes: int = 0
     num_trash_blocks: int = 0
 
     @property
@@ -195,9 +197,39 @@ class AttentionLayers:
     not_covered: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class CommandBufferLimits:
+    """What a command buffer of Metal's may have before MLX commits it: kernels, and elements of arrays in 2**20."""
+
+    max_ops: int
+    max_mb: int
+
+    def __str__(self) -> str:
+        return f"up to {self.max_ops} operations and {self.max_mb:,} MB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """A rank of an engine: the machine it is on, and its share of the model.
+
+    Attributes:
+        host: the machine's name.
+        weight_bytes: of its weights; ``peak_bytes`` what MLX held at most while they were read.
+        num_layers: that it computes, or has a share of.
+    """
+
+    host: str
+    weight_bytes: int
+    peak_bytes: int
+    num_layers: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything resolved; nothing is "auto" any more."""
+    """Everything resolved; nothing is "auto" any more.
+
+    Where several ranks share the model, its sizes are those of the rank that has most; ``ranks`` says more.
+    """
 
     model: ModelInfo
     device: DeviceInfo
@@ -208,11 +240,20 @@ class EngineConfig:
     attention_layers: AttentionLayers = AttentionLayers()
     step_bytes: int = 0  # what the largest step takes besides weights and KV cache, measured
     draft: ModelInfo | None = None  # the model that proposes tokens
+    command_buffers: CommandBufferLimits | None = None  # None: MLX's own, or no Metal
+    kv_role: str | None = None  # what the engine does with a KV store, as vLLM calls it; None without one
+    ranks: tuple[RankInfo, ...] = ()  # that share the model; none where there is one
+    dispatch: str = ""  # with --async-scheduling: when the device is given a step, in words
 
     @property
     def weight_bytes(self) -> int:
         """Of the model, and of its draft model."""
         return self.model.weight_bytes + (0 if self.draft is None else self.draft.weight_bytes)
+
+    @property
+    def saves_kv(self) -> bool:
+        """Whether KV goes to a store."""
+        return self.kv_role in ("kv_producer", "kv_both")
 
     @property
     def attention(self) -> str:
@@ -236,7 +277,8 @@ class EngineConfig:
         if all(model.unquantized_kv_bytes_per_token is None for model in models):
             return None
         bytes_per_token = sum(model.unquantized_kv_bytes_per_token or model.kv_bytes_per_token for model in models)
-        return self.kv_bytes // (bytes_per_token * self.cache.block_size) * self.cache.block_size
+        block_size = self.cache.block_size
+        return (self.cache.kv_room_bytes or self.kv_bytes) // (bytes_per_token * block_size) * block_size
 
     @property
     def state_bytes(self) -> int:

@@ -33,10 +33,15 @@ _MAX_EMPTY_BLOCKS = 1 << 16
 
 @dataclass(frozen=True)
 class PoolSize:
-    """Blocks of the KV cache, and slots of recurrent states; no slots for models without such."""
+    """Blocks of the KV cache, and slots of recurrent states; no slots for models without such.
+
+    Attributes:
+        kv_room_bytes: memory that there was for the blocks; 0 where their number is given.
+    """
 
     num_blocks: int
     num_state_slots: int
+    kv_room_bytes: int
 
 
 def wanted_context(args: EngineArgs, model: ModelInfo) -> int:
@@ -93,7 +98,7 @@ def pool_size(args: EngineArgs, model: ModelInfo, device: DeviceInfo, max_num_se
         state_bytes = 0
     num_blocks = _num_blocks(args, model, device, pool_bytes, step_bytes, max_num_seqs)
     _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token + state_bytes, device)
-    return PoolSize(num_blocks, num_slots)
+    return PoolSize(num_blocks, num_slots, 0 if args.num_gpu_blocks_override is not None else pool_bytes)
 
 
 def _num_blocks(

@@ -62,6 +62,7 @@ def resolve_config(
         enable_prefix_caching=args.enable_prefix_caching,
         model_fingerprint=_fingerprint(args, model),
         num_state_slots=pool.num_state_slots,
+        kv_room_bytes=pool.kv_room_bytes,
         num_trash_blocks=int(_replays_decodes(args, attention_backend)),
     )
     return EngineConfig(

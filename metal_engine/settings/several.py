@@ -86,6 +86,8 @@ def args_of_one(args: EngineArgs, memory_bytes: int, device: DeviceInfo) -> Engi
     """
     if args.async_scheduling:
         raise ConfigError("--async-scheduling", "is for one model: several take turns, step by step")
+    if args.num_ranks > 1:
+        raise ConfigError(args.ranks_flag, "is for one model that stays, not for those that come and go")
     if args.has_adapters:
         flag = LORA_MODULES if args.lora_modules else "--enable-lora"
         raise ConfigError(flag, "is for one model that stays, not for those that come and go")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.support.checkpoint_files import write_checkpoint
 
@@ -17,13 +18,14 @@ SMALL = [
 ]
 
 
-def bench(tmp_path: Path, *command: str) -> dict[str, float]:
+def bench(tmp_path: Path, *command: str) -> dict[str, Any]:
     saved = tmp_path / "result.json"
     full = [sys.executable, "-m", "metal_engine", "bench", *command, "--save-result", str(saved)]
     done = subprocess.run(full, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "peak memory mib" in done.stdout
-    return dict(json.loads(saved.read_text()))
+    result: dict[str, Any] = json.loads(saved.read_text())
+    assert "peak memory mib" in done.stdout and f" {result['kv_cache_dtype']}\n" in done.stdout
+    return result
 
 
 def test_throughput(demo_path: Path, tmp_path: Path) -> None:
@@ -32,6 +34,7 @@ def test_throughput(demo_path: Path, tmp_path: Path) -> None:
     assert (result["requests"], result["input_tokens"], result["output_tokens"]) == (3, 36, 12)
     assert result["output_tokens_per_second"] == 12 / result["seconds"]
     assert result["peak_memory_mib"] > 500  # the weights alone
+    assert result["kv_cache_dtype"] == "float32"
 
 
 def test_latency(demo_path: Path, tmp_path: Path) -> None:
@@ -46,9 +49,11 @@ def test_quantized_kv(tmp_path: Path) -> None:
     model = str(write_checkpoint(tmp_path / "model", config={"head_dim": 64}))
     sizes = ["--batch-size", "1", "--input-len", "8", "--output-len", "2", "--num-iters", "1", *SMALL]
     sizes += ["--num-gpu-blocks-override", "2048"]
-    peaks = [
-        bench(tmp_path, "latency", model, *sizes, "--kv-cache-dtype", kv_cache_dtype)["peak_memory_mib"]
+    results = [
+        bench(tmp_path, "latency", model, *sizes, "--kv-cache-dtype", kv_cache_dtype)
         for kv_cache_dtype in ("auto", "int4")
     ]
+    assert [result["kv_cache_dtype"] for result in results] == ["float32", "int4"]
+    peaks = [result["peak_memory_mib"] for result in results]
     pool_mib = 2048 * 16 * 2 * 2 * 2 * 256 / (1 << 20)  # 2 layers, K and V, 2 heads
     assert peaks[0] > pool_mib and peaks[0] - peaks[1] > 0.8 * (1 - 40 / 256) * pool_mib

@@ -54,9 +54,11 @@ def test_counts_are_the_servers(
     if endpoint == "completions":
         assert set(lengths) == {20}
     assert all(request["output_len"] == 6 and request["ttft"] > 0 for request in result["requests"])
+    assert result["summary"]["kv_cache_dtype"] == served.core.config.model.kv_dtype == summary.kv_cache_dtype
     assert result["model"] == MODEL and "sesame" not in saved.read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
+    assert f"KV cache dtype of the server:{summary.kv_cache_dtype:>29}" in printed
     for label in ("Successful requests:", "Mean TTFT (ms):", "Median TPOT (ms):", "P99 ITL (ms):"):
         assert label in printed
     params = served.runner.seen_params[seen:]

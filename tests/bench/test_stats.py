@@ -12,6 +12,7 @@ from metal_engine.bench.args import BenchServeArgs
 from metal_engine.bench.client import RequestRecord
 from metal_engine.bench.datasets import arrival_times
 from metal_engine.bench.report import table
+from metal_engine.bench.server_kv import parse_kv_cache_dtype
 from metal_engine.bench.speculation import SpecDecodeCounts, parse_counts
 from metal_engine.bench.stats import peak_concurrency, summarize
 from metal_engine.errors import ConfigError
@@ -149,3 +150,12 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 9.0
     assert counts.since(SpecDecodeCounts(1, 10, 15)) == SpecDecodeCounts(9, 20, 0) and counts.since(None) == counts
     assert SpecDecodeCounts().acceptance_rate == 0.0 and SpecDecodeCounts().acceptance_length == 1.0
     assert parse_counts("vllm:num_requests_running 3.0\n") is None
+
+
+def test_the_type_of_a_servers_kv_is_that_of_the_model() -> None:
+    one = 'metal_engine:engine_info{device="cpu",kv_cache_dtype="int8",model_name="a \\"b\\", {c}"} 1.0\n'
+    other = 'metal_engine:engine_info{kv_cache_dtype="bfloat16",model_name="d"} 1.0\n'
+    assert parse_kv_cache_dtype(one, "another name of it") == "int8"
+    assert parse_kv_cache_dtype(one + other, "d") == "bfloat16"
+    assert parse_kv_cache_dtype(one + other, "e") is None
+    assert parse_kv_cache_dtype("vllm:num_requests_running 3.0\n", "d") is None

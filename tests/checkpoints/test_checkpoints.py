@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.checkpoints.facts import CheckpointFacts
 from metal_engine.checkpoints.loader import LoadedModel, load
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.llm import LLM
@@ -27,6 +29,8 @@ from tests.support.checkpoint_files import CHAT_TEMPLATE, EOS, VOCAB_SIZE, write
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
 CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)
 METAL = DeviceInfo(kind="metal", name="test", compute="test", memory_bytes=1 << 30)
+# Bytes: what models keep beside weights.
+SMALL_ARRAYS = 1 << 14
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 20)
 
 
@@ -74,6 +78,35 @@ def test_on_metal_quantized_weights_stay_quantized(tmp_path: Path) -> None:
     expected = logits_of(load_model(tmp_path)[0])
     np.testing.assert_allclose(logits_of(loaded.model), expected, rtol=0, atol=1e-6)
     check_paged_model(PagedModel(loaded.model), PortableBackend(), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_what_reading_experts_takes_is_known_before(tmp_path: Path, dtype: mx.Dtype) -> None:
+    """Stored one by one, they are beside what they are stacked to: of one matrix at a time."""
+    config = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+        "decoder_sparse_step": 1,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+    }
+    write_checkpoint(tmp_path, config=config, dtype=dtype, single_experts=True)
+    found: list[CheckpointFacts] = []
+    gc.collect()
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    loaded = load(EngineArgs(model=str(tmp_path)), CPU, claim=found.append)
+    (facts,) = found
+    weights = sum(array.nbytes for array in _arrays(loaded.model))
+    assert facts.weight_bytes == weights
+    stack = 16 * 256 * 64 * dtype.size
+    assert facts.reading_bytes == (stack if dtype == mx.float32 else weights // 2)
+    taken = mx.get_peak_memory() - held
+    assert weights < taken <= weights + facts.reading_bytes + SMALL_ARRAYS, (taken, weights, facts)
 
 
 def _arrays(model: Any) -> list[mx.array]:

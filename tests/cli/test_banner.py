@@ -8,6 +8,7 @@ import io
 from rich.console import Console
 
 from metal_engine.cli.banner import print_banner, startup_facts
+from metal_engine.settings.config import RankInfo
 from tools.fixtures.fake_engine import fake_config
 
 URL = "http://127.0.0.1:8000"
@@ -63,3 +64,12 @@ def test_a_panel_on_a_terminal() -> None:
     out = io.StringIO()
     print_banner(facts(), Console(file=out, force_terminal=True, width=120, color_system=None))
     assert URL in out.getvalue() and "metal-engine" in out.getvalue().splitlines()[0]
+
+
+def test_ranks_are_told_with_what_each_has() -> None:
+    ranks = (RankInfo(host="a", weight_bytes=1 << 30, peak_bytes=2 << 30, num_layers=30),) * 2
+    shown = startup_facts(dataclasses.replace(fake_config(), ranks=ranks), URL, ("fake",))["ranks"]
+    assert shown == (
+        "2; 0 on a: 30 layers, weights 1.00 GiB (at most 2.00 GiB to read them); "
+        "1 on a: 30 layers, weights 1.00 GiB (at most 2.00 GiB to read them)"
+    )

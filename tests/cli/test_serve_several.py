@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,16 @@ from tools.fixtures.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAFT_MODEL = '{"method": "draft_model", "model": "demo", "num_speculative_tokens": 2}'
-SMALL = ["--num-gpu-blocks-override", "64", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+SMALL = [
+    "--kv-cache-dtype",
+    "int8",
+    "--num-gpu-blocks-override",
+    "64",
+    "--max-num-seqs",
+    "8",
+    "--max-num-batched-tokens",
+    "64",
+]
 
 
 def run(*arguments: str) -> Any:
@@ -39,7 +49,7 @@ def run(*arguments: str) -> Any:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name in ("one", "org/two"):
-        write_checkpoint(folder / name)
+        write_checkpoint(folder / name, config={"head_dim": 64})
     return folder
 
 
@@ -64,7 +74,8 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     process.send_signal(signal.SIGINT)
     _, log = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in log, log
-    assert f"loaded:       {folder / 'one'} (" in log and "on demand:    one, org/two" in log, log
+    assert re.search(rf"loaded:       {folder / 'one'} \([\d.]+ MiB, KV cache in int8\)", log), log
+    assert "on demand:    one, org/two" in log, log
 
 
 def test_ps(server: str, folder: Path) -> None:

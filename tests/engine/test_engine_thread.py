@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from metal_engine.engine.engine_thread import EngineThread
+import pytest
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.engine.engine_thread import EngineDeadError, EngineThread
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import NO_RULES, SamplingParams
+from metal_engine.step import RunnerLostError
 from tests.support.serving import wait_until
+from tools.fixtures.fake_engine import FakeRunner, fake_config, tiny_tokenizer
 
 
 class SlowCore:
     """Takes 4 ms to take in a request, and never finishes one."""
+
+    ranks = None
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -49,3 +59,47 @@ def test_steps_go_on_while_many_requests_come_in() -> None:
     between_steps = "".join("+" if entry == "add" else " " for entry in core.log).split()
     # 10 ms of them and the one under way then.
     assert sum(map(len, between_steps)) == 20 and max(map(len, between_steps)) <= 4
+
+
+class LostRanks:
+    """Ranks that are lost when a test says so."""
+
+    tell: Callable[[RunnerLostError], None]
+
+    def when_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
+        self.tell = tell
+
+
+def test_requests_are_told_of_a_lost_rank_though_the_step_never_ends() -> None:
+    config, ranks = fake_config(), LostRanks()
+    runner = FakeRunner(config.cache.block_size)
+    runner.running.clear()
+    outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
+    thread = EngineThread(lambda: EngineCore(config, runner, tiny_tokenizer(), ranks=ranks), outputs.put)
+    core = thread.start()
+    prepared = core.prepare([1, 2, 3], SamplingParams(max_tokens=4))
+    thread.submit("a", prepared)
+    wait_until(lambda: runner.has_arrived, "the step")
+    thread.submit("b", prepared)
+    error = RunnerLostError("rank 1 (here) has gone")
+    threading.Thread(target=ranks.tell, args=(error,)).start()
+    told = outputs.get(timeout=60)
+    message = "the engine has stopped: rank 1 (here) has gone"
+    assert {output.request_id: output.error for output in told} == dict.fromkeys("ab", message)
+    assert thread.error is error
+    with pytest.raises(EngineDeadError, match="rank 1"):
+        thread.submit("c", prepared)
+    runner.running.set()
+
+
+def test_a_step_that_finds_ranks_lost_ends_the_engine() -> None:
+    """Unlike other errors of a step, which end its requests."""
+    config = fake_config()
+    runner = FakeRunner(config.cache.block_size)
+    runner.raise_next = RunnerLostError("rank 2 (there) has gone")
+    outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
+    thread = EngineThread(lambda: EngineCore(config, runner, tiny_tokenizer()), outputs.put)
+    core = thread.start()
+    thread.submit("a", core.prepare([1, 2, 3], SamplingParams(max_tokens=4)))
+    assert [output.error for output in outputs.get(timeout=60)] == ["the engine has stopped: rank 2 (there) has gone"]
+    assert isinstance(thread.error, RunnerLostError)

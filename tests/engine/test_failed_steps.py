@@ -14,7 +14,7 @@ from metal_engine.attention.portable import backend as mlx_ops
 from metal_engine.device.streams import second_stream
 from metal_engine.engine.core import EngineCore
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.runner.model_runner import PendingStep
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
 from tests.support.demo import engine_for
 from tests.support.running import run
@@ -57,14 +57,14 @@ def fault() -> Fault:
     return Fault()
 
 
-@pytest.fixture(params=[False, True], ids=["one by one", "one ahead"])
-def ahead(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+@pytest.fixture(params=[0, 1, 2], ids=["one by one", "one ahead", "behind"])
+def dispatch(request: pytest.FixtureRequest) -> dict[str, bool]:
+    return {"ahead": request.param > 0, "behind": request.param > 1}
 
 
 @pytest.fixture(params=[(None, False), (0, False), (None, True)], ids=["one stream", "two streams", "hybrid"])
 def engine(
-    request: pytest.FixtureRequest, ahead: bool, fault: Fault, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, dispatch: dict[str, bool], fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[EngineCore]:
     lane_elements, is_hybrid = request.param
     monkeypatch.setattr(mlx_ops, "CPU_LIMITS", replace(mlx_ops.CPU_LIMITS, lane_elements=lane_elements))
@@ -80,7 +80,7 @@ def engine(
         block_size=8,
         num_blocks=64,
         max_num_seqs=3,
-        ahead=ahead,
+        **dispatch,
     )
 
 
@@ -215,9 +215,10 @@ def test_running_requests_survive_the_loss_of_their_kv(engine: EngineCore) -> No
     assert engine.stats.num_preemptions >= 3
 
 
+@pytest.mark.parametrize("behind", [False, True], ids=["one ahead", "behind"])
 @pytest.mark.parametrize("at_step", range(4, 12))
 def test_a_refused_step_leaves_those_out_of_it_alone(
-    fault: Fault, monkeypatch: pytest.MonkeyPatch, at_step: int
+    fault: Fault, monkeypatch: pytest.MonkeyPatch, at_step: int, behind: bool
 ) -> None:
     """More answers than the budget: who sampled in the step under way may be left out of the refused one."""
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
@@ -231,6 +232,7 @@ def test_a_refused_step_leaves_those_out_of_it_alone(
         num_blocks=64,
         max_num_seqs=4,
         ahead=True,
+        behind=behind,
     )
     expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
     engine.scheduler.config = replace(engine.scheduler.config, max_num_batched_tokens=1)
@@ -275,6 +277,65 @@ def test_what_is_built_on_a_step_that_fails_never_runs(fault: Fault, monkeypatch
         outputs += engine.step()
     assert [t for o in outputs for t in o.token_ids] == expected
     assert engine.metrics.num_failed_steps == 1
+
+
+def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has read what the failed step left, and written that to the cache: that is made anew."""
+    sizes = {"vocab_size": VOCAB_SIZE, "budget": 5, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
+    model = PagedModel(tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE))
+    engine = engine_for(model, tiny_tokenizer(), **sizes, ahead=True, behind=True)
+    runner: Any = engine._runner
+    expected = run(engine, [[11] * 3], GREEDY)[0]
+    engine.add_request("fails", engine.prepare([5, 7, 9, 3, 4], GREEDY))
+    engine.add_request("again", engine.prepare([11] * 3, GREEDY))
+    assert engine.step() == []
+    started = list(runner._steps)
+    execute, wait = runner.execute, PendingStep.wait
+
+    def fails(step: PendingStep) -> None:
+        wait(step)
+        if step is started[0]:
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(PendingStep, "wait", fails)
+    monkeypatch.setattr(runner, "execute", lambda plan: started.append(execute(plan)) or started[-1])
+    allocations = []
+    allocate = runner._pool.allocate
+    monkeypatch.setattr(runner._pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
+    (output,) = engine.step()
+    assert output.request_id == "fails" and output.error is not None
+    assert len(started) == 2 and started[1].is_dispatched and started[0].has_follower
+    assert len(allocations) == 1
+    with pytest.raises(RuntimeError, match="in the order"):
+        started[1].result()
+    outputs = []
+    while engine.has_requests:
+        outputs += engine.step()
+    assert [t for o in outputs for t in o.token_ids] == expected
+    assert engine.metrics.num_failed_steps == 1
+
+
+@on_device
+@pytest.mark.parametrize("at_call", range(12))
+def test_a_dispatch_that_raises(at_call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first or the second part of a step, with another under way or not."""
+    model = PagedModel(tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE))
+    sizes = {"vocab_size": VOCAB_SIZE, "budget": 16, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
+    engine = engine_for(model, tiny_tokenizer(), **sizes, ahead=True, behind=True)
+    expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
+    calls = iter(range(1000))
+    async_eval = mx.async_eval
+
+    def raises_once(*arrays: Any) -> None:
+        if next(calls) == at_call:
+            raise RuntimeError("refused by the device")
+        async_eval(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", raises_once)
+    failed, outputs = run_with_fault(engine, Fault(), "", -1)
+    assert failed and engine.metrics.num_failed_steps == 1
+    assert outputs == {i: tokens for i, tokens in expected.items() if i not in failed}
+    assert dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True)) == expected
 
 
 def test_an_error_on_both_streams_is_raised_once() -> None:

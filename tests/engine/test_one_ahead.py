@@ -78,9 +78,11 @@ def one_by_one() -> dict[str, list[list[RequestOutput]]]:
     return {}
 
 
+@pytest.mark.parametrize("behind", [False, True], ids=["after the end", "behind"])
 @pytest.mark.parametrize("num_blocks", [512, 14], ids=["roomy", "tight"])
 def test_equal_outputs(
     num_blocks: int,
+    behind: bool,
     make_engine: MakeEngine,
     demo_tokenizer: Tokenizer,
     reference_model: Any,
@@ -88,7 +90,7 @@ def test_equal_outputs(
 ) -> None:
     if not one_by_one:
         one_by_one["outputs"] = ask_all(make_engine(budget=96), demo_tokenizer)
-    engine = with_caching(make_engine(budget=96, num_blocks=num_blocks, ahead=True))
+    engine = with_caching(make_engine(budget=96, num_blocks=num_blocks, ahead=True, behind=behind))
     ahead = ask_all(engine, demo_tokenizer)
     assert (engine.stats.num_preemptions > 0) == (num_blocks == 14)
     assert engine.scheduler.blocks._cached

@@ -23,11 +23,11 @@ from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import StateSpec
 from metal_engine.models.adapter_targets import adapter_targets
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.models.rounded_cache import own_caches
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.ngram import NgramProposer
 from tests.support import adapters
 from tests.support.demo import engine_for
+from tests.support.rounded_cache import own_caches
 from tests.support.running import run
 from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
 from tools.compare.equal_outputs import compare_outputs

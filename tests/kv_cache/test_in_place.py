@@ -22,7 +22,8 @@ from metal_engine.kv_cache.writes import BlockWrites, RunWrites, SlotWrites
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import Request
 from metal_engine.runner.draft_model import DraftModel
-from metal_engine.runner.model_runner import ModelRunner, PendingStep
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.ngram import NgramProposer
 from metal_engine.scheduling.proposals import make_proposer

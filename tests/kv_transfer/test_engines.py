@@ -27,7 +27,7 @@ from metal_engine.kv_transfer.stores.disk import DiskStore
 from metal_engine.kv_transfer.stores.store_folder import MARKER
 from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 from metal_engine.request import RequestOptions
-from metal_engine.runner.model_runner import PendingStep
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
 from tests.support.kv_engines import KVEngine, kv_engine
 from tests.support.valkey_server import ValkeyServer
@@ -97,15 +97,20 @@ def files(root: Path) -> list[Path]:
     return sorted(root.rglob("*.safetensors"))
 
 
+DISPATCH = pytest.mark.parametrize(
+    "dispatch", [{}, {"ahead": True}, {"ahead": True, "behind": True}], ids=["one by one", "one ahead", "behind"]
+)
+
+
 # --- equal outputs ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_cold_then_after_a_restart(make: MakeEngine, check: Check, ahead: bool) -> None:
-    first = make(ahead=ahead)
+@DISPATCH
+def test_cold_then_after_a_restart(make: MakeEngine, check: Check, dispatch: dict[str, bool]) -> None:
+    first = make(**dispatch)
     check(first.run(PROMPTS))
     assert first.stats.blocks_loaded == 0 and first.stats.blocks_saved > 0
-    second = make(ahead=ahead)
+    second = make(**dispatch)
     check(second.run(PROMPTS))
     stats = second.stats
     num_tokens = sum(map(len, PROMPTS))
@@ -225,18 +230,18 @@ def test_latent_attention(make: MakeEngine, tokenizer: Tokenizer) -> None:
     assert {part.name.split(".")[-1] for part in engine.layout.parts} == {"keys"}
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine, check: Check, ahead: bool) -> None:
-    make(ahead=ahead).run(PROMPTS)
-    engine = make(num_blocks=24, ahead=ahead)
+@DISPATCH
+def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine, check: Check, dispatch: dict[str, bool]) -> None:
+    make(**dispatch).run(PROMPTS)
+    engine = make(num_blocks=24, **dispatch)
     check(engine.run(PROMPTS))
     assert engine.stats.blocks_loaded > 0
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_loading_and_saving_leave_the_cache_in_place(make: MakeEngine, ahead: bool) -> None:
+@DISPATCH
+def test_loading_and_saving_leave_the_cache_in_place(make: MakeEngine, dispatch: dict[str, bool]) -> None:
     """A copy of a layer's array would be 2 MB; everything else in these steps is far less."""
-    settings = {"num_blocks": 2048, "model": tiny_model(num_hidden_layers=1), "ahead": ahead}
+    settings = {"num_blocks": 2048, "model": tiny_model(num_hidden_layers=1), **dispatch}
     make(**settings).run(PROMPTS)
     engine = make(**settings)
     array_bytes = 2048 * BLOCK_SIZE * 2 * 16 * 4

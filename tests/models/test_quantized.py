@@ -1,17 +1,21 @@
-"""Models over quantized K and V: the packed run against mlx-lm's own forward over K and V rounded the same way."""
+"""The check at load of models over quantized K and V: what it accepts, and what it notices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
-from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.attention.portable.backend import PortableBackend, PortableStep
 from metal_engine.errors import ConfigError, UnsupportedModelError
 from metal_engine.kv_cache.quantized import QuantizedKVState
-from metal_engine.kv_cache.spec import QuantizedKVSpec, RecurrentSpec
+from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.spec import QuantizedKVSpec, RecurrentSpec, quantized_names
+from metal_engine.kv_cache.state import KVState
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.layer_cache import AttentionMask, LayerCache
 from metal_engine.models.paged_model import PagedModel
@@ -59,7 +63,10 @@ def test_every_architecture_is_checked_or_refused(model_type: str, kv_cache_dtyp
         check(paged)
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma4"])
 def test_the_check_passes_in_half_precision(model_type: str, kv_cache_dtype: str, dtype: mx.Dtype) -> None:
@@ -67,7 +74,20 @@ def test_the_check_passes_in_half_precision(model_type: str, kv_cache_dtype: str
         check(wide_model(model_type, kv_cache_dtype, seed, dtype))
 
 
-# --- mistakes: each in one place of what is stored or read ---------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+def test_the_check_passes_with_keys_of_200(kv_cache_dtype: str, dtype: mx.Dtype) -> None:
+    """Biases of keys as Qwen2's checkpoints have them: a few numbers of each head are a hundred times all others."""
+    for seed in range(2):
+        model = random_model(wide_configuration("qwen2"), seed, dtype)
+        for layer in model.layers:
+            biases = mx.random.normal(layer.self_attn.k_proj.bias.shape, key=mx.random.key(seed))
+            biases[5::64], biases[40::64] = 200, -200
+            layer.self_attn.k_proj.bias = biases.astype(dtype)
+        check(PagedModel(model, kv_cache_dtype=kv_cache_dtype))
+
+
+# --- mistakes: each in one place of what is stored, read or computed -----------------------------------------
 
 
 def _scale_of_another_group(state: QuantizedKVState, kept: dict[str, mx.array]) -> None:
@@ -93,7 +113,7 @@ def _half_the_scale(state: QuantizedKVState, kept: dict[str, mx.array]) -> None:
 MISTAKES = [_scale_of_another_group, _no_bias, _no_bias_of_values, _scale_of_keys_for_values, _half_the_scale]
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_check_notices_mistakes(
@@ -107,8 +127,91 @@ def test_the_check_notices_mistakes(
         return kept
 
     monkeypatch.setattr(QuantizedKVState, "encode", encode_wrongly)
-    with pytest.raises(UnsupportedModelError, match="logits through the paged cache are off"):
-        check(wide_model("gemma2", kv_cache_dtype, dtype=dtype))
+    with pytest.raises(UnsupportedModelError, match=f"attention over keys and values in {kv_cache_dtype} is off by"):
+        check(wide_model("llama", kv_cache_dtype, dtype=dtype))
+
+
+def _later_positions_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    positions = LayerCache.offset.fget
+
+    def offset(self: LayerCache) -> mx.array:
+        rows = self._step.rows
+        return positions(self) + mx.array((rows.context_lens > 0).astype(np.int32)[rows.request_of_row])
+
+    monkeypatch.setattr(LayerCache, "offset", property(offset))
+
+
+def _larger_scale_in_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = LayerCache.attend
+    monkeypatch.setattr(
+        LayerCache, "attend", lambda self, call, *rest: attend(self, replace(call, scale=call.scale * 1.5), *rest)
+    )
+
+
+def _larger_scale_in_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = PortableStep.attend
+
+    def attend_wrongly(self: PortableStep, q: mx.array, state: KVState, *, scale: float, **options: Any) -> mx.array:
+        factor = 1.5 if isinstance(state, QuantizedKVState) else 1
+        return attend(self, q, state, scale=scale * factor, **options)
+
+    monkeypatch.setattr(PortableStep, "attend", attend_wrongly)
+
+
+def _own_rows_in_float(monkeypatch: pytest.MonkeyPatch, *, of_decodes: bool) -> None:
+    """A step reads what it has written itself as it was computed: all, or only where all its requests decode."""
+    write, own = QuantizedKVState.write, "own rows"
+
+    def write_and_keep(self: QuantizedKVState, step: StepRows, rows: Mapping[str, mx.array]) -> None:
+        vars(self)[own] = step, rows
+        write(self, step, rows)
+
+    def dequantized(self: QuantizedKVState, name: str, rows_of: Callable[[mx.array], mx.array]) -> mx.array:
+        packed, *groups = (self.arrays[part] for part in quantized_names(name))
+        scales, biases = (array.astype(mx.float32) for array in groups)
+        array = mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
+        step, rows = vars(self)[own]
+        if not of_decodes or step.num_tokens == step.num_requests:
+            array[mx.array(step.slot_mapping)] = rows[name].astype(mx.float32)
+        return rows_of(array)
+
+    monkeypatch.setattr(QuantizedKVState, "write", write_and_keep)
+    monkeypatch.setattr(QuantizedKVState, "_dequantized", dequantized)
+
+
+def _all_own_rows_in_float(monkeypatch: pytest.MonkeyPatch) -> None:
+    _own_rows_in_float(monkeypatch, of_decodes=False)
+
+
+def _decodes_own_rows_in_float(monkeypatch: pytest.MonkeyPatch) -> None:
+    _own_rows_in_float(monkeypatch, of_decodes=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_later_positions_off_by_one, "logits through the paged cache are off"),
+        (_larger_scale_in_calls, "logits through the paged cache are off"),
+        (_larger_scale_in_the_backend, "its attention over keys and values in int"),
+        (_all_own_rows_in_float, "its attention (over keys|reads a step's own keys)"),
+        (_decodes_own_rows_in_float, "its attention (over keys|reads a step's own keys)"),
+    ],
+)
+def test_the_check_notices_mistakes_of_a_forward(
+    make: Callable[[pytest.MonkeyPatch], None],
+    message: str,
+    kv_cache_dtype: str,
+    dtype: mx.Dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for seed in range(2):
+        check(wide_model("llama", kv_cache_dtype, seed, dtype))
+        with monkeypatch.context() as context:
+            make(context)
+            with pytest.raises(UnsupportedModelError, match=message):
+                check(wide_model("llama", kv_cache_dtype, seed, dtype))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from metal_engine.request import Request, RequestOptions
+from metal_engine.scheduling.ahead import AheadTimes
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.checkpoints import RequestStates
+from metal_engine.scheduling.draft_lengths import StepTimes
 from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
@@ -130,11 +133,71 @@ def test_drafts_take_free_blocks_and_nobody_else_s() -> None:
     harness.submit("b", make_prompt(1, 7), 4)
     harness.step()
     assert harness.scheduler.blocks.num_free_blocks == 1
-    # Row 8 of each is in a block it has; a takes the free one, b has what is left of its own.
+    # Row 8 of each is in a block it has: whose turn it is takes the free one.
     plan = harness.step()
-    assert {r: len(d) for r, d in plan.scheduled_spec_decode_tokens.items()} == {"a": 4}
+    ((request_id, drafts),) = plan.scheduled_spec_decode_tokens.items()
+    assert len(drafts) == {"a": 4, "b": 2}[request_id]
     assert harness.scheduler.num_preemptions == 0
     harness.drain()
+
+
+def test_room_that_does_not_suffice_for_all_goes_to_all() -> None:
+    """To each in turn, as their drafts are much the same."""
+    harness = make_harness(num_drafts=4, num_blocks=400, max_num_seqs=8, max_num_batched_tokens=12)
+    for i in range(8):
+        harness.submit(f"r{i}", make_prompt(i, 3), 40)
+    num_drafts: Counter[str] = Counter()
+    while len(harness.live) == 8:
+        num_drafts.update({r: len(d) for r, d in harness.step().scheduled_spec_decode_tokens.items()})
+    assert len(num_drafts) == 8 and min(num_drafts.values()) * 2 >= max(num_drafts.values())
+    harness.drain()
+
+
+def test_whose_drafts_are_likelier_has_room_first() -> None:
+    harness = make_harness(num_drafts=4, num_blocks=400, max_num_seqs=8, max_num_batched_tokens=10)
+    assert harness.scheduler.speculation is not None
+    for i in range(8):
+        harness.submit(f"r{i}", make_prompt(i, 3), 30)
+        for _ in range(3 * (i >= 6)):
+            harness.scheduler.speculation._proposals.acceptance.tried(f"r{i}", 4, 4)
+    while not (plan := harness.step()).scheduled_spec_decode_tokens:
+        pass
+    assert plan.scheduled_spec_decode_tokens.keys() <= {"r6", "r7"}
+    harness.drain()
+
+
+def test_drafts_of_late_rows_count_as_its_own() -> None:
+    harness = make_harness()
+    request = harness.submit("a", make_prompt(0, 6), 20, needs_token_on_host=True)
+    harness.step()
+    harness.runner.num_late = 1
+    harness.step()
+    assert request.num_draft_tokens == (4, 0)
+    harness.drain()
+
+
+def test_a_step_that_failed_is_not_under_way() -> None:
+    """So the next one has drafts, and what is measured does not begin with it."""
+    for fails in ("a step", "the scheduler"):
+        harness = make_harness(ahead_seconds=0.9)
+        scheduler, clock = harness.scheduler, [0.0]
+        times, ahead = StepTimes(lambda clock=clock: clock[0]), AheadTimes(lambda clock=clock: clock[0])
+        scheduler.speculation = Speculation(
+            harness.config, scheduler.blocks, RightDrafts(harness), times, states=scheduler.states, ahead=ahead
+        )
+        harness.submit("a", make_prompt(0, 6), 40)
+        harness.step()
+        clock[0] += 100
+        if fails == "a step":
+            harness.fail_oldest()
+        else:
+            harness.abort("a")
+            harness.in_flight.clear()
+            scheduler.failed()
+        assert not scheduler.speculation._steps and not ahead._planned
+        assert times.end() == 0.0
+        harness.submit("b", make_prompt(1, 6), 40)
+        harness.drain()
 
 
 def test_blocks_of_rejected_drafts_are_free_again() -> None:
@@ -361,15 +424,15 @@ def test_harness_notices_wrong_states(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run() -> None:
-        limits: dict[str, Any] = {"num_blocks": 200, "block_size": 2, "max_num_seqs": 3, "max_model_len": 300}
+        limits: dict[str, Any] = {"num_blocks": 400, "block_size": 2, "max_num_seqs": 3, "max_model_len": 400}
         harness = make_harness(right=False, caching=True, num_state_slots=9, num_drafts=3, **limits)
-        for turn in range(4):
+        for turn in range(10):
             for i in range(4):
                 before = harness.tracked.get(f"r{turn - 1}.{i}")
                 prompt = make_prompt(i, 5 + i)
                 if before is not None:
                     prompt = [*before.request.token_ids[: -1 - i], 3]
-                harness.submit(f"r{turn}.{i}", prompt, 20)
+                harness.submit(f"r{turn}.{i}", prompt, 20 + turn % 2)
             harness.run()
         harness.drain()
 

@@ -34,8 +34,25 @@ def test_the_pool_holds_more(tmp_path: Path, kv_cache_dtype: str, bytes_of_64: i
     if kv_cache_dtype == "auto":
         assert config.num_tokens_unquantized is None and "unquantized" not in shown
     else:
-        more = config.cache.num_tokens - config.kv_bytes // (16 * num_heads * 256) * 16
+        more = config.cache.num_tokens - (1 << 20) // (16 * num_heads * 256) * 16
         assert f"in {kv_cache_dtype} ({more:,} more than unquantized)" in shown
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+def test_tokens_more_are_those_of_the_same_memory(tmp_path: Path, kv_cache_dtype: str) -> None:
+    """Also where the quantized blocks leave a rest that is needed for one more block unquantized."""
+    model = write_checkpoint(tmp_path / "model", config={"head_dim": 64})
+    block_bytes = 16 * 2 * 2 * 2 * 256  # tokens, layers, K and V, heads
+    numbers = {}
+    for dtype in ("auto", kv_cache_dtype):
+        engine = build_engine(
+            EngineArgs(model=str(model), kv_cache_dtype=dtype, **{**SMALL, "kv_cache_memory_bytes": 37 * block_bytes})
+        )
+        numbers[dtype] = engine.config.cache.num_tokens
+        unquantized, rest = engine.config.num_tokens_unquantized, 37 * block_bytes - engine.config.kv_bytes
+        engine.close()
+    assert rest > 0
+    assert unquantized == numbers["auto"] == 37 * 16
 
 
 def test_heads_that_no_group_divides_are_refused_before_weights_are_read(

@@ -35,6 +35,7 @@ def write_checkpoint(
     bits: int | None = None,
     mixed_bits: bool = False,
     dtype: mx.Dtype = mx.float32,
+    single_experts: bool = False,
 ) -> Path:
     """Write a complete checkpoint into ``folder`` and return it.
 
@@ -43,6 +44,7 @@ def write_checkpoint(
         num_shards: number of weight files.
         bits: quantize the weights as mlx-lm does.
         mixed_bits: quantize every other layer with 8 bits, and leave the embedding as it is.
+        single_experts: store experts one by one, as checkpoints for transformers do, and not stacked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     full = {**CONFIG, **(config or {})}
@@ -58,6 +60,10 @@ def write_checkpoint(
 
         model, full = quantize_model(model, full, group_size=32, bits=bits, quant_predicate=choose)
     weights = dict(tree_flatten(model.parameters()))
+    if single_experts:
+        for name in [name for name in weights if ".switch_mlp." in name]:
+            for expert, array in enumerate(weights.pop(name)):
+                weights[name.replace("switch_mlp", f"experts.{expert}")] = mx.contiguous(array)
     write_weights(folder, weights, num_shards)
     (folder / "config.json").write_text(json.dumps(full))
     write_tokenizer(folder)

@@ -63,6 +63,7 @@ def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine
         num_blocks: int = 512,
         max_num_seqs: int = 64,
         ahead: bool = False,
+        behind: bool = False,
         replay: bool = False,
     ) -> EngineCore:
         return engine_for(
@@ -74,6 +75,7 @@ def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             ahead=ahead,
+            behind=behind,
             replay=replay,
         )
 
@@ -90,6 +92,7 @@ def engine_for(
     num_blocks: int,
     max_num_seqs: int,
     ahead: bool = False,
+    behind: bool = False,
     replay: bool = False,
     caching: bool = False,
     connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None = None,
@@ -103,6 +106,7 @@ def engine_for(
 
     Args:
         ahead: steps are planned and built while the one before them runs.
+        behind: they are dispatched then, too, in two parts: as on a GPU.
         replay: decode steps are replayed as soon as their sizes are known.
         caching: of prefixes; implied by a ``connector``, whose two halves are given.
         fingerprint: what cached prefixes are found under.
@@ -150,7 +154,8 @@ def engine_for(
     draft_model = None
     if draft is not None:
         draft_model = DraftModel(draft, attention, config.scheduler, config.cache, vocab_size=vocab_size)
-    runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, draft_model)
+    gpu_like = {"goes_behind": True, "in_parts": True} if behind else {}
+    runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, draft_model, **gpu_like)
     if runner._replay is not None:
         runner._replay._trace_at = 1
     return EngineCore(config, runner, tokenizer, scheduler_side, adapters)

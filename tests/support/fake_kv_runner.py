@@ -522,7 +522,7 @@ class SchedulerHarness:
             self.update()
 
     def _fail(self, plan: SchedulerOutput) -> None:
-        self.scheduler.prefix_cache.forget()
+        self.scheduler.failed(plan)
         for request_id in plan.num_scheduled_tokens:
             self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
             if self._live.pop(request_id, ...) is None:

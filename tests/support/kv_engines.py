@@ -79,6 +79,7 @@ def kv_engine(
     max_size: int = 1 << 30,
     dtype: mx.Dtype = mx.float32,
     ahead: bool = False,
+    behind: bool = False,
     draft: Any = None,
     kv_cache_dtype: str = "auto",
     **config: Any,
@@ -87,6 +88,7 @@ def kv_engine(
 
     Args:
         store: a directory, a store, or None for an engine without.
+        behind: steps are given to the device while others run, as on a GPU.
         draft: a draft model, whose drafts are taken as if they cost nothing.
         config: fields of :class:`KVTransferConfig`.
     """
@@ -100,7 +102,7 @@ def kv_engine(
     layout = BlockLayout(parts, fingerprint)
     state_layout = BlockLayout(of_states, fingerprint) if of_states else None
     if store is None:
-        core = engine_for(paged, tokenizer, vocab_size=256, ahead=ahead, **sizes)
+        core = engine_for(paged, tokenizer, vocab_size=256, ahead=ahead, behind=behind, **sizes)
         return KVEngine(core, paged, None, layout)
     transfer_config = KVTransferConfig(kv_connector="disk", **config)
     if isinstance(store, Path):
@@ -113,6 +115,7 @@ def kv_engine(
         tokenizer,
         vocab_size=256,
         ahead=ahead,
+        behind=behind,
         connector=(KVConnectorScheduler(transfer, transfer_config, stats), runner_side),
         fingerprint=fingerprint,
         draft=draft,

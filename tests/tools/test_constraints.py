@@ -25,7 +25,7 @@ def test_exact_versions_in_order_and_nothing_else() -> None:
 
 
 def test_it_names_what_the_project_asks_for_within_its_ranges() -> None:
-    for requirement in project_requirements(("dev", "plots", "valkey")):
+    for requirement in project_requirements(("dev", "gateway", "plots", "valkey")):
         version = PINS[requirement.name.lower().replace("_", "-")]
         assert requirement.specifier.contains(version), requirement
 

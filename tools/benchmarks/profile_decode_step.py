@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from metal_engine.build import build_engine
-from metal_engine.engine.async_engine import MAX_UNREAD, AsyncEngine, _Mailbox
+from metal_engine.engine.async_engine import AsyncEngine, _Mailbox
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from tools.benchmarks.engine_timing import random_prompt
@@ -87,7 +87,7 @@ def instrument(profile: Profile) -> None:
     from metal_engine.engine.output_processor import OutputProcessor
     from metal_engine.models.layer_cache import LayerCache
     from metal_engine.models.paged_model import PagedModel
-    from metal_engine.runner import batch, model_runner, step_sampling
+    from metal_engine.runner import batch, model_runner, pending_step, step_sampling
     from metal_engine.scheduling.scheduler import Scheduler
 
     for owner, name, part in (
@@ -105,7 +105,7 @@ def instrument(profile: Profile) -> None:
         (step_sampling.StepSampling, "build", "sampling graph"),
         (step_sampling.StepSampling, "result", "read"),
         (mx, "async_eval", "dispatch"),
-        (model_runner.PendingStep, "wait", "device"),
+        (pending_step.PendingStep, "wait", "device"),
         (model_runner.ModelRunner, "finish", "read"),
         (batch.RequestTable, "append_tokens", "read"),
     ):
@@ -137,7 +137,7 @@ class Answers:
         rng = random.Random(0)
         params = SamplingParams(temperature=0.0, max_tokens=2 * num_steps + 40, ignore_eos=True)
         for i in range(num_requests):
-            self._clients._queues[str(i)] = _Mailbox(0, MAX_UNREAD)
+            self._clients._queues[str(i)] = _Mailbox(0, max_unread=1000)
             prompt = random_prompt(rng, rng.randint(40, 80))
             self.core.add_request(str(i), self.core.prepare(prompt, params))
         while any(r.num_output_tokens < 2 for r in self.core.scheduler.requests.values()):

@@ -1,12 +1,14 @@
 """What quantized KV costs in quality and speed, on the demo model, beside mlx-lm's own quantized cache.
 
     python -m tools.benchmarks.quantized_kv                  # everything
-    python -m tools.benchmarks.quantized_kv --only text      # or: answers, speed
+    python -m tools.benchmarks.quantized_kv --only text      # or: answers, company, speed
 
 *text*: perplexity of a text in windows, and how many of the next tokens come first as with float KV. *answers*: greedy
-answers to the beginnings of 100 passages that stay the same to the last token. *speed*: engines that differ in nothing
-else take turns at the same requests. The text is Python's language reference, as ``pydoc_data.topics`` has it. mlx-lm's
-cache is quantized from the first token on (``--kv-bits`` with ``--quantized-kv-start 0``).
+answers to the beginnings of 100 passages that stay the same to the last token. *company*: what changes where the same
+is computed with other rows beside it: answers together and alone, a text in chunks of 256 and of 37 tokens. *speed*:
+engines that differ in nothing else take turns at the same requests. The text is Python's language reference, as
+``pydoc_data.topics`` has it. mlx-lm's cache is quantized from the first token on (``--kv-bits`` with
+``--quantized-kv-start 0``).
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from metal_engine.models.paged_model import PagedModel  # noqa: E402
 from metal_engine.sampling_params import SamplingParams  # noqa: E402
 from metal_engine.settings.args import KV_CACHE_DTYPES, EngineArgs  # noqa: E402
 
-_BLOCK_SIZE, _CHUNK = 16, 256
+_BLOCK_SIZE, _CHUNK, _ODD_CHUNK = 16, 256, 37
+_EQUAL_GAP = 1e-3  # of two tokens' logits: nearer ones count as equally likely
 _PROMPT_LEN = 48
 _BATCH = 20  # of mlx-lm, whose quantized cache takes prompts of one length
 _SPEED_STEPS = 16
@@ -77,11 +80,20 @@ def make_engine(kv_cache_dtype: str) -> EngineCore:
     )
 
 
-def our_scores(kv_cache_dtype: str, windows: Windows) -> Scored:
+Forward = Callable[[list[int], int], mx.array]
+"""Takes a chunk of a window and the number of tokens before it; returns logits, [T, V]."""
+
+
+def our_scores(kv_cache_dtype: str, windows: Windows, chunk: int = _CHUNK) -> Scored:
     """A window is a request, in chunks."""
+    return _score(our_forward(kv_cache_dtype, max(map(len, windows))), windows, chunk)
+
+
+def our_forward(kv_cache_dtype: str, num_tokens: int) -> Forward:
+    """Of one request of so many tokens."""
     paged = PagedModel(load_demo_model(), kv_cache_dtype=kv_cache_dtype)
     backend = choose_backend("auto", _BLOCK_SIZE).for_layers(attention_kinds(paged), _BLOCK_SIZE).backend
-    block_table = np.arange(-(-max(map(len, windows)) // _BLOCK_SIZE), dtype=np.int32)[None]
+    block_table = np.arange(-(-num_tokens // _BLOCK_SIZE), dtype=np.int32)[None]
     paged.pool.allocate(block_table.size, _BLOCK_SIZE)
 
     def forward(chunk: list[int], start: int) -> mx.array:
@@ -89,10 +101,10 @@ def our_scores(kv_cache_dtype: str, windows: Windows) -> Scored:
         rows = step_rows(block_table, first, count, _BLOCK_SIZE, num_samples=np.array(count, np.int32))
         return paged(mx.array(chunk), rows, backend.for_step(rows))
 
-    return _score(forward, windows)
+    return forward
 
 
-def mlx_lm_scores(bits: int | None, windows: Windows) -> Scored:
+def mlx_lm_scores(bits: int | None, windows: Windows, chunk: int = _CHUNK) -> Scored:
     """By mlx-lm's own forward over its own caches."""
     model = load_demo_model()
     caches: list[Any] = []
@@ -102,17 +114,16 @@ def mlx_lm_scores(bits: int | None, windows: Windows) -> Scored:
             caches[:] = mlx_lm_caches(model, bits)
         return model(mx.array([chunk]), cache=caches)[0]
 
-    return _score(forward, windows)
+    return _score(forward, windows, chunk)
 
 
-def _score(forward: Callable[[list[int], int], mx.array], windows: Windows) -> Scored:
-    """``forward`` takes a chunk of a window and the tokens before it, and returns logits, [T, V]."""
+def _score(forward: Forward, windows: Windows, chunk: int) -> Scored:
     logprobs: list[np.ndarray] = []
     likeliest: list[np.ndarray] = []
     for window in windows:
-        for start in range(0, len(window) - 1, _CHUNK):
-            targets = window[start + 1 : start + _CHUNK + 1]
-            logits = forward(window[start : start + _CHUNK], start)[: len(targets)].astype(mx.float32)
+        for start in range(0, len(window) - 1, chunk):
+            targets = window[start + 1 : start + chunk + 1]
+            logits = forward(window[start : start + chunk], start)[: len(targets)].astype(mx.float32)
             each = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             found = mx.take_along_axis(each, mx.array(targets)[:, None], axis=-1)[:, 0]
             logprobs.append(np.array(found))
@@ -207,6 +218,68 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
+def compare_company(tokens: list[int], num_answers: int, answer_len: int, num_tokens: int, window: int) -> None:
+    """Prints what changes with what is computed beside it."""
+    _compare_products(_BATCH)
+    _compare_alone(tokens, num_answers, answer_len)
+    _compare_chunks(tokens, num_tokens, window)
+
+
+def _compare_products(num_rows: int) -> None:
+    """Prints how far products of rows are from those of the same rows one by one."""
+    weights = load_demo_model().layers[0].self_attn.q_proj.weight  # [D, D]
+    rows = mx.random.normal((num_rows, weights.shape[1]), key=mx.random.key(0))
+    together = np.array(rows @ weights.T)
+    alone = np.concatenate([np.array(rows[i : i + 1] @ weights.T) for i in range(num_rows)])
+    differ, most = (together != alone).mean(), np.abs(together - alone).max() / np.abs(together).max()
+    print(
+        f"\nProducts of {num_rows} rows with a projection, together and one by one: {differ:.0%} of the numbers differ,"
+    )
+    print(f"by {most:.1g} of the largest one at most")
+
+
+def _compare_alone(tokens: list[int], num_answers: int, answer_len: int) -> None:
+    """Prints a row for each kind of KV."""
+    prompts = _spread(tokens, num_answers, _PROMPT_LEN)
+    print(f"\n{num_answers} greedy answers of {answer_len} tokens, together and alone\n")
+    print(f"| KV | the same | first difference, median | gap of the logits there | above {_EQUAL_GAP:g} |")
+    print("| --- | --- | --- | --- | --- |")
+    for dtype in KV_CACHE_DTYPES:
+        engine = make_engine(dtype)
+        together = our_answers(engine, prompts, answer_len)
+        alone = [our_answers(engine, [prompt], answer_len)[0] for prompt in prompts]
+        engine.close()
+        forward = our_forward(dtype, _PROMPT_LEN + answer_len)
+        differing = [each for each in zip(prompts, together, alone, strict=True) if each[1] != each[2]]
+        gaps = [_gap_where_they_part(forward, *each) for each in differing]
+        firsts = [_first_difference(a, b) for _, a, b in differing]
+        shown = f"{statistics.median(firsts):.0f} | {min(gaps):.1g} to {max(gaps):.1g}" if gaps else "- | -"
+        num_wide = sum(gap >= _EQUAL_GAP for gap in gaps)
+        print(f"| {_name(dtype)} | {len(prompts) - len(gaps)} of {len(prompts)} | {shown} | {num_wide} |", flush=True)
+
+
+def _compare_chunks(tokens: list[int], num_tokens: int, window: int) -> None:
+    """Prints a row for each kind of KV, ours and mlx-lm's."""
+    windows = _spread(tokens, max(1, num_tokens // window), window)
+    print(f"\n{len(windows)} x {window:,} tokens of text in chunks of {_CHUNK} and of {_ODD_CHUNK}\n")
+    print("| KV | log probability differs, mean | most | same next token |\n| --- | --- | --- | --- |")
+    for dtype, bits in (("auto", None), ("int8", 8), ("int4", 4)):
+        _report_chunks(f"ours, {_name(dtype)}", *(our_scores(dtype, windows, n) for n in (_CHUNK, _ODD_CHUNK)))
+        _report_chunks(f"mlx-lm, {_name(dtype)}", *(mlx_lm_scores(bits, windows, n) for n in (_CHUNK, _ODD_CHUNK)))
+
+
+def _gap_where_they_part(forward: Forward, prompt: list[int], a: list[int], b: list[int]) -> float:
+    """Between the logits of the first tokens that differ, after those before them."""
+    first = _first_difference(a, b)
+    logits = np.array(forward(prompt + a[:first], 0)[-1])
+    return float(abs(logits[a[first]] - logits[b[first]]))
+
+
+def _report_chunks(name: str, one: Scored, other: Scored) -> None:
+    apart, agree = np.abs(one.logprobs - other.logprobs), (one.likeliest == other.likeliest).mean()
+    print(f"| {name} | {apart.mean():.1g} | {apart.max():.1g} | {agree:.2%} |", flush=True)
+
+
 def compare_speed(tokens: list[int], num_requests: int, prompt_len: int, rounds: int) -> None:
     """Prints prefill and decode rates, in turns, as ratios of medians."""
     prompts = _spread(tokens, num_requests, prompt_len)
@@ -241,7 +314,7 @@ def _name(kv_cache_dtype: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("text", "answers", "speed"))
+    parser.add_argument("--only", choices=("text", "answers", "company", "speed"))
     parser.add_argument("--num-tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--num-answers", type=int, default=100)
@@ -257,6 +330,8 @@ def main() -> None:
         compare_text(tokens, args.num_tokens, args.window)
     if args.only in (None, "answers"):
         compare_answers(tokens, args.num_answers, args.answer_len)
+    if args.only in (None, "company"):
+        compare_company(tokens, args.num_answers, args.answer_len, args.num_tokens, args.window)
     if args.only in (None, "speed"):
         compare_speed(tokens, args.num_requests, args.prompt_len, args.rounds)
 

@@ -23,8 +23,8 @@ from metal_engine.request import Request
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import ModelOutput
 from tools.benchmarks.step_time_model import StepTimeModel, load
+from tools.simulate.replicas import Replica
 
 BLOCK_SIZE = 16
 BUDGET = 512
@@ -94,9 +94,10 @@ def make_arrivals(
 def simulate(arrivals: list[Arrival], output: int, model: StepTimeModel, config: SchedulerConfig) -> Result:
     """Run the scheduler until every request is done; the clock advances by what each step would take."""
     scheduler = Scheduler(config, CacheConfig(block_size=BLOCK_SIZE, num_blocks=16_384))
+    replica = Replica(scheduler, model)
     params = SamplingParams(max_tokens=output)
     times: dict[str, list[float]] = {}
-    now, next_arrival, num_tokens = 0.0, 0, 0
+    now, next_arrival = 0.0, 0
     while next_arrival < len(arrivals) or scheduler.has_requests:
         if not scheduler.has_requests:
             now = max(now, arrivals[next_arrival].at)
@@ -105,26 +106,17 @@ def simulate(arrivals: list[Arrival], output: int, model: StepTimeModel, config:
             scheduler.add_request(Request(str(next_arrival), prompt, params, max_tokens=output))
             times[str(next_arrival)] = []
             next_arrival += 1
-        requests = scheduler.requests
-        plan = scheduler.schedule()
-        prefill_work = num_decodes = 0
-        for request_id, rows in plan.num_scheduled_tokens.items():
-            context = requests[request_id].num_computed_tokens - rows
-            if rows == 1:
-                num_decodes += 1
-            else:
-                prefill_work += rows * context + rows * (rows + 1) // 2
-        num_rows = sum(plan.num_scheduled_tokens.values())
-        num_tokens += num_rows
-        now += model.seconds(num_rows, prefill_work, num_decodes)
-        for output_ in scheduler.update(plan, ModelOutput([7] * len(plan.sampled_req_ids))):
+        end = replica.begin(now)
+        assert end is not None  # nothing here waits for a store
+        now = end
+        for output_ in replica.end():
             times[output_.request_id].append(now)
     ttfts = [times[str(i)][0] - arrival.at for i, arrival in enumerate(arrivals)]
     return Result(
         ttfts=ttfts,
         large_ttfts=[t for t, arrival in zip(ttfts, arrivals, strict=True) if arrival.is_large],
         itls=[b - a for tokens in times.values() for a, b in itertools.pairwise(tokens)],
-        throughput=num_tokens / (now - arrivals[0].at),
+        throughput=replica.num_rows / (now - arrivals[0].at),
     )
 
 

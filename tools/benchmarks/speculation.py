@@ -156,6 +156,7 @@ class Pair:
     def __init__(self, args: argparse.Namespace) -> None:
         common: dict[str, Any] = {"model": args.model, "dtype": "float32", "max_num_seqs": 64}
         common |= {"num_gpu_blocks_override": 2400, "max_num_batched_tokens": 512}
+        common |= {"async_scheduling": args.async_scheduling}
         self.without = build_engine(EngineArgs(**common))
         self.speculating = build_engine(EngineArgs(**common, speculative_config=args.speculative_config))
         self.max_tokens = args.max_tokens
@@ -165,11 +166,12 @@ class Pair:
         return self.without.tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
     def turns(self, prompts: dict[str, list[int]], repeats: int) -> list[tuple[Run, Run]]:
-        """Runs without and with speculation, alternating; answers that differ are counted."""
+        """Runs without and with speculation, alternating, each first by turns; answers that differ are counted."""
         runs = []
-        for _ in range(repeats):
-            plain = run(self.without, prompts, self.max_tokens)
-            ours = run(self.speculating, prompts, self.max_tokens)
+        for turn in range(repeats):
+            order = (self.speculating, self.without) if turn % 2 else (self.without, self.speculating)
+            by_engine = {id(core): run(core, prompts, self.max_tokens) for core in order}
+            plain, ours = by_engine[id(self.without)], by_engine[id(self.speculating)]
             self.num_different += sum(plain.answers[name] != ours.answers[name] for name in prompts)
             runs.append((plain, ours))
         return runs
@@ -201,12 +203,13 @@ def at_once(pair: Pair, kind: str, texts: dict[str, str], streams: int, repeats:
     each = list(texts.values())
     prompts = {f"{i}": pair.prompt(f"({i}) {each[i % len(each)]}") for i in range(streams)}
     runs = pair.turns(prompts, repeats)
-    ratio = statistics.median(o.tokens_per_second / p.tokens_per_second for p, o in runs)
+    ratios = sorted(o.tokens_per_second / p.tokens_per_second for p, o in runs)
     plain, ours = runs[-1]
     rates = f"{plain.tokens_per_second:.1f} tokens/s without, {ours.tokens_per_second:.1f} with"
     print(
         f"{kind}, {streams} at once: {rates}, "
-        f"median ratio of {repeats} {ratio:.2f}; {ours.num_accepted} of {ours.num_drafts} drafts accepted, "
+        f"median ratio of {repeats} {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}); "
+        f"{ours.num_accepted} of {ours.num_drafts} drafts accepted, "
         f"{sum(map(len, ours.answers.values()))} tokens, {sum(map(loops, ours.answers.values()))} answers loop",
         flush=True,
     )
@@ -231,7 +234,8 @@ def peer(pair: Pair, args: argparse.Namespace) -> None:
     """mlx-lm with the same models, prompts and limits, one request at a time."""
     config = pair.speculating.config.scheduler.speculative
     assert config is not None and config.model is not None
-    prompts = {name: pair.prompt(text) for name, text in (COPYING | CHAT).items()}
+    texts = {"copying": COPYING, "chat": CHAT}.get(args.only, COPYING | CHAT)
+    prompts = {name: pair.prompt(text) for name, text in texts.items()}
     request = {"model": args.model, "draft_model": config.model, "num_draft_tokens": config.num_speculative_tokens}
     request |= {"max_tokens": args.max_tokens, "prompts": prompts}
     command = [sys.executable, "-m", "tools.benchmarks.mlx_lm_drafting"]
@@ -258,6 +262,8 @@ def main() -> None:
         default='{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}',
     )
     parser.add_argument("--draft-model", help="instead of --speculative-config: a draft model, with three drafts")
+    parser.add_argument("--only", choices=["copying", "chat"], help="one kind of tasks")
+    parser.add_argument("--async-scheduling", action="store_true", help="both engines plan one step ahead")
     parser.add_argument("--peer", action="store_true", help="mlx-lm with the same draft model, too")
     parser.add_argument("--slowdown", action="store_true", help="only how much longer questions take, in one figure")
     args = parser.parse_args()
@@ -271,6 +277,8 @@ def main() -> None:
         slowdown(pair, CHAT, args.repeats)
     for streams in [] if args.slowdown else args.streams:
         for kind, texts in (("copying", COPYING), ("chat", CHAT)):
+            if args.only not in (None, kind):
+                continue
             if streams == 1:
                 one_by_one(pair, kind, texts, args.repeats)
             else:

@@ -32,6 +32,7 @@ QUANTIZED_COLUMNS = (8, 4)  # that a lane may load at a time
 MAX_STRIPS = 3  # row fragments of a direct item: all of them leave through threadgroup memory together
 HELD_REGISTERS = 32  # for key fragments that are loaded together, as they are loaded
 MOST_REGISTERS = 88  # for those, the queries and the output, if more than one is loaded
+ROWS_REGISTERS = 78  # most for queries and output where SIMD groups are to have whole groups of quantized columns
 HELD_FRAGMENTS = 6  # key fragments times row fragments, which the exchange between parts has room for
 
 
@@ -165,6 +166,8 @@ def variant_of(shape: AttentionShape) -> Variant:
     staged_parts = 0 if shape.is_latent or widest > TOO_WIDE_TO_STAGE else _parts(widest, 1)
     strips = _strips(shape, widest, is_staged=staged_parts > 0)
     parts = _parts(widest, strips)  # a SIMD group has all row fragments of a direct item: more of them, fewer columns
+    if shape.bits and shape.dtype.size == 2:
+        parts = _parts_of_groups(shape, strips, parts)
     rest = shape.head_dim - shape.v_head_dim if shape.is_latent else 0
     if shape.is_latent:
         v_columns = k_columns = _columns_of_load(shape.v_head_dim, shape, parts)
@@ -232,6 +235,17 @@ def _parts(dim: int, strips: int) -> int:
     """SIMD groups among which ``dim`` columns of so many row fragments are shared out."""
     few_enough = (parts for parts in (1, 2, 4) if strips * -(-dim // (8 * parts)) <= MANY_FRAGMENTS)
     return next(few_enough, GROUPS)
+
+
+def _parts_of_groups(shape: AttentionShape, strips: int, parts: int) -> int:
+    """Fewer SIMD groups, where several would have columns of one group and read its scale, if registers allow it."""
+
+    def registers(parts: int) -> int:  # of the queries and the output
+        return strips * (-(-shape.head_dim // (8 * parts)) + 2 * -(-shape.v_head_dim // (8 * parts)))
+
+    while parts > 1 and shape.v_head_dim % (parts * shape.group_size) and registers(parts // 2) <= ROWS_REGISTERS:
+        parts //= 2
+    return parts
 
 
 def _fragments(dim: int, columns: int, parts: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,16 @@ _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<module>\w+)\.(?P<k
 _ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
-def load_gguf_model(path: str | Path, dtype: mx.Dtype, dequantize: bool) -> tuple[nn.Module, dict[str, Any]]:
+def load_gguf_model(
+    path: str | Path, dtype: mx.Dtype, dequantize: bool, divide: Callable[[nn.Module], None] | None = None
+) -> tuple[nn.Module, dict[str, Any]]:
     """Load a checkpoint.
 
     Args:
         path: a GGUF file.
         dtype: float32, float16 or bfloat16; of all weights, or of the scales of those that stay quantized.
         dequantize: whether types that MLX has too (``weights.KEPT``) are dequantized; others always are.
+        divide: leaves a share of the model, and computes its weights; until then they are as they are in the file.
 
     Returns:
         The mlx-lm model, its parameters evaluated, and the configuration it was built from.
@@ -57,11 +60,11 @@ def load_gguf_model(path: str | Path, dtype: mx.Dtype, dequantize: bool) -> tupl
         if isinstance(loaded, QuantizedTensor):
             kept[parameter.removesuffix(".weight")] = loaded.settings
             weights |= {parameter.removesuffix("weight") + part: array for part, array in loaded.arrays.items()}
-            mx.eval(loaded.arrays)
         else:
             weights[parameter] = loaded.reshape(shape)
+        if divide is None:
             # Now, so that the memory of what it was made from is free before the next one.
-            mx.eval(weights[parameter])
+            mx.eval(loaded.arrays if isinstance(loaded, QuantizedTensor) else weights[parameter])
     if kept:
         config["quantization"] = kept
         nn.quantize(model, class_predicate=lambda path, _: kept.get(path, False))
@@ -69,6 +72,9 @@ def load_gguf_model(path: str | Path, dtype: mx.Dtype, dequantize: bool) -> tupl
     model.load_weights(list(weights.items()))
     if ROPE_FREQS in header.tensors:
         _set_rope_factors(header, config, model)
+    if divide is not None:
+        weights.clear()
+        divide(model)
     mx.eval(model.parameters())
     return model, config
 

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 _MAX_COMPILING = 2
 # Grammars that wait for that: the last of them waits ten seconds at worst.
 _MAX_WAITING = 16
-# Compiled grammars kept for further requests. Each is a process of a few MiB, some tens at worst.
+# Compiled grammars kept for further requests. Each is a process of a few MiB, some tens at worst, and where outputs
+# have had drafts another one.
 _MAX_KEPT = 16
 # Where there would be more, those of grammars that no output follows are put to rest.
 _MAX_PROCESSES = 512

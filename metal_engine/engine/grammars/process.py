@@ -8,6 +8,8 @@ tokenizer holds it for a second. Here it holds nobody up, and ends with its proc
 - A process grows by ``MAX_GROWTH`` bytes over the tokenizer.
 - A token's mask takes ``MASK_CPU_SECONDS``; the masks of a grammar ``MEAN_MASK_CPU_SECONDS`` each on average, beyond
   ``BURST_CPU_SECONDS`` for states met first.
+- So do masks after drafts, beyond ``DRAFTS_BURST_CPU_SECONDS``. They are computed in a fork of the grammar's process,
+  which is bounded like it: a wrong draft may lead where its output never goes, and takes nothing of what that may take.
 
 The kernel ends a process that goes beyond the first or the third (``ITIMER_PROF`` counts CPU time, so a busy machine
 ends none). Growth is watched by a thread, since macOS enforces no limit on it. A process ends with its socket.
@@ -27,6 +29,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import llguidance
 
@@ -38,6 +41,8 @@ from metal_engine.engine.grammars.messages import (
     framed,
     pack_compiled,
     pack_masks,
+    pack_step,
+    unpack_masks,
     unpack_step,
 )
 from metal_engine.engine.grammars.source import grammar_source
@@ -47,6 +52,7 @@ MAX_GROWTH = 64 << 20
 MASK_CPU_SECONDS = 0.02
 MEAN_MASK_CPU_SECONDS = 0.002
 BURST_CPU_SECONDS = 0.1
+DRAFTS_BURST_CPU_SECONDS = 0.02
 # New outputs go to a new process once one has grown by that.
 _MUCH_GROWTH = MAX_GROWTH // 2
 _WATCH_SECONDS = 0.005
@@ -105,68 +111,181 @@ class _Watch(threading.Thread):
                 os._exit(1)
 
 
-class GrammarServer:
-    """Serves the outputs that follow one grammar, from a compiled matcher."""
+class _Fork:
+    """A fork of this process that answers messages. It may end at any of them; there is no second one.
 
-    def __init__(self, compiled: llguidance.LLMatcher, growth: Growth) -> None:
+    Args:
+        answer: called in the fork, with a message.
+        inherited: a socket that is not the fork's.
+    """
+
+    def __init__(self, answer: Callable[[bytes], bytes | None], inherited: socket.socket) -> None:
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            try:
+                is_fork = os.fork() == 0
+            except OSError:  # there are too many processes
+                self._channel.close()
+                return
+            if is_fork:
+                try:
+                    self._channel.close()
+                    inherited.close()
+                    serve(theirs, answer)
+                finally:
+                    os._exit(0)  # whatever ended it: the closed socket tells
+
+    @property
+    def has_ended(self) -> bool:
+        return self._channel.fileno() < 0
+
+    def tell(self, message: bytes) -> None:
+        """Send a message, unless the fork has ended."""
+        if not self.has_ended:
+            try:
+                self._channel.sendall(framed(message))
+            except OSError:
+                self._channel.close()
+
+    def ask(self, message: bytes) -> bytes | None:
+        """Returns the answer to a message; None if the fork has ended."""
+        self.tell(message)
+        if not self.has_ended:
+            try:
+                return receive(self._channel)
+            except (EOFError, OSError):
+                self._channel.close()
+        return None
+
+
+class GrammarServer:
+    """Serves the outputs that follow one grammar, from a compiled matcher.
+
+    Masks after drafts come from a fork, which is made when the first are wanted, with the matchers as they are then. It
+    is told further tokens with the drafts that follow them. Where it has ended, there are no masks after drafts.
+
+    Args:
+        channel: the socket of the messages that are answered.
+    """
+
+    def __init__(self, compiled: llguidance.LLMatcher, growth: Growth, channel: socket.socket) -> None:
         self._compiled = compiled
         self._growth = growth
+        self._channel = channel
         self._matchers: dict[int, llguidance.LLMatcher] = {}
         self._credit = BURST_CPU_SECONDS
+        self._mask_size = 0
+        self._fork: _Fork | None = None
+        self._untold: dict[int, list[int]] = {}  # by output, tokens that the fork has not been told
+        self._drafts_credit = DRAFTS_BURST_CPU_SECONDS  # the fork's
 
     def answer(self, message: bytes) -> bytes | None:
         """Take in an output's tokens; returns its next masks, or why it cannot go on, or nothing where it ends."""
         output_id, token_ids, drafts, ends = unpack_step(message)
         if ends:
             self._matchers.pop(output_id, None)
+            self._untold.pop(output_id, None)
+            if self._fork is not None:
+                self._fork.tell(message)
             return None
+        try:
+            masks = [self._next_mask(self._matcher(output_id), token_ids)]
+        except (ValueError, EffortError) as error:
+            return ERROR + str(error).encode()
+        if self._fork is not None and not self._fork.has_ended:
+            self._untold.setdefault(output_id, []).extend(token_ids)
+        if drafts:
+            masks += self._masks_after(output_id, drafts)
+        return pack_masks(MASK_LAST if self._growth.num_bytes > _MUCH_GROWTH else MASK, masks)
+
+    def _matcher(self, output_id: int) -> llguidance.LLMatcher:
         matcher = self._matchers.get(output_id)
         if matcher is None:
             matcher = self._matchers[output_id] = self._compiled.deep_copy()
-        try:
-            masks = [self._next_mask(matcher, token_ids)]
-            if drafts:
-                masks += self._masks_after(matcher, drafts, len(masks[0]))
-        except (ValueError, EffortError) as error:
-            return ERROR + str(error).encode()
-        return pack_masks(MASK_LAST if self._growth.num_bytes > _MUCH_GROWTH else MASK, masks)
+        return matcher
 
     def _next_mask(self, matcher: llguidance.LLMatcher, token_ids: list[int]) -> bytes:
         started = time.process_time()
-        for token_id in token_ids:
-            signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
-            if not matcher.consume_token(token_id):
-                signal.setitimer(signal.ITIMER_PROF, 0)
-                raise ValueError(first_line(matcher.get_error()) or f"token {token_id} does not match")
-        signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
-        mask = bytes(matcher.compute_bitmask())
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        mask = mask_after(matcher, token_ids)
         earned = MEAN_MASK_CPU_SECONDS * max(len(token_ids), 1)
         self._credit = min(self._credit + earned - (time.process_time() - started), BURST_CPU_SECONDS)
-        if matcher.is_error():
-            raise ValueError(first_line(matcher.get_error()))
         if self._credit < 0:
             raise EffortError("its grammar takes too much time for each token")
-        if self._growth.num_bytes > MAX_GROWTH:
-            os._exit(1)
+        self._check_growth()
+        self._mask_size = len(mask)
         return mask
 
-    def _masks_after(self, matcher: llguidance.LLMatcher, drafts: list[int], size: int) -> list[bytes]:
-        """Returns the masks after each draft, ``size`` bytes each; the matcher stays where it is.
+    def _check_growth(self) -> None:
+        if self._growth.num_bytes > MAX_GROWTH:
+            os._exit(1)
+
+    def _masks_after(self, output_id: int, drafts: list[int]) -> list[bytes]:
+        """Returns the masks after each draft of an output, as far as they can be had; its matcher stays where it is."""
+        if self._fork is None:
+            self._fork = _Fork(self._draft_masks, self._channel)
+        answer = self._fork.ask(pack_step(output_id, self._untold.pop(output_id, ()), drafts))
+        if answer is None:
+            self._untold.clear()
+            return []
+        num_masks, masks = unpack_masks(answer)
+        return [bytes(masks[i * self._mask_size : (i + 1) * self._mask_size]) for i in range(num_masks)]
+
+    # --- in the fork ---
+
+    def _draft_masks(self, message: bytes) -> bytes | None:
+        """Take in an output's tokens; returns the masks after each draft that follows them.
 
         They end where one cannot be computed. After a draft that is not allowed they are empty: nobody asks for them.
         """
+        output_id, token_ids, drafts, ends = unpack_step(message)
+        if ends:
+            self._matchers.pop(output_id, None)
+            return None
+        started, matcher = time.process_time(), self._matcher(output_id)
+        consume(matcher, token_ids)
         ahead = matcher.deep_copy()  # not to be rolled back: a draft may lead to a state that is too complex
         signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
         num_allowed = ahead.validate_tokens(drafts)
         signal.setitimer(signal.ITIMER_PROF, 0)
+        self._drafts_credit += MEAN_MASK_CPU_SECONDS * len(drafts)
+        self._drafts_credit = min(self._drafts_credit, DRAFTS_BURST_CPU_SECONDS)
         masks: list[bytes] = []
-        try:
-            for draft in drafts[:num_allowed]:
-                masks.append(self._next_mask(ahead, [draft]))
-        except (ValueError, EffortError):
-            return masks
-        return masks + [bytes(size)] * (len(drafts) - num_allowed)
+        for draft in drafts[:num_allowed]:
+            now = time.process_time()
+            self._drafts_credit -= now - started
+            started = now
+            if self._drafts_credit < 0:
+                return pack_masks(MASK, masks)
+            try:
+                masks.append(mask_after(ahead, [draft]))
+            except ValueError:
+                break
+            self._check_growth()
+        else:
+            masks += [bytes(self._mask_size)] * (len(drafts) - num_allowed)
+        self._drafts_credit -= time.process_time() - started
+        return pack_masks(MASK, masks)
+
+
+def consume(matcher: llguidance.LLMatcher, token_ids: list[int]) -> None:
+    """Go on past tokens, in a bounded time for each. Raises ValueError if one is not allowed, or is too complex."""
+    for token_id in token_ids:
+        signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
+        is_allowed = matcher.consume_token(token_id)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        if not is_allowed:
+            raise ValueError(first_line(matcher.get_error()) or f"token {token_id} does not match")
+
+
+def mask_after(matcher: llguidance.LLMatcher, token_ids: list[int]) -> bytes:
+    """Go on past tokens; returns which may come next. Raises ValueError as :func:`consume` does."""
+    consume(matcher, token_ids)
+    signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
+    mask = bytes(matcher.compute_bitmask())
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    if matcher.is_error():
+        raise ValueError(first_line(matcher.get_error()))
+    return mask
 
 
 def first_line(message: str) -> str:
@@ -228,12 +347,17 @@ def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> 
     seconds = time.process_time() - started
     watch.done.set()
     watch.join()
-    server = GrammarServer(compiled, growth)
+    server = GrammarServer(compiled, growth, channel)
     channel.sendall(framed(pack_compiled(seconds)))
+    serve(channel, server.answer)
+
+
+def serve(channel: socket.socket, answer: Callable[[bytes], bytes | None]) -> None:
+    """Answer the messages that come over a socket. Raises EOFError when nobody is at the other end."""
     while True:
-        answer = server.answer(receive(channel))
-        if answer is not None:
-            channel.sendall(framed(answer))
+        answered = answer(receive(channel))
+        if answered is not None:
+            channel.sendall(framed(answered))
 
 
 def main(control: socket.socket) -> None:

@@ -18,7 +18,7 @@ from metal_engine.server.errors import SHUTTING_DOWN, APIError, engine_dead, inv
 from metal_engine.server.generation.logprobs import num_entries, prompt_logprobs_json
 from metal_engine.server.json_parts import JSONParts, Placeholder
 from metal_engine.server.logs import note
-from metal_engine.server.protocol import FinishReason
+from metal_engine.server.protocol import FinishReason, KVTransferHandover
 from metal_engine.server.usage import CompletionTokensDetails, PredictedTokensDetails, PromptTokensDetails, Usage
 
 # Log probabilities of one answer that is no stream, or of its prompts: 100 bytes each while they are collected, and as
@@ -260,6 +260,15 @@ class Generation:
             prompt_tokens_details=details,
             completion_tokens_details=completion_details,
         )
+
+    @property
+    def kv_handover(self) -> KVTransferHandover | None:
+        """What another engine is told that is to go on with the prompt; None unless this one computes it for others.
+
+        It does if all it does with KV is to save it, or if the request said so.
+        """
+        is_for_others = self.engine.config.kv_role == "kv_producer" or self.options.do_remote_decode
+        return KVTransferHandover() if is_for_others and self.engine.config.saves_kv else None
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -65,6 +65,7 @@ class ChatEndpoint(Conversation):
             choices=choices,
             usage=generation.usage,
             prompt_logprobs=generation.prompt_logprobs(generation.choices[0]),
+            kv_transfer_params=generation.kv_handover,
         )
 
     @staticmethod

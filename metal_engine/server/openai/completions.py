@@ -93,7 +93,9 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
                     prompt_logprobs=generation.prompt_logprobs(choice),
                 )
             )
-        return _completion(generation, choices, generation.usage)
+        answer = _completion(generation, choices, generation.usage)
+        answer.kv_transfer_params = generation.kv_handover
+        return answer
 
     def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
         index, output, _ = arrived

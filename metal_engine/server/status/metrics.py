@@ -23,6 +23,7 @@ from metal_engine.engine.model_entry import ModelEntry
 from metal_engine.server.generation.models import Models, SeveralModels
 
 PREFIX = "metal_engine:"
+VLLM_PREFIX = "vllm:"
 
 # Why a request never reached the engine.
 REJECTIONS = ("invalid", "unauthorized", "too_large", "not_found", "overloaded", "shutting_down")
@@ -130,10 +131,7 @@ class _EngineReader:
     def families(self) -> Iterator[Metric]:
         """Each family, with the one model's series."""
         stats, metrics = self._engine.stats, self._engine.metrics
-        yield self._gauge("num_requests_running", "Requests in the batch.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Requests in the queue.", self._engine.num_waiting)
-        usage = stats.num_used_blocks / stats.num_blocks
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage)
+        yield from self._loads()
         for name, (help_, value) in _COUNTERS.items():
             yield self._counter(name, help_, value(metrics))
         yield self._counter("num_preemptions", "Requests that lost their KV blocks.", stats.num_preemptions)
@@ -166,6 +164,15 @@ class _EngineReader:
             yield self._histogram(name, help_, histogram(metrics))
         yield self._info()
 
+    def _loads(self) -> Iterator[Metric]:
+        """What load balancers go by, under vLLM's own names, too: they look for no others."""
+        stats = self._engine.stats
+        usage = stats.num_used_blocks / stats.num_blocks
+        for prefix in (PREFIX, VLLM_PREFIX):
+            yield self._gauge("num_requests_running", "Requests in the batch.", stats.num_running, prefix)
+            yield self._gauge("num_requests_waiting", "Requests in the queue.", self._engine.num_waiting, prefix)
+            yield self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage, prefix)
+
     def _speculation(self, metrics: EngineMetrics) -> Iterator[Metric]:
         accepted = list(metrics.num_accepted_tokens)
         yield self._counter("spec_decode_num_drafts", "Proposals: a request's in a step.", metrics.num_drafts)
@@ -175,8 +182,8 @@ class _EngineReader:
         help_ = "Proposed tokens that were accepted, by their position in the proposal."
         yield self._by_label("spec_decode_num_accepted_tokens_per_pos", help_, "position", by_position)
 
-    def _gauge(self, name: str, help_: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, help_, labels=["model_name"])
+    def _gauge(self, name: str, help_: str, value: float, prefix: str = PREFIX) -> Metric:
+        family = GaugeMetricFamily(prefix + name, help_, labels=["model_name"])
         family.add_metric([self._model], value)
         return family
 

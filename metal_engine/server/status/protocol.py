@@ -49,6 +49,8 @@ class Health(BaseModel):
     on the same machine. Others get no names.
     ``kv_cache_dtype`` says in what K and V are kept, as ``bfloat16`` or ``int8``.
     ``attention`` says what computes attention: a backend, and the layers that it leaves to MLX's operations.
+    ``dispatch`` says, with ``--async-scheduling``, when the device is given a step.
+    ``command_buffers`` says what limits those of Metal: null where it is MLX's own limits, or there is no Metal.
     ``replay`` says whether steps that only decode are replayed: ``on``, ``off``, or why they cannot be.
     ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
     """
@@ -59,6 +61,8 @@ class Health(BaseModel):
     kv_cache_usage: float
     kv_cache_dtype: str
     attention: str
+    dispatch: str | None = None
+    command_buffers: str | None = None
     replay: str
     preemptions: int
     failed_steps: int
@@ -114,3 +118,23 @@ class Ready(BaseModel):
 
 class Version(BaseModel):
     version: str
+
+
+class ServerInfo(BaseModel):
+    """What one server with one model can take, for gateways; names are those that SGLang's and vLLM's servers use.
+
+    ``max_num_seqs`` requests run at once (``max_running_requests`` is the same), on a KV cache of ``max_total_tokens``.
+    ``disaggregation_mode``: ``prefill`` for who only saves KV to a store, ``decode`` for who only loads it.
+    """
+
+    model: str
+    model_path: str
+    served_model_name: str
+    version: str
+    context_length: int
+    max_total_tokens: int
+    block_size: int
+    max_num_seqs: int
+    max_running_requests: int
+    max_num_batched_tokens: int
+    disaggregation_mode: Literal["null", "prefill", "decode"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
@@ -17,7 +17,7 @@ from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.status.metrics import ServerMetrics
 from metal_engine.server.status.pages import PAGE_HEADERS, api_page
-from metal_engine.server.status.protocol import Health, ModelCard, ModelList, Ready, RegistryHealth, Version
+from metal_engine.server.status.protocol import Health, ModelCard, ModelList, Ready, RegistryHealth, ServerInfo, Version
 from metal_engine.server.status.registry_routes import (
     Discover,
     add_loading_routes,
@@ -115,6 +115,8 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool, tells_err
         kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
         kv_cache_dtype=engine.config.model.kv_dtype,
         attention=engine.config.attention,
+        dispatch=engine.config.dispatch or None,
+        command_buffers=None if (limits := engine.config.command_buffers) is None else str(limits),
         replay=_replay(served),
         preemptions=stats.num_preemptions,
         failed_steps=engine.metrics.num_failed_steps,
@@ -134,6 +136,26 @@ def _replay(served: ServedModel) -> str:
         return "off"
     refusal = served.engine.metrics.replay_refusal
     return "on" if refusal is None else f"not possible: {refusal}"
+
+
+_MODES: dict[str | None, Literal["prefill", "decode"]] = {"kv_producer": "prefill", "kv_consumer": "decode"}
+
+
+def _server_info(served: ServedModel) -> ServerInfo:
+    config = served.engine.config
+    return ServerInfo(
+        model=served.names[0],
+        model_path=config.model.name,
+        served_model_name=served.names[0],
+        version=__version__,
+        context_length=config.scheduler.max_model_len,
+        max_total_tokens=config.cache.num_tokens,
+        block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_running_requests=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        disaggregation_mode=_MODES.get(config.kv_role, "null"),
+    )
 
 
 def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
@@ -163,6 +185,15 @@ def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metric
     @get_and_head(app, "/version", tags=["status"])
     async def version() -> Version:
         return Version(version=__version__)
+
+    if isinstance(models, OneModel):
+        served = models.served
+
+        # The second address is its older one, which gateways ask for.
+        @app.get("/get_server_info", include_in_schema=False)
+        @get_and_head(app, "/server_info", tags=["status"])
+        async def server_info() -> ServerInfo:
+            return _server_info(served)
 
     formats: dict[str, Any] = {"text/plain": {}, "application/openmetrics-text": {}}
 

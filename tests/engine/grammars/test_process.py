@@ -118,6 +118,58 @@ def test_masks_after_drafts_leave_the_output_where_it_is(tokenizer: llguidance.L
     assert then == after_ab
 
 
+def test_a_draft_that_explodes_ends_no_output(tokenizer: llguidance.LLTokenizer) -> None:
+    """Neither the one that it was of, nor another; there are no masks after drafts any more."""
+    grammar = {"grammar": cubic(400)}
+    wrong = byte_ids("abaaa")
+    answers, status, _ = run_forked(
+        tokenizer,
+        grammar,
+        pack_step(0, [], wrong),
+        pack_step(1, byte_ids("ab"), byte_ids("a")),
+        pack_step(0, byte_ids("a"), byte_ids("b")),
+        pack_step(0, byte_ids("b")),
+    )
+    plain, _, _ = run_forked(
+        tokenizer,
+        grammar,
+        pack_step(0, []),
+        pack_step(1, byte_ids("ab")),
+        pack_step(0, byte_ids("a")),
+        pack_step(0, byte_ids("b")),
+    )
+    assert status == 0 and len(answers) == len(plain) == 5
+    assert answers[1:] == plain[1:] and all(unpack_masks(answer)[0] == 1 for answer in answers[1:])
+
+
+def test_masks_after_drafts_take_nothing_of_what_outputs_may_take(
+    tokenizer: llguidance.LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they may take is soon used up; the output goes on, without them."""
+    monkeypatch.setattr(process, "MEAN_MASK_CPU_SECONDS", 1e-9)
+    monkeypatch.setattr(process, "DRAFTS_BURST_CPU_SECONDS", 1e-3)
+    drafts = byte_ids("a" * 60)
+    steps = [pack_step(0, byte_ids("a"), drafts) for _ in range(100)]
+    answers, status, _ = run_forked(tokenizer, {"regex": "a{2000}"}, *steps)
+    assert status == 0 and len(answers) == 101 and {answer[:1] for answer in answers[1:]} == {MASK}
+    num_masks = [unpack_masks(answer)[0] for answer in answers[1:]]
+    assert num_masks[0] > 1 and num_masks[-1] == 1
+
+
+def test_masks_after_drafts_come_of_outputs_that_went_on_without(tokenizer: llguidance.LLTokenizer) -> None:
+    """After tokens that had no drafts, and of an output that was begun later."""
+    regex = {"regex": "ab?c|xyz"}
+    _, of_a, of_ab = run_forked(tokenizer, regex, pack_step(0, byte_ids("a")), pack_step(0, byte_ids("b")))[0]
+    first, second = pack_step(0, [], byte_ids("a")), pack_step(1, byte_ids("a"), byte_ids("b"))
+    steps = [first, pack_step(0, byte_ids("x")), pack_step(0, byte_ids("y"), byte_ids("z")), second]
+    (_, *answers), _, _ = run_forked(tokenizer, regex, *steps)
+    masks = [unpack_masks(answer) for answer in answers]
+    assert [num for num, _ in masks] == [2, 1, 2, 2]
+    size = len(masks[0][1]) // 2
+    assert pack_masks(MASK, [bytes(masks[0][1][size:])]) == of_a
+    assert any(masks[2][1][:size]) and pack_masks(MASK, [bytes(masks[3][1][size:])]) == of_ab
+
+
 def test_the_process_loads_nothing_heavy() -> None:
     code = (
         "import sys, metal_engine.engine.grammars.process;"

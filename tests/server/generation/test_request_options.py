@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from metal_engine.request import RequestOptions
@@ -62,6 +64,31 @@ def test_priority_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(scheduler, "add_request", lambda r: (add(r), seen.append(r.options)))
         served.client().completions.create(model=MODEL, prompt="a", extra_body={"priority": -7, "cache_salt": "s"})
         assert seen == [RequestOptions(priority=-7, cache_salt="s")]
+
+
+@pytest.mark.parametrize(
+    ("role", "asked", "told"),
+    [
+        ("kv_producer", None, True),
+        ("kv_producer", {"do_remote_decode": True}, True),
+        ("kv_both", {"do_remote_decode": True}, True),
+        ("kv_both", None, False),
+        ("kv_consumer", {"do_remote_decode": True}, False),
+        (None, {"do_remote_decode": True}, False),
+    ],
+)
+def test_who_computes_kv_for_others_says_so(role: str | None, asked: dict[str, bool] | None, told: bool) -> None:
+    with serve(config=replace(fake_config(), kv_role=role)) as served:
+        options = {} if asked is None else {"kv_transfer_params": asked}
+        for path, prompt in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            answer = served.post(path, {**prompt, **options, "max_tokens": 1}).json()
+            assert answer["choices"]
+            wanted = {"kv_transfer_params": {"do_remote_prefill": True}} if told else {}
+            assert {key: answer[key] for key in answer if key == "kv_transfer_params"} == wanted
+        served.settle()
 
 
 def test_kv_transfer_params_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +15,22 @@ import pytest
 from metal_engine.engine.async_engine import AsyncEngine
 from tests.support import adapters
 from tests.support.browsing import browser_or_skip, page_of, say, wait_for_answer
-from tests.support.serving import serve, wait_until
+from tests.support.serving import DEADLINE, serve, wait_until
 from tests.support.several import FakeModel, serve_models
 from tests.support.tiny_engine import tiny_reference
 from tools.fixtures.fake_engine import fake_config
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Request
+    from playwright.sync_api import Browser, Page, Request, Route
 
 pytestmark = pytest.mark.browser
+
+# How much the live view has of an engine.
+SHOWN = """async () => {
+    const { history, pool, tape } = await import("/page/js/main.js");
+    const points = history.charts.reduce((sum, chart) => sum + chart.points.length, 0);
+    return { blocks: pool.numBlocks, used: pool.numUsed, rows: tape.rows.length, points };
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +61,68 @@ def test_a_model_is_picked(browser: Browser) -> None:
             wait_for_answer(page, 2)
             wait_until(lambda: served.states() == {"a": "loaded", "b": "unloaded"}, "a")
             page.wait_for_function("() => document.querySelector('#model').textContent.startsWith('a ·')")
+
+
+def test_of_a_model_that_is_not_loaded_nothing_is_shown(browser: Browser) -> None:
+    """Nor what another had, whether that was picked before or the same one has been unloaded."""
+    models = {name: FakeModel(salt) for salt, name in enumerate("ab")}
+    with serve_models({name: one.source for name, one in models.items()}, 200) as served:
+        served_: Any = served
+
+        def check_nothing_is_shown(page: Page, name: str) -> None:
+            page.wait_for_function("name => document.querySelector('#model').textContent === name", arg=name)
+            page.wait_for_function("() => document.querySelector('#connection').textContent === 'not loaded'")
+            assert page.title() == f"{name} · metal-engine"
+            assert page.inner_text("#blocks-text") == "" and page.is_hidden("#memory")
+            assert page.inner_text("#blocks-now").startswith("Point at a block")
+            shown = page.evaluate(SHOWN)
+            assert shown == {"blocks": 0, "used": 0, "rows": 0, "points": 0}
+            assert all(page.locator(f"#demo-{demo}").is_disabled() for demo in ("eight", "long", "fill"))
+
+        def check_is_shown(page: Page, name: str) -> None:
+            page.wait_for_function(
+                "name => document.querySelector('#model').textContent.startsWith(name)", arg=f"{name} ·"
+            )
+            page.wait_for_function("() => document.querySelector('#blocks-text').textContent !== ''")
+            page.wait_for_selector("#demo-eight:enabled")
+            assert page.is_visible("#memory") and page.evaluate(SHOWN)["blocks"]
+
+        assert served.post("/v1/completions", {"model": "a", "prompt": "x", "max_tokens": 2}).status_code == 200
+        with page_of(browser, served_, live=False) as page:
+            check_is_shown(page, "a")
+            page.focus("#blocks")
+            page.keyboard.press("ArrowRight")
+            page.select_option("#model-pick", "b")
+            check_nothing_is_shown(page, "b")
+            page.select_option("#model-pick", "a")
+            check_is_shown(page, "a")
+            entry = served.registry.find("a")
+            assert entry is not None
+            asyncio.run_coroutine_threadsafe(served.registry.unload(entry), served.loop).result(DEADLINE)
+            check_nothing_is_shown(page, "a")
+
+
+def test_a_server_that_has_started_anew_with_several_where_it_had_one(browser: Browser) -> None:
+    """The page asks by itself: nobody comes back to its tab, or points at anything."""
+    models = {name: FakeModel(salt) for salt, name in enumerate("ab")}
+    urls: list[str] = []
+
+    def go_there(route: Route) -> None:
+        route.continue_(url=route.request.url.replace(urls[0], urls[-1]))
+
+    with ExitStack() as first:
+        served = first.enter_context(serve())
+        urls.append(served.url)
+        with page_of(browser, served) as page:
+            assert page.is_hidden("#models")
+            first.close()
+            with serve_models({name: one.source for name, one in models.items()}, 200) as several:
+                urls.append(several.url)
+                page.route("**/v1/models", go_there)
+                page.route("**/watch*", go_there)
+                page.wait_for_function("() => document.querySelector('#model-pick').value === 'a'")
+                assert page.locator("#model-pick option").all_inner_texts() == ["a (unloaded)", "b (unloaded)"]
+                page.wait_for_function("() => document.querySelector('#connection').textContent === 'not loaded'")
 
 
 def test_a_server_that_has_started_anew_with_other_models(browser: Browser) -> None:

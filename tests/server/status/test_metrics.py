@@ -18,7 +18,7 @@ from metal_engine.engine.metrics import Histogram
 from metal_engine.server.logs import JSONFormatter, RequestIdFilter, current_request
 from metal_engine.server.status.stats_log import StatsLog
 from metal_engine.settings.args import ServerArgs
-from metal_engine.settings.config import AttentionLayers
+from metal_engine.settings.config import AttentionLayers, CommandBufferLimits
 from tests.support.serving import MODEL, Served, serve, wait_until
 from tools.docs import dashboard
 from tools.fixtures.fake_engine import byte_ids, fake_config
@@ -57,6 +57,21 @@ def test_names(served: Served) -> None:
     assert scrape(served).keys() >= VLLM_NAMES
 
 
+def test_loads_have_names_of_vllm_itself_too() -> None:
+    """Gateways look for no others."""
+    with serve() as served:
+        served.runner.running.clear()
+        with served.client().completions.create(model=MODEL, prompt="a" * 20, stream=True):
+            wait_until(lambda: served.engine.stats.num_running == 1, "the request to run")
+            families = text_string_to_metric_families(httpx.get(served.url + "/metrics").text)
+            samples = {sample.name: sample for family in families for sample in family.samples}
+        served.runner.running.set()
+        served.settle()
+    told = {name: sample.value for name, sample in samples.items() if name.startswith("vllm:")}
+    assert told == {"vllm:num_requests_running": 1, "vllm:num_requests_waiting": 0, "vllm:kv_cache_usage_perc": 3 / 256}
+    assert all(samples[name].labels == {"model_name": MODEL} for name in told)
+
+
 def test_layers_by_what_computes_their_attention() -> None:
     """As the start-up block and /health say it in words."""
     layers = AttentionLayers(metal=24, portable=4, not_covered=("head_dim 512",))
@@ -66,6 +81,16 @@ def test_layers_by_what_computes_their_attention() -> None:
         words = "metal; portable for 4 of 28 layers (head_dim 512)"
         assert httpx.get(served.url + "/health").json()["attention"] == words
     assert startup_facts(config, served.url, ("demo",))["attention"] == words
+
+
+def test_what_the_device_is_given() -> None:
+    config = replace(fake_config(), command_buffers=CommandBufferLimits(29, 4096), dispatch="one after the other")
+    with serve(config=config) as served:
+        health = httpx.get(served.url + "/health").json()
+    assert (told := health["command_buffers"]) == "up to 29 operations and 4,096 MB"
+    facts = startup_facts(config, served.url, ("demo",))
+    assert facts["commands"] == f"command buffers of {told}"
+    assert facts["dispatch"] == health["dispatch"] == "one after the other"
 
 
 def test_formats(served: Served) -> None:

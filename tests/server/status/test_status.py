@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from metal_engine import __version__
 from metal_engine.engine.tokenizer import Tokenizer
 from tests.support.serving import MODEL, Served, serve, wait_until
-from tools.fixtures.fake_engine import CHAT_TEMPLATE, EOS
+from tools.fixtures.fake_engine import CHAT_TEMPLATE, EOS, fake_config
 
 
 def test_models(served: Served) -> None:
@@ -168,3 +169,29 @@ def test_a_remote_tokenizer(served: Served) -> None:
     prompt = jinja2.Template(info["chat_template"]).render(messages=messages, add_generation_prompt=True)
     assert encode(prompt) == served.tokenizer.apply_chat_template(messages)
     assert served.post("/detokenize", {"tokens": encode(prompt)}).json() == {"prompt": prompt}
+
+
+def test_server_info(served: Served) -> None:
+    """What a gateway asks for, by the names that other servers give it; the older address is the same."""
+    config = served.engine.config
+    info = httpx.get(served.url + "/server_info").json()
+    assert info == {
+        "model": MODEL,
+        "model_path": "fake",
+        "served_model_name": MODEL,
+        "version": __version__,
+        "context_length": 512,
+        "max_total_tokens": 256 * 8,
+        "block_size": 8,
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "max_running_requests": config.scheduler.max_num_seqs,
+        "max_num_batched_tokens": 64,
+        "disaggregation_mode": "null",
+    }
+    assert httpx.get(served.url + "/get_server_info").json() == info
+
+
+@pytest.mark.parametrize(("role", "mode"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "null")])
+def test_server_info_says_who_computes_for_whom(role: str, mode: str) -> None:
+    with serve(config=replace(fake_config(), kv_role=role)) as served:
+        assert httpx.get(served.url + "/server_info").json()["disaggregation_mode"] == mode

@@ -27,19 +27,37 @@ const chat = new Chat(new Settings(), {
 const demos = new Demos(() => facts);
 setUpClients(() => models.picked ?? facts?.models[0] ?? "MODEL");
 
-const demoButtons = ["demo-eight", "demo-long", "demo-fill"].map(byId);
-for (const button of demoButtons) button.disabled = true;
+/** Show nothing of an engine: the model that is looked at has none. */
+function forget() {
+  facts = null;
+  byId("model").textContent = models.picked;
+  document.title = `${models.picked} · metal-engine`;
+  byId("memory").hidden = true;
+  byId("states").hidden = true;
+  byId("drafts-text").textContent = "";
+  pool.begin();
+  tape.begin();
+  history.begin(null);
+  blocks.begin();
+  demos.refresh();
+}
 
-const models = new Models(() => stream.begin());
-const asked = models.run();
+const models = new Models(() => {
+  stream.begin();
+  if (!models.isLoaded) forget();
+});
+models.run();
 const stream = new LiveStream({
-  async ready(say) {
-    await Promise.race([asked, models.known]);
-    if (!models.isLoaded) say("not loaded");
-    await models.loaded();
+  async ready(say, isFirst) {
+    // A server that has started anew may have others.
+    await (isFirst ? models.known : models.ask());
+    while (!models.isLoaded) {
+      say("not loaded");
+      forget();
+      await models.loaded();
+    }
   },
   snapshot(snapshot) {
-    const isFirst = facts === null;
     facts = snapshot;
     const { models, model, limits } = snapshot;
     byId("model").textContent = `${models[0]} · ${model.type}, ${model.dtype}, ${count(limits.max_model_len)} tokens of context`;
@@ -48,8 +66,8 @@ const stream = new LiveStream({
     pool.begin(snapshot);
     tape.begin(snapshot);
     history.begin(snapshot.stats);
-    blocks.update([]);
-    if (isFirst) for (const button of demoButtons) button.disabled = false;
+    blocks.begin();
+    demos.refresh();
   },
   frame(frame) {
     const lost = pool.apply(frame);
@@ -78,4 +96,4 @@ for (const tab of ["chat", "live"]) {
     for (const other of ["chat", "live"]) byId(`tab-${other}`).setAttribute("aria-pressed", String(other === tab));
   });
 }
-export { chat, demos, pool };
+export { chat, demos, history, pool, tape };

@@ -26,11 +26,11 @@ export class Models {
   async run() {
     addEventListener("focus", () => this.ask());
     this.select.addEventListener("focus", () => this.ask());
-    do {
-      if (!document.hidden) await this.ask();
+    while (true) {
+      if (!document.hidden && (this.isSeveral || !this.cards.length)) await this.ask();
       const seconds = this.isLoaded ? SECONDS : WAITING_SECONDS;
       await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
-    } while (this.isSeveral || !this.cards.length);
+    }
   }
 
   async ask() {
@@ -38,7 +38,7 @@ export class Models {
       const { data } = await (await withKey(() => request("/v1/models"))).json();
       const wasSeveral = this.isSeveral;
       this.isSeveral = data.some((card) => card.state);
-      if (this.isSeveral) this.show(data);
+      if (this.isSeveral) this.show(data, wasSeveral);
       else this.showAdapters(data, wasSeveral);
     } catch {
       // the live view says that the server does not answer
@@ -46,14 +46,15 @@ export class Models {
     this.isKnown();
   }
 
-  show(cards) {
+  show(cards, wasSeveral) {
     this.cards = cards;
     this.list((card) => (card.loaded && card.state === "loaded" ? "loaded" : card.state));
     const loaded = cards.filter((card) => card.loaded);
     const taken = loaded.reduce((sum, card) => sum + card.memory_bytes, 0);
     byId("models-text").textContent = `${loaded.length} of ${cards.length} loaded, ${size(taken)}`;
-    // Of a server that has started anew, the models may be others.
-    if (!cards.some((card) => card.id === this.picked)) this.pick((loaded[0] ?? cards[0]).id);
+    // Of a server that has started anew, the models may be others, or have been one.
+    const isThere = cards.some((card) => card.id === this.picked);
+    if (!wasSeveral || !isThere) this.pick(isThere ? this.picked : (loaded[0] ?? cards[0]).id);
     if (this.isLoaded) for (const resolve of this.waiting.splice(0)) resolve();
   }
 

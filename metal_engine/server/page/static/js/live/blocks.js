@@ -17,7 +17,7 @@ export class Blocks {
     this.chosen = null;
     this.flashes = new Map(); // block -> when it stops
     this.view = new View(view.querySelector("canvas"), (...place) => this.draw(...place));
-    inspect(view, readout, {
+    this.unmark = inspect(view, readout, {
       hit: (x, y) => this.hit(x, y),
       step: (cell, dx, dy) => this.beside(cell, dx, dy),
       describe: (cell) => this.describe(cell),
@@ -28,15 +28,21 @@ export class Blocks {
     });
   }
 
+  /** The pool has begun anew: a cell is another block now. */
+  begin() {
+    this.unmark();
+    this.flashes.clear();
+    this.update([]);
+  }
+
   /** Draw what has changed; blocks that preempted requests have lost flash. */
   update(lost) {
     const until = performance.now() + 1000 * FLASH_SECONDS;
     for (const block of lost) this.flashes.set(block, until);
     if (lost.length) setTimeout(() => this.view.redraw(), 1000 * FLASH_SECONDS + 20);
     const { numBlocks, numUsed, numCached, blockSize } = this.pool;
-    this.summary.textContent =
-      `${count(numBlocks)} blocks of ${blockSize} tokens: ${count(numUsed)} in use, ` +
-      `${count(numCached)} cached, ${count(numBlocks - numUsed - numCached)} free`;
+    const counts = `${count(numUsed)} in use, ${count(numCached)} cached, ${count(numBlocks - numUsed - numCached)} free`;
+    this.summary.textContent = numBlocks ? `${count(numBlocks)} blocks of ${blockSize} tokens: ${counts}` : "";
     this.view.redraw();
   }
 
@@ -130,7 +136,7 @@ export class Blocks {
   }
 
   beside(cell, dx, dy) {
-    if (!this.grid) return null;
+    if (!this.grid || !this.pool.numBlocks) return null;
     if (cell === null) return 0;
     const { columns, each } = this.grid;
     const last = Math.ceil(this.pool.numBlocks / each) - 1;

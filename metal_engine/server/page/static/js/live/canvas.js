@@ -43,7 +43,7 @@ export class View {
  * Says what the mouse points at, or what the arrow keys have gone to, in `readout`.
  *
  * `hit(x, y)` finds an item, `step(item, dx, dy)` the one beside it (item may be null), `describe(item)` is a text and
- * `show(item)` marks it.
+ * `show(item)` marks it. Returns what ends that, for items that are gone.
  */
 export function inspect(view, readout, { hit, step, describe, show }) {
   let item = null;
@@ -65,4 +65,5 @@ export function inspect(view, readout, { hit, step, describe, show }) {
     event.preventDefault();
     set(step(item, ...moves[event.key]));
   });
+  return () => set(null);
 }

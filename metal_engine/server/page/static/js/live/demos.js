@@ -14,14 +14,22 @@ const FILLABLE = 60_000;
 const MAX_REQUESTS = 16;
 
 export class Demos {
-  /** `facts()` has the last snapshot. */
+  /** `facts()` has the last snapshot; null while there is no engine to look at. */
   constructor(facts) {
     this.facts = facts;
     this.abort = null;
+    this.isRunning = false;
+    this.buttons = ["demo-eight", "demo-long", "demo-fill"].map(byId);
+    this.refresh();
     byId("demo-eight").addEventListener("click", () => this.run(() => this.eight()));
     byId("demo-long").addEventListener("click", () => this.run(() => this.long()));
     byId("demo-fill").addEventListener("click", () => this.run(() => this.fill()));
     byId("demo-stop").addEventListener("click", () => this.abort?.abort());
+  }
+
+  /** Offer the demonstrations if there is an engine for them, and none is under way. */
+  refresh() {
+    for (const button of this.buttons) button.disabled = this.isRunning || this.facts() === null;
   }
 
   say(text) {
@@ -30,9 +38,9 @@ export class Demos {
   }
 
   async run(demo) {
-    const buttons = ["demo-eight", "demo-long", "demo-fill"].map(byId);
     this.abort = new AbortController();
-    for (const button of buttons) button.disabled = true;
+    this.isRunning = true;
+    this.refresh();
     byId("demo-stop").hidden = false;
     try {
       await demo();
@@ -40,7 +48,8 @@ export class Demos {
       this.say(error.name === "AbortError" ? "Stopped." : `It did not work: ${error.message}`);
     } finally {
       this.abort.abort();
-      for (const button of buttons) button.disabled = false;
+      this.isRunning = false;
+      this.refresh();
       byId("demo-stop").hidden = true;
     }
   }
@@ -65,8 +74,9 @@ export class Demos {
   }
 
   async eight() {
+    const { limits } = this.facts();
     const prompts = await Promise.all(QUESTIONS.map((content) => this.tokens({ messages: [{ role: "user", content }] })));
-    const most = Math.min(48, Math.floor(this.facts().limits.max_model_len / 4));
+    const most = Math.min(48, Math.floor(limits.max_model_len / 4));
     const told = await this.stream(prompts, { max_tokens: most }, "Eight questions");
     this.say(`Eight questions shared their steps: ${told}.`);
   }
@@ -80,7 +90,8 @@ export class Demos {
   }
 
   async fill() {
-    const { pool, limits } = this.facts();
+    const facts = this.facts();
+    const { pool, limits } = facts;
     const room = pool.num_blocks * pool.block_size;
     if (room > FILLABLE) {
       const blocks = Math.max(64, Math.ceil(limits.max_model_len / pool.block_size));
@@ -95,10 +106,10 @@ export class Demos {
     const each = Math.min(Math.ceil((1.5 * room) / requests), room - pool.block_size, limits.max_model_len);
     const prompts = [];
     for (let i = 0; i < requests; i += 1) prompts.push(await this.prompt(Math.max(Math.floor(each / 2), 1)));
-    const before = this.facts().stats.preemptions;
+    const before = facts.stats.preemptions;
     const options = { max_tokens: Math.max(each - prompts[0].length, 1), ignore_eos: true };
     const told = await this.stream(prompts, options, `${requests} requests for more room than there is`);
-    const preemptions = this.facts().stats.preemptions - before;
+    const preemptions = (this.facts() ?? facts).stats.preemptions - before;
     this.say(`The cache was full: ${count(preemptions)} preemptions, and every request got its whole answer (${told}).`);
   }
 

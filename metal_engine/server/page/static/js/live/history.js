@@ -47,10 +47,15 @@ export class History {
     this.timer = setInterval(() => this.tick(), 1000 * SPACING);
   }
 
+  /** Forget everything; `stats` is null where there is no engine to look at. */
   begin(stats) {
     this.counted = stats;
     this.latest = stats;
-    for (const chart of this.charts) chart.points = [];
+    for (const chart of this.charts) {
+      chart.points = [];
+      chart.value.textContent = "–";
+      chart.view.redraw();
+    }
   }
 
   add(stats) {

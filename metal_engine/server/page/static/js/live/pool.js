@@ -1,13 +1,15 @@
 // The pool of blocks and the requests in it, as the events of /watch tell of them. docs/api.md has their fields.
 
+const NOTHING = { pool: { num_blocks: 0, block_size: 1, num_state_slots: 0 }, requests: [] };
+
 /** What the engine holds. Owners are keys of requests; nothing here draws. */
 export class Pool {
   constructor() {
-    this.begin({ pool: { num_blocks: 0, block_size: 1, num_state_slots: 0 }, requests: [] });
+    this.begin();
   }
 
-  /** Forget everything: a snapshot has come. */
-  begin(snapshot) {
+  /** Forget everything: a snapshot has come, or there is no engine to look at. */
+  begin(snapshot = NOTHING) {
     const { num_blocks: numBlocks, block_size: blockSize } = snapshot.pool;
     this.numBlocks = numBlocks;
     this.blockSize = blockSize;

@@ -8,7 +8,8 @@ const RETRY_SECONDS = [0.5, 1, 2, 5, 10];
 
 /**
  * Reads /watch for ever, and hands its events to `listener`: `snapshot(data)`, `frame(data)` and
- * `connection(state, text)`. Begins when `listener.ready()` says that there is something to look at.
+ * `connection(state, text)`. Begins when `listener.ready(say, isFirst)` says that there is something to look at; it is
+ * asked before each try to connect, and may `say` what it waits for.
  */
 export class LiveStream {
   constructor(listener) {
@@ -19,10 +20,10 @@ export class LiveStream {
   }
 
   async run() {
-    for (let failures = 0; ; failures += 1) {
+    for (let failures = 0, isFirst = true; ; failures += 1, isFirst = false) {
       while (document.hidden) await new Promise((resolve) => (this.wake = resolve));
       try {
-        await this.listener.ready((text) => this.listener.connection("paused", text));
+        await this.listener.ready((text) => this.listener.connection("paused", text), isFirst);
         this.abort = new AbortController();
         const response = await withKey(() => request(`/watch${modelQuery()}`, { signal: this.abort.signal }));
         this.listener.connection("live", "live");

@@ -21,7 +21,7 @@ export class Tape {
     this.chosen = null;
     this.mostTokens = 1;
     this.view = new View(view.querySelector("canvas"), (...place) => this.draw(...place));
-    inspect(view, readout, {
+    this.unmark = inspect(view, readout, {
       hit: (x, y) => this.hit(x, y),
       step: (item, dx, dy) => this.beside(item, dx, dy),
       describe: (item) => this.describe(item),
@@ -32,9 +32,11 @@ export class Tape {
     });
   }
 
+  /** Forget everything; without a snapshot there is no engine to look at. */
   begin(snapshot) {
     this.rows = [];
-    this.mostTokens = snapshot.limits.max_num_batched_tokens;
+    this.unmark();
+    this.mostTokens = snapshot?.limits.max_num_batched_tokens ?? 1;
     this.view.redraw();
   }
 

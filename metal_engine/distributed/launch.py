@@ -1,0 +1,114 @@
+"""What a launcher tells a process of its group, and how the other ranks are started on this machine without one.
+
+The variables are those of ``mlx.launch``: ``MLX_RANK``, and ``MLX_HOSTFILE`` (ring) or ``MLX_IBV_DEVICES`` and
+``MLX_JACCL_COORDINATOR`` (JACCL).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from metal_engine.errors import ConfigError
+from metal_engine.settings.args import EngineArgs
+
+RANK, HOSTFILE, COORDINATOR = "MLX_RANK", "MLX_HOSTFILE", "MLX_JACCL_COORDINATOR"
+_LOOPBACK = "127.0.0.1"
+# The program of a rank that this process starts.
+_PROGRAM = "metal_engine.follow"
+
+
+def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """This process's rank, if a launcher has started it; else None."""
+    rank = environment.get(RANK)
+    return int(rank) if rank is not None and rank.isdigit() else None
+
+
+def is_follower(args: EngineArgs) -> bool:
+    """Whether this process is to compute what another one serves."""
+    return args.num_ranks > 1 and bool(launched_rank())
+
+
+def leader_host(flag: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The address of rank 0 as the group knows it.
+
+    Raises:
+        ConfigError: the environment does not tell it.
+    """
+    try:
+        if path := environment.get(HOSTFILE):
+            address = json.loads(Path(path).read_text())[0][0]
+        else:
+            address = environment[COORDINATOR]
+        return str(address).rpartition(":")[0].strip("[]")
+    except (KeyError, OSError, ValueError, IndexError, TypeError) as error:
+        raise ConfigError(
+            flag, f"needs {HOSTFILE} or {COORDINATOR} beside {RANK}, as mlx.launch sets them ({error!r})"
+        ) from error
+
+
+def host_name() -> str:
+    """What tells this machine from others."""
+    return socket.gethostname()
+
+
+@dataclass
+class LocalRanks:
+    """Ranks 1 and up, started on this machine by rank 0."""
+
+    processes: list[subprocess.Popen[str]]
+    hostfile: Path
+
+    def end(self) -> None:
+        """Remove what they were started with. They end when rank 0 tells them, or has gone."""
+        self.hostfile.unlink(missing_ok=True)
+        for name in (RANK, HOSTFILE):
+            os.environ.pop(name, None)
+
+    def ended(self) -> str | None:
+        """Says which of them has ended; None if none has."""
+        for rank, process in enumerate(self.processes, 1):
+            if (status := process.poll()) is not None:
+                return f"rank {rank} ({_LOOPBACK}) has ended with status {status}"
+        return None
+
+
+def start_local_ranks(args: EngineArgs) -> LocalRanks:
+    """Start the other ranks of a group on this machine, as its rank 0; they speak over the loopback interface."""
+    ports = _free_ports(args.num_ranks)
+    descriptor, name = tempfile.mkstemp(prefix="metal-engine-ranks-", suffix=".json")
+    with os.fdopen(descriptor, "w") as file:
+        json.dump([[f"{_LOOPBACK}:{port}"] for port in ports], file)
+    os.environ[HOSTFILE] = name
+    os.environ[RANK] = "0"
+    told = json.dumps({"args": asdict(args), "log_level": logging.getLogger().getEffectiveLevel()})
+    processes = []
+    for rank in range(1, args.num_ranks):
+        process = subprocess.Popen(
+            [sys.executable, "-m", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=2,  # what this process prints may be data
+            env=os.environ | {RANK: str(rank)},
+            text=True,
+        )
+        assert process.stdin is not None
+        process.stdin.write(told)
+        process.stdin.close()
+        processes.append(process)
+    return LocalRanks(processes, Path(name))
+
+
+def _free_ports(count: int) -> list[int]:
+    listening = [socket.create_server((_LOOPBACK, 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in listening]
+    for one in listening:
+        one.close()
+    return ports

@@ -1,0 +1,77 @@
+"""The end of a group: when one rank is lost, all of them end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from metal_engine.step import RunnerLostError
+
+logger = logging.getLogger(__name__)
+
+# For rank 0 to tell clients, and probes, before it ends.
+LEADER_GRACE_SECONDS = 1.2
+# For the line that says what has happened.
+_TELLING_SECONDS = 0.5
+
+
+class LossWatch:
+    """Ends this process when a rank is lost: a step that waits for that rank would never end.
+
+    Args:
+        rank: this process's.
+        grace: seconds until then.
+
+    Attributes:
+        error: what has happened; None as long as nothing has.
+    """
+
+    def __init__(self, rank: int, grace: float) -> None:
+        self.error: RunnerLostError | None = None
+        self._rank = rank
+        self._grace = grace
+        self._lock = threading.Lock()
+        self._is_lost = threading.Event()
+        self._is_told = threading.Event()
+        self._tells: list[Callable[[RunnerLostError], None]] = []
+
+    def tell(self, tell: Callable[[RunnerLostError], None]) -> None:
+        """Call a function with the error, in another thread, when a rank is lost; at once if one has been."""
+        with self._lock:
+            self._tells.append(tell)
+            error = self.error
+        if error is not None:
+            tell(error)
+
+    def lose(self, message: str) -> None:
+        """A rank is lost: tell everybody, and end. What comes after the first is not heard."""
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = error = RunnerLostError(message)
+            tells = list(self._tells)
+        self._is_lost.set()
+        # A thread of its own, first: whatever else hangs or fails, this process ends.
+        threading.Thread(target=self._end, args=(time.monotonic() + self._grace,), daemon=True).start()
+        logger.critical("%s: rank %d ends", message, self._rank)
+        self._is_told.set()
+        for tell in tells:
+            tell(error)
+
+    def _end(self, deadline: float) -> None:
+        self._is_told.wait(_TELLING_SECONDS)
+        time.sleep(max(deadline - time.monotonic(), 0))
+        os._exit(1)
+
+    def wait(self, seconds: float) -> RunnerLostError | None:
+        """Wait for a loss; None if there is none in that time."""
+        self._is_lost.wait(seconds)
+        return self.error
+
+    def check(self) -> None:
+        """Raises RunnerLostError if a rank has been lost."""
+        if self.error is not None:
+            raise self.error

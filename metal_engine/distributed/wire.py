@@ -1,0 +1,92 @@
+"""A plan as the other ranks need it: JSON of request ids and whole numbers.
+
+They do not sample, so a request's parameters stay with rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from metal_engine.distributed.channel import MAX_FRAME
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.step import NewRequestData, SchedulerOutput
+
+_PLAIN = SamplingParams(temperature=0.0)
+# Their logits are computed where rank 0 needs them, whatever comes of them.
+_WITH_PROMPT_ROWS = SamplingParams(temperature=0.0, prompt_logprobs=0)
+
+
+def encode(content: Any) -> bytes:
+    """JSON without blanks."""
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def encode_plan(plan: SchedulerOutput) -> bytes:
+    """A plan in a frame.
+
+    Raises:
+        ValueError: it is too large for one, or has what other ranks cannot do.
+    """
+    if plan.scheduled_spec_decode_tokens or plan.draft_model_req_ids or plan.kv_connector_metadata is not None:
+        raise ValueError("drafts and stores of KV are for one rank")
+    scheduled = plan.num_scheduled_tokens
+    content = encode(
+        [
+            plan.step_id,
+            scheduled,
+            [_new(one) for one in plan.new_requests],
+            plan.new_block_ids,
+            plan.new_state_slots,
+            None if plan.sampled_req_ids == list(scheduled) else plan.sampled_req_ids,
+            plan.dropped_req_ids,
+        ]
+    )
+    if len(content) > MAX_FRAME:
+        raise ValueError(f"a plan of {len(content)} bytes is too large for the other ranks")
+    return content
+
+
+def _new(one: NewRequestData) -> list[Any]:
+    has_prompt_rows = one.sampling_params.prompt_logprobs is not None
+    counts = [one.num_prompt_tokens, one.num_computed_tokens]
+    return [one.request_id, one.token_ids, *counts, one.block_ids, one.state_slots, int(has_prompt_rows)]
+
+
+def decode_plan(content: bytes) -> SchedulerOutput:
+    """What :func:`encode_plan` made."""
+    step_id, scheduled, new, new_blocks, new_state_slots, sampled, dropped = json.loads(content)
+    return SchedulerOutput(
+        step_id=step_id,
+        num_scheduled_tokens=scheduled,
+        new_requests=[_request(*one) for one in new],
+        new_block_ids=new_blocks,
+        new_state_slots=new_state_slots,
+        sampled_req_ids=list(scheduled) if sampled is None else sampled,
+        dropped_req_ids=dropped,
+    )
+
+
+def _request(
+    request_id: str,
+    token_ids: list[int],
+    num_prompt_tokens: int,
+    num_computed_tokens: int,
+    block_ids: list[int],
+    state_slots: list[int],
+    has_prompt_rows: int,
+) -> NewRequestData:
+    params = _WITH_PROMPT_ROWS if has_prompt_rows else _PLAIN
+    read, write = state_slots
+    return NewRequestData(
+        request_id, token_ids, num_prompt_tokens, num_computed_tokens, block_ids, params, state_slots=(read, write)
+    )
+
+
+def encode_ids(request_ids: Iterable[str]) -> bytes:
+    return encode(list(request_ids))
+
+
+def decode_ids(content: bytes) -> list[str]:
+    return list(json.loads(content))

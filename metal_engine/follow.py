@@ -1,0 +1,46 @@
+"""Runs a rank that only computes: what another process, rank 0 of its group, plans and serves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+
+from metal_engine.build import build_engine
+from metal_engine.distributed.launch import launched_rank
+from metal_engine.errors import ConfigError, ModelLoadError, one_line
+from metal_engine.settings.args import EngineArgs
+from metal_engine.step import RunnerLostError
+
+
+def follow(args: EngineArgs) -> int:
+    """Compute until rank 0 ends; returns the status to end the process with.
+
+    Raises:
+        ConfigError: the settings cannot work; ModelLoadError: the model cannot be loaded, here or by another rank.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; rank 0 drains, and ends the others
+    try:
+        build_engine(args)
+    except SystemExit as end:
+        return int(end.code or 0)
+    except RunnerLostError:  # has been told
+        return 1
+    raise AssertionError("rank 0 cannot follow")
+
+
+def main() -> None:
+    """A rank that another process has started on this machine: standard input has its settings, as JSON."""
+    told = json.load(sys.stdin)
+    form = f"rank {launched_rank()}: %(levelname)s %(message)s"
+    logging.basicConfig(level=told["log_level"], format=form)
+    try:
+        sys.exit(follow(EngineArgs(**told["args"])))
+    except (ConfigError, ModelLoadError) as error:
+        logging.getLogger(__name__).info("ends: %s", one_line(error))  # rank 0 says it, too
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""A rank's share of a model: mlx-lm's own ``shard`` and ``pipeline``, checked by what layers do before and after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import get_total_parameters
+
+from metal_engine.errors import UnsupportedModelError, one_line
+from metal_engine.kv_cache.spec import KVSpec, LatentSpec, RecurrentSpec
+from metal_engine.models.layer_cache import RecordingCache
+from metal_engine.models.seam import Recorder, recorded
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a model is shared between ranks.
+
+    Attributes:
+        communication: of the ranks.
+        is_pipeline: whether each has some of the layers, and not some of the heads of every layer.
+    """
+
+    communication: mx.distributed.Group
+    is_pipeline: bool
+
+    def divide(self, model: nn.Module) -> WholeModel:
+        """Leave this rank's share in a model, whose weights may be on the disk yet; returns what it was.
+
+        Raises:
+            UnsupportedModelError: its architecture cannot be shared, or not evenly between so many ranks.
+        """
+        return divide_layers(model, self.communication) if self.is_pipeline else divide_heads(model, self.communication)
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """What a model was before it was divided: its layers, and its parameters."""
+
+    num_layers: int
+    num_params: int
+
+
+def evaluate_one_by_one(model: nn.Module) -> None:
+    """Read a rank's share of the weights: each is there as a whole only for as long as it is cut."""
+    for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
+        mx.eval(array)
+
+
+def divide_heads(model: nn.Module, group: mx.distributed.Group) -> WholeModel:
+    """Leave one rank's share of each layer in a model. Raises what :meth:`Division.divide` raises."""
+    size = group.size()
+    if not hasattr(model, "shard"):
+        raise UnsupportedModelError("mlx-lm cannot share its layers between ranks (it has no shard())")
+    before = recorded(model)
+    whole = WholeModel(len(before), get_total_parameters(model))
+    try:
+        model.shard(group)
+        after = recorded(model)
+    except (ValueError, TypeError, AttributeError, UnsupportedModelError) as error:
+        problem = f"{_uneven(0, before[0], size)} ({one_line(error)})"
+        raise UnsupportedModelError(problem) from error
+    for layer, (one, share) in enumerate(zip(before, after, strict=True)):
+        if not _is_share(one, share, size):
+            raise UnsupportedModelError(_uneven(layer, one, size))
+    return whole
+
+
+def _is_share(whole: Recorder, share: Recorder, size: int) -> bool:
+    """Whether a layer keeps, and attends with, one of ``size`` equal parts of what the whole one does."""
+    match whole.spec, share.spec:
+        case RecurrentSpec(), RecurrentSpec():
+            return share.spec.bytes_per_request * size == whole.spec.bytes_per_request
+        case LatentSpec(), LatentSpec():  # which all heads share
+            kept = share.spec == whole.spec
+        case KVSpec(), KVSpec():
+            widths = (share.spec.head_dim, share.spec.v_head_dim)
+            kept = widths == (whole.spec.head_dim, whole.spec.v_head_dim)
+            kept = kept and share.spec.num_kv_heads * size == whole.spec.num_kv_heads
+        case _:
+            return False
+    assert isinstance(whole, RecordingCache) and isinstance(share, RecordingCache)
+    return kept and share.num_heads * size == whole.num_heads
+
+
+def _uneven(layer: int, recorder: Recorder, size: int) -> str:
+    return f"its layer {layer} has {_heads(recorder)}, which {size} machines cannot share evenly"
+
+
+def _heads(recorder: Recorder) -> str:
+    """The heads of a layer, in words."""
+    if not isinstance(recorder, RecordingCache):
+        return "a recurrent state"
+    if isinstance(recorder.spec, LatentSpec):
+        return f"{recorder.num_heads} heads over shared latents"
+    assert isinstance(recorder.spec, KVSpec)
+    spec = recorder.spec
+    return f"{recorder.num_heads} heads and {spec.num_kv_heads} KV heads of {spec.head_dim}"
+
+
+def divide_layers(model: nn.Module, group: mx.distributed.Group) -> WholeModel:
+    """Leave one rank's layers in a model. Raises what :meth:`Division.divide` raises."""
+    trunk: Any = getattr(model, "model", None)
+    if not hasattr(trunk, "pipeline"):
+        raise UnsupportedModelError("mlx-lm cannot give its layers to several ranks (its trunk has no pipeline())")
+    whole = WholeModel(len(model.layers), get_total_parameters(model))
+    if whole.num_layers < group.size():
+        raise UnsupportedModelError(f"it has {whole.num_layers} layers, which are too few for {group.size()} machines")
+    try:
+        trunk.pipeline(group)
+    except (ValueError, AttributeError) as error:
+        problem = f"{group.size()} machines cannot share its layers ({one_line(error)})"
+        raise UnsupportedModelError(problem) from error
+    return whole

@@ -1,0 +1,112 @@
+"""When the device is given a step that was built while the one before it runs: behind that one, or after its end.
+
+Behind, the device goes on at once. But a step writes to the KV cache in place only where the one before has let go of a
+layer's arrays by then, which on Metal is when the command buffer that reads them is done; MLX writes to a copy else,
+and says nothing. MLX lets its caller go on while up to ten command buffers are unfinished, so steps of about fourteen
+and more copy nothing. How many a model's steps have is known when they run: so some run at the start, on a device that
+is kept busy, and memory tells.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.device.streams import synchronize
+from metal_engine.kv_cache.pool import StatePool
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.pending_step import PendingStep
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.config import EngineConfig
+from metal_engine.settings.fields import format_size
+from metal_engine.step import NewRequestData, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+BEHIND = "each step behind the one before"
+AFTER = "each step after the end of the one before"
+_MAX_ROWS = 32
+_NUM_STEPS = 4
+# Products that keep a Mac's GPU busy while the host dispatches two steps, for 40 ms of the fastest and 400 of the
+# slowest. They take 64 MiB, and little for what they put out.
+_BUSY_SHAPE = 512, 1 << 16
+_BUSY_PRODUCTS = 32
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=_NUM_STEPS + 1, ignore_eos=True)
+
+
+def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) -> str:
+    """Have a runner dispatch steps behind others, on a GPU, if that copies nothing; to be called before any step.
+
+    Returns:
+        How steps are dispatched, and why, in words.
+    """
+    if config.device.kind == "cpu":
+        return f"{AFTER}: a CPU gains nothing behind it"
+    if config.ranks:
+        return f"{AFTER}: several ranks share the model"
+    if pool.is_recurrent:
+        return f"{AFTER}: layers carry states from token to token"
+    array_bytes = min((array.nbytes for state in pool.states for array in state.arrays.values()), default=0)
+    scheduler, cache = config.scheduler, config.cache
+    num_steps = min(_NUM_STEPS, scheduler.max_model_len)
+    blocks_of_one = -(-num_steps // cache.block_size)
+    num_rows = min(_MAX_ROWS, scheduler.max_num_seqs, cache.num_blocks // blocks_of_one)
+    blocks = np.arange(num_rows * blocks_of_one).reshape(num_rows, blocks_of_one).tolist()
+    peaks = []
+    for goes_behind in (False, True):
+        runner.goes_behind = goes_behind
+        peaks.append(_peak_bytes(runner, blocks, num_steps))
+    more = peaks[1] - peaks[0]
+    mx.clear_cache()
+    runner.goes_behind = more < array_bytes
+    logger.debug("two steps at a time take %d bytes more; an array of the cache has %d", more, array_bytes)
+    if runner.goes_behind:
+        return BEHIND
+    return f"{AFTER}: behind it, {format_size(more)} of the KV cache would be copied"
+
+
+def _peak_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int) -> int:
+    """Memory at the peak of steps of requests with these blocks, one ahead; what they write is read by nobody."""
+    synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    req_ids = [f"warm-up {row}" for row in range(len(blocks))]
+    under_way: list[PendingStep] = []
+    for step_id in range(num_steps):
+        plan = SchedulerOutput(step_id, num_scheduled_tokens=dict.fromkeys(req_ids, 1), sampled_req_ids=list(req_ids))
+        if step_id == 0:
+            plan.new_requests = list(map(_request, req_ids, blocks))
+        if not under_way:
+            _keep_busy()
+        under_way.append(runner.execute(plan))
+        if len(under_way) == 2:
+            _finish(under_way)
+    _finish(under_way)
+    runner.forget(req_ids)
+    synchronize()
+    return mx.get_peak_memory()
+
+
+def _request(request_id: str, block_ids: list[int]) -> NewRequestData:
+    return NewRequestData(
+        request_id=request_id,
+        token_ids=[0],
+        num_prompt_tokens=1,
+        num_computed_tokens=0,
+        block_ids=block_ids,
+        sampling_params=_GREEDY,
+    )
+
+
+def _finish(under_way: list[PendingStep]) -> None:
+    for step in under_way:
+        step.result()
+    under_way.clear()
+
+
+def _keep_busy() -> None:
+    """Give the device something to do that takes longer than the host needs for two steps."""
+    matrix = mx.array(np.zeros(_BUSY_SHAPE, np.float16))
+    mx.async_eval([matrix @ matrix.T for _ in range(_BUSY_PRODUCTS)])

@@ -1,0 +1,74 @@
+"""Settings of a model that several processes share, each of which is a rank of its group."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+from metal_engine.errors import ConfigError
+from metal_engine.settings.fields import Settings, setting
+
+# Heading in `--help` and in docs/cli.md.
+RANKS = "Several machines"
+TENSOR, PIPELINE = "--tensor-parallel-size", "--pipeline-parallel-size"
+
+# Fields of :class:`metal_engine.settings.args.EngineArgs`.
+TENSOR_PARALLEL_SIZE: Any = setting(
+    1,
+    "Ranks that share every layer of the model. Each is a process: on the machines of mlx.launch, or else started on "
+    "this machine (see docs/distributed.md).",
+    group=RANKS,
+    ge=1,
+    le=256,
+)
+PIPELINE_PARALLEL_SIZE: Any = setting(
+    1,
+    "Ranks that have some layers of the model each, and compute one after the other: for a model that one machine "
+    "has no memory for.",
+    group=RANKS,
+    ge=1,
+    le=256,
+)
+DISTRIBUTED_TIMEOUT_SECONDS: Any = setting(
+    30.0, "Seconds of silence after which a rank counts as lost. Then all ranks end.", group=RANKS, gt=1, lt=inf
+)
+
+
+class RankArgs(Settings):
+    """What the settings of ranks come to; names and meanings are vLLM's."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    distributed_timeout_seconds: float
+    speculative_config: str | None
+    kv_cache_dir: str | None
+    kv_transfer_config: str | None
+    lora_modules: tuple[str, ...]
+    enable_lora: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_ranks == 1:
+            return
+        if self.tensor_parallel_size > 1 and self.pipeline_parallel_size > 1:
+            raise ConfigError(PIPELINE, f"{self.pipeline_parallel_size} is for models without {TENSOR}: choose one")
+        others = {
+            "--speculative-config": self.speculative_config,
+            "--kv-cache-dir": self.kv_cache_dir,
+            "--kv-transfer-config": self.kv_transfer_config,
+            "--lora-modules": self.lora_modules,
+            "--enable-lora": self.enable_lora,
+        }
+        for flag, value in others.items():
+            if value:
+                raise ConfigError(flag, f"does not work with {self.ranks_flag}: leave out one of them")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_flag(self) -> str:
+        """The setting that says that there are several."""
+        return TENSOR if self.tensor_parallel_size > 1 else PIPELINE

@@ -1,0 +1,171 @@
+"""The side channel: frames, strangers, silence."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from metal_engine.distributed.channel import (
+    MAX_FRAME,
+    TOKEN_BYTES,
+    Kind,
+    Link,
+    accept_ranks,
+    connect,
+    listen,
+    read_frame,
+)
+from metal_engine.distributed.wire import decode_plan, encode_plan
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.step import NewRequestData, RunnerLostError, SchedulerOutput
+
+TOKEN = bytes(range(TOKEN_BYTES))
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    both = socket.socketpair()
+    yield both
+    for one in both:
+        one.close()
+
+
+class Watched(Link):
+    """A link that remembers what has been lost."""
+
+    def __init__(self, connection: socket.socket, timeout: float) -> None:
+        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        super().__init__(connection, "rank 1 (here)", timeout, self.lost.put)
+        self.start()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with listen("127.0.0.1") as listening:
+        one = socket.create_connection(listening.getsockname())
+        return one, listening.accept()[0]
+
+
+def test_frames_arrive_in_order_and_heartbeats_do_not() -> None:
+    a, b = tcp_pair()
+    one, other = Watched(a, 60), Watched(b, 60)
+    sent = [(Kind.PLAN, b"x" * 300_000), (Kind.FINISH, b"[]"), (Kind.PLAN, b"")]
+    for _ in range(3):
+        other.send(Kind.BEAT)
+        for frame in sent:
+            one.send(*frame)
+        assert [other.receive() for _ in sent] == sent
+    assert one.lost.empty() and other.lost.empty()
+
+
+def test_a_rank_that_ends_is_lost_at_once() -> None:
+    a, b = tcp_pair()
+    link = Watched(a, 600)
+    b.close()
+    assert link.lost.get(timeout=60) == "rank 1 (here) has gone (the connection was closed)"
+    with pytest.raises(RunnerLostError, match="rank 1"):
+        for _ in range(100):  # the first is taken by the kernel
+            link.send(Kind.PLAN, b"x" * 1000)
+            time.sleep(0.01)
+
+
+def test_a_rank_that_is_silent_is_lost_after_the_timeout() -> None:
+    a, b = tcp_pair()
+    link = Watched(a, 1.5)
+    assert link.lost.get(timeout=60) == "rank 1 (here) has been silent for 1.5 s"
+    b.close()
+
+
+def test_heartbeats_keep_a_rank_that_says_nothing() -> None:
+    a, b = tcp_pair()
+    one, other = Watched(a, 3), Watched(b, 3)
+    with pytest.raises(queue.Empty):
+        one.lost.get(timeout=5)
+    assert other.lost.empty()
+
+
+def test_a_rank_that_is_told_to_end_is_not_lost() -> None:
+    a, b = tcp_pair()
+    one, other = Watched(a, 60), Watched(b, 60)
+    one.close()
+    one.send(Kind.QUIT)
+    assert other.receive() == (Kind.QUIT, b"")
+    a.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(queue.Empty):
+        other.lost.get(timeout=0.5)
+    assert one.lost.empty()
+
+
+@pytest.mark.parametrize("header", [struct.pack(">IB", MAX_FRAME + 1, Kind.PLAN), struct.pack(">IB", 0, 99)])
+def test_what_is_no_frame_is_refused_before_it_is_read(
+    header: bytes, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    pair[0].sendall(header)
+    with pytest.raises(ValueError, match="no frame"):
+        read_frame(pair[1], 60)
+
+
+def test_strangers_change_nothing() -> None:
+    listening = listen("127.0.0.1")
+    port = listening.getsockname()[1]
+    found: queue.SimpleQueue[dict[int, socket.socket]] = queue.SimpleQueue()
+    threading.Thread(target=lambda: found.put(accept_ranks(listening, TOKEN, 3, 60)), daemon=True).start()
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+    for said in (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", bytes(TOKEN_BYTES) + bytes(4), TOKEN + struct.pack(">I", 3)):
+        stranger = socket.create_connection(("127.0.0.1", port))
+        stranger.sendall(said)
+        silent.append(stranger)
+    ranks = {rank: connect("127.0.0.1", port, TOKEN, rank, 60) for rank in (2, 1)}
+    connections = found.get(timeout=60)
+    assert sorted(connections) == [1, 2]
+    for rank, connection in connections.items():
+        assert connection.getpeername() == ranks[rank].getsockname()
+    with pytest.raises(OSError):  # nobody else is let in
+        socket.create_connection(("127.0.0.1", port), 1)
+    for one in [*silent, *ranks.values(), *connections.values()]:
+        one.close()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    listening = listen("127.0.0.1")
+    with pytest.raises(RunnerLostError, match=r"^rank 1, 2 has not connected within 0.3 s$"):
+        accept_ranks(listening, TOKEN, 3, 0.3)
+
+
+def test_the_channel_listens_where_the_group_does() -> None:
+    with listen("127.0.0.1") as listening:
+        assert listening.getsockname()[0] == "127.0.0.1"
+
+
+def test_plans_come_through() -> None:
+    new = NewRequestData("b#1", [5, 6, 7], 3, 1, [4, 9], SamplingParams(prompt_logprobs=3, temperature=0.7, seed=1))
+    plan = SchedulerOutput(
+        step_id=7,
+        num_scheduled_tokens={"a#0": 1, "b#1": 2, "c#2": 4},
+        new_requests=[new],
+        new_block_ids={"a#0": [3]},
+        new_state_slots={"a#0": 2},
+        sampled_req_ids=["a#0", "b#1"],
+        pooled_req_ids=["c#2"],
+        dropped_req_ids=["x#9"],
+    )
+    read = decode_plan(encode_plan(plan))
+    (same,) = read.new_requests
+    assert list(read.num_scheduled_tokens.items()) == [("a#0", 1), ("b#1", 2), ("c#2", 4)]
+    assert (read.step_id, read.new_block_ids, read.new_state_slots) == (7, {"a#0": [3]}, {"a#0": 2})
+    assert (read.sampled_req_ids, read.dropped_req_ids) == (["a#0", "b#1"], ["x#9"])
+    assert (same.token_ids, same.num_prompt_tokens, same.num_computed_tokens) == ([5, 6, 7], 3, 1)
+    assert (same.block_ids, same.state_slots) == ([4, 9], (0, 0))
+    assert same.sampling_params.prompt_logprobs == 0  # rows of them are computed; what is sampled is rank 0's
+    assert same.sampling_params.is_greedy and not same.sampling_params.edits_logits
+
+
+def test_plans_with_drafts_are_refused() -> None:
+    plan = SchedulerOutput(0, {"a": 2}, sampled_req_ids=["a"], scheduled_spec_decode_tokens={"a": [4]})
+    with pytest.raises(ValueError, match="drafts"):
+        encode_plan(plan)

@@ -1,0 +1,180 @@
+"""Steps that are given to the device behind others, in two parts: the tokens are those of steps one by one.
+
+On a CPU, where nothing goes behind by itself: it is forced, and MLX's real operations compute.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.request import RequestOutput
+from metal_engine.runner.dispatch import choose_dispatch
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.pending_step import PendingStep
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from metal_engine.settings.config import DeviceInfo
+from tests.support.tiny_engine import run_all, tiny_engine, token_ids
+from tools.fixtures.fake_engine import byte_ids
+
+Requests = list[tuple[list[int], SamplingParams]]
+
+
+def asked(seed: int = 0) -> Requests:
+    """Every control there is, prompts of one and of several chunks."""
+
+    def params(**fields: Any) -> SamplingParams:
+        return SamplingParams(**{"max_tokens": 32, "temperature": 0.8, "ignore_eos": True, "seed": seed, **fields})
+
+    digits = StructuredOutputsParams(regex="[0-9]{7}")
+    return [
+        (byte_ids("a prompt of some length, of several chunks, and of blocks that others have"), params()),
+        (byte_ids("a prompt of some length, of several chunks, and more"), params(temperature=0.0, logprobs=3)),
+        (byte_ids("b"), params(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5)),
+        (byte_ids("cc"), params(bad_words=["e", "th"], top_k=20)),
+        (byte_ids("some digits"), params(structured_outputs=digits, ignore_eos=False)),
+        (byte_ids("to be stopped"), params(stop=("a", "e", "i", "o", "u"))),
+        (byte_ids("to be stopped by a token"), params(stop_token_ids=list(range(40, 120)), min_tokens=3)),
+        (byte_ids("of known probability " * 3), params(prompt_logprobs=2, max_tokens=3, logit_bias={70: 5.0})),
+        (byte_ids("one"), params(max_tokens=1)),
+        (byte_ids("nucleus"), params(top_p=0.7, min_p=0.05)),
+    ]
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "roomy": {"num_blocks": 256},
+    "chunks": {"num_blocks": 256, "max_num_batched_tokens": 12, "max_num_seqs": 12},
+    "preempted": {"num_blocks": 17, "max_num_batched_tokens": 24, "max_num_seqs": 8},
+}
+
+
+def goes_behind(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each step that is begun from now on: whether it was given to the device while another was under way."""
+    runner: Any = engine._runner
+    execute = runner.execute
+    seen: list[bool] = []
+
+    def noted(plan: Any) -> PendingStep:
+        is_ahead = bool(runner._steps)
+        step: PendingStep = execute(plan)
+        seen.append(is_ahead and step.is_dispatched)
+        return step
+
+    monkeypatch.setattr(runner, "execute", noted)
+    return seen
+
+
+def same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
+    assert token_ids(ours) == token_ids(theirs)
+    assert ours[-1].finish_reason == theirs[-1].finish_reason
+    assert "".join(o.text for o in ours) == "".join(o.text for o in theirs)
+    logprobs = [[lp.logprob for o in outputs for lp in o.logprobs or ()] for outputs in (ours, theirs)]
+    np.testing.assert_allclose(*logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", [None, "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_same_outputs(sizes: str, architecture: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"architecture": architecture, "num_state_slots": 60 if architecture == "qwen3_next" else 0}
+    alone = [run_all(tiny_engine(**model), [request])[0] for request in asked()]
+    engine = tiny_engine(behind=True, **model, **SIZES[sizes])
+    seen = goes_behind(engine, monkeypatch)
+    for ours, theirs in zip(run_all(engine, asked()), alone, strict=True):
+        same(ours, theirs)
+    assert sum(seen) > 5
+    assert (engine.stats.num_preemptions > 0) == (sizes == "preempted")
+    assert engine.stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_aborts_and_lost_caches(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = asked(seed)
+    expected = [token_ids(run_all(tiny_engine(), [request])[0]) for request in requests]
+    engine = tiny_engine(behind=True, **SIZES["chunks"])
+    seen = goes_behind(engine, monkeypatch)
+    rng = random.Random(seed)
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), engine.prepare(prompt, params))
+    found: list[list[int]] = [[] for _ in requests]
+    gone: set[int] = set()
+    while engine.has_requests:
+        for output in engine.step():
+            found[int(output.request_id)] += output.token_ids
+        if rng.random() < 0.1 and len(engine.request_ids) > 2:
+            victim = rng.choice(engine.request_ids)
+            engine.abort_request(victim)
+            gone.add(int(victim))
+        if rng.random() < 0.1:
+            engine.scheduler.preempt_all()
+        engine.scheduler.check_integrity()
+    assert any(seen) and engine.stats.num_used_blocks == 0
+    for i, tokens in enumerate(expected):
+        assert found[i] == (tokens[: len(found[i])] if i in gone else tokens)
+
+
+def test_tokens_are_told_between_the_parts_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(behind=True)
+    runner: Any = engine._runner
+    told_with_rest = []
+    for i in range(2):
+        engine.add_request(str(i), engine.prepare(byte_ids("abc"), SamplingParams(max_tokens=8, ignore_eos=True)))
+    while engine.has_requests:
+        if engine.step() and runner._steps:
+            told_with_rest.append(runner._steps[0].has_rest)
+    assert len(told_with_rest) >= 6 and all(told_with_rest)
+
+
+def test_masks_are_made_while_no_other_step_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(behind=True)
+    runner: Any = engine._runner
+    dispatch = runner._dispatch
+
+    def checked(step: PendingStep, *args: Any) -> None:
+        if step.sampling.has_masks:
+            assert runner._steps[0] is step
+        dispatch(step, *args)
+
+    monkeypatch.setattr(runner, "_dispatch", checked)
+    regex = StructuredOutputsParams(regex="[a-z]{12}")
+    requests = [(byte_ids("x"), SamplingParams(max_tokens=14, structured_outputs=regex, seed=i)) for i in range(2)]
+    requests.append((byte_ids("y"), SamplingParams(max_tokens=30, ignore_eos=True)))
+    outputs = run_all(engine, requests)
+    assert all(len("".join(o.text for o in of_one)) >= 12 for of_one in outputs)
+
+
+def test_writes_stay_in_place() -> None:
+    """On MLX's CPU backend, too, which lets go of what an operation read when that is done."""
+    engine = tiny_engine(behind=True, num_blocks=8192)
+    runner: Any = engine._runner
+    array_bytes = min(a.nbytes for state in runner._pool.states for a in state.arrays.values())
+    run_all(engine, [(byte_ids("abc"), SamplingParams(max_tokens=5, ignore_eos=True))])
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    run_all(engine, [(byte_ids("abcde" * i), SamplingParams(max_tokens=40, ignore_eos=True)) for i in range(1, 4)])
+    assert mx.get_peak_memory() - before < array_bytes
+
+
+# --- what is chosen -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "reason"),
+    [("cpu", None, "a CPU gains nothing"), ("metal", "qwen3_next", "layers carry states from token to token")],
+)
+def test_where_no_step_goes_behind_another(
+    kind: str, architecture: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine(ahead=True, architecture=architecture, num_state_slots=60 if architecture else 0)
+    runner: Any = engine._runner
+    monkeypatch.setattr(ModelRunner, "execute", None)  # nothing has to be run for it
+    object.__setattr__(engine.config, "device", DeviceInfo(kind=kind, name="", compute="", memory_bytes=1))
+    dispatch = choose_dispatch(runner, runner._pool, engine.config)
+    assert dispatch.startswith("each step after the end of the one before: ") and reason in dispatch
+    assert not runner.goes_behind

@@ -1,0 +1,79 @@
+"""What a step is estimated to take before its model is loaded: no less than is measured then, and not much more."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.checkpoints.facts import CheckpointFacts
+from metal_engine.models.info import expected_model_info
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.runner.step_estimate import estimate_step_bytes
+from metal_engine.runner.step_memory import measure_step_bytes
+from metal_engine.settings.config import DeviceInfo, ModelInfo
+from tools.fixtures.architectures import SUPPORTED, configuration
+from tools.fixtures.tiny_models import random_model
+
+CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 40)
+METAL = DeviceInfo(kind="metal", name="test", compute="test", memory_bytes=1 << 40)
+BLOCK_SIZE = 16
+# Configuration, tokens, and rows that sample, by what takes most: attention, logits, layers.
+SIZES: dict[str, tuple[dict[str, int], int, int]] = {
+    "tiny": ({}, 64, 8),
+    "scores": ({}, 512, 8),
+    "logits": ({"vocab_size": 8000}, 64, 16),
+    "layers": ({"intermediate_size": 1024, "moe_intermediate_size": 512}, 256, 8),
+    "both": ({"vocab_size": 2000, "intermediate_size": 1024, "moe_intermediate_size": 512}, 256, 64),
+}
+# Dense ones, experts, recurrent states of several kinds, and those of each kind that take most.
+SOME = ("llama", "gpt_neox", "gemma3n", "hunyuan", "qwen3_moe", "qwen3_next", "mamba2", "jamba", "falcon_h1")
+
+
+def changed(model_type: str, change: dict[str, int]) -> dict[str, Any]:
+    """A configuration with other sizes, as far as it has them."""
+    config = deepcopy(configuration(model_type))
+    parts = [config] + [config[name] for name in ("text_config",) if name in config]
+    for part in parts:
+        part |= {name: size for name, size in change.items() if name in part}
+    return config
+
+
+def sizes_of(model_type: str, size: str) -> tuple[ModelInfo, int, int]:
+    """The model as it is known before; bytes that its step is measured to take, and is estimated to on a CPU."""
+    change, num_tokens, num_rows = SIZES[size]
+    config = changed(model_type, change)
+    info = expected_model_info(model_type, CheckpointFacts(config, 1, 1, "float32"))
+    assert info is not None
+    paged = PagedModel(random_model(config))
+    longest = info.max_position_embeddings
+    measured = measure_step_bytes(paged, PortableBackend(), BLOCK_SIZE, longest, num_tokens, num_rows)
+    return info, measured, estimate_step_bytes(info, CPU, BLOCK_SIZE, 1 << 40, num_tokens, num_rows)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=() if name in SOME else pytest.mark.full) for name in SUPPORTED]
+)
+def test_no_less_than_is_measured(model_type: str, size: str) -> None:
+    info, measured, estimated = sizes_of(model_type, size)
+    assert measured <= estimated, (measured, estimated, info)
+    _, num_tokens, num_rows = SIZES[size]
+    assert estimate_step_bytes(info, METAL, BLOCK_SIZE, 1 << 40, num_tokens, num_rows) >= estimated
+
+
+def test_logits_are_not_counted_on_top_of_layers() -> None:
+    """They take most of small models' steps, and are known but for what some heads add."""
+    _, measured, estimated = sizes_of("llama", "logits")
+    assert estimated < 1.35 * measured, (measured, estimated)
+
+
+def test_a_cache_that_is_smaller_than_the_steps_is_counted() -> None:
+    info, _, estimated = sizes_of("llama", "tiny")
+    _, num_tokens, num_rows = SIZES["tiny"]
+    cache = (num_tokens + num_rows * BLOCK_SIZE) * info.kv_bytes_per_token
+    mx.clear_cache()
+    assert estimate_step_bytes(info, CPU, BLOCK_SIZE, 0, num_tokens, num_rows) == estimated + cache

@@ -1,0 +1,82 @@
+"""A rank that runs cases (:mod:`tests.support.rank_cases`), one engine after the other in the same group.
+
+Rank 0 writes what comes of them: a JSON list of objects, or of texts where a rank's share of a model was refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from metal_engine.distributed.channel import Kind
+from metal_engine.distributed.follower import run_frame
+from metal_engine.distributed.group import Group, open_group
+from metal_engine.errors import UnsupportedModelError
+from metal_engine.models.division import Division
+from metal_engine.runner import step_sampling
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.pending_step import PendingStep
+from metal_engine.settings.args import EngineArgs
+from tests.support.rank_cases import RankCase, make_runner, run_case
+
+WAITS = step_sampling._MASK_SECONDS
+
+
+def _run(case: RankCase, group: Group) -> Any:
+    division = Division(group.communication, case.parallel == "pipeline")
+    try:
+        runner = make_runner(case, division.divide, group.share)
+    except UnsupportedModelError as error:
+        return str(error)
+    if group.rank:
+        _follow(runner, group)
+        return None
+    step_sampling._MASK_SECONDS = -1.0 if case.late else WAITS
+    if case.refused is not None:
+        _refuse(runner, case.refused)
+    leader = group.lead(runner)
+    result = run_case(case, leader, leader)
+    for link in group._links:
+        link.send(Kind.FIGURES)  # the end of this case
+    return result
+
+
+def _follow(runner: ModelRunner, group: Group) -> None:
+    steps: deque[PendingStep] = deque()
+    (leader,) = group._links
+    while (frame := leader.receive())[0] is not Kind.FIGURES:
+        run_frame(runner, steps, *frame)
+    # Nothing of any request is left but of those that rank 0 has not told to be dropped, at the end of a step.
+    assert not steps
+
+
+def _refuse(runner: Any, number: int) -> None:
+    """The plan of a number fails while its graph is built."""
+    count = iter(range(1 << 30))
+    for_step = runner._backend.for_step
+
+    def failing(rows: Any) -> Any:
+        if next(count) == number:
+            raise MemoryError("as asked for")
+        return for_step(rows)
+
+    runner._backend.for_step = failing
+
+
+def _case(told: dict[str, Any]) -> RankCase:
+    heads = told.pop("heads")
+    return RankCase(**told, heads=None if heads is None else tuple(heads))
+
+
+def run_cases(cases: str, path: str, num_ranks: int) -> None:
+    """Run cases (JSON) as a rank of a group; rank 0 writes results to a file."""
+    told = [_case(one) for one in json.loads(cases)]
+    group = open_group(EngineArgs(model="none", tensor_parallel_size=num_ranks, distributed_timeout_seconds=120))
+    results = [_run(case, group) for case in told]
+    if group.rank == 0:
+        Path(path).write_text(json.dumps(results))
+    group.exchange({})  # nobody ends while another one computes
+    for link in group._links:
+        link.close()

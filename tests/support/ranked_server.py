@@ -1,0 +1,116 @@
+"""A server whose model several ranks share, as the command starts it on one machine; for tests of its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:  # has ended
+            continue
+        if int(text.rpartition(")")[2].split()[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has waited for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class RankedServer:
+    """``metal-engine serve`` with several ranks.
+
+    Attributes:
+        url: where it listens.
+        ranks: process ids, by rank.
+        lines: what it has written to standard error.
+    """
+
+    def __init__(self, model: Path, *flags: str, num_ranks: int = 2) -> None:
+        command = [sys.executable, "-m", "metal_engine", "serve", str(model), "--port", "0", *flags]
+        command += ["--tensor-parallel-size", str(num_ranks)]
+        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        self.url = ""
+        self._is_ready = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._is_ready.wait()
+        assert self.url, "".join(self.lines)
+        followers = [pid for pid in children_of(self.process.pid) if b"metal_engine.follow" in _command_of(pid)]
+        self.ranks = [self.process.pid, *sorted(followers, key=_rank_of)]
+        assert len(self.ranks) == num_ranks
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if match := re.match(r"URL: +(\S+)", line):
+                self.url = match[1]
+                self._is_ready.set()
+        self._is_ready.set()
+
+    def said(self) -> str:
+        return "".join(self.lines)
+
+    def stream(self, num_tokens: int, prompt: str = "Tides") -> httpx.Response:
+        """An answer that is on its way."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+        client = httpx.Client(timeout=120)
+        request = client.build_request("POST", f"{self.url}/v1/completions", json=body)
+        return client.send(request, stream=True)
+
+    def health(self) -> str:
+        """What /health says; ``gone`` if there is nobody."""
+        try:
+            return str(httpx.get(f"{self.url}/health", timeout=10).json()["status"])
+        except httpx.HTTPError:
+            return "gone"
+
+    def seconds_until_all_ended(self, but: int | None = None) -> float:
+        """Wait until each rank, but for one, has ended."""
+        start = time.monotonic()
+        while any(is_alive(pid) for pid in self.ranks if pid != but):
+            time.sleep(0.02)
+            self.process.poll()
+            assert time.monotonic() - start < 300, self.said()
+        return time.monotonic() - start
+
+    def __enter__(self) -> RankedServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for pid in self.ranks:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _rank_of(pid: int) -> int:
+    match = re.search(rb"MLX_RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
+    assert match is not None
+    return int(match[1])

@@ -1,0 +1,208 @@
+"""What tests run in a process with the fake GPU: ``python -m tests.tools.fake_gpu.on_device NAME ARGUMENTS``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from typing import Any
+
+from tools.fake_gpu import FakeGpu, Settings, install
+
+GPU: FakeGpu = install()  # before MLX is loaded
+
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
+
+from metal_engine.device.command_buffers import kernels_of_step  # noqa: E402
+from metal_engine.engine.core import EngineCore  # noqa: E402
+from metal_engine.kv_cache.rows import step_rows  # noqa: E402
+from metal_engine.models.paged_model import PagedModel  # noqa: E402
+from metal_engine.runner.dispatch import choose_dispatch  # noqa: E402
+from metal_engine.runner.model_runner import ModelRunner  # noqa: E402
+from metal_engine.runner.pending_step import PendingStep  # noqa: E402
+from tools.fake_gpu.measure import measure  # noqa: E402
+from tools.fake_gpu.workload import SMOLLM2, Workload, make_engine, make_model, prepare  # noqa: E402
+from tools.fixtures.architectures import configuration  # noqa: E402
+
+# 24 layers of 17 kernels: as many command buffers as with the demo model, at the limits below.
+TINY = SMOLLM2 | {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+TINY |= {"vocab_size": 256}
+WORKLOAD = Workload(num_requests=4, num_layers=24, num_blocks=4096, config=TINY, max_tokens=400)
+NUM_STEPS = 12
+
+
+def _engine(ahead: bool, settings: Settings, **runner: Any) -> EngineCore:
+    GPU.configure(settings)
+    engine = make_engine(WORKLOAD, ahead=ahead, **runner)
+    arrays = [a for state in engine._runner._pool.states for a in state.arrays.values()]  # type: ignore[attr-defined]
+    GPU.configure(replace(settings, pool_array_bytes=min(a.nbytes for a in arrays)))
+    return engine
+
+
+def timeline() -> dict[str, Any]:
+    """Ten kernels of a millisecond, one after the other."""
+    a = mx.ones((8, 8))
+    mx.eval(a)
+    GPU.configure(Settings(kernel_us=1000.0, max_ops=3))
+    GPU.counts(reset=True)
+    for _ in range(10):
+        a = mx.abs(a)
+    mx.eval(a)
+    return asdict(GPU.counts())
+
+
+def per_byte() -> dict[str, Any]:
+    """A kernel that reads a MiB and writes one; a row written to 4 MiB in place; a row gathered from them."""
+    a, pool, row = mx.zeros((1 << 18,)), mx.zeros((1 << 10, 1 << 10)), mx.zeros((1, 1 << 10))
+    at = mx.array([3])
+    mx.eval(a, pool, row, at)
+    mx.synchronize()
+    GPU.configure(Settings(us_per_mb=1024.0))
+    times = []
+    GPU.counts(reset=True)
+    mx.eval(mx.abs(a))
+    times.append(GPU.counts(reset=True).busy_ns)
+    pool[at] = row
+    mx.eval(pool)
+    times.append(GPU.counts(reset=True).busy_ns)
+    mx.eval(mx.take(pool, at, axis=0))
+    times.append(GPU.counts(reset=True).busy_ns)
+    return {"us": [round(time / 1000) for time in times]}
+
+
+def donation() -> dict[str, Any]:
+    """Writes to an array that nobody else has, that Python has, and that an unfinished kernel reads."""
+    copies = []
+
+    def written(array: mx.array) -> mx.array:
+        array[mx.array([1])] = 2.0
+        return array
+
+    GPU.configure(Settings())
+    for case in ("own", "held", "read"):
+        array = mx.zeros((64, 64))
+        mx.eval(array)
+        mx.synchronize()
+        GPU.counts(reset=True)
+        held = array.reshape(array.shape) if case == "held" else None
+        if case == "read":
+            with GPU.held():
+                mx.async_eval(mx.abs(array))
+                array = written(array)
+                mx.async_eval(array)
+                copies.append(GPU.counts().copies)
+        else:
+            array = written(array)
+            mx.eval(array)
+            copies.append(GPU.counts().copies)
+        del held
+    return {"copies": copies}
+
+
+def decode(
+    ahead: bool = False,
+    behind: bool = False,
+    max_ops: int = 24,
+    max_mb: int = 4096,
+    kernel_us: float = 5.0,
+    hold: bool = False,
+) -> dict[str, Any]:
+    """Steps of answers under way; ``hold``: somebody keeps the pool's arrays as each step finds them."""
+    engine = _engine(ahead, Settings(kernel_us=kernel_us, max_ops=max_ops, max_mb=max_mb), goes_behind=behind)
+    held: list[Any] = []
+
+    def before_step(step: int) -> None:
+        held[:] = [engine._runner._pool.snapshot()] if hold else []  # type: ignore[attr-defined]
+
+    for _ in range(3):
+        engine.step()
+    measured = measure(GPU, engine, NUM_STEPS, before_step)
+    array_bytes = GPU.settings.pool_array_bytes
+    return {
+        **asdict(measured.counts),
+        "commits_per_step": measured.counts.commits / NUM_STEPS,
+        "peak_arrays": measured.peak_bytes / array_bytes,
+        "num_arrays": 2 * WORKLOAD.num_layers,
+    }
+
+
+def prefill(behind: bool) -> dict[str, Any]:
+    """The chunks of a long prompt, most of which sample nothing, then an answer; on a slow device."""
+    engine = _engine(True, Settings(kernel_us=150.0, max_ops=24, max_mb=4096), goes_behind=behind)
+    for request_id in list(engine.request_ids):
+        engine.abort_request(request_id)
+    while engine.has_requests:
+        engine.step()
+    prepared = prepare(engine, replace(WORKLOAD, prompt_len=400, max_tokens=10), 0)
+    engine.scheduler.config = replace(engine.scheduler.config, max_num_batched_tokens=70)
+    engine.add_request("long", prepared)
+    GPU.counts(reset=True)
+    num_steps = engine.num_steps
+    while engine.has_requests:
+        engine.step()
+    return {**asdict(GPU.counts()), "num_steps": engine.num_steps - num_steps}
+
+
+def choose(max_ops: int, num_blocks: int = 4096) -> dict[str, Any]:
+    """What is chosen for a model at the start, and how its steps go then, on a device that is slower than the host."""
+    GPU.configure(Settings(us_per_mb=100.0, max_ops=max_ops, max_mb=4096))
+    engine = make_engine(replace(WORKLOAD, num_requests=0, num_blocks=num_blocks), ahead=True)
+    runner: Any = engine._runner
+    config = replace(engine.config, device=replace(engine.config.device, kind="metal"))
+    dispatch = choose_dispatch(runner, runner._pool, config)
+    is_clean = not runner._steps and not runner._table._index_of
+    return {"dispatch": dispatch, "goes_behind": runner.goes_behind, "is_clean": is_clean}
+
+
+def order(behind: bool) -> dict[str, Any]:
+    """What happens in which order, of two steps: parts given to the device, the wait for a step, its tokens told."""
+    engine = _engine(True, Settings(kernel_us=5.0, max_ops=24, max_mb=4096), goes_behind=behind)
+    seen: list[str] = []
+
+    def note(owner: Any, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            seen.append(what)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, noted)
+
+    note(mx, "async_eval", "give")
+    note(ModelRunner, "_build", "build")
+    note(PendingStep, "wait", "wait")
+    for _ in range(3):
+        engine.step()
+        seen.append("tokens")
+    return {"seen": seen}
+
+
+class _OneKernel:
+    """Attention as one kernel, whatever the shape."""
+
+    def attend(self, q: mx.array, state: Any, **options: Any) -> mx.array:
+        return mx.abs(q)[..., : state.spec.latent_dim or state.spec.v_head_dim]
+
+
+def count_kernels_of_architectures() -> dict[str, list[int]]:
+    """By architecture: kernels of a decode of its tiny model, and the estimate for its layers."""
+    names = ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3_text", "qwen3_moe", "gpt_oss", "mixtral")
+    rows = step_rows(np.arange(1, 5, dtype=np.int32)[:, None], np.full(4, 3, np.int32), np.ones(4, np.int32), 16)
+    found = {}
+    for name in names:
+        config = configuration(name)
+        model = PagedModel(make_model(config, quantized=False))
+        model.pool.allocate(8, 16)
+        mx.eval(model.model.parameters())
+        attention: Any = _OneKernel()
+        mx.synchronize()
+        GPU.counts(reset=True)
+        mx.eval(model(mx.zeros((4,), mx.int32), rows, attention), model.pool.written())
+        mx.synchronize()
+        found[name] = [GPU.counts().kernels, kernels_of_step(config) or 0]
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))

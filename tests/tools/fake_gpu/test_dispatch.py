@@ -1,0 +1,70 @@
+"""What a Mac's GPU is given when, as far as it can be counted: no copy of the KV cache, and nothing held up."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tools.fake_gpu.conftest import OnDevice
+
+# Kernels of 5 us: the device waits for the host; of 300: the host for the device, which MLX's throttle sees to.
+FAST, SLOW = 5.0, 300.0
+# Of a model with 17 kernels in each of 24 layers: command buffers of a step.
+MAX_OPS_OF = {17: 24, 8: 60}
+
+
+@pytest.mark.parametrize("kernel_us", [FAST, SLOW])
+def test_behind_another_step_nothing_is_copied(on_device: OnDevice, kernel_us: float) -> None:
+    counts = on_device("decode", ahead=True, behind=True, kernel_us=kernel_us)
+    assert counts["pool_copies"] == 0
+    assert counts["peak_arrays"] < 1
+    assert counts["commits_per_step"] >= 14
+
+
+def test_with_few_command_buffers_much_would_be_copied(on_device: OnDevice) -> None:
+    """So that the test above, and the check at the start, have something to see."""
+    counts = on_device("decode", ahead=True, behind=True, kernel_us=SLOW, max_ops=MAX_OPS_OF[8])
+    assert counts["commits_per_step"] < 10
+    assert counts["pool_copies"] > 0
+
+
+def test_after_the_end_few_command_buffers_do_no_harm(on_device: OnDevice) -> None:
+    counts = on_device("decode", ahead=True, kernel_us=SLOW, max_ops=MAX_OPS_OF[8])
+    assert counts["pool_copies"] == 0
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["after the end", "behind"])
+def test_chunks_that_sample_nothing_are_written_in_place(on_device: OnDevice, behind: bool) -> None:
+    """What is waited for of such a step holds all of the cache to its end: the next one is not dispatched behind it."""
+    counts = on_device("prefill", behind=behind)
+    assert counts["num_steps"] > 12
+    assert counts["pool_copies"] == 0
+
+
+@pytest.mark.parametrize(("num_buffers", "goes_behind"), [(17, True), (8, False)])
+def test_a_check_at_the_start_chooses(on_device: OnDevice, num_buffers: int, goes_behind: bool) -> None:
+    chosen = on_device("choose", max_ops=MAX_OPS_OF[num_buffers])
+    assert chosen["goes_behind"] == goes_behind
+    assert chosen["is_clean"]
+    if goes_behind:
+        assert chosen["dispatch"] == "each step behind the one before"
+    else:
+        assert "after the end" in chosen["dispatch"] and "of the KV cache would be copied" in chosen["dispatch"]
+
+
+def test_behind_a_step_is_given_before_the_one_before_is_waited_for(on_device: OnDevice) -> None:
+    """In two parts: the tokens of the step before are told between them, when nothing has made the host wait."""
+    seen = on_device("order", behind=True)["seen"]
+    assert seen == ["give", "build", "give", "wait", "tokens"] * 3
+
+
+def test_after_the_end_a_step_is_given_when_the_one_before_has_been_waited_for(on_device: OnDevice) -> None:
+    seen = on_device("order", behind=False)["seen"]
+    assert seen == ["give", "build", "wait", "give", "tokens"] * 3
+
+
+def test_estimates_of_kernels_are_not_too_high(on_device: OnDevice) -> None:
+    """Where they are, a step has less than the command buffers that it needs."""
+    counted = on_device("count_kernels_of_architectures")
+    assert len(counted) >= 8
+    few = {name: numbers for name, numbers in counted.items() if numbers[0] < 14 / 16 * numbers[1]}
+    assert not few

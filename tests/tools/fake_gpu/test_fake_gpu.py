@@ -1,0 +1,94 @@
+"""The instrument itself: its timeline, what it says of copies and command buffers, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tools.fake_gpu.conftest import OnDevice
+from tools.fake_gpu import FakeGpuError, build, device
+
+
+def test_kernels_take_their_time_one_after_the_other(on_device: OnDevice) -> None:
+    counts = on_device("timeline")
+    assert counts["kernels"] == 10 and counts["views"] == 0
+    assert counts["busy_ns"] == 10_000_000
+    assert counts["commits"] == 3  # of 4, 4 and 2 kernels
+
+
+def test_a_kernel_takes_time_for_what_it_reads_and_writes(on_device: OnDevice) -> None:
+    """Of an array in which a row is written, or from which one is picked, a row counts: 4 KiB twice."""
+    whole, written, picked = on_device("per_byte")["us"]
+    assert whole == 2 * 1024
+    assert 8 <= written <= 9 and 8 <= picked <= 9  # with the index
+
+
+def test_writes_to_what_others_hold_are_copies(on_device: OnDevice) -> None:
+    assert on_device("donation")["copies"] == [0, 1, 1]
+
+
+def test_command_buffers_are_limited_by_kernels(on_device: OnDevice) -> None:
+    fewer, more = (on_device("decode", max_ops=n)["commits_per_step"] for n in (48, 12))
+    assert 2.5 < more / fewer <= 4.5
+
+
+def test_a_large_pool_makes_many_command_buffers(on_device: OnDevice) -> None:
+    """An array of keys has 4 M elements here: with MLX's limit of 40 M, five layers are a command buffer."""
+    few, many = (on_device("decode", max_ops=4000, max_mb=mb)["commits_per_step"] for mb in (4096, 4))
+    assert few <= 2 and many >= 40
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
+def test_decoding_copies_no_array_of_the_pool(on_device: OnDevice, ahead: bool) -> None:
+    counts = on_device("decode", ahead=ahead)
+    assert counts["pool_copies"] == 0
+    assert counts["peak_arrays"] < 1
+    assert 14 <= counts["commits_per_step"] <= 20
+
+
+def test_a_reference_to_the_old_pool_is_seen(on_device: OnDevice) -> None:
+    counts = on_device("decode", hold=True)
+    assert counts["pool_copies"] >= counts["num_arrays"]
+    assert counts["peak_arrays"] > 1
+
+
+# --- what it refuses ---
+
+
+def test_another_mlx_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform != "linux":
+        pytest.skip("refused anyway")
+    monkeypatch.setattr(device, "TRIED", ("0.1.0",))
+    with pytest.raises(FakeGpuError, match=r"was tried with MLX 0\.1\.0, and this is mlx "):
+        device._find_mlx()
+
+
+def test_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.platform, "machine", lambda: "aarch64")
+    with pytest.raises(FakeGpuError, match="for Linux on x86-64"):
+        device._find_mlx()
+
+
+def test_it_comes_before_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlx.core", sys)
+    with pytest.raises(FakeGpuError, match=r"mlx\.core has been imported"):
+        device.install()
+
+
+def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(FakeGpuError, match="apt-get install g"):
+        build.compiler()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(FakeGpuError, match="CXX names no-such-compiler"):
+        build.compiler()
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("METAL_ENGINE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(FakeGpuError, match=r"does not compile:\n(.|\n)*mlx/allocator\.h"):
+        build.build(tmp_path, "0.32.4")
+    assert not list(tmp_path.rglob("*.so"))

@@ -1,0 +1,94 @@
+"""What docs/scaling.md and docs/launchd/ say: launchd can read it, and the programs take the commands."""
+
+from __future__ import annotations
+
+import argparse
+import plistlib
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from smg.launch_router import parse_router_args
+from smg.router_args import RouterArgs
+from typer.testing import CliRunner
+
+from metal_engine.cli import main
+from metal_engine.kv_transfer.settings import kv_transfer_config
+from metal_engine.settings.args import EngineArgs, ServerArgs
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = (DOCS / "scaling.md").read_text(encoding="utf-8")
+
+
+def load(name: str) -> dict[str, Any]:
+    loaded = plistlib.loads((DOCS / "launchd" / f"org.metal-engine.{name}.plist").read_bytes())
+    assert loaded["Label"] == f"org.metal-engine.{name}"
+    return dict(loaded)
+
+
+@pytest.mark.parametrize("name", ["server", "gateway"])
+def test_what_launchd_reads(name: str) -> None:
+    """Types are the ones that launchd takes; a crash is followed by a start, an end that was asked for is not."""
+    plist = load(name)
+    assert plist["RunAtLoad"] is True and plist["KeepAlive"] == {"SuccessfulExit": False}
+    assert plist["ProcessType"] == "Interactive" and isinstance(plist["ThrottleInterval"], int)
+    assert all(isinstance(argument, str) for argument in plist["ProgramArguments"])
+    assert Path(plist["ProgramArguments"][0]).is_absolute() and Path(plist["StandardErrorPath"]).is_absolute()
+
+
+def test_the_server_takes_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = tmp_path / "server.yaml"
+    (written,) = re.findall(r"echo '(api-key: .*?)' > ~/.config/metal-engine/server.yaml", PAGE)
+    config.write_text(written)
+    plist = load("server")
+    program, *arguments = plist["ProgramArguments"]
+    assert Path(program).name == "metal-engine"
+    arguments = [str(config) if one.endswith(".config/metal-engine/server.yaml") else one for one in arguments]
+    seen: list[tuple[EngineArgs, ServerArgs]] = []
+
+    def note(args: EngineArgs, server_args: ServerArgs) -> int:
+        seen.append((args, server_args))
+        return 0
+
+    monkeypatch.setattr(main, "_serve_one", note)
+    assert CliRunner().invoke(main.app, arguments).exit_code == 0
+    ((args, server_args),) = seen
+    transfer = kv_transfer_config(args)
+    assert transfer is not None and transfer.kv_connector == "valkey" and transfer.loads and transfer.saves
+    assert server_args.host == "0.0.0.0" and tuple(server_args.api_key) == ("KEY",)
+    assert plist["ExitTimeOut"] > server_args.shutdown_timeout
+
+
+def test_the_gateway_takes_its_command() -> None:
+    plist = load("gateway")
+    program, command, *arguments = plist["ProgramArguments"]
+    assert (Path(program).name, command) == ("smg", "launch")
+    args = parse_router_args(arguments)
+    assert args.worker_urls == ["http://mac1.local:8000", "http://mac2.local:8000"]
+    assert (args.host, args.prometheus_host, args.api_key) == ("0.0.0.0", "127.0.0.1", "KEY")
+    assert args.policy == "cache_aware"
+    assert plist["ExitTimeOut"] > args.shutdown_grace_period_secs
+
+
+def gateway_flags(text: str) -> set[str]:
+    """The gateway's flags that a page names: in its commands, and in spans of code that begin with them."""
+    lines = text.replace("\\\n", " ").splitlines()
+    commands = [line for line in lines if line.startswith("smg launch")] + re.findall(r"`(smg launch [^`]+)`", text)
+    return {flag for command in commands for flag in re.findall(r"--[a-z][a-z0-9-]*", command)}
+
+
+def test_the_page_names_flags_that_the_gateway_has() -> None:
+    parser = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(parser)
+    known = set(re.findall(r"--[a-z][a-z0-9-]*", parser.format_help()))
+    named = gateway_flags(PAGE)
+    assert len(named) > 12 and named - known == set()
+    assert gateway_flags("`smg launch --polic x`\nsmg launch --hots \\\n --port 1") == {"--polic", "--hots", "--port"}
+
+
+def test_the_first_command_is_the_launch_agents() -> None:
+    """But for the addresses' names, which the reader puts in."""
+    (command,) = re.findall(r"^smg launch (--host .*?--worker-urls [^\n]*)$", PAGE.replace("\\\n", " "), re.MULTILINE)
+    assert parse_router_args(shlex.split(command)) == parse_router_args(load("gateway")["ProgramArguments"][2:])

@@ -1,0 +1,61 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.simulate.prefix_tree import PrefixTree
+
+
+def chain(*tokens: int) -> list[bytes]:
+    """Hashes of prefixes: each stands for all tokens up to it."""
+    return [bytes(tokens[: length + 1]) for length in range(len(tokens))]
+
+
+def test_the_longest_prefix_is_found_and_the_replica_that_had_it_last():
+    tree = PrefixTree(3, 100)
+    tree.insert(chain(1, 2, 3), 0)
+    tree.insert(chain(1, 2, 4), 2)
+    assert tree.match(chain(1, 2, 3, 9)) == (3, 0)
+    assert tree.match(chain(1, 2, 9)) == (2, 2)
+    assert tree.match(chain(9)) == (0, None)
+    tree.insert(chain(1, 2), 0)
+    assert tree.match(chain(1, 2, 9)) == (2, 0)
+
+
+def test_what_was_not_used_for_longest_is_forgotten_ends_before_beginnings():
+    tree = PrefixTree(1, 4)
+    tree.insert(chain(1, 2), 0)
+    tree.insert(chain(1, 3), 0)
+    tree.insert(chain(5, 6), 0)
+    assert tree.match(chain(1, 2)) == (1, 0)  # its end went first
+    assert tree.match(chain(1, 3)) == (2, 0)
+    assert tree.match(chain(5, 6)) == (2, 0)
+
+
+def test_a_prefix_that_one_replica_forgot_is_still_found_at_another():
+    tree = PrefixTree(2, 2)
+    tree.insert(chain(1, 2), 0)
+    tree.insert(chain(1, 2), 1)
+    tree.insert(chain(8, 9), 1)
+    assert tree.match(chain(1, 2)) == (2, 0)
+
+
+PROMPTS = st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=6), st.integers(0, 2)), max_size=30)
+
+
+@settings(max_examples=40)
+@given(PROMPTS, st.integers(6, 12))
+def test_the_tree_agrees_with_a_list_of_what_was_sent(prompts, max_blocks):
+    tree = PrefixTree(3, max_blocks)
+    roomy = PrefixTree(3, 1 << 30)
+    for tokens, replica in prompts:
+        tree.insert(chain(*tokens), replica)
+        roomy.insert(chain(*tokens), replica)
+        tree.check_integrity()
+        roomy.check_integrity()
+        assert tree.match(chain(*tokens))[0] == len(tokens)  # the newest one is always there as a whole
+    sent = [(chain(*tokens), replica) for tokens, replica in prompts]
+    for hashes, _ in sent:
+        for length in range(1, len(hashes) + 1):
+            last = [replica for other, replica in sent if hashes[length - 1] in other][-1]
+            assert roomy.match(hashes[:length]) == (length, last)
+    for replica in range(3):
+        assert tree.num_blocks(replica) <= min(max_blocks, roomy.num_blocks(replica))

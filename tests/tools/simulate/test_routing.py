@@ -1,0 +1,97 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.simulate.routing import POLICIES, Ask, RouterConfig, is_imbalanced, make_policy
+
+
+def chain(*tokens: int) -> tuple[bytes, ...]:
+    return tuple(bytes(tokens[: length + 1]) for length in range(len(tokens)))
+
+
+def policy(name, num_replicas=4, num_cached=lambda replica, hashes: 0, **limits):
+    return make_policy(name, num_replicas, RouterConfig(**limits), num_cached)
+
+
+ALL = range(4)
+EVEN = [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_request_goes_to_a_replica_that_is_healthy(name, data):
+    chooser = policy(name, balance_abs=data.draw(st.integers(0, 8)))
+    for _ in range(data.draw(st.integers(1, 12))):
+        healthy = sorted(data.draw(st.sets(st.sampled_from(ALL), min_size=1)))
+        loads = data.draw(st.lists(st.integers(0, 20), min_size=4, max_size=4))
+        ask = Ask(data.draw(st.integers(0, 5)), chain(*data.draw(st.lists(st.integers(0, 2), max_size=4))))
+        assert chooser.choose(ask, healthy, loads) in healthy
+
+
+def test_round_robin_sends_the_same_number_to_each():
+    chooser = policy("round_robin")
+    sent = [chooser.choose(Ask(0, ()), ALL, [9, 0, 0, 0]) for _ in range(40)]
+    assert [sent.count(replica) for replica in ALL] == [10, 10, 10, 10]
+
+
+def test_a_user_stays_at_one_replica_and_moves_only_if_that_is_lost():
+    chooser = policy("session", 8)
+    before = {user: chooser.choose(Ask(user, ()), range(8), [0] * 8) for user in range(2000)}
+    assert all(chooser.choose(Ask(user, ()), range(8), [5] * 8) == at for user, at in before.items())
+    counts = [list(before.values()).count(replica) for replica in range(8)]
+    assert min(counts) > 180 and max(counts) < 320  # 250 each, and four standard deviations
+    after = {user: chooser.choose(Ask(user, ()), range(1, 8), [0] * 8) for user in range(2000)}
+    assert all(after[user] == at for user, at in before.items() if at != 0)
+    assert len({after[user] for user, at in before.items() if at == 0}) == 7  # its users are spread over the others
+
+
+def test_the_least_loaded_is_chosen_and_among_equals_in_turn():
+    chooser = policy("least_loaded")
+    assert chooser.choose(Ask(0, ()), ALL, [3, 1, 2, 1]) == 1
+    assert chooser.choose(Ask(0, ()), ALL, [3, 1, 2, 1]) == 3
+    assert chooser.choose(Ask(0, ()), [0, 2], [3, 1, 2, 1]) == 2
+
+
+def test_a_chat_comes_back_to_where_it_was_while_loads_are_even():
+    chooser = policy("cache_aware", balance_abs=4, balance_rel=1.5)
+    first = chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN)
+    others = [chooser.choose(Ask(1, chain(9, i)), ALL, EVEN) for i in (1,)]
+    assert others != [first]
+    busy = [4 if replica == first else 0 for replica in ALL]
+    assert chooser.choose(Ask(0, chain(1, 2, 3)), ALL, busy) == first
+    busy = [5 if replica == first else 0 for replica in ALL]
+    assert chooser.choose(Ask(0, chain(1, 2, 3, 4)), ALL, busy) != first
+
+
+def test_too_little_of_a_prompt_in_common_does_not_count():
+    chooser = policy("cache_aware", cache_threshold=0.5)
+    first = chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN)
+    assert chooser.choose(Ask(1, chain(1, 2, 3, 4)), ALL, EVEN) != first  # half of it is not more than half
+    chooser = policy("cache_aware", cache_threshold=0.5)
+    first = chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN)
+    assert chooser.choose(Ask(1, chain(1, 2, 3)), ALL, EVEN) == first
+
+
+def test_where_the_replica_with_the_prefix_is_lost_the_first_healthy_one_is_chosen_and_nothing_noted():
+    chooser = policy("cache_aware")
+    first = chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN)
+    assert first == 0
+    assert chooser.choose(Ask(0, chain(1, 2)), [2, 3], [0, 0, 1, 0]) == 2
+    assert chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN) == first
+
+
+def test_exact_routing_asks_the_replicas_and_breaks_ties_by_load():
+    cached = {0: 1, 1: 3, 2: 3, 3: 0}
+    chooser = policy("exact", num_cached=lambda replica, hashes: cached[replica], balance_abs=4)
+    assert chooser.choose(Ask(0, chain(1)), ALL, [0, 3, 2, 0]) == 2
+    assert chooser.choose(Ask(0, chain(1)), [0, 3], [0, 3, 2, 0]) == 0
+    assert chooser.choose(Ask(0, chain(1)), ALL, [1, 9, 9, 0]) == 3  # too uneven
+
+
+def test_loads_are_uneven_by_both_measures_or_not_at_all():
+    config = RouterConfig(balance_abs=10, balance_rel=1.5)
+    assert is_imbalanced([0, 11], config)
+    assert not is_imbalanced([0, 10], config)
+    assert not is_imbalanced([100, 111], config)
+    assert is_imbalanced([22, 34], config)

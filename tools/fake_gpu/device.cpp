@@ -1,0 +1,273 @@
+// A GPU that computes nothing, inside the CPU-only libmlx. MLX's own evaluation, arrays, donation and throttle run as
+// they are; what it would ask of Metal is answered here, with Metal's rules for which memory a command buffer holds and
+// when one is committed. A kernel only takes time, on a timeline of its own. README.md says what is modelled.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "mlx/allocator.h"
+#include "mlx/array.h"
+#include "mlx/event.h"
+#include "mlx/primitives.h"
+#include "mlx/scheduler.h"
+
+using namespace mlx::core;
+using Clock = std::chrono::steady_clock;
+using Held = std::unordered_set<std::shared_ptr<array::Data>>;
+
+namespace {
+
+// What MLX's CPU events hold, in 0.32.4 (mlx/backend/no_gpu/event.cpp); it is in no header.
+struct EventCounter {
+  uint64_t value{0};
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::atomic<void*> error;
+};
+
+// As `Settings` of device.py.
+struct Settings {
+  double encode_us;
+  double view_us;
+  double kernel_us;
+  double us_per_mb;
+  long max_ops;
+  long max_mb;
+  long pool_array_bytes;
+} settings{0, 0, 0, 0, 40, 40, 1L << 62};
+
+// As `Counts` of device.py.
+struct Counts {
+  long kernels;
+  long views;
+  long copies;
+  long pool_copies;
+  long commits;
+  long encode_ns;
+  long busy_ns;
+  long idle_ns;
+  long finished;
+} counts;
+
+// The command buffer that is being encoded. One thread encodes, for one stream.
+struct CommandBuffer {
+  Held held;
+  std::unordered_set<const void*> counted;
+  long ops = 0;
+  size_t elements = 0;
+  double gpu_us = 0;
+} encoding;
+
+// The device's timeline, and a gate that tests close: nothing ends while it is closed.
+std::mutex mutex;
+std::condition_variable gate;
+bool is_open = true;
+Clock::time_point idle_since;
+bool has_worked = false;
+
+const std::unordered_set<std::string> VIEWS = {
+    "AsStrided", "Broadcast", "BroadcastAxes", "Copy", "CustomTransforms", "Depends", "ExpandDims", "Flatten",
+    "NumberOfElements", "Reshape", "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View"};
+const std::unordered_set<std::string> IN_PLACE = {
+    "DynamicSliceUpdate", "MaskedScatter", "Scatter", "ScatterAxis", "SliceUpdate"};
+// They read as much of an input as they put out, at most.
+const std::unordered_set<std::string> PICKING = {"CustomKernel", "Gather", "GatherAxis"};
+// MLX reads arrays of this size on the host now and then, tokens above all: these are zeros, the others are not written.
+constexpr size_t ZEROED_BYTES = 16384;
+
+void spend(double us) {
+  if (us <= 0) return;
+  const auto end = Clock::now() + std::chrono::nanoseconds(long(us * 1000));
+  while (Clock::now() < end) {}
+}
+
+// Give what has been encoded to the device.
+void commit(Stream stream, bool is_counted) {
+  if (is_counted) scheduler::notify_new_task(stream);
+  const auto time = std::chrono::nanoseconds(long(encoding.gpu_us * 1000));
+  const auto committed = Clock::now();
+  counts.commits += encoding.ops > 0;
+  auto held = std::make_shared<Held>(std::move(encoding.held));
+  encoding = CommandBuffer();
+  scheduler::enqueue(stream, [=]() {
+    {
+      std::unique_lock lock(mutex);
+      gate.wait(lock, [] { return is_open; });
+      if (time.count()) {
+        if (!has_worked) idle_since = committed;
+        has_worked = true;
+        if (committed > idle_since) {
+          counts.idle_ns += (committed - idle_since).count();
+          idle_since = committed;
+        }
+        counts.busy_ns += time.count();
+        idle_since += time;
+      }
+      counts.finished += 1;
+    }
+    if (time.count()) std::this_thread::sleep_until(idle_since);
+    if (is_counted) scheduler::notify_task_completion(stream);
+    // As on Metal: a completion handler runs, and is then let go of with what it holds.
+    held->clear();
+  });
+}
+
+void allocate(array& out) {
+  out.set_data(allocator::malloc(out.nbytes()));
+  if (out.nbytes() < ZEROED_BYTES) std::memset(out.data<char>(), 0, out.nbytes());
+  counts.pool_copies += long(out.nbytes()) >= settings.pool_array_bytes;
+}
+
+void count_elements(const array& a) {
+  if (encoding.counted.insert(a.data_shared_ptr().get()).second) encoding.elements += a.data_size();
+}
+
+double kernel_us(const std::string& name, const std::vector<array>& inputs, const std::vector<array>& outputs) {
+  size_t bytes = 0, put_out = 0;
+  for (const auto& out : outputs) put_out += out.nbytes();
+  const bool is_in_place = IN_PLACE.count(name), is_picking = PICKING.count(name);
+  if (!is_in_place) bytes += put_out;
+  for (size_t i = is_in_place; i < inputs.size(); i++) {
+    const size_t size = inputs[i].nbytes();
+    bytes += (is_in_place ? 2 : 1) * (is_picking ? std::min(size, put_out) : size);
+  }
+  return settings.kernel_us + settings.us_per_mb * double(bytes) / (1 << 20);
+}
+
+// Encode a kernel: its outputs have memory afterwards.
+void encode_kernel(const std::string& name, array& arr, std::vector<array>& outputs) {
+  if (IN_PLACE.count(name)) {
+    const array& target = arr.inputs()[0];
+    if (target.is_donatable()) {
+      outputs[0].copy_shared_buffer(target);
+    } else {
+      counts.copies += 1;
+      allocate(outputs[0]);
+    }
+  } else {
+    for (auto& out : outputs) allocate(out);
+  }
+  counts.kernels += 1;
+  encoding.ops += 1;
+  encoding.gpu_us += kernel_us(name, arr.inputs(), outputs);
+  for (const auto& in : arr.inputs()) count_elements(in);
+  for (const auto& out : outputs) count_elements(out);
+  spend(settings.encode_us);
+}
+
+// Returns whether an operation is one that moves no data, and has been done.
+bool is_view(const std::string& name, array& arr, std::vector<array>& outputs) {
+  if (name == "Contiguous" && arr.inputs()[0].flags().row_contiguous) {
+    outputs[0].copy_shared_buffer(arr.inputs()[0]);
+  } else if (VIEWS.count(name)) {
+    try {
+      arr.primitive().eval_cpu(arr.inputs(), outputs);
+    } catch (const std::exception&) {
+      return false;  // a reshape that has to move data; there is no CPU to do that on a GPU's stream
+    }
+  } else {
+    return false;
+  }
+  counts.views += 1;
+  spend(settings.view_us);
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+// --- what MLX asks of a GPU; each takes the place of the function that device.py names ---
+
+bool fake_true() { return true; }
+bool fake_false() { return false; }
+int fake_one() { return 1; }
+void fake_nothing() {}
+
+void fake_eval(array* evaluated) {
+  const auto started = Clock::now();
+  array& arr = *evaluated;
+  const auto stream = arr.primitive().stream();
+  auto outputs = arr.outputs();
+  const std::string name = arr.primitive().name();
+  // MLX ends each evaluation with an operation that does nothing.
+  if (name != "Synchronize" && !is_view(name, arr, outputs)) encode_kernel(name, arr, outputs);
+  // metal/eval.cpp: all inputs are held until the command buffer is done, but for one that was donated to the output.
+  for (const auto& in : arr.inputs()) encoding.held.insert(in.data_shared_ptr());
+  for (const auto& sibling : arr.siblings()) encoding.held.insert(sibling.data_shared_ptr());
+  encoding.held.erase(arr.data_shared_ptr());
+  // metal/device.cpp, needs_commit: what is called megabytes there are elements.
+  if (encoding.ops > settings.max_ops || long(encoding.elements >> 20) > settings.max_mb) commit(stream, true);
+  counts.encode_ns += (Clock::now() - started).count();
+}
+
+void fake_finalize(Stream stream) { commit(stream, false); }
+
+void fake_synchronize(Stream stream) {
+  commit(stream, false);
+  auto done = std::make_shared<std::promise<void>>();
+  auto end = done->get_future();
+  scheduler::enqueue(stream, [done]() { done->set_value(); });
+  end.wait();
+}
+
+void fake_signal(Event* event, Stream stream) {
+  if (stream.device == Device::gpu) commit(stream, false);
+  scheduler::signal_event(stream, *event, [value = event->value()](Event& e) {
+    auto& counter = e.cast<EventCounter>();
+    {
+      std::lock_guard lock(counter.mutex);
+      counter.value = value;
+    }
+    counter.changed.notify_all();
+  });
+}
+
+// --- for device.py ---
+
+void fake_configure(const Settings* given) { settings = *given; }
+
+void fake_counts(Counts* out, bool reset) {
+  std::lock_guard lock(mutex);
+  *out = counts;
+  if (!reset) return;
+  counts = Counts();
+  has_worked = has_worked && idle_since > Clock::now();  // idle time before what is counted is nobody's
+}
+
+void fake_gate(bool open) {
+  std::lock_guard lock(mutex);
+  is_open = open;
+  gate.notify_all();
+}
+
+bool fake_replace(void* function, const char* with) {
+  static const std::unordered_map<std::string, void*> ours = {
+      {"true", (void*)fake_true}, {"false", (void*)fake_false}, {"one", (void*)fake_one},
+      {"nothing", (void*)fake_nothing}, {"eval", (void*)fake_eval}, {"finalize", (void*)fake_finalize},
+      {"synchronize", (void*)fake_synchronize}, {"signal", (void*)fake_signal}};
+  const size_t page = sysconf(_SC_PAGESIZE);
+  char* start = (char*)((size_t)function & ~(page - 1));
+  if (mprotect(start, 2 * page, PROT_READ | PROT_WRITE | PROT_EXEC)) return false;
+  // movabs rax, address; jmp rax
+  unsigned char jump[12] = {0x48, 0xb8};
+  void* target = ours.at(with);
+  std::memcpy(jump + 2, &target, 8);
+  jump[10] = 0xff;
+  jump[11] = 0xe0;
+  std::memcpy(function, jump, sizeof(jump));
+  return !mprotect(start, 2 * page, PROT_READ | PROT_EXEC);
+}
+}

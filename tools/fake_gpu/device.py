@@ -1,0 +1,224 @@
+"""Puts the fake GPU into the libmlx of this process, and asks it what it was given to do."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from .build import FakeGpuError, build
+
+# Versions of MLX of which the patched functions, and the rules that device.cpp repeats, have been looked at.
+TRIED = ("0.32.4",)
+# What takes the place of which function of libmlx; as `fake_replace` of device.cpp has it.
+_REPLACED = {
+    "mlx::core::gpu::is_available()": "true",
+    "mlx::core::metal::is_available()": "true",
+    "mlx::core::gpu::device_count()": "one",
+    "mlx::core::gpu::new_stream(mlx::core::Stream)": "nothing",
+    "mlx::core::gpu::new_thread_unsafe_stream(mlx::core::Stream)": "nothing",
+    "mlx::core::gpu::clear_streams()": "nothing",
+    "mlx::core::gpu::eval(mlx::core::array&)": "eval",
+    "mlx::core::gpu::finalize(mlx::core::Stream)": "finalize",
+    "mlx::core::gpu::synchronize(mlx::core::Stream)": "synchronize",
+    "mlx::core::Event::signal(mlx::core::Stream)": "signal",
+    # Metal has kernels for these; on a CPU they become graphs of others.
+    "mlx::core::fast::RMSNorm::use_fallback(mlx::core::Stream)": "false",
+    "mlx::core::fast::RoPE::use_fallback(mlx::core::Stream)": "false",
+    "mlx::core::fast::LayerNorm::use_fallback(mlx::core::Stream)": "false",
+    "mlx::core::fast::ScaledDotProductAttention::use_fallback": "false",
+    "mlx::core::detail::compile_available_for_device(mlx::core::Device const&)": "true",
+}
+_DEVICE_INFO = {
+    "device_name": "Fake GPU",
+    "architecture": "applegpu_g13g",
+    "memory_size": 64 << 30,
+    "max_recommended_working_set_size": 48 << 30,
+}
+_NUM_CORES = 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What things cost, and when a command buffer is committed.
+
+    Attributes:
+        encode_us: host time for a kernel, in microseconds: Metal's encoding, which is not done here.
+        view_us: host time for a view.
+        kernel_us: device time for a kernel.
+        us_per_mb: device time for each MiB that a kernel reads and writes.
+        max_ops: kernels after which a command buffer is committed, as ``MLX_MAX_OPS_PER_BUFFER``.
+        max_mb: "megabytes", 2**20 elements, after which it is, as ``MLX_MAX_MB_PER_BUFFER``.
+        pool_array_bytes: a new array of at least so many bytes counts as a copy of a pool's.
+    """
+
+    encode_us: float = 0.0
+    view_us: float = 0.0
+    kernel_us: float = 0.0
+    us_per_mb: float = 0.0
+    max_ops: int = 40
+    max_mb: int = 40
+    pool_array_bytes: int = 1 << 62
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the device was given since it was last asked; times in nanoseconds.
+
+    Attributes:
+        kernels: and ``views``, evaluated operations.
+        copies: writes that were not in place, of arrays of any size.
+        pool_copies: new arrays of ``pool_array_bytes`` and more.
+        commits: of command buffers with at least a kernel.
+        encode_ns: host time in here, ``encode_us`` and ``view_us`` included.
+        busy_ns: device time of kernels.
+        idle_ns: device time between kernels with nothing to do.
+        finished: command buffers that are done, empty ones too.
+    """
+
+    kernels: int = 0
+    views: int = 0
+    copies: int = 0
+    pool_copies: int = 0
+    commits: int = 0
+    encode_ns: int = 0
+    busy_ns: int = 0
+    idle_ns: int = 0
+    finished: int = 0
+
+    @property
+    def busy(self) -> float:
+        """The share of time in which the device had something to do; 0 where it never had."""
+        return self.busy_ns / max(self.busy_ns + self.idle_ns, 1)
+
+
+class _CSettings(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_double) for name in ("encode_us", "view_us", "kernel_us", "us_per_mb")),
+        *((name, ctypes.c_long) for name in ("max_ops", "max_mb", "pool_array_bytes")),
+    ]
+
+
+class FakeGpu:
+    """The fake GPU of this process; :func:`install` makes it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.configure(Settings())
+
+    def configure(self, settings: Settings) -> None:
+        """Have things cost what ``settings`` say, from the next operation on."""
+        self.settings = settings
+        self._library.fake_configure(ctypes.byref(_CSettings(*astuple(settings))))
+
+    def counts(self, *, reset: bool = False) -> Counts:
+        """What the device was given since the last reset."""
+        found = (ctypes.c_long * len(Counts.__dataclass_fields__))()
+        self._library.fake_counts(found, reset)
+        return Counts(*found)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it, no command buffer ends. What waits for one waits for ever; so does the eleventh commit."""
+        self._library.fake_gate(False)
+        try:
+            yield
+        finally:
+            self._library.fake_gate(True)
+
+
+@functools.cache
+def install() -> FakeGpu:
+    """Patch libmlx, once. ``mlx.core`` must not have been imported.
+
+    Raises:
+        FakeGpuError: this is no machine or MLX that it was made for, or there is no compiler.
+    """
+    if "mlx.core" in sys.modules:
+        raise FakeGpuError("mlx.core has been imported: the fake GPU must be installed before")
+    mlx, version = _find_mlx()
+    # The library that was linked with the fake one must be there first, for everybody to see.
+    libmlx = mlx / "lib" / "libmlx.so"
+    ctypes.CDLL(str(libmlx), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(build(mlx, version)))
+    library.fake_replace.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    library.fake_replace.restype = library.fake_gate.restype = ctypes.c_bool
+    library.fake_gate.argtypes, library.fake_gate.restype = [ctypes.c_bool], None
+    library.fake_counts.argtypes = [ctypes.c_void_p, ctypes.c_bool]
+    base = _loaded_at(libmlx)
+    for name, offset in _offsets(libmlx).items():
+        if not library.fake_replace(base + offset, _REPLACED[name].encode()):
+            raise FakeGpuError("this system does not let a program change its own code")
+    gpu = FakeGpu(library)
+    _change_python()
+    return gpu
+
+
+def _find_mlx() -> tuple[Path, str]:
+    """The folder of the mlx package, and its version."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise FakeGpuError(f"the fake GPU is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
+    spec = importlib.util.find_spec("mlx")
+    if spec is None or not spec.submodule_search_locations:
+        raise FakeGpuError("there is no MLX")
+    for package in ("mlx", "mlx-cpu"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise FakeGpuError(f"there is no {package}: the fake GPU patches its libmlx.so") from error
+        if version not in TRIED:
+            raise FakeGpuError(
+                f"the fake GPU was tried with MLX {', '.join(TRIED)}, and this is {package} {version}; see "
+                "tools/fake_gpu/README.md for what to look at before it is added"
+            )
+    return Path(spec.submodule_search_locations[0]), version
+
+
+def _loaded_at(library: Path) -> int:
+    """The address that offsets in a library count from."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, *_, path = line.split(maxsplit=5)
+        if int(offset, 16) == 0 and os.path.samefile(path, library) if path.startswith("/") else False:
+            return int(span.split("-")[0], 16)
+    raise FakeGpuError(f"{library} is not in this process")
+
+
+def _offsets(library: Path) -> dict[str, int]:
+    """Where the functions of :data:`_REPLACED` are in libmlx."""
+    try:
+        listed = subprocess.run(["nm", "-C", str(library)], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise FakeGpuError(f"nm (binutils) cannot list the functions of {library}: {error}") from error
+    found: dict[str, int] = {}
+    for address, name in re.findall(r"^([0-9a-f]+) [tT] (.*)$", listed, re.M):
+        if "[clone" in name:
+            continue
+        known = name if name in _REPLACED else name.split("(")[0]
+        if known in _REPLACED:
+            found[known] = int(address, 16)
+    if missing := _REPLACED.keys() - found.keys():
+        raise FakeGpuError(f"{library} lacks {', '.join(sorted(missing))}")
+    return found
+
+
+def _change_python() -> None:
+    """What Python asks of a Mac's device and this libmlx does not know."""
+    import mlx.core as mx
+
+    from metal_engine.device import info
+
+    changed: Any = mx
+    changed.device_info = lambda device=None: dict(_DEVICE_INFO)
+    changed.set_wired_limit = lambda limit: 0
+    info.gpu_core_count = lambda: _NUM_CORES

@@ -1,0 +1,163 @@
+"""Measures decoding on the fake GPU: where the host's time goes, and whether the device waits for it.
+
+Imports MLX: :func:`tools.fake_gpu.install` comes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from metal_engine.device.command_buffers import command_buffer_limits
+from metal_engine.engine.core import EngineCore
+
+from .device import FakeGpu, Settings
+from .measure import Measured, count_kernels, measure
+from .workload import Workload, make_engine, prepare
+
+MIN_BUSY = 0.97
+MIN_BUSY_MIXED = 0.93
+# What MLX takes on most Macs.
+MLX_LIMITS = 40, 40
+_WARM_UP = 8
+_MIXED_EVERY = 8
+_HEADER = (
+    "| dispatch | limits | encode us | step ms | busy % | graph | evaluate | engine | host | blocked | wait | "
+    "kernels | commits | pool copies | peak MB |"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the report.
+
+    Attributes:
+        name: of how steps are dispatched.
+        ahead: as ``--async-scheduling``.
+        behind: whether steps are dispatched behind others.
+        limits: operations and "megabytes" of a command buffer.
+        is_mixed: whether prompts come in between.
+    """
+
+    name: str
+    ahead: bool
+    limits: tuple[int, int]
+    behind: bool = False
+    encode_us: float = 0.0
+    is_mixed: bool = False
+
+
+def measure_case(gpu: FakeGpu, case: Case, workload: Workload, gpu_ms: float, num_steps: int) -> Measured:
+    """Run an engine as a case says; its kernels take ``gpu_ms`` a step together."""
+    if case.is_mixed:  # as many end as come
+        workload = replace(workload, max_tokens=_MIXED_EVERY * workload.num_requests)
+    max_ops, max_mb = case.limits
+    settings = Settings(max_ops=max_ops, max_mb=max_mb)
+    gpu.configure(settings)
+    engine = make_engine(workload, ahead=case.ahead, goes_behind=case.behind)
+    try:
+        pool_bytes = min(array.nbytes for state in engine._runner._pool.states for array in state.arrays.values())
+        kernel_us = 1e3 * gpu_ms / count_kernels(gpu, engine)
+        costs = replace(settings, encode_us=case.encode_us, view_us=0.15 * case.encode_us, kernel_us=kernel_us)
+        gpu.configure(replace(costs, pool_array_bytes=pool_bytes))
+        feed = _Prompts(engine, workload) if case.is_mixed else None
+        before_step = feed.before_step if feed is not None else lambda step: None
+        for step in range(_WARM_UP):
+            before_step(step)
+            engine.step()
+        return measure(gpu, engine, num_steps, before_step)
+    finally:
+        gpu.configure(Settings())
+        engine.close()
+
+
+class _Prompts:
+    """A new prompt every few steps; its preparation is other threads' in a server, so it is done beforehand."""
+
+    def __init__(self, engine: EngineCore, workload: Workload) -> None:
+        self._engine = engine
+        self._prepared = [prepare(engine, workload, i) for i in range(64)]
+        self._number = 0
+
+    def before_step(self, step: int) -> None:
+        if step % _MIXED_EVERY == 0:
+            self._engine.add_request(f"new {self._number}", self._prepared[self._number % len(self._prepared)])
+            self._number += 1
+
+
+def row(case: Case, measured: Measured) -> str:
+    counts, steps = measured.counts, measured.num_steps
+    times = (measured.graph, measured.evaluate, measured.engine, measured.host, measured.blocked, measured.wait)
+    cells = [
+        case.name + (", a prompt every 8 steps" if case.is_mixed else ""),
+        "{} / {}".format(*case.limits),
+        f"{case.encode_us:g}",
+        f"{measured.step:.2f}",
+        f"{100 * counts.busy:.1f}",
+        *(f"{time:.2f}" for time in times),
+        f"{counts.kernels / steps:.0f}",
+        f"{counts.commits / steps:.1f}",
+        f"{counts.pool_copies / steps:.2f}",
+        f"{measured.peak_bytes / 1e6:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--num-blocks", type=int, default=8192, help="of 16 tokens: 25 M elements in an array of keys")
+    parser.add_argument("--gpu-ms", type=float, default=12.0, help="device time of a step's kernels")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument(
+        "--encode-us", type=float, nargs="+", default=[0.0, 1.0, 2.0, 4.0], help="host time of a kernel"
+    )
+    parser.add_argument("--max-ops", type=int, help="kernels of a command buffer; else what the engine sets")
+    parser.add_argument("--max-mb", type=int, help="its 2**20 elements; else what the engine sets")
+    parser.add_argument("--no-figures", action="store_true", help="measure, and fail for no figure")
+
+
+def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
+    """Print the report. Returns the process's exit status: 1 where a figure is missed."""
+    workload = Workload(num_requests=args.requests, num_layers=args.layers, num_blocks=args.num_blocks)
+    ours = command_buffer_limits([workload.model], mx.device_info()["memory_size"])
+    limits = args.max_ops or ours.max_ops, args.max_mb or ours.max_mb
+    cases = [
+        Case("one by one", False, MLX_LIMITS),
+        Case("after the end", True, MLX_LIMITS),
+        Case("one by one", False, limits),
+        Case("after the end", True, limits),
+        *(Case("behind", True, limits, True, encode_us) for encode_us in args.encode_us),
+        Case("after the end", True, limits, is_mixed=True),
+        Case("behind", True, limits, True, is_mixed=True),
+    ]
+    print(
+        f"A model of a GPU (tools/fake_gpu/README.md): {args.requests} requests, {args.layers} layers, kernels of "
+        f"{args.gpu_ms:g} ms a step, {args.num_blocks:,} blocks; means of {args.steps} steps, times in ms a step, load "
+        f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.\n\n{_HEADER}\n{'| --- ' * _HEADER.count(' | ')}| --- |"
+    )
+    missed = []
+    for case in cases:
+        measured = measure_case(gpu, case, workload, args.gpu_ms, args.steps)
+        print(row(case, measured), flush=True)
+        missed += missed_figures(case, measured, limits)
+    if args.no_figures or not missed:
+        return 0
+    print("\nMissed: " + "; ".join(missed))
+    return 1
+
+
+def missed_figures(case: Case, measured: Measured, limits: tuple[int, int]) -> list[str]:
+    """The figures that a case misses; only cases with the engine's limits have any."""
+    if case.limits != limits:
+        return []
+    missed = []
+    if measured.counts.pool_copies:
+        missed.append(f"{case.name}: {measured.counts.pool_copies} copies of the pool's arrays")
+    least = MIN_BUSY_MIXED if case.is_mixed else MIN_BUSY
+    if case.behind and case.encode_us == 0 and measured.counts.busy < least:
+        missed.append(f"{case.name}: busy {measured.counts.busy:.1%}, less than {least:.0%}")
+    return missed
