@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -167,17 +167,21 @@ class Drafting:
     forward_seconds: float = 0.0
 
 
+DecodeOutcome = Literal["replayed", "traced", "untraced", "adapters", "large", "refused"]
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeForward:
     """How the forward of a step in which every row samples came about.
 
     Attributes:
-        outcome: ``replayed``; or why it was built: ``untraced`` (its sizes are new or rare), ``adapters`` (some of its
-            requests have one), ``large`` (it takes too much in one piece), ``refused``.
+        outcome: ``replayed``, or ``traced`` and replayed for the first time; or why it was built: ``untraced`` (its
+            sizes are new or rare), ``adapters`` (some of its requests have one), ``large`` (it takes too much in one
+            piece), ``refused``.
         refusal: why no step is replayed; None where steps are.
     """
 
-    outcome: str
+    outcome: DecodeOutcome
     refusal: str | None
 
 

@@ -23,7 +23,7 @@ from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.runner.token_share import TokenShare
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import DecodeForward, Drafting, ModelOutput, SchedulerOutput
+from metal_engine.step import DecodeForward, DecodeOutcome, Drafting, ModelOutput, SchedulerOutput
 
 
 class ModelRunner:
@@ -49,6 +49,7 @@ class ModelRunner:
 
     Attributes:
         goes_behind: as above; it may change between steps.
+        replays: whether decode steps are replayed where they can be; it may change between steps.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class ModelRunner:
         self._num_state_slots = cache_config.num_state_slots
         self._num_adapter_slots = 0 if model.adapters is None else model.adapters.max_loras
         self._replay: DecodeReplay | None = None
-        self._decode_forward: DecodeForward | None = None  # of the step built last
-        if cache_config.num_trash_blocks:
+        self.replays = cache_config.num_trash_blocks > 0
+        if self.replays:
             self._replay = DecodeReplay(model, backend, trash_block=cache_config.num_blocks)
         num_blocks = cache_config.num_blocks + cache_config.num_trash_blocks
         self._pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)
@@ -109,7 +110,8 @@ class ModelRunner:
         try:
             self._table.take_in(plan)
             drafting = self._draft(plan)
-            sampling, pooling, logits = self._build(plan if drafting is None else plan.with_drafts(drafting))
+            drafted = plan if drafting is None else plan.with_drafts(drafting)
+            sampling, pooling, logits, decode_forward = self._build(drafted)
             # Masks are for the host to compute while the device is busy: with the step before, or with this one.
             is_built = bool(self._steps) or not sampling.has_masks
             if is_built:
@@ -120,8 +122,8 @@ class ModelRunner:
             self._pool.restore(before)
             raise
         loads = self._kv_connector.take_loads() if self._kv_connector is not None else StepLoads()
-        sampled, decode_forward = plan.sampled_req_ids, self._decode_forward
-        step = PendingStep(self.finish, sampled, sampling, pooling, before, loads, saves, drafting, decode_forward)
+        step = PendingStep(self.finish, plan.sampled_req_ids, sampling, pooling, before, loads, saves, drafting)
+        step.decode_forward = decode_forward
         step.shared = logits if self._share is not None else None
         del before  # the step's own, to let go of
         if self._in_parts and is_built:
@@ -142,10 +144,11 @@ class ModelRunner:
         self._draft_model.take_in(plan)
         return self._draft_model.draft(self._table, plan)
 
-    def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, StepPooling | None, mx.array]:
+    def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, StepPooling | None, mx.array, DecodeForward | None]:
         """Build a step's forward as a graph, with its pooling.
 
-        Returns its sampling, its pooling, and the logits that it samples from, [R + T, vocab_size].
+        Returns its sampling, its pooling, the logits that it samples from, [R + T, vocab_size], and how these came
+        about.
         """
         batch = self._table.pack(plan)
         batch.validate(self._num_blocks, self._num_state_slots, self._num_adapter_slots)
@@ -161,7 +164,7 @@ class ModelRunner:
         attention = self._backend.for_step(batch.rows)
         adapters = self._adapter_rows(batch)
         if not self._table.pooling:
-            return sampling, None, self._forward(plan, batch, attention, sampling.logits_indices, adapters)
+            return sampling, None, *self._forward(plan, batch, attention, sampling.logits_indices, adapters)
         pooling = self._step_pooling(plan, batch)
         num_sampling = len(sampling.logits_indices)
         logits_indices = mx.array(np.concatenate([sampling.logits_indices, pooling.logits_indices]))
@@ -170,7 +173,7 @@ class ModelRunner:
         input_ids = self._input_ids(batch)
         logits, hidden = self._model.forward(input_ids, batch.rows, attention, logits_indices, hidden_indices, adapters)
         pooling.build(hidden, logits[num_sampling:])
-        return sampling, pooling, logits[:num_sampling]
+        return sampling, pooling, logits[:num_sampling], None
 
     def _forward(
         self,
@@ -179,26 +182,25 @@ class ModelRunner:
         attention: StepAttention,
         logits_indices: np.ndarray,
         adapters: AdapterRows | None,
-    ) -> mx.array:
+    ) -> tuple[mx.array, DecodeForward | None]:
         """The logits of some rows, [R + T, vocab_size]: replayed, or built as a graph."""
         input_ids = self._input_ids(batch)
 
         def build() -> mx.array:
             return self._model(input_ids, batch.rows, attention, mx.array(logits_indices), adapters)
 
-        self._decode_forward = None
-        if self._replay is None:
-            return build()
-        if not _is_decode(plan, batch, logits_indices):
+        replay = self._replay
+        if replay is None:
+            return build(), None
+        outcome: DecodeOutcome | None = None
+        if not self.replays or not _is_decode(plan, batch, logits_indices):
             logits = build()
         elif adapters is not None:
-            logits = build()
-            self._decode_forward = DecodeForward("adapters", self._replay.refusal)
+            logits, outcome = build(), "adapters"
         else:
-            logits = self._replay.forward(input_ids, batch.rows, build)
-            self._decode_forward = DecodeForward(self._replay.outcome, self._replay.refusal)
-        self._replay.learn(attention)
-        return logits
+            logits, outcome = replay.forward(input_ids, batch.rows, build)
+        replay.learn(attention)
+        return logits, None if outcome is None else DecodeForward(outcome, replay.refusal)
 
     def _adapter_rows(self, batch: PackedBatch) -> AdapterRows | None:
         slots = batch.adapter_slots[batch.rows.request_of_row] if len(batch.adapter_slots) else batch.adapter_slots
@@ -303,10 +305,10 @@ class ModelRunner:
 
         One that runs behind it computes with what it left, and writes that to the cache, which is made anew then.
         """
+        if self._replay is not None:
+            self._replay.failed([s.decode_forward for s in (step, *self._steps) if s.decode_forward], error)
         self._steps.clear()
         self._table.forget_samples()
-        if self._replay is not None:
-            self._replay.drop_traces()  # whatever made it fail may be in them
         if step.is_async:
             # An asynchronous evaluation may stop anywhere, and its error come up again: nothing is sure of its arrays.
             self._pool.renew(error)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +31,10 @@ from metal_engine.attention.backend import (
     size_class,
 )
 from metal_engine.errors import one_line
-from metal_engine.kv_cache.rows import StepRows, step_rows
+from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.writes import TracedWrites
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.step import DecodeForward, DecodeOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +58,6 @@ class DecodeReplay:
 
     Attributes:
         refusal: why nothing is replayed, in a few words; None as long as nothing speaks against it.
-        outcome: of the last step that it ran: ``replayed``, or why the step was built: ``untraced``, where its sizes
-            are new or rare, ``large``, where it takes too much in one piece, ``refused``.
     """
 
     def __init__(
@@ -66,17 +65,16 @@ class DecodeReplay:
     ) -> None:
         self._model = model
         self._pool = model.pool
-        self._backend = backend
+        self._backend = backend if isinstance(backend, ReplayableBackend) else None
         self._trash_block = trash_block
         self._trace_at = trace_at
         self._asked: Hashable | None = None
         self._traces: OrderedDict[Hashable, _Trace] = OrderedDict()  # least recently used first
         self._num_seen: Counter[Hashable] = Counter()  # by sizes that have no trace
-        self.outcome = ""
         self.refusal: str | None = None
         if self._pool.is_recurrent:
             self.refusal = "its layers carry recurrent states"
-        elif not isinstance(backend, ReplayableBackend):
+        elif self._backend is None:
             self.refusal = "several backends share its attention"
 
     @property
@@ -92,26 +90,33 @@ class DecodeReplay:
         if self._asked is None and isinstance(attention, ReplayableAttention):
             self._asked = attention.asked or None
 
-    def forward(self, input_ids: mx.array, rows: StepRows, build: Callable[[], mx.array]) -> mx.array:
-        """The logits of a step all of whose rows sample, [N, vocab_size].
+    def forward(
+        self, input_ids: mx.array, rows: StepRows, build: Callable[[], mx.array]
+    ) -> tuple[mx.array, DecodeOutcome]:
+        """A step all of whose rows sample.
 
         Args:
             input_ids: [N] int32.
             rows: validated.
             build: makes the graph of the step, where it is not replayed.
+
+        Returns:
+            Its logits, [N, vocab_size], and how they came about.
         """
-        planned = self._plan(rows)
-        if planned is None:
-            return build()
-        larger, tables = planned
+        if self.refusal is not None or self._backend is None:
+            return build(), "refused"
+        if self._asked is None:
+            return build(), "untraced"
+        larger = padded(rows, self._trash_block)
+        tables = self._backend.tables(larger, self._asked)
+        if tables is None:
+            return build(), "large"
         trace = self._traces.get(tables.key)
         if trace is not None:
-            self.outcome = "replayed"
             self._traces.move_to_end(tables.key)
-            return self._run(trace, input_ids, larger, tables)[: rows.num_tokens]
+            return self._run(trace, input_ids, larger, tables)[: rows.num_tokens], "replayed"
         if not self._is_worth_tracing(tables.key):
-            self.outcome = "untraced"
-            return build()
+            return build(), "untraced"
         trace = mx.compile(self._function(tables))
         try:
             logits = self._run(trace, input_ids, larger, tables)
@@ -119,32 +124,29 @@ class DecodeReplay:
             # Not the error itself: its traceback holds the pool's arrays, and the next writes would copy them.
             reason = one_line(error)
         else:
-            self.outcome = "replayed"
             self._keep(tables.key, trace)
-            return logits[: rows.num_tokens]
+            return logits[: rows.num_tokens], "traced"
         built = build()
         self._refuse(f"its forward cannot be traced ({reason})")
-        return built
+        return built, "refused"
+
+    def failed(self, under_way: Iterable[DecodeForward], error: Exception) -> None:
+        """See to the traces after a step that failed: the cause may be in one, so all are dropped.
+
+        Where one has run for the first time just then, it is taken for the cause, and nothing is replayed any more:
+        else each step that is traced would fail its requests.
+
+        Args:
+            under_way: of the step that failed, and of those built after it.
+        """
+        self._traces.clear()
+        if self.refusal is None and any(forward.outcome == "traced" for forward in under_way):
+            self._refuse(f"a step failed that was replayed for the first time ({one_line(error)})")
 
     def _refuse(self, why: str) -> None:
-        self.refusal, self.outcome = why, "refused"
+        self.refusal = why
         self._traces.clear()
         logger.warning("decode steps are built one by one, which takes longer on the host: %s", why)
-
-    def _plan(self, rows: StepRows) -> tuple[StepRows, StepTables] | None:
-        """The padded step with its attention; None if it is to be built."""
-        if self.refusal is not None or not isinstance(self._backend, ReplayableBackend):
-            self.outcome = "refused"
-            return None
-        if self._asked is None:
-            self.outcome = "untraced"
-            return None
-        larger = padded(rows, self._trash_block)
-        tables = self._backend.tables(larger, self._asked)
-        if tables is None:
-            self.outcome = "large"
-            return None
-        return larger, tables
 
     def _is_worth_tracing(self, key: Hashable) -> bool:
         if len(self._num_seen) > 8 * MAX_TRACES:  # sizes are endless
@@ -195,6 +197,19 @@ def padded(rows: StepRows, trash_block: int) -> StepRows:
     block_table[:num_requests, :num_blocks] = rows.block_table
     if not missing:
         return replace(rows, block_table=block_table)
-    context_lens = np.append(rows.context_lens, np.zeros(missing, np.int32))
-    query_lens = np.append(rows.query_lens, np.ones(missing, np.int32))
-    return step_rows(block_table, context_lens, query_lens, rows.block_size)
+    # Not laid out anew, which takes ten times as long.
+    zeros, numbers = np.zeros(missing, np.int32), np.arange(missing, dtype=np.int32)
+    requests, new_rows = num_requests + numbers, rows.num_tokens + numbers
+    return replace(
+        rows,
+        cu_seqlens_q=np.concatenate([rows.cu_seqlens_q, new_rows + 1]),
+        seq_lens=np.concatenate([rows.seq_lens, zeros + 1]),
+        block_table=block_table,
+        request_of_row=np.concatenate([rows.request_of_row, requests]),
+        positions=np.concatenate([rows.positions, zeros]),
+        slot_mapping=np.concatenate([rows.slot_mapping, zeros + trash_block * rows.block_size]),
+        logits_indices=np.concatenate([rows.logits_indices, new_rows]),
+        sample_requests=np.concatenate([rows.sample_requests, requests]),
+        state_reads=np.concatenate([rows.state_reads, zeros]),
+        state_writes=np.concatenate([rows.state_writes, zeros]),
+    )

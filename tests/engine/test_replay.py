@@ -19,8 +19,10 @@ from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner import replay
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.replay import DecodeReplay, padded
 from metal_engine.sampling_params import SamplingParams
+from tests.engine.test_behind import SIZES, asked, goes_behind, same
 from tests.engine.test_failed_steps import Fault, run_with_fault
 from tests.engine.test_one_ahead import ASKED, ask_all, tokens_of, with_caching
 from tests.engine.test_quantized_kv import model_of
@@ -28,7 +30,7 @@ from tests.support import adapters
 from tests.support.demo import MakeEngine, engine_for
 from tests.support.running import run
 from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
-from tests.support.tiny_engine import tiny_reference
+from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference
 from tools.compare.equal_outputs import MAX_GAP, compare_outputs
 from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.tiny_models import tiny_model
@@ -49,6 +51,12 @@ def replay_of(engine: EngineCore) -> DecodeReplay:
     found = engine._runner._replay  # type: ignore[attr-defined]
     assert isinstance(found, DecodeReplay)
     return found
+
+
+def num_replayed(engine: EngineCore) -> int:
+    """Steps that went through a trace, for the first time or not."""
+    forwards = engine.metrics.num_decode_forwards
+    return forwards["replayed"] + forwards["traced"]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +93,7 @@ def test_equal_outputs_on_the_demo_model(
         assert ask.params.is_greedy, "a seeded draw differs"
         assert compare_outputs(reference_model, prompt, tokens_of(a), tokens_of(b)).gap < MAX_GAP
     assert num_same >= len(ASKED) - 1
-    assert engine.metrics.num_decode_forwards["replayed"] >= 5 and engine.metrics.replay_refusal is None
+    assert num_replayed(engine) >= 5 and engine.metrics.replay_refusal is None
 
 
 MODELS = [
@@ -97,11 +105,18 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
+DISPATCH = [
+    pytest.param({}, id="one by one"),
+    pytest.param({"ahead": True}, id="one ahead"),
+    pytest.param({"ahead": True, "behind": True}, id="behind"),
+]
+
+
+@pytest.mark.parametrize("dispatch", DISPATCH)
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), MODELS)
-def test_equal_outputs(name: str, kv_cache_dtype: str, ahead: bool) -> None:
+def test_equal_outputs(name: str, kv_cache_dtype: str, dispatch: dict[str, bool]) -> None:
     expected = run(tiny(model_of(name), kv_cache_dtype=kv_cache_dtype, replay=False), PROMPTS, EACH)
-    engine = tiny(model_of(name), kv_cache_dtype=kv_cache_dtype, ahead=ahead, num_blocks=20)
+    engine = tiny(model_of(name), kv_cache_dtype=kv_cache_dtype, num_blocks=20, **dispatch)
     assert run(engine, PROMPTS, EACH) == expected
     assert engine.metrics.num_decode_forwards["replayed"] > 10
     assert replay_of(engine).num_traces > 2
@@ -121,6 +136,19 @@ def test_what_samplers_ask_for() -> None:
     engine = tiny(model_of("llama"), ahead=True)
     assert run(engine, prompts, asked) == expected
     assert engine.metrics.num_decode_forwards["replayed"] > 5
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_control_behind_other_steps(sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars, whose masks the host makes, among them: a replayed step behind a replayed one, a built one, or none."""
+    alone = [run_all(tiny_engine(), [request])[0] for request in asked()]
+    engine = tiny_engine(behind=True, replay=True, **SIZES[sizes])
+    seen = goes_behind(engine, monkeypatch)
+    for ours, theirs in zip(run_all(engine, asked()), alone, strict=True):
+        same(ours, theirs)
+    assert sum(seen) > 5 and num_replayed(engine) > 5
+    assert (engine.stats.num_preemptions > 0) == (sizes == "preempted")
+    assert engine.stats.num_used_blocks == 0
 
 
 def test_aborts_leave_others_as_they_are() -> None:
@@ -191,19 +219,56 @@ def test_a_model_that_cannot_be_traced_is_built(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.own_process
-@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
-def test_what_fails_on_the_device_may_be_in_the_trace(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made anew."""
+@pytest.mark.parametrize("dispatch", DISPATCH)
+def test_a_trace_that_fails_at_first_is_the_last(dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may refuse what MLX has fused. Steps would fail again and again, each time that sizes are traced."""
     fault = Fault()
     model = tiny_model(num_hidden_layers=4, vocab_size=300)
     fault.install(model, monkeypatch)
-    sizes = {"vocab_size": 300, "max_num_seqs": 3, "ahead": ahead}
+    sizes = {"vocab_size": 300, "max_num_seqs": 3, **dispatch}
     expected = run_with_fault(tiny(model, replay=False, **sizes), fault, "", 1000)[1]
     engine = tiny(model, **sizes)
-    failed, outputs = run_with_fault(engine, fault, "eval", 5)
-    assert outputs == {key: expected[key] for key in outputs}
-    assert failed and engine.metrics.num_failed_steps == 1
-    assert engine.metrics.replay_refusal is None and engine.metrics.num_decode_forwards["replayed"] > 0
+    kept = replay_of(engine)
+    function = kept._function
+
+    def failing(tables: Any) -> Any:
+        fault.kind = "eval"
+        return function(tables)
+
+    monkeypatch.setattr(kept, "_function", failing)
+    failed, outputs = run_with_fault(engine, fault, "", 1000)
+    assert failed and outputs and outputs == {key: expected[key] for key in outputs}
+    assert engine.metrics.num_failed_steps == 1
+    refusal = engine.metrics.replay_refusal
+    assert refusal is not None and "failed that was replayed for the first time" in refusal
+    assert kept.num_traces == 0 and engine.metrics.num_decode_forwards["refused"] > 0
+
+
+@pytest.mark.parametrize("dispatch", DISPATCH)
+def test_after_another_failure_traces_are_made_anew(dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny(model_of("llama"), **dispatch)
+    expected = run(engine, PROMPTS, EACH)
+    kept = replay_of(engine)
+    num_traces = kept.num_traces
+    wait = PendingStep.wait
+
+    def fails_once(step: PendingStep) -> None:
+        wait(step)
+        if step.decode_forward is not None and step.decode_forward.outcome == "replayed":
+            monkeypatch.setattr(PendingStep, "wait", wait)
+            assert kept.num_traces == num_traces
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(PendingStep, "wait", fails_once)
+    for i, (prompt, params) in enumerate(zip(PROMPTS, EACH, strict=True)):
+        engine.add_request(str(i), engine.prepare(prompt, params))
+    while not engine.metrics.num_failed_steps:
+        engine.step()
+    assert kept.num_traces == 0 and kept.refusal is None
+    while engine.has_requests:
+        engine.step()
+    assert run(engine, PROMPTS, EACH) == expected
+    assert engine.metrics.replay_refusal is None and kept.num_traces > 2
 
 
 def test_a_step_that_cannot_be_built_either_does_not_speak_against_tracing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,9 @@ def files(root: Path) -> list[Path]:
 
 
 DISPATCH = pytest.mark.parametrize(
-    "dispatch", [{}, {"ahead": True}, {"ahead": True, "behind": True}], ids=["one by one", "one ahead", "behind"]
+    "dispatch",
+    [{}, {"ahead": True}, {"ahead": True, "behind": True}, {"ahead": True, "behind": True, "replay": True}],
+    ids=["one by one", "one ahead", "behind", "replayed"],
 )
 
 

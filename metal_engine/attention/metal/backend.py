@@ -257,6 +257,15 @@ def _attention_kernel(kernel_factory: KernelFactory, *, tensor_ops: bool = False
     )
 
 
+def _with_rows(table: np.ndarray, num_rows: int) -> np.ndarray:
+    """A table with rows of zeros at its end, as many as it lacks of ``num_rows``."""
+    if len(table) == num_rows:
+        return table
+    larger = np.zeros((num_rows, table.shape[1]), table.dtype)
+    larger[: len(table)] = table
+    return larger
+
+
 class MetalBackend:
     """Makes each step's attention. Holds the kernels; MLX compiles each variant at its first use.
 
@@ -348,15 +357,14 @@ class MetalBackend:
         """See :meth:`metal_engine.attention.backend.ReplayableBackend.tables`: items of no rows fill the tables up."""
         assert isinstance(asked, tuple)
         num_rows = rows.num_tokens
-        missing = num_rows - rows.num_requests
-        arrays = [_on_device(np.pad(rows.block_table, ((0, missing), (0, 0))) if missing else rows.block_table)]
+        arrays = [_on_device(_with_rows(rows.block_table, num_rows))]
         sizes: list[tuple[int, int]] = []  # items, and rows of splits
         for key in asked:
             items = self.plan(rows, key)
             num_items = size_class(len(items.table))
             num_partial = 1 << (items.num_partial_rows - 1).bit_length() if items.is_split else 0
             sizes.append((num_items, num_partial))
-            arrays.append(_on_device(np.pad(items.table, ((0, num_items - len(items.table)), (0, 0)))))
+            arrays.append(_on_device(_with_rows(items.table, num_items)))
             if items.is_split:
                 arrays.append(_on_device(items.rows))
 

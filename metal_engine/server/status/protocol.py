@@ -51,7 +51,7 @@ class Health(BaseModel):
     ``attention`` says what computes attention: a backend, and the layers that it leaves to MLX's operations.
     ``dispatch`` says, with ``--async-scheduling``, when the device is given a step.
     ``command_buffers`` says what limits those of Metal: null where it is MLX's own limits, or there is no Metal.
-    ``replay`` says whether steps that only decode are replayed: ``on``, ``off``, or why they cannot be.
+    ``replay`` says whether steps that only decode are replayed: ``on``, or ``off``, with why where they cannot be.
     ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
     """
 

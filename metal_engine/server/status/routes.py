@@ -132,10 +132,8 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool, tells_err
 
 
 def _replay(served: ServedModel) -> str:
-    if not served.engine.config.cache.num_trash_blocks:
-        return "off"
     refusal = served.engine.metrics.replay_refusal
-    return "on" if refusal is None else f"not possible: {refusal}"
+    return served.engine.config.replay if refusal is None else f"off: {refusal}"
 
 
 _MODES: dict[str | None, Literal["prefill", "decode"]] = {"kv_producer": "prefill", "kv_consumer": "decode"}
