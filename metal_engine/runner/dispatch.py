@@ -55,10 +55,12 @@ def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) 
     num_rows = min(_MAX_ROWS, scheduler.max_num_seqs, cache.num_blocks // blocks_of_one)
     blocks = np.arange(num_rows * blocks_of_one).reshape(num_rows, blocks_of_one).tolist()
     peaks = []
-    for goes_behind in (False, True):
-        runner.goes_behind = goes_behind
+    # Replayed steps may have fewer kernels than built ones, and so fewer command buffers.
+    replays = runner.replays
+    for goes_behind, is_replayed in [(False, False), (True, False), *([(True, True)] if replays else [])]:
+        runner.goes_behind, runner.replays = goes_behind, is_replayed
         peaks.append(_peak_bytes(runner, blocks, num_steps))
-    more = peaks[1] - peaks[0]
+    more = max(peaks[1:]) - peaks[0]
     mx.clear_cache()
     runner.goes_behind = more < array_bytes
     logger.debug("two steps at a time take %d bytes more; an array of the cache has %d", more, array_bytes)

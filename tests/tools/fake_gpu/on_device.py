@@ -107,9 +107,11 @@ def decode(
     max_mb: int = 4096,
     kernel_us: float = 5.0,
     hold: bool = False,
+    replay: bool = False,
 ) -> dict[str, Any]:
     """Steps of answers under way; ``hold``: somebody keeps the pool's arrays as each step finds them."""
-    engine = _engine(ahead, Settings(kernel_us=kernel_us, max_ops=max_ops, max_mb=max_mb), goes_behind=behind)
+    settings = Settings(kernel_us=kernel_us, max_ops=max_ops, max_mb=max_mb)
+    engine = _engine(ahead, settings, goes_behind=behind, replay=replay)
     held: list[Any] = []
 
     def before_step(step: int) -> None:
@@ -117,9 +119,11 @@ def decode(
 
     for _ in range(3):
         engine.step()
+    engine.metrics.num_decode_forwards.clear()
     measured = measure(GPU, engine, NUM_STEPS, before_step)
     array_bytes = GPU.settings.pool_array_bytes
     return {
+        "forwards": engine.metrics.num_decode_forwards,
         **asdict(measured.counts),
         "commits_per_step": measured.counts.commits / NUM_STEPS,
         "peak_arrays": measured.peak_bytes / array_bytes,
@@ -144,15 +148,17 @@ def prefill(behind: bool) -> dict[str, Any]:
     return {**asdict(GPU.counts()), "num_steps": engine.num_steps - num_steps}
 
 
-def choose(max_ops: int, num_blocks: int = 4096) -> dict[str, Any]:
+def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False) -> dict[str, Any]:
     """What is chosen for a model at the start, and how its steps go then, on a device that is slower than the host."""
     GPU.configure(Settings(us_per_mb=100.0, max_ops=max_ops, max_mb=4096))
-    engine = make_engine(replace(WORKLOAD, num_requests=0, num_blocks=num_blocks), ahead=True)
+    engine = make_engine(replace(WORKLOAD, num_requests=0, num_blocks=num_blocks), ahead=True, replay=replay)
     runner: Any = engine._runner
     config = replace(engine.config, device=replace(engine.config.device, kind="metal"))
     dispatch = choose_dispatch(runner, runner._pool, config)
     is_clean = not runner._steps and not runner._table._index_of
-    return {"dispatch": dispatch, "goes_behind": runner.goes_behind, "is_clean": is_clean}
+    num_traces = runner._replay.num_traces if replay else 0
+    chosen = {"dispatch": dispatch, "goes_behind": runner.goes_behind, "replays": runner.replays}
+    return {**chosen, "is_clean": is_clean, "num_traces": num_traces}
 
 
 def order(behind: bool) -> dict[str, Any]:

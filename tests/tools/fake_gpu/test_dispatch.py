@@ -12,9 +12,11 @@ FAST, SLOW = 5.0, 300.0
 MAX_OPS_OF = {17: 24, 8: 60}
 
 
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize("kernel_us", [FAST, SLOW])
-def test_behind_another_step_nothing_is_copied(on_device: OnDevice, kernel_us: float) -> None:
-    counts = on_device("decode", ahead=True, behind=True, kernel_us=kernel_us)
+def test_behind_another_step_nothing_is_copied(on_device: OnDevice, kernel_us: float, replay: bool) -> None:
+    counts = on_device("decode", ahead=True, behind=True, kernel_us=kernel_us, replay=replay)
+    assert counts["forwards"].get("replayed", 0) >= (6 if replay else 0)
     assert counts["pool_copies"] == 0
     assert counts["peak_arrays"] < 1
     assert counts["commits_per_step"] >= 14
@@ -40,9 +42,12 @@ def test_chunks_that_sample_nothing_are_written_in_place(on_device: OnDevice, be
     assert counts["pool_copies"] == 0
 
 
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize(("num_buffers", "goes_behind"), [(17, True), (8, False)])
-def test_a_check_at_the_start_chooses(on_device: OnDevice, num_buffers: int, goes_behind: bool) -> None:
-    chosen = on_device("choose", max_ops=MAX_OPS_OF[num_buffers])
+def test_a_check_at_the_start_chooses(on_device: OnDevice, num_buffers: int, goes_behind: bool, replay: bool) -> None:
+    """Where steps are replayed, by steps that are built and by others."""
+    chosen = on_device("choose", max_ops=MAX_OPS_OF[num_buffers], replay=replay)
+    assert chosen["replays"] == replay and chosen["num_traces"] == int(replay)
     assert chosen["goes_behind"] == goes_behind
     assert chosen["is_clean"]
     if goes_behind:
