@@ -57,9 +57,9 @@ def fault() -> Fault:
     return Fault()
 
 
-@pytest.fixture(params=[0, 1, 2, 3], ids=["one by one", "one ahead", "behind", "replayed"])
+@pytest.fixture(params=[0, 1, 2], ids=["one by one", "one ahead", "behind"])
 def dispatch(request: pytest.FixtureRequest) -> dict[str, bool]:
-    return {"ahead": request.param > 0, "behind": request.param > 1, "replay": request.param > 2}
+    return {"ahead": request.param > 0, "behind": request.param > 1}
 
 
 @pytest.fixture(params=[(None, False), (0, False), (None, True)], ids=["one stream", "two streams", "hybrid"])

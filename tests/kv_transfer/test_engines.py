@@ -98,9 +98,7 @@ def files(root: Path) -> list[Path]:
 
 
 DISPATCH = pytest.mark.parametrize(
-    "dispatch",
-    [{}, {"ahead": True}, {"ahead": True, "behind": True}, {"ahead": True, "behind": True, "replay": True}],
-    ids=["one by one", "one ahead", "behind", "replayed"],
+    "dispatch", [{}, {"ahead": True}, {"ahead": True, "behind": True}], ids=["one by one", "one ahead", "behind"]
 )
 
 
