@@ -114,7 +114,8 @@ def _build(
         _claim_for_loading(share, args, facts, before)
         check_memory(facts, args, device_info(blas))  # now that others have given back what they had
 
-    loaded = loader.load(args, before, check, claim, divide=ranks.load_share if args.num_ranks > 1 else None)
+    divide = ranks.load_share if args.num_ranks > 1 else None
+    loaded = loader.load(args, before, check, claim, divide=divide, look=ranks.same_files)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
     try:
@@ -153,7 +154,10 @@ def _assemble(
             share.unlimited(device),
             opened.attention.backend.name,
             # They run one after the other.
-            lambda *size: ranks.largest(max(model.step_bytes(args.block_size, *size) for model in models)),
+            lambda num_tokens, num_seqs: ranks.largest(
+                "bytes of the largest step",
+                max(model.step_bytes(args.block_size, num_tokens, num_seqs, agree=ranks.largest) for model in models),
+            ),
             opened.attention.layers,
             None if draft is None else draft.info,
         )
@@ -251,12 +255,14 @@ class _OpenedModel:
     info: ModelInfo
     attention: ChosenAttention
 
-    def step_bytes(self, block_size: int, num_tokens: int, num_seqs: int) -> int:
+    def step_bytes(self, block_size: int, num_tokens: int, num_seqs: int, *, agree: Callable[[str, int], int]) -> int:
         """What a step takes besides weights and KV cache; it is run."""
         from metal_engine.runner.step_memory import measure_step_bytes
 
         longest = self.info.max_position_embeddings
-        return measure_step_bytes(self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs)
+        return measure_step_bytes(
+            self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs, agree=agree
+        )
 
 
 def _open(args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: Ranks) -> _OpenedModel:
@@ -273,11 +279,11 @@ def _open(args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: R
         recurrence = MetalRecurrence() if choice.metal is not None else None
         paged = PagedModel(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
         info = ranks.agreed(model_info(loaded, paged))
-        kinds = _with_recurrence(paged, lambda: attention_kinds(paged))
+        kinds = _with_recurrence(paged, ranks, lambda: attention_kinds(paged))
         attention = choice.for_layers(kinds, args.block_size)
         # Blocks of another size ask for longer requests, and only matter where kernels are compiled for them.
         sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
-        _with_recurrence(paged, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest))
+        _with_recurrence(paged, ranks, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest))
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise _cannot_run(args, loaded.config, error) from error
     return _OpenedModel(paged, info, attention)
@@ -336,7 +342,7 @@ def _draft_model(opened: _OpenedModel, config: EngineConfig) -> DraftModel:
     )
 
 
-def _with_recurrence(paged: PagedModel, run: Callable[[], T]) -> T:
+def _with_recurrence(paged: PagedModel, ranks: Ranks, run: Callable[[], T]) -> T:
     """Run something over a model; once more without the kernels for recurrent layers if it does not run with them."""
     try:
         return run()
@@ -344,6 +350,7 @@ def _with_recurrence(paged: PagedModel, run: Callable[[], T]) -> T:
         if not paged.has_recurrence_kernels:
             raise
         logger.warning("without the kernels for recurrent layers, with which it does not run: %s", error)
+        ranks.come_together("no kernels for recurrent layers")
         paged.drop_recurrence_kernels()
         return run()
 

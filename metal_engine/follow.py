@@ -8,7 +8,7 @@ import signal
 import sys
 
 from metal_engine.build import build_engine
-from metal_engine.distributed.launch import launched_rank
+from metal_engine.distributed.launch import end_with, launched_rank
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
 from metal_engine.settings.args import EngineArgs
 from metal_engine.step import RunnerLostError
@@ -20,7 +20,8 @@ def follow(args: EngineArgs) -> int:
     Raises:
         ConfigError: the settings cannot work; ModelLoadError: the model cannot be loaded, here or by another rank.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; rank 0 drains, and ends the others
+    # A terminal sends it to all; rank 0 drains, and ends the others. Others are ignored once this rank has joined.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         build_engine(args)
     except SystemExit as end:
@@ -31,8 +32,12 @@ def follow(args: EngineArgs) -> int:
 
 
 def main() -> None:
-    """A rank that another process has started on this machine: standard input has its settings, as JSON."""
-    told = json.load(sys.stdin)
+    """A rank that another process has started on this machine.
+
+    Standard input has its settings, a line of JSON, and ends when that process does.
+    """
+    told = json.loads(sys.stdin.readline())
+    end_with(sys.stdin.fileno())
     form = f"rank {launched_rank()}: %(levelname)s %(message)s"
     logging.basicConfig(level=told["log_level"], format=form)
     try:

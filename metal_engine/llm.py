@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import operator
 import queue
@@ -63,6 +64,8 @@ class LLM:
         self._queues: dict[str, queue.SimpleQueue[RequestOutput]] = {}
         self._thread = EngineThread(lambda: build_engine(args), self._dispatch)
         self._core = self._thread.start()
+        if args.num_ranks > 1:  # the other ranks are to be told when a program ends that does not close this
+            atexit.register(self._thread.shutdown)
         self._ids = itertools.count()
 
     @property
@@ -327,6 +330,7 @@ class LLM:
     def close(self) -> None:
         """Stop the engine's thread."""
         self._thread.shutdown()
+        atexit.unregister(self._thread.shutdown)
 
     def __enter__(self) -> LLM:
         return self

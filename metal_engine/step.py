@@ -200,6 +200,7 @@ class ModelOutput:
         errors: by request id, why what the request asks for must end it. Its sampled token is void.
         late_req_ids: sampling requests whose grammar has not told yet what it allows. Their sampled tokens are void,
             their drafts rejected, and the last tokens that they have computed are to be computed again.
+        num_unmasked_drafts: drafts that cannot be accepted, since what their grammar allows after them is not known.
         pooled: by request id, what each of ``SchedulerOutput.pooled_req_ids`` comes to, [D] float32.
         decode_forward: None where not every row samples, or no step is to be replayed.
     """
@@ -211,6 +212,7 @@ class ModelOutput:
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     late_req_ids: set[str] = field(default_factory=set)
+    num_unmasked_drafts: int = 0
     pooled: dict[str, np.ndarray] = field(default_factory=dict)
     decode_forward: DecodeForward | None = None
 

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from metal_engine.checkpoints.gguf.config import gguf_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.hub import cached_folder
 from metal_engine.checkpoints.names import DEMO_MODEL, is_local, parse_hub_name
-from metal_engine.device.command_buffers import command_buffer_limits, set_command_buffer_limits
+from metal_engine.device.command_buffers import command_buffer_limits, limits_in_force, set_command_buffer_limits
 from metal_engine.errors import one_line
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.speculative import speculative_config
 
 logger = logging.getLogger(__name__)
 
@@ -30,24 +28,20 @@ logger = logging.getLogger(__name__)
 def limit_command_buffers(models: Iterable[EngineArgs]) -> None:
     """On a Mac, set what goes into a command buffer, as it suits all models that a process is known to serve.
 
-    It is of no effect where it has been set, by the user or for other models, or where MLX is loaded.
+    It is of no effect where it has been set, by the user or for other models, or where MLX is loaded. Draft models do
+    not count: their steps are waited for one by one.
     """
     if sys.platform != "darwin":
         return
-    with_drafts = [one for args in models for one in (args, *_draft(args))]
-    configs = [config for args in with_drafts if (config := known_config(args)) is not None]
-    limits = command_buffer_limits(configs, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    if (limits_set := set_command_buffer_limits(limits)) is None:
+    models = list(models)
+    configs = [config for args in models if (config := known_config(args)) is not None]
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    may_go_behind = any(args.async_scheduling for args in models)
+    set_command_buffer_limits(command_buffer_limits(configs, memory_bytes, may_go_behind=may_go_behind))
+    if (limits := limits_in_force()) is None:
         logger.info("Metal's command buffers have MLX's own limits: MLX has been loaded before")
     else:
-        logger.info("Metal's command buffers have %s", limits_set)
-
-
-def _draft(args: EngineArgs) -> list[EngineArgs]:
-    config = speculative_config(args)
-    if config is None or config.model is None:
-        return []
-    return [replace(args, model=config.model, revision=config.revision, speculative_config=None)]
+        logger.info("Metal's command buffers have %s", limits)
 
 
 def known_config(args: EngineArgs) -> dict[str, Any] | None:

@@ -89,6 +89,7 @@ def load(
     claim: Check = lambda facts: None,
     check_tokenizer: CheckTokenizer = lambda tokenizer: None,
     divide: Divide | None = None,
+    look: Callable[[Path], None] = lambda path: None,
 ) -> LoadedModel:
     """Load the model that ``args.model`` names.
 
@@ -104,13 +105,14 @@ def load(
         claim: called between that and reading the weights, for whoever has to make room for them.
         check_tokenizer: refuses one for its tokenizer; called before its weights are read.
         divide: called with the model before its weights are computed, which it does.
+        look: called with the model's directory or GGUF file before anything of it is loaded.
 
     Raises:
         ModelLoadError: it cannot be found, read or run; the message says why.
         ConfigError: a setting does not fit it.
     """
     try:
-        loaded = _load(args, device, check, claim, check_tokenizer, divide)
+        loaded = _load(args, device, check, claim, check_tokenizer, divide, look)
         _try_tokenizer(loaded.tokenizer)
         return loaded
     except (ModelLoadError, ConfigError):
@@ -138,11 +140,13 @@ def _load(
     claim: Check,
     check_tokenizer: CheckTokenizer,
     divide: Divide | None,
+    look: Callable[[Path], None],
 ) -> LoadedModel:
     dtype = _DTYPES.get(args.dtype, mx.float32 if device.kind == "cpu" else None)
     if args.revision is not None and (args.model == DEMO_MODEL or is_local(args.model)):
         logger.warning("--revision %s has no effect: %s is not from the hub", args.revision, args.model)
     found = find_model(args, device, check)
+    look(found.path)
     began = time.monotonic()
 
     def admit(facts: CheckpointFacts) -> None:

@@ -27,8 +27,8 @@ BUFFERS_PER_STEP = 16
 # Kernels of a layer, at least, in most of the architectures that run here; tests count them.
 _KERNELS_PER_LAYER = 16
 _KERNELS_PER_LAYER_OF_EXPERTS = 28
-# MLX's own limits where a model is not known, and at most.
-_DEFAULT_OPS = 40
+# MLX's own limit of operations is 40 on some Macs and 50 on others; at most, that is.
+_MOST_OWN_OPS = 50
 _LEAST_OPS = 4
 _LEAST_MB = 50
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
@@ -38,40 +38,52 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 def kernels_of_step(config: Mapping[str, Any]) -> int | None:
     """About how many kernels a step launches, from a model's ``config.json``; None where that does not say."""
     text = config.get("text_config")
-    inner: Mapping[str, Any] = text if isinstance(text, Mapping) else config
-    num_layers = next((n for name in _LAYERS if isinstance(n := inner.get(name), int) and n > 0), None)
+    inner: Mapping[str, Any] = text if isinstance(text, Mapping) else {}
+    if _num_layers(inner) is None:
+        inner = {**inner, **config}
+    num_layers = _num_layers(inner)
     if num_layers is None:
         return None
     has_experts = any(isinstance(n := inner.get(name), int) and n > 1 for name in _EXPERTS)
     return num_layers * (_KERNELS_PER_LAYER_OF_EXPERTS if has_experts else _KERNELS_PER_LAYER)
 
 
-def command_buffer_limits(configs: Iterable[Mapping[str, Any]], memory_bytes: int) -> CommandBufferLimits:
+def _num_layers(config: Mapping[str, Any]) -> int | None:
+    return next((n for name in _LAYERS if isinstance(n := config.get(name), int) and n > 0), None)
+
+
+def command_buffer_limits(
+    configs: Iterable[Mapping[str, Any]], memory_bytes: int, *, may_go_behind: bool
+) -> CommandBufferLimits:
     """The limits for a process that serves models with these ``config.json``: of several, what the smallest needs.
+
+    MLX's own limit of operations stays where no model is known. Where no step can go behind another, few command
+    buffers do no harm: it stays there, too, unless the models' is higher.
 
     Args:
         memory_bytes: of the machine. Whatever the cache takes of it, a command buffer has about a step's share.
+        may_go_behind: whether steps may be dispatched behind others.
     """
     known = [kernels for config in configs if (kernels := kernels_of_step(config)) is not None]
     # One more than the limit goes into a command buffer.
-    max_ops = max(min(known) // BUFFERS_PER_STEP - 1, _LEAST_OPS) if known else _DEFAULT_OPS
+    max_ops = max(min(known) // BUFFERS_PER_STEP - 1, _LEAST_OPS) if known else None
+    if max_ops is not None and not may_go_behind and max_ops <= _MOST_OWN_OPS:
+        max_ops = None
     elements = memory_bytes // 2  # all of it, in half precision
     return CommandBufferLimits(max_ops, max(2 * elements // BUFFERS_PER_STEP >> 20, _LEAST_MB))
 
 
-def set_command_buffer_limits(limits: CommandBufferLimits) -> CommandBufferLimits | None:
-    """Set what the user has not, before MLX is loaded, which reads it once. Returns what holds from now on.
-
-    None where nobody knows: MLX has been loaded before.
-    """
+def set_command_buffer_limits(limits: CommandBufferLimits) -> None:
+    """Set what the user has not, before MLX is loaded, which reads it once; nothing where it has been."""
     if "mlx.core" in sys.modules:
-        return None
-    os.environ.setdefault(MAX_OPS, str(limits.max_ops))
-    os.environ.setdefault(MAX_MB, str(limits.max_mb))
-    return limits_in_force()
+        return
+    for name, limit in ((MAX_OPS, limits.max_ops), (MAX_MB, limits.max_mb)):
+        if limit is not None:
+            os.environ.setdefault(name, str(limit))
 
 
 def limits_in_force() -> CommandBufferLimits | None:
-    """What the environment says; None where it does not say both, or not in numbers."""
+    """What the environment says; None where it says nothing, and of a limit where it does not say that in numbers."""
     given = [os.environ.get(name, "") for name in (MAX_OPS, MAX_MB)]
-    return CommandBufferLimits(*map(int, given)) if all(text.isdecimal() for text in given) else None
+    limits = [int(text) if text.isdecimal() else None for text in given]
+    return None if limits == [None, None] else CommandBufferLimits(*limits)

@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 
 from metal_engine.step import RunnerLostError
@@ -32,9 +33,12 @@ _RANK = struct.Struct(">I")
 _BEATS, _MAX_BEAT_SECONDS = 5, 2.0
 # Parts in which silence is counted; and by how much a wait is longer than asked for in a process that was stopped.
 _SLICES, _STALL_SECONDS = 10, 1.0
-# What a connection may take to say who it is, and how many may be about to.
+# What a connection may take in all to say who it is, and how many may be about to.
 _GREETING_SECONDS = 5.0
 _MAX_GREETINGS = 64
+# Rank 0's answer to a rank that it knows; and how long one that was turned away waits before it comes again.
+_WELCOME = b"\x01"
+_AGAIN_SECONDS = 0.2
 
 
 class Kind(IntEnum):
@@ -89,9 +93,16 @@ class Link:
             self._lose(message)
             raise RunnerLostError(message) from error
 
-    def receive(self) -> tuple[Kind, bytes]:
-        """Wait for the next frame that is neither a heartbeat nor the end."""
-        return self._inbox.get()
+    def receive(self, seconds: float | None = None) -> tuple[Kind, bytes]:
+        """Wait for the next frame that is neither a heartbeat nor the end.
+
+        Raises:
+            TimeoutError: none has come in so many seconds.
+        """
+        try:
+            return self._inbox.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError from None
 
     def wake(self) -> None:
         """Have whoever waits for a frame look at what has been lost."""
@@ -191,29 +202,32 @@ def listen(host: str) -> socket.socket:
 def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds: float) -> dict[int, socket.socket]:
     """Wait for ranks 1 to ``num_ranks - 1``; their connections, by rank.
 
-    A connection that does not say the token is closed, and keeps nobody waiting.
+    A connection that does not say the token is closed, and keeps nobody waiting: where too many are about to, the one
+    that has taken longest makes room.
 
     Raises:
         RunnerLostError: some have not come in time.
     """
     end = time.monotonic() + seconds
     found: dict[int, socket.socket] = {}
-    greetings = threading.Semaphore(_MAX_GREETINGS)
+    greeted: list[socket.socket] = []  # the oldest first
     lock = threading.Lock()
 
     def greet(connection: socket.socket) -> None:
         try:
-            connection.settimeout(_GREETING_SECONDS)
-            said = _exactly(connection, TOKEN_BYTES + _RANK.size, _GREETING_SECONDS)
+            said = _said(connection, TOKEN_BYTES + _RANK.size, time.monotonic() + _GREETING_SECONDS)
             (rank,) = _RANK.unpack(said[TOKEN_BYTES:])
             with lock:
                 if hmac.compare_digest(said[:TOKEN_BYTES], token) and 0 < rank < num_ranks and rank not in found:
+                    connection.sendall(_WELCOME)
                     found[rank] = connection
                     return
         except OSError as error:
             logger.debug("a connection that is no rank's: %s", error)
         finally:
-            greetings.release()
+            with lock:
+                if connection in greeted:
+                    greeted.remove(connection)
         connection.close()
 
     with listening:
@@ -226,22 +240,47 @@ def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds
                 connection, _ = listening.accept()
             except TimeoutError:
                 continue
-            if greetings.acquire(blocking=False):
-                threading.Thread(target=greet, args=(connection,), daemon=True).start()
-            else:
-                connection.close()
+            with lock:
+                if len(greeted) == _MAX_GREETINGS:
+                    with suppress(OSError):  # it has gone by itself
+                        greeted.pop(0).shutdown(socket.SHUT_RDWR)
+                greeted.append(connection)
+            threading.Thread(target=greet, args=(connection,), daemon=True).start()
     return found
 
 
+def _said(connection: socket.socket, num_bytes: int, end: float) -> bytes:
+    """What a connection says, until a time by which it must have said all of it; TimeoutError then."""
+    received = b""
+    while len(received) < num_bytes:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        part = connection.recv(num_bytes - len(received))
+        if not part:
+            raise ConnectionResetError("the connection was closed")
+        received += part
+    return received
+
+
 def connect(host: str, port: int, token: bytes, rank: int, seconds: float) -> socket.socket:
-    """Connect to rank 0.
+    """Connect to rank 0; again, where it does not take this rank in, for others may be in the way.
 
     Raises:
-        RunnerLostError: it cannot be reached.
+        RunnerLostError: it has not been reached in time.
     """
-    try:
-        connection = socket.create_connection((host, port), seconds)
-        connection.sendall(token + _RANK.pack(rank))
-    except OSError as error:
-        raise RunnerLostError(f"rank {rank} cannot reach rank 0 on {host}:{port} ({error})") from error
-    return connection
+    end = time.monotonic() + seconds
+    while True:
+        connection: socket.socket | None = None
+        try:
+            connection = socket.create_connection((host, port), max(end - time.monotonic(), _AGAIN_SECONDS))
+            connection.sendall(token + _RANK.pack(rank))
+            _said(connection, len(_WELCOME), end)
+            return connection
+        except OSError as error:
+            if connection is not None:
+                connection.close()
+            if time.monotonic() + _AGAIN_SECONDS > end:
+                raise RunnerLostError(f"rank {rank} cannot reach rank 0 on {host}:{port} ({error})") from error
+            time.sleep(_AGAIN_SECONDS)

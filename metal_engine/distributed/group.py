@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from importlib import metadata
 from typing import Any, cast
 
 import mlx.core as mx
@@ -17,9 +18,9 @@ import mlx.core as mx
 from metal_engine import __version__
 from metal_engine.distributed.channel import TOKEN_BYTES, Kind, Link, accept_ranks, connect, listen
 from metal_engine.distributed.follower import follow
-from metal_engine.distributed.launch import LocalRanks, launched_rank, leader_host, start_local_ranks
+from metal_engine.distributed.launch import LocalRanks, ignore_signals, launched_rank, leader_host, start_local_ranks
 from metal_engine.distributed.leader import LeaderRunner
-from metal_engine.distributed.loss import LEADER_GRACE_SECONDS, LossWatch
+from metal_engine.distributed.loss import LEADER_GRACE_SECONDS, LossWatch, StepWatch
 from metal_engine.distributed.wire import encode
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
 from metal_engine.runner.model_runner import ModelRunner
@@ -70,42 +71,61 @@ class Group:
 
     # --- facts ---
 
-    def exchange(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    def exchange(self, what: str, facts: dict[str, Any], seconds: float | None = None) -> list[dict[str, Any]]:
         """Tell all ranks something, in JSON's terms; returns what each rank tells, by rank.
 
+        Args:
+            what: the name of what is told: all ranks tell the same, or are not at the same place.
+            seconds: how long another rank may take; None: as long as it lives.
+
         Raises:
-            RunnerLostError: a rank has been lost.
+            RunnerLostError: a rank has been lost, is somewhere else, or takes too long.
         """
         if self.rank:
             (leader,) = self._links
-            leader.send(Kind.FIGURES, encode(facts))
-            answer: list[dict[str, Any]] = json.loads(self._figures(leader))
+            leader.send(Kind.FIGURES, encode([what, facts]))
+            answer: list[dict[str, Any]] = self._figures(leader, what, seconds)
             return answer
-        told = [json.loads(encode(facts)), *(json.loads(self._figures(link)) for link in self._links)]
+        told = [json.loads(encode(facts)), *(self._figures(link, what, seconds) for link in self._links)]
         for link in self._links:
-            link.send(Kind.FIGURES, encode(told))
+            link.send(Kind.FIGURES, encode([what, told]))
         return told
 
-    def _figures(self, link: Link) -> bytes:
-        kind, content = link.receive()
+    def _figures(self, link: Link, what: str, seconds: float | None) -> Any:
+        try:
+            kind, content = link.receive(seconds)
+        except TimeoutError as error:
+            raise RunnerLostError(f"{link.name} has not come to {what!r} within {seconds:g} s") from error
         self._watch.check()
         if kind is not Kind.FIGURES:
             raise RunnerLostError(f"{link.name} sends {kind.name} before it has started")
-        return content
+        theirs, facts = json.loads(content)
+        if theirs != what:
+            raise RunnerLostError(f"{link.name} is at {theirs!r}, and rank {self.rank} at {what!r}")
+        return facts
 
-    def largest(self, number: int) -> int:
+    def largest(self, what: str, number: int) -> int:
         """The largest of all ranks' numbers."""
-        return max(told["number"] for told in self.exchange({"number": number}))
+        return max(told["number"] for told in self.exchange(what, {"number": number}))
+
+    def come_together(self, what: str) -> None:
+        """Wait until all ranks are at a place that some of them may not come to.
+
+        Raises:
+            RunnerLostError: they have not come within the group's timeout, or a rank has been lost.
+        """
+        self.exchange(what, {}, self.args.distributed_timeout_seconds)
 
     def check_settings(self) -> None:
         """Raises ConfigError where the ranks were not started alike."""
         mine = {name: value for name, value in asdict(self.args).items() if name not in _OWN_SETTINGS}
-        told = self.exchange({"settings": mine, "version": __version__})
+        told = self.exchange("settings", {"settings": mine, "versions": _versions()})
         first = told[0]
         for rank, one in enumerate(told):
-            if one["version"] != first["version"]:
-                problem = f"rank {rank} runs metal-engine {one['version']}, and rank 0 {first['version']}"
-                raise ConfigError(None, problem)
+            for name, version in one["versions"].items():
+                if version != first["versions"][name]:
+                    problem = f"rank {rank} runs {name} {version}, and rank 0 {first['versions'][name]}"
+                    raise ConfigError(None, problem)
             for name, value in one["settings"].items():
                 if value != first["settings"][name]:
                     flag = "--" + name.replace("_", "-")
@@ -113,9 +133,11 @@ class Group:
 
     # --- steps ---
 
-    def lead(self, runner: ModelRunner) -> LeaderRunner:
-        """On rank 0: a runner whose steps all ranks run."""
-        return LeaderRunner(runner, self._links, self._watch)
+    def lead(self, runner: ModelRunner, step_seconds: float) -> LeaderRunner:
+        """On rank 0: a runner whose steps all ranks run, none of which takes as long as that."""
+        step_watch = StepWatch(self._watch, step_seconds)
+        step_watch.start()
+        return LeaderRunner(runner, self._links, self._watch, step_watch)
 
     def follow(self, runner: ModelRunner) -> None:
         """On the others: run rank 0's steps until it ends. Raises what :func:`follow` raises."""
@@ -126,16 +148,22 @@ class Group:
 
     def give_up(self, error: BaseException) -> BaseException:
         """This rank cannot start: end the others. Returns what it is to raise, which names the one at fault."""
-        if self._local is not None:
-            self._local.end()
-        if isinstance(error, RunnerLostError) or self._watch.error is not None:
-            return ModelLoadError(str(self._watch.error or error))
-        for link in self._links:
+        is_told = self._watch.error is not None
+        for link in () if is_told else self._links:
             link.close()
             message = f"rank {self.rank} cannot start ({one_line(error)})"
             with suppress(RunnerLostError):
                 link.send(Kind.LOST, message.encode())
+        if self._local is not None:
+            self._local.stop()
+        if is_told or isinstance(error, RunnerLostError):
+            return ModelLoadError(str(self._watch.error or error))
         return error
+
+
+def _versions() -> dict[str, str]:
+    """Of what computes: other versions of it may divide a model otherwise."""
+    return {"metal-engine": __version__, **{name: metadata.version(name) for name in ("mlx", "mlx-lm")}}
 
 
 def open_group(args: EngineArgs) -> Group:
@@ -172,10 +200,16 @@ def open_group(args: EngineArgs) -> Group:
         links = _meet(communication, host, args.distributed_timeout_seconds, watch)
     except RunnerLostError as error:
         raise ModelLoadError(str(error)) from error
+    except BaseException:
+        if local is not None:
+            local.stop()
+        raise
     finally:
         met.set()
         if local is not None:
             local.end()
+    if rank:
+        ignore_signals()
     group = Group(args, communication, links, watch, local)
     try:
         group.check_settings()
@@ -225,9 +259,17 @@ def _meet(communication: mx.distributed.Group, host: str, timeout: float, watch:
 
 
 def _pass_on(links: Sequence[Link], error: RunnerLostError) -> None:
-    """Tell the ranks that are left which one has gone; those that wait for a frame are woken."""
-    for link in links:
-        link.close()
+    """Tell the ranks that are left which one has gone; whoever waits here for a frame is woken.
+
+    Each in a thread of its own: one that has stopped, with as much on its way as the network holds, keeps none of the
+    others from hearing it.
+    """
+
+    def tell(link: Link) -> None:
         with suppress(RunnerLostError):
             link.send(Kind.LOST, str(error).encode())
+
+    for link in links:
+        link.close()
+        threading.Thread(target=tell, args=(link,), daemon=True).start()
         link.wake()

@@ -9,27 +9,55 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
 
 RANK, HOSTFILE, COORDINATOR = "MLX_RANK", "MLX_HOSTFILE", "MLX_JACCL_COORDINATOR"
+_DEVICES = "MLX_IBV_DEVICES"
 _LOOPBACK = "127.0.0.1"
 # The program of a rank that this process starts.
 _PROGRAM = "metal_engine.follow"
+# Their standard inputs, which end when this process does, however it ends.
+_life_lines: list[IO[str]] = []
+# For a rank to end as rank 0 tells it, which may be the last that rank 0 does.
+_LAST_SECONDS = 1.0
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     """This process's rank, if a launcher has started it; else None."""
     rank = environment.get(RANK)
     return int(rank) if rank is not None and rank.isdigit() else None
+
+
+def refuse_ranks_without_size(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError where a launcher has started several processes: each would be an engine of its own."""
+    rank = launched_rank(environment)
+    if rank is None:
+        return
+    try:
+        path = environment.get(HOSTFILE) or environment[_DEVICES]
+        size = len(json.loads(Path(path).read_text()))
+    except (KeyError, OSError, ValueError, TypeError):
+        size = None
+    if size != 1:
+        of_size = "" if size is None else f" of {size}"
+        raise ConfigError(
+            "--tensor-parallel-size",
+            f"(or --pipeline-parallel-size) is missing: a launcher has started this process as rank {rank}{of_size} "
+            f"({RANK}), and each would be an engine of its own",
+        )
 
 
 def is_follower(args: EngineArgs) -> bool:
@@ -67,6 +95,11 @@ class LocalRanks:
     processes: list[subprocess.Popen[str]]
     hostfile: Path
 
+    def stop(self) -> None:
+        """End those that have not joined; those that have are told by rank 0."""
+        for process in self.processes:
+            process.terminate()
+
     def end(self) -> None:
         """Remove what they were started with. They end when rank 0 tells them, or has gone."""
         self.hostfile.unlink(missing_ok=True)
@@ -100,10 +133,39 @@ def start_local_ranks(args: EngineArgs) -> LocalRanks:
             text=True,
         )
         assert process.stdin is not None
-        process.stdin.write(told)
-        process.stdin.close()
+        process.stdin.write(told + "\n")
+        process.stdin.flush()
+        _life_lines.append(process.stdin)
         processes.append(process)
     return LocalRanks(processes, Path(name))
+
+
+def end_with(life_line: int) -> None:
+    """End this process soon after rank 0, which has started it, has: it may be where it would not notice that.
+
+    Args:
+        life_line: the descriptor of a pipe that ends when rank 0 does.
+    """
+
+    def wait() -> None:
+        while os.read(life_line, 1):  # not through a file, which would be locked when Python ends
+            pass
+        if path := os.environ.get(HOSTFILE):
+            Path(path).unlink(missing_ok=True)
+        time.sleep(_LAST_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="life line", daemon=True).start()
+
+
+def ignore_signals() -> None:
+    """Leave the end of this process to rank 0, which has requests to answer first; in a program's main thread alone.
+
+    A terminal, and whatever ends a process group, sends them to all ranks.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _free_ports(count: int) -> list[int]:

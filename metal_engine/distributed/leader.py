@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from metal_engine.distributed.channel import Kind, Link
-from metal_engine.distributed.loss import LossWatch
+from metal_engine.distributed.loss import LossWatch, StepWatch
 from metal_engine.distributed.wire import encode_ids, encode_plan
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
@@ -22,10 +22,11 @@ class LeaderRunner:
     may wait for the other ranks.
     """
 
-    def __init__(self, runner: ModelRunner, links: Sequence[Link], watch: LossWatch) -> None:
+    def __init__(self, runner: ModelRunner, links: Sequence[Link], watch: LossWatch, step_watch: StepWatch) -> None:
         self._runner = runner
         self._links = links
         self._watch = watch
+        self._step_watch = step_watch
 
     def when_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
         """See :class:`metal_engine.step.Ranks`."""
@@ -33,14 +34,16 @@ class LeaderRunner:
 
     def execute(self, plan: SchedulerOutput) -> LeaderStep:
         self._watch.check()
-        content = encode_plan(plan)
         try:
-            step = self._runner.execute(plan, on_built=lambda: self._send(Kind.PLAN, content))
+            content = encode_plan(plan)
+            with self._step_watch:  # a step may be waited for while the next one is given to the device
+                step = self._runner.execute(plan, on_built=lambda: self._send(Kind.PLAN, content))
         except RunnerLostError:
             raise
         except Exception:
             # The engine ends these requests; the others must not hold what this plan would have dropped, either.
             self._send(Kind.DROP, encode_ids([*plan.dropped_req_ids, *plan.num_scheduled_tokens]))
+            self._runner.forget(plan.dropped_req_ids)  # unless it has
             raise
         return LeaderStep(self, step)
 
@@ -53,7 +56,8 @@ class LeaderRunner:
         self._watch.check()
         self._send(Kind.FINISH, encode_ids(step.sampling.late_req_ids))
         try:
-            return step.result()
+            with self._step_watch:
+                return step.result()
         except Exception as error:
             lost = self._watch.wait(CAUSE_SECONDS)
             if lost is None:
@@ -68,6 +72,7 @@ class LeaderRunner:
 
     def close(self) -> None:
         """End the other ranks, then the runner. After a loss neither is to be had: a stream may never end."""
+        self._step_watch.close()
         if self._watch.error is not None:
             return
         for link in self._links:

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 LEADER_GRACE_SECONDS = 1.2
 # For the line that says what has happened.
 _TELLING_SECONDS = 0.5
+# In which the time of a step is counted.
+_PARTS = 20
 
 
 class LossWatch:
@@ -75,3 +77,52 @@ class LossWatch:
         """Raises RunnerLostError if a rank has been lost."""
         if self.error is not None:
             raise self.error
+
+
+class StepWatch:
+    """Loses the group where rank 0 waits for a step for longer than any can take, which heartbeats do not tell.
+
+    Time is counted in parts by a thread of its own, so that it does not go on while this process is stopped.
+
+    Args:
+        watch: is told.
+        seconds: that a step may take.
+    """
+
+    def __init__(self, watch: LossWatch, seconds: float) -> None:
+        self._watch = watch
+        self._seconds = seconds
+        self._wait: object | None = None  # under way
+        self._counted: object | None = None  # of which so many parts have passed
+        self._num_parts = 0
+        self._is_closed = threading.Event()
+
+    def start(self) -> None:
+        """Begin to count."""
+        threading.Thread(target=self._count, name="step watch", daemon=True).start()
+
+    def close(self) -> None:
+        self._is_closed.set()
+
+    def __enter__(self) -> None:
+        self._wait = object()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._wait = None
+
+    def _count(self) -> None:
+        while not self._is_closed.wait(self._seconds / _PARTS) and self._watch.error is None:
+            self.count()
+
+    def count(self) -> None:
+        """A part of the time has passed."""
+        wait = self._wait
+        if wait is None or wait is not self._counted:
+            self._counted, self._num_parts = wait, 0
+            return
+        self._num_parts += 1
+        if self._num_parts >= _PARTS:
+            self._watch.lose(
+                f"rank 0 has waited {self._seconds:.0f} s for a step: another rank computes no more, or a link between "
+                "two of them is cut"
+            )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from metal_engine.checkpoints.prints import file_prints
 from metal_engine.distributed.group import Group, open_group
-from metal_engine.distributed.launch import host_name
+from metal_engine.distributed.launch import host_name, refuse_ranks_without_size
 from metal_engine.distributed.leader import LeaderRunner
-from metal_engine.errors import ConfigError
+from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.models.division import Division, WholeModel, evaluate_one_by_one
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.token_share import TokenShare
@@ -23,6 +26,10 @@ from metal_engine.settings.config import DeviceInfo, ModelInfo, RankInfo
 from metal_engine.settings.fields import format_size
 
 logger = logging.getLogger(__name__)
+
+# What a step may take at least before it counts as one that never ends; and how many times the largest one without a
+# context the longest one takes at most: attention over a million tokens is some 20 times the rest.
+_LEAST_STEP_SECONDS, _LONG_CONTEXT = 600.0, 40.0
 
 
 class Ranks:
@@ -50,9 +57,15 @@ class Ranks:
         """The facts about the model by which every rank plans its memory."""
         return info
 
-    def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers."""
+    def largest(self, what: str, number: int) -> int:
+        """The largest of all ranks' numbers, which are told under the same name."""
         return number
+
+    def same_files(self, path: Path) -> None:
+        """Raises ModelLoadError where the ranks have other files of the model: a directory, or a GGUF file."""
+
+    def come_together(self, what: str) -> None:
+        """Wait until all ranks are at a place that some may not come to. Raises RunnerLostError if some do not."""
 
     def follow(self, runner: ModelRunner) -> None:
         """On other ranks than 0: run rank 0's steps until it ends, and then raise SystemExit."""
@@ -70,10 +83,11 @@ class SeveralRanks(Ranks):
         self._division = Division(group.communication, group.args.pipeline_parallel_size > 1)
         self._whole: WholeModel | None = None
         self.share = group.share
+        self._began = time.monotonic()  # to run the model
 
     def device(self, device: DeviceInfo) -> DeviceInfo:
         """That of the least memory; ranks on one machine divide theirs."""
-        told = self._group.exchange({"host": host_name(), "kind": device.kind, "memory": device.memory_bytes})
+        told = self._group.exchange("device", {"host": host_name(), "kind": device.kind, "memory": device.memory_bytes})
         kinds = {one["kind"] for one in told}
         if len(kinds) > 1:
             raise ConfigError(self._group.args.ranks_flag, f"has ranks on devices of several kinds: {sorted(kinds)}")
@@ -90,6 +104,7 @@ class SeveralRanks(Ranks):
 
     def agreed(self, info: ModelInfo) -> ModelInfo:
         assert self._whole is not None
+        self._began = time.monotonic()
         mine = {
             "host": host_name(),
             "weight_bytes": info.weight_bytes,
@@ -100,7 +115,7 @@ class SeveralRanks(Ranks):
             "state_bytes_per_request": info.state_bytes_per_request,
             "layer_width": info.layer_width,
         }
-        told = self._group.exchange(mine)
+        told = self._group.exchange("model", mine)
         names = ("host", "weight_bytes", "peak_bytes", "num_layers")
         self.facts = tuple(RankInfo(**{name: one[name] for name in names}) for one in told)
         if self._group.rank == 0:
@@ -118,8 +133,19 @@ class SeveralRanks(Ranks):
             **most,
         )
 
-    def largest(self, number: int) -> int:
-        return self._group.largest(number)
+    def largest(self, what: str, number: int) -> int:
+        return self._group.largest(what, number)
+
+    def same_files(self, path: Path) -> None:
+        told = self._group.exchange("files", file_prints(path))
+        for rank, files in enumerate(told):
+            for name in sorted({*told[0], *files}):
+                if files.get(name) != told[0].get(name):
+                    problem = f"{name} of the model on rank {rank} is not what it is on rank 0: copy it to all machines"
+                    raise ModelLoadError(problem)
+
+    def come_together(self, what: str) -> None:
+        self._group.come_together(what)
 
     def follow(self, runner: ModelRunner) -> None:
         if self._group.rank:
@@ -127,7 +153,9 @@ class SeveralRanks(Ranks):
             raise SystemExit(0)
 
     def lead(self, runner: ModelRunner) -> LeaderRunner | None:
-        return self._group.lead(runner)
+        # What has passed since the weights were there has the largest step, run at least once, but without a context.
+        seconds = max(_LEAST_STEP_SECONDS, _LONG_CONTEXT * (time.monotonic() - self._began))
+        return self._group.lead(runner, seconds)
 
 
 @contextmanager
@@ -135,9 +163,11 @@ def starting_ranks(args: EngineArgs) -> Iterator[Ranks]:
     """Join the other ranks that the settings ask for; where this one cannot start, none does.
 
     Raises:
-        ConfigError: see :func:`open_group`; ModelLoadError likewise, or another rank cannot start.
+        ConfigError: see :func:`open_group`, or a launcher has started several processes, and there is no size.
+        ModelLoadError: likewise, or another rank cannot start.
     """
     if args.num_ranks == 1:
+        refuse_ranks_without_size()
         yield Ranks()
         return
     group = open_group(args)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from metal_engine.distributed.channel import MAX_FRAME
+from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import NewRequestData, SchedulerOutput
 
@@ -41,6 +42,7 @@ def encode_plan(plan: SchedulerOutput) -> bytes:
             plan.new_state_slots,
             None if plan.sampled_req_ids == list(scheduled) else plan.sampled_req_ids,
             plan.dropped_req_ids,
+            plan.pooled_req_ids,
         ]
     )
     if len(content) > MAX_FRAME:
@@ -51,12 +53,13 @@ def encode_plan(plan: SchedulerOutput) -> bytes:
 def _new(one: NewRequestData) -> list[Any]:
     has_prompt_rows = one.sampling_params.prompt_logprobs is not None
     counts = [one.num_prompt_tokens, one.num_computed_tokens]
-    return [one.request_id, one.token_ids, *counts, one.block_ids, one.state_slots, int(has_prompt_rows)]
+    pooling = None if one.pooling_params is None else [one.pooling_params.pooling_type, one.pooling_params.token_ids]
+    return [one.request_id, one.token_ids, *counts, one.block_ids, one.state_slots, int(has_prompt_rows), pooling]
 
 
 def decode_plan(content: bytes) -> SchedulerOutput:
     """What :func:`encode_plan` made."""
-    step_id, scheduled, new, new_blocks, new_state_slots, sampled, dropped = json.loads(content)
+    step_id, scheduled, new, new_blocks, new_state_slots, sampled, dropped, pooled = json.loads(content)
     return SchedulerOutput(
         step_id=step_id,
         num_scheduled_tokens=scheduled,
@@ -64,6 +67,7 @@ def decode_plan(content: bytes) -> SchedulerOutput:
         new_block_ids=new_blocks,
         new_state_slots=new_state_slots,
         sampled_req_ids=list(scheduled) if sampled is None else sampled,
+        pooled_req_ids=pooled,
         dropped_req_ids=dropped,
     )
 
@@ -76,11 +80,20 @@ def _request(
     block_ids: list[int],
     state_slots: list[int],
     has_prompt_rows: int,
+    pooling: list[Any] | None,
 ) -> NewRequestData:
     params = _WITH_PROMPT_ROWS if has_prompt_rows else _PLAIN
     read, write = state_slots
     return NewRequestData(
-        request_id, token_ids, num_prompt_tokens, num_computed_tokens, block_ids, params, state_slots=(read, write)
+        request_id,
+        token_ids,
+        num_prompt_tokens,
+        num_computed_tokens,
+        block_ids,
+        params,
+        # All ranks compute the same rows of hidden states and of logits: an LM head may be divided, too.
+        pooling_params=None if pooling is None else PoolingParams(pooling_type=pooling[0], token_ids=tuple(pooling[1])),
+        state_slots=(read, write),
     )
 
 

@@ -87,6 +87,7 @@ class EngineMetrics:
         num_drafts: proposals: requests of a step that had drafts.
         num_draft_tokens: tokens proposed.
         num_accepted_tokens: of those, the ones accepted, by their position in the proposal.
+        num_unmasked_tokens: of those, the ones after which it was not known what their grammar allows.
         kv_transfer: what KV transfer has done; None without it.
     """
 
@@ -99,6 +100,7 @@ class EngineMetrics:
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens: list[int] = []
+        self.num_unmasked_tokens = 0
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_cache_queries = 0
@@ -157,6 +159,7 @@ class EngineMetrics:
 
     def speculated(self, plan: SchedulerOutput, output: ModelOutput) -> None:
         """Count the drafts of a step, and how many of each request's were accepted."""
+        self.num_unmasked_tokens += output.num_unmasked_drafts
         for request_id in plan.scheduled_spec_decode_tokens:
             drafts = output.drafts_of(plan, request_id)
             if not drafts:

@@ -42,8 +42,8 @@ _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 2e-1}
 # Other tokens tell that from a mistake, which shows every time.
 _ATTEMPTS = {mx.float32: 1, mx.float16: 3, mx.bfloat16: 3}
 
-# Where a model is a rank's share, makes of a length that which all ranks run.
-Agree = Callable[[int], int]
+# Where a model is a rank's share, makes of a number, told under a name, the largest of all ranks'.
+Agree = Callable[[str, int], int]
 
 
 def check_paged_model(
@@ -52,7 +52,7 @@ def check_paged_model(
     vocab_size: int,
     block_size: int = _BLOCK_SIZE,
     *,
-    agree: Agree = lambda length: length,
+    agree: Agree = lambda what, number: number,
 ) -> None:
     """Run two requests, each in two chunks and a decode, packed together; compare with mlx-lm's own forward.
 
@@ -65,7 +65,8 @@ def check_paged_model(
 
     Args:
         block_size: the server's.
-        agree: where ``paged`` is a rank's share of a model, makes of a length that which all ranks run.
+        agree: where ``paged`` is a rank's share of a model, makes of a number the largest of all ranks': they run as
+            many tokens, as often.
 
     Raises:
         UnsupportedModelError: the logits differ, or attention over quantized K and V; or some layer did not write once
@@ -102,7 +103,7 @@ class _Requests:
     def of(cls, paged: PagedModel, vocab_size: int, block_size: int, seed: int, agree: Agree) -> _Requests:
         rng = np.random.default_rng(seed)
         num_tokens = max(_NUM_TOKENS, block_size + _BLOCK_SIZE)
-        lengths = (agree(_first_length(paged, num_tokens)), num_tokens)
+        lengths = (agree("tokens of the check", _first_length(paged, num_tokens)), num_tokens)
         tokens = [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
         max_blocks = -(-lengths[0] // block_size)
         block_table = np.arange(2 * max_blocks, dtype=np.int32).reshape(max_blocks, 2).T[:, ::-1]
@@ -116,7 +117,8 @@ def _check_logits(paged: PagedModel, backend: AttentionBackend, vocab_size: int,
     for seed in range(_ATTEMPTS[paged.dtype]):
         requests = _Requests.of(paged, vocab_size, block_size, seed, agree)
         gap = _largest_gap(paged, _run(paged, backend, requests), requests)
-        if gap <= _TOLERANCE[paged.dtype]:
+        # All ranks try again, or none: one that went on alone would wait for the others for ever.
+        if not agree("logits that are off", int(not gap <= _TOLERANCE[paged.dtype])):
             return
     raise UnsupportedModelError(
         f"its logits through the paged cache are off from mlx-lm's own by {gap:.1g} of their size"

@@ -13,7 +13,11 @@ from mlx_lm.utils import get_total_parameters
 from metal_engine.errors import UnsupportedModelError, one_line
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec, RecurrentSpec
 from metal_engine.models.layer_cache import RecordingCache
+from metal_engine.models.recurrent.recording import RecordingState
 from metal_engine.models.seam import Recorder, recorded
+
+# What mlx-lm raises where a model cannot be divided.
+_CANNOT = (ValueError, TypeError, AttributeError, AssertionError, IndexError)
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,12 @@ def divide_heads(model: nn.Module, group: mx.distributed.Group) -> WholeModel:
     try:
         model.shard(group)
         after = recorded(model)
-    except (ValueError, TypeError, AttributeError, UnsupportedModelError) as error:
-        problem = f"{_uneven(0, before[0], size)} ({one_line(error)})"
-        raise UnsupportedModelError(problem) from error
+    except (*_CANNOT, UnsupportedModelError) as error:
+        # What fails may be other than the heads, such as the columns of a matrix.
+        for layer, one in enumerate(before):
+            if not _has_even_heads(one, size):
+                raise UnsupportedModelError(f"{_uneven(layer, one, size)} ({one_line(error)})") from error
+        raise UnsupportedModelError(f"{size} machines cannot share its layers ({one_line(error)})") from error
     for layer, (one, share) in enumerate(zip(before, after, strict=True)):
         if not _is_share(one, share, size):
             raise UnsupportedModelError(_uneven(layer, one, size))
@@ -85,6 +92,14 @@ def _is_share(whole: Recorder, share: Recorder, size: int) -> bool:
             return False
     assert isinstance(whole, RecordingCache) and isinstance(share, RecordingCache)
     return kept and share.num_heads * size == whole.num_heads
+
+
+def _has_even_heads(recorder: Recorder, size: int) -> bool:
+    """Whether a layer's heads and KV heads can be dealt out evenly; what is not about heads is not said here."""
+    if not isinstance(recorder, RecordingCache):
+        return True
+    num_kv_heads = recorder.spec.num_kv_heads if isinstance(recorder.spec, KVSpec) else 0
+    return recorder.num_heads % size == 0 and num_kv_heads % size == 0
 
 
 def _uneven(layer: int, recorder: Recorder, size: int) -> str:
@@ -110,9 +125,11 @@ def divide_layers(model: nn.Module, group: mx.distributed.Group) -> WholeModel:
     whole = WholeModel(len(model.layers), get_total_parameters(model))
     if whole.num_layers < group.size():
         raise UnsupportedModelError(f"it has {whole.num_layers} layers, which are too few for {group.size()} machines")
+    if any(isinstance(one, RecordingState) for one in recorded(model)):
+        raise UnsupportedModelError("layers with recurrent states are not given to several ranks: share each layer")
     try:
         trunk.pipeline(group)
-    except (ValueError, AttributeError) as error:
+    except _CANNOT as error:
         problem = f"{group.size()} machines cannot share its layers ({one_line(error)})"
         raise UnsupportedModelError(problem) from error
     return whole

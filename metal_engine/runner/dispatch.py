@@ -10,11 +10,14 @@ is kept busy, and memory tells.
 from __future__ import annotations
 
 import logging
+from collections import deque
+from contextlib import suppress
 
 import mlx.core as mx
 import numpy as np
 
 from metal_engine.device.streams import synchronize
+from metal_engine.errors import one_line
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
@@ -48,47 +51,80 @@ def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) 
         return f"{AFTER}: several ranks share the model"
     if pool.is_recurrent:
         return f"{AFTER}: layers carry states from token to token"
-    array_bytes = min((array.nbytes for state in pool.states for array in state.arrays.values()), default=0)
     scheduler, cache = config.scheduler, config.cache
-    num_steps = min(_NUM_STEPS, scheduler.max_model_len)
+    num_steps = min(_NUM_STEPS, scheduler.max_model_len, cache.num_blocks * cache.block_size)
+    if num_steps < 2:
+        return f"{AFTER}: a request has room for one step"
     blocks_of_one = -(-num_steps // cache.block_size)
     num_rows = min(_MAX_ROWS, scheduler.max_num_seqs, cache.num_blocks // blocks_of_one)
     blocks = np.arange(num_rows * blocks_of_one).reshape(num_rows, blocks_of_one).tolist()
-    peaks = []
-    # Replayed steps may have fewer kernels than built ones, and so fewer command buffers.
-    replays = runner.replays
-    for goes_behind, is_replayed in [(False, False), (True, False), *([(True, True)] if replays else [])]:
-        runner.goes_behind, runner.replays = goes_behind, is_replayed
-        peaks.append(_peak_bytes(runner, blocks, num_steps))
-    more = max(peaks[1:]) - peaks[0]
-    mx.clear_cache()
-    runner.goes_behind = more < array_bytes
+    try:
+        more = _more_bytes(runner, blocks, num_steps)
+    except Exception as error:
+        logger.exception("no step goes behind another: trying it failed")
+        with suppress(Exception):  # what a stream keeps of the same error is not for the first request's step
+            synchronize()
+        return f"{AFTER}: trying it behind failed: {type(error).__name__}: {one_line(error)}"
+    array_bytes = min((array.nbytes for state in pool.states for array in state.arrays.values()), default=0)
     logger.debug("two steps at a time take %d bytes more; an array of the cache has %d", more, array_bytes)
-    if runner.goes_behind:
-        return BEHIND
-    return f"{AFTER}: behind it, {format_size(more)} of the KV cache would be copied"
+    # A copy adds an array, less what else went since the peak of steps one after the other.
+    runner.goes_behind = more < array_bytes / 2
+    return BEHIND if runner.goes_behind else f"{AFTER}: behind it, {format_size(more)} of the KV cache would be copied"
 
 
-def _peak_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int) -> int:
-    """Memory at the peak of steps of requests with these blocks, one ahead; what they write is read by nobody."""
-    synchronize()
-    mx.clear_cache()
-    mx.reset_peak_memory()
+def _more_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int) -> int:
+    """How much more memory steps take at their peak if they go behind others; the runner has none go behind then.
+
+    Replayed steps count, too, if there are any: they may have fewer kernels than built ones, and so fewer command
+    buffers.
+    """
+    replays = runner.replays
+    matrix = mx.array(np.zeros(_BUSY_SHAPE, np.float16))
+    mx.eval(matrix)
+    try:
+        peaks = []
+        for goes_behind, is_replayed in [(False, False), (True, False), *([(True, True)] if replays else [])]:
+            runner.goes_behind, runner.replays = goes_behind, is_replayed
+            peaks.append(_peak_bytes(runner, blocks, num_steps, matrix))
+        return max(peaks[1:]) - peaks[0]
+    finally:
+        runner.goes_behind, runner.replays = False, replays
+        mx.clear_cache()
+
+
+def _peak_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int, matrix: mx.array) -> int:
+    """Memory at the peak of steps of requests with these blocks, one ahead; what they write is read by nobody.
+
+    Args:
+        matrix: what the device is kept busy with.
+    """
     req_ids = [f"warm-up {row}" for row in range(len(blocks))]
-    under_way: list[PendingStep] = []
-    for step_id in range(num_steps):
-        plan = SchedulerOutput(step_id, num_scheduled_tokens=dict.fromkeys(req_ids, 1), sampled_req_ids=list(req_ids))
-        if step_id == 0:
-            plan.new_requests = list(map(_request, req_ids, blocks))
-        if not under_way:
-            _keep_busy()
-        under_way.append(runner.execute(plan))
-        if len(under_way) == 2:
+    peak = 0
+    under_way: deque[PendingStep] = deque()
+    try:
+        for step_id in range(num_steps):
+            plan = SchedulerOutput(
+                step_id, num_scheduled_tokens=dict.fromkeys(req_ids, 1), sampled_req_ids=list(req_ids)
+            )
+            if step_id == 0:
+                plan.new_requests = list(map(_request, req_ids, blocks))
+            if not under_way:
+                synchronize()
+                mx.clear_cache()
+                # It stays, with all that comes of it: memory that goes during the steps would hide what they copy.
+                products = _keep_busy(matrix)
+                mx.reset_peak_memory()
+            under_way.append(runner.execute(plan))
+            if len(under_way) == 2 or step_id == num_steps - 1:
+                _finish(under_way)
+                peak = max(peak, mx.get_peak_memory())
+                del products
+        return peak
+    finally:
+        try:
             _finish(under_way)
-    _finish(under_way)
-    runner.forget(req_ids)
-    synchronize()
-    return mx.get_peak_memory()
+        finally:
+            runner.forget(req_ids)
 
 
 def _request(request_id: str, block_ids: list[int]) -> NewRequestData:
@@ -102,13 +138,20 @@ def _request(request_id: str, block_ids: list[int]) -> NewRequestData:
     )
 
 
-def _finish(under_way: list[PendingStep]) -> None:
-    for step in under_way:
-        step.result()
-    under_way.clear()
+def _finish(under_way: deque[PendingStep]) -> None:
+    """Finish them all, those too that come after one that fails; raises the first error."""
+    error: Exception | None = None
+    while under_way:
+        try:
+            under_way.popleft().result()
+        except Exception as failed:  # noqa: BLE001  (raised below; a step on top of one that failed is void)
+            error = error or failed
+    if error is not None:
+        raise error
 
 
-def _keep_busy() -> None:
-    """Give the device something to do that takes longer than the host needs for two steps."""
-    matrix = mx.array(np.zeros(_BUSY_SHAPE, np.float16))
-    mx.async_eval([matrix @ matrix.T for _ in range(_BUSY_PRODUCTS)])
+def _keep_busy(matrix: mx.array) -> list[mx.array]:
+    """Give the device something to do that takes longer than the host needs for two steps; returns what comes of it."""
+    products = [matrix @ matrix.T for _ in range(_BUSY_PRODUCTS)]
+    mx.async_eval(products)
+    return products

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import numpy as np
 
@@ -27,6 +29,8 @@ def measure_step_bytes(
     max_positions: int | None,
     num_tokens: int,
     num_seqs: int,
+    *,
+    agree: Callable[[str, int], int] = lambda what, number: number,
 ) -> int:
     """Run a step of ``num_tokens`` tokens, of ``num_seqs`` requests that all sample, and look at MLX's peak.
 
@@ -36,6 +40,8 @@ def measure_step_bytes(
 
     Args:
         max_positions: the longest a request may be; None: any.
+        agree: where the model is a rank's share, makes of a number, told under a name, that of all ranks: they run
+            the same steps, as often.
 
     Returns:
         Bytes above what was held before and the step's KV.
@@ -66,7 +72,7 @@ def measure_step_bytes(
         synchronize()
         held, taken = mx.get_active_memory(), 0
         for _ in range(_NUM_SMALL_RUNS):
-            taken = max(taken, _run_step(model, backend, rows, sampling) - held)
+            taken = agree("bytes of a step", max(taken, _run_step(model, backend, rows, sampling) - held))
             if taken >= _SMALL_BYTES:
                 break
         return taken

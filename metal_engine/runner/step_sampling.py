@@ -76,6 +76,7 @@ class StepSampling:
         self._num_top = table.sampling.logprobs[batch.sample_indices]  # [R], -1: not asked for
         self._errors: dict[str, str] = {}
         self._late: set[str] = set()
+        self._num_unmasked = 0
         self._edits = self._collect_edits(table)
         self._prompt_rows = _prompt_rows(table, plan, batch.rows)
         self.logits_indices = batch.rows.logits_indices
@@ -145,6 +146,7 @@ class StepSampling:
                     late.append(i)
             except ValueError as error:
                 self._give_up(edits.rows[row], f"structured output failed: {error}")
+                self._num_unmasked += num_drafts > 0
         return late
 
     def build(self, logits: mx.array, *, is_dispatched: bool) -> None:
@@ -207,6 +209,7 @@ class StepSampling:
         """Returns the step's output. To be called when :attr:`arrays` are evaluated."""
         output = ModelOutput([] if self.tokens is None else np.array(self.tokens).tolist())
         output.errors, output.late_req_ids = self._errors, self._late
+        output.num_unmasked_drafts = self._num_unmasked
         num_tops = self._num_top.tolist()
         if self._logprobs is not None:
             tokens = self._logprobs.on_host([k for k in num_tops if k >= 0])

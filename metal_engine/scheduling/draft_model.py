@@ -13,8 +13,6 @@ from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 _CATCHING_UP_STEPS = 128
 # How much of the time goes to seeing whether drafts that did not pay would now.
 _TRYING_SHARE = 0.02
-# How much of it goes to catching up with requests, at most, beyond what drafts have won.
-_CATCHING_UP_SHARE = 0.025
 # How much one measurement changes what is known, and how much longer than known one counts as at most: something else
 # has held it up.
 _WEIGHT = 0.25
@@ -75,7 +73,6 @@ class DraftCosts:
         self._token = _Seconds()  # that it has fallen behind
         self._seconds = 0.0  # of all steps
         self._tried_seconds = 0.0  # of them, for drafts that were not expected to pay
-        self._won_seconds = 0.0  # by drafts that were expected to pay, less what it took to compute and to catch up
         self._num_computed: dict[str, int] = {}  # by request: tokens that the draft model has, as far as is known
 
     @property
@@ -94,28 +91,19 @@ class DraftCosts:
         return self.forward_seconds > 0
 
     def measured(
-        self,
-        step_seconds: float,
-        drafting: Drafting | None,
-        requests: Container[str],
-        *,
-        is_try: bool,
-        share_accepted: float = 0.0,
+        self, step_seconds: float, drafting: Drafting | None, requests: Container[str], *, is_try: bool
     ) -> None:
         """Take in a step, and what the draft model did in it.
 
         Args:
             requests: ids of those that have not ended.
             is_try: whether its drafts were not expected to pay.
-            share_accepted: its drafts that were accepted, for each token that the step gave beside them.
         """
         self._seconds += step_seconds
         if drafting is None:
             return
         if is_try:
             self._tried_seconds += drafting.seconds
-        else:
-            self._won_seconds += share_accepted * (step_seconds - drafting.seconds) - drafting.seconds
         self._num_computed |= {r: n for r, n in drafting.num_computed_tokens.items() if r in requests}
         if drafting.num_forwards:
             self._forward.measured(drafting.forward_seconds / drafting.num_forwards)
@@ -131,21 +119,6 @@ class DraftCosts:
         num_behind = self.num_behind(request) + NEW_TO_DRAFT_MODEL
         seconds = self.forward_seconds + num_behind * (self._token_seconds or self.forward_seconds)
         return self._tried_seconds + seconds <= _TRYING_SHARE * self._seconds
-
-    def may_compute(self, request: Request, num_tokens: int, step_seconds: float, num_others: int = 0) -> bool:
-        """Whether it may catch up with a request, or follow it, for drafts of which it is not known that they will pay.
-
-        So many tokens of it then take a small share of the time so far and of what the request takes if it becomes as
-        long as it may, beyond what drafts have won.
-
-        Args:
-            num_tokens: to compute.
-            step_seconds: of a step without drafts.
-            num_others: tokens of other requests that are to be computed, too.
-        """
-        seconds = self._seconds + (request.max_tokens - request.num_output_tokens) * step_seconds
-        spare = _CATCHING_UP_SHARE * seconds + self._won_seconds
-        return num_tokens <= 0 or (num_tokens + num_others) * self._token_seconds <= spare
 
     def catching_up_seconds(self, request: Request) -> float:
         """What it takes to compute the tokens of a request that the draft model lacks: the share of each further step.

@@ -64,7 +64,6 @@ class Proposals:
         self._held_up: set[str] = set()
         self._noted: dict[str, tuple[int, int]] = {}  # request id -> index of a token, and a draft of it
         self._turn = 0
-        self._step_seconds = 0.0  # of the last step with requests that decode, without drafts
         self._first = 0  # of requests whose drafts are as likely
 
     @property
@@ -88,7 +87,7 @@ class Proposals:
     def of(
         self, decoding: list[Request], num_sampling: int, times: list[float], num_planned: int = 1
     ) -> tuple[dict[Request, list[int]], list[Request]]:
-        """Returns the drafts of the requests whose drafts are likely enough to pay, at least one of each that fits.
+        """Returns the drafts of the requests whose drafts are likely enough to pay, as far as there is room for them.
 
         First those come whose drafts are the likeliest, and of equals others in each step: there may be no room for
         all. With them come other requests, whose drafts are not likely enough.
@@ -102,8 +101,6 @@ class Proposals:
         least = least_gain(num_sampling, times, self.draft_seconds)
         if times and num_planned and self._costs_are_known:
             self._least_gain = least
-        if times:
-            self._step_seconds = times[0]
         likely: list[Request] = []
         others: list[Request] = []
         for request in decoding:
@@ -115,22 +112,15 @@ class Proposals:
         room = len(times) - 1
         most = room if self._costs_are_known else min(room, 1)
         proposals: dict[Request, list[int]] = {}
-        num_behind = 0
         for request in self._in_turn(likely):
-            if len(proposals) >= most:
+            if len(proposals) >= most or room <= 0:
                 others.append(request)
             elif drafts := self._drafts(request, self._most(request, request.num_output_placeholders - num_planned)):
-                behind = self._num_behind(request, drafts)
-                if self._costs is None or self._costs.may_compute(request, behind, self._step_seconds, num_behind):
-                    proposals[request] = drafts
-                    num_behind += behind
+                proposals[request] = drafts
+                # A draft model catches up with a request first, so it is not asked for more than the step has room for.
+                room -= len(drafts) if self._costs is not None else 0
         self._first += num_planned
         return proposals, others
-
-    def _num_behind(self, request: Request, drafts: list[int]) -> int:
-        """Returns how many tokens of a request a draft model computes before its drafts; 0 if it is not asked."""
-        is_asked = self._costs is not None and drafts[0] == UNKNOWN_DRAFT
-        return max(0, self._costs.num_behind(request)) if self._costs is not None and is_asked else 0
 
     def _in_turn(self, requests: list[Request]) -> list[Request]:
         """Returns requests with those first whose drafts are likely; others lead those that are much the same."""
@@ -164,10 +154,8 @@ class Proposals:
         """Returns how many of a request's drafts stand for tokens under way, and must come true for the others to."""
         return 0 if drafts[0] == UNKNOWN_DRAFT else request.num_output_placeholders
 
-    def are_likely(self, request: Request, num_tokens: int) -> bool:
-        """Whether a draft model's drafts of a request, of which it computes so many tokens, are likely to pay later."""
-        if self._costs is not None and not self._costs.may_compute(request, num_tokens, self._step_seconds):
-            return False
+    def are_likely(self, request: Request) -> bool:
+        """Whether a draft model's drafts of a request are likely to pay when it decodes."""
         may_have_drafts = request.options.use_speculation and request.pooling_params is None
         return may_have_drafts and self.acceptance.of(request.request_id) >= self._least_gain
 

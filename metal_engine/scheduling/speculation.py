@@ -201,7 +201,7 @@ class Speculation:
             return
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             is_prompt = request_id not in plan.scheduled_spec_decode_tokens and num_tokens > 1
-            if is_prompt and self._proposals.are_likely(running[request_id], num_tokens):
+            if is_prompt and self._proposals.are_likely(running[request_id]):
                 plan.draft_model_req_ids.append(request_id)
 
     def _choice(
@@ -317,9 +317,7 @@ class Speculation:
             self._times.planned(0)  # it had fewer rows
         seconds = self._times.end(0.0 if drafting is None else drafting.seconds)
         if self._costs is not None:
-            drafted = () if drafting is None else drafting.token_ids
-            share = sum(output.num_accepted_tokens[r] for r in drafted) / max(1, len(plan.sampled_req_ids))
-            self._costs.measured(seconds, drafting, requests, is_try=self._is_try, share_accepted=share)
+            self._costs.measured(seconds, drafting, requests, is_try=self._is_try)
         if self._config.async_scheduling:
             self._ahead.ended(plan.step_id)
             self._times.start()  # what comes between is hidden where steps are planned ahead, and counts where not

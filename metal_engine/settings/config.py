@@ -201,13 +201,18 @@ class AttentionLayers:
 
 @dataclass(frozen=True)
 class CommandBufferLimits:
-    """What a command buffer of Metal's may have before MLX commits it: kernels, and elements of arrays in 2**20."""
+    """What a command buffer of Metal's may have before MLX commits it: kernels, and elements of arrays in 2**20.
 
-    max_ops: int
-    max_mb: int
+    None: as many as MLX has it by itself.
+    """
+
+    max_ops: int | None
+    max_mb: int | None
 
     def __str__(self) -> str:
-        return f"up to {self.max_ops} operations and {self.max_mb:,} MB"
+        ops = "MLX's own number of" if self.max_ops is None else self.max_ops
+        mb = "MLX's own number of" if self.max_mb is None else f"{self.max_mb:,}"
+        return f"up to {ops} operations and {mb} MB"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ PIPELINE_PARALLEL_SIZE: Any = setting(
     le=256,
 )
 DISTRIBUTED_TIMEOUT_SECONDS: Any = setting(
-    30.0, "Seconds of silence after which a rank counts as lost. Then all ranks end.", group=RANKS, gt=1, lt=inf
+    30.0, "Seconds of silence after which a rank counts as lost. Then all ranks end.", group=RANKS, gt=0, lt=inf
 )
 
 

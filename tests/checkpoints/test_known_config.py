@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -63,19 +64,46 @@ def test_a_broken_configuration_is_for_the_loader_to_tell(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("on_a_mac")
 def test_limits_are_set_for_the_smallest_model(tmp_path: Path) -> None:
     small, large = (checkpoint(tmp_path / str(n), num_hidden_layers=n) for n in (24, 80))
-    limit_command_buffers([EngineArgs(model=large), EngineArgs(model=small), EngineArgs(model="./nowhere")])
+    limit_command_buffers(EngineArgs(model=model, async_scheduling=True) for model in (large, small, "./nowhere"))
     assert os.environ[MAX_OPS] == "23"  # 24 layers of 16 kernels in 16 command buffers
     assert int(os.environ[MAX_MB]) >= 50
-    limit_command_buffers([EngineArgs(model=large)])
+    limit_command_buffers([EngineArgs(model=large, async_scheduling=True)])
     assert os.environ[MAX_OPS] == "23"
 
 
 @pytest.mark.usefixtures("on_a_mac")
-def test_a_draft_model_counts(tmp_path: Path) -> None:
-    small, large = (checkpoint(tmp_path / str(n), num_hidden_layers=n) for n in (24, 80))
+def test_a_draft_model_does_not_count(tmp_path: Path) -> None:
+    """Its forwards are waited for one by one."""
+    small, large = (checkpoint(tmp_path / str(n), num_hidden_layers=n) for n in (2, 80))
     speculative = json.dumps({"method": "draft_model", "model": small, "num_speculative_tokens": 3})
-    limit_command_buffers([EngineArgs(model=large, speculative_config=speculative)])
-    assert os.environ[MAX_OPS] == "23"
+    limit_command_buffers([EngineArgs(model=large, async_scheduling=True, speculative_config=speculative)])
+    assert os.environ[MAX_OPS] == "79"
+
+
+@pytest.mark.usefixtures("on_a_mac")
+@pytest.mark.parametrize(("sizes", "max_ops"), [((24, 80), None), ((60, 80), "59")])
+def test_one_by_one_the_limit_of_operations_is_only_raised(
+    sizes: tuple[int, ...], max_ops: str | None, tmp_path: Path
+) -> None:
+    limit_command_buffers(EngineArgs(model=checkpoint(tmp_path / str(n), num_hidden_layers=n)) for n in sizes)
+    assert os.environ.get(MAX_OPS) == max_ops
+    assert int(os.environ[MAX_MB]) >= 50
+
+
+@pytest.mark.usefixtures("on_a_mac")
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_model_that_comes_later_is_told_what_holds(
+    is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of several models each says it when it is loaded, and only the first one before MLX is."""
+    args = EngineArgs(model=checkpoint(tmp_path / "a", num_hidden_layers=24), async_scheduling=True)
+    if is_set:
+        limit_command_buffers([args])
+    monkeypatch.setitem(sys.modules, "mlx.core", sys)
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    limit_command_buffers([args])
+    assert (("up to 23 operations" in caplog.text), ("MLX's own limits" in caplog.text)) == (is_set, not is_set)
 
 
 @pytest.mark.usefixtures("on_a_mac")

@@ -242,6 +242,7 @@ def test_help_is_in_groups_and_shows_every_default() -> None:
     boxes = re.findall(r"^╭─ (.+?) ─+╮\n(.*?)^╰", text, re.MULTILINE | re.DOTALL)
     groups = {heading: " ".join(re.sub("[│\n]", " ", body).split()) for heading, body in boxes}
     order = ["Arguments", "Options", "Model", "Memory", "Scheduling", "KV transfer", "LoRA adapters"]
+    order.append("Several machines")
     assert list(groups) == [*order, "Server", "Security", "Limits", "Answers", "Logging", "Several models"]
     assert len([box for box, _ in boxes]) == len(groups)  # each is there once
     for one in settings_of(EngineArgs, ServerArgs, RegistryArgs):

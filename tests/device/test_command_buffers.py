@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -28,6 +29,9 @@ GIB = 1 << 30
         ({"num_hidden_layers": 48, "num_experts": 128}, 1344),
         ({"num_hidden_layers": 48, "num_experts": 0}, 768),
         ({"num_hidden_layers": 3, "text_config": {"num_hidden_layers": 62}}, 992),  # the other is of the vision tower
+        ({"n_layers": 40, "text_config": {"vocab_size": 5}}, 640),
+        ({"n_layers": 40, "text_config": {"num_hidden_layers": None, "num_experts": 8}}, 1120),
+        ({"n_layers": 40, "num_experts": 8, "text_config": {"num_hidden_layers": 62}}, 992),
         ({"model_type": "llama"}, None),
         ({"num_hidden_layers": "many"}, None),
     ],
@@ -38,7 +42,8 @@ def test_kernels_of_a_step(config: dict[str, Any], expected: int | None) -> None
 
 @pytest.mark.parametrize(("num_layers", "per_layer"), [(16, 17), (30, 17), (62, 20), (94, 30)])
 def test_a_step_has_command_buffers_enough_to_go_behind_another(num_layers: int, per_layer: int) -> None:
-    limits = command_buffer_limits([{"num_hidden_layers": num_layers}], 16 * GIB)
+    limits = command_buffer_limits([{"num_hidden_layers": num_layers}], 16 * GIB, may_go_behind=True)
+    assert limits.max_ops is not None
     # A command buffer is committed when it has more kernels than the limit.
     assert num_layers * per_layer / (limits.max_ops + 1) >= 14
 
@@ -48,20 +53,46 @@ def test_a_step_has_command_buffers_enough_to_go_behind_another(num_layers: int,
 def test_the_cache_does_not_end_a_command_buffer(num_layers: int, memory_gib: int) -> None:
     """The keys and values of all memory there is, in half precision; weights are counted in packed words."""
     elements = memory_gib * GIB // 2
-    limits = command_buffer_limits([{"num_hidden_layers": num_layers}], memory_gib * GIB)
+    limits = command_buffer_limits([{"num_hidden_layers": num_layers}], memory_gib * GIB, may_go_behind=True)
+    assert limits.max_ops is not None and limits.max_mb is not None
     layers_of_a_buffer = (limits.max_ops + 1) / 16
     assert limits.max_mb << 20 >= elements / num_layers * layers_of_a_buffer
 
 
 def test_of_several_models_the_smallest_decides() -> None:
     small, large = {"num_hidden_layers": 24}, {"num_hidden_layers": 80}
-    alone = command_buffer_limits([small], 64 * GIB)
-    assert command_buffer_limits([large, small], 64 * GIB) == command_buffer_limits([small, {}], 64 * GIB) == alone
-    assert alone.max_ops < command_buffer_limits([large], 64 * GIB).max_ops
+    limits = [
+        command_buffer_limits(configs, 64 * GIB, may_go_behind=True)
+        for configs in ([small], [large, small], [small, {}], [large])
+    ]
+    assert [one.max_ops for one in limits] == [23, 23, 23, 79]
 
 
-def test_a_model_that_is_not_known_leaves_mlx_s_own_limit_of_operations() -> None:
-    assert command_buffer_limits([], 64 * GIB).max_ops == 40
+@pytest.mark.parametrize("may_go_behind", [False, True])
+def test_a_model_that_is_not_known_leaves_mlx_s_own_limit_of_operations(may_go_behind: bool) -> None:
+    limits = command_buffer_limits([], 64 * GIB, may_go_behind=may_go_behind)
+    assert limits.max_ops is None and limits.max_mb is not None
+
+
+@pytest.mark.parametrize(("num_layers", "max_ops"), [(2, None), (24, None), (51, None), (52, 51), (80, 79)])
+def test_where_nothing_goes_behind_the_limit_of_operations_is_not_lowered(num_layers: int, max_ops: int | None) -> None:
+    """MLX's own is 40 or 50."""
+    config = {"num_hidden_layers": num_layers}
+    limits = command_buffer_limits([config], 64 * GIB, may_go_behind=False)
+    assert limits.max_ops == max_ops
+    assert limits.max_mb == command_buffer_limits([config], 64 * GIB, may_go_behind=True).max_mb
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ((29, 4096), "up to 29 operations and 4,096 MB"),
+        ((None, 4096), "up to MLX's own number of operations and 4,096 MB"),
+        ((29, None), "up to 29 operations and MLX's own number of MB"),
+    ],
+)
+def test_limits_in_words(limits: tuple[int | None, int | None], words: str) -> None:
+    assert str(CommandBufferLimits(*limits)) == words
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,13 +100,24 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MAX_MB, "")  # so that monkeypatch takes it away again
     monkeypatch.delenv(MAX_MB)
     monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
-    assert limits_in_force() is None
-    assert set_command_buffer_limits(CommandBufferLimits(29, 4096)) == CommandBufferLimits(7, 4096)
+    assert limits_in_force() == CommandBufferLimits(7, None)
+    set_command_buffer_limits(CommandBufferLimits(29, 4096))
     assert limits_in_force() == CommandBufferLimits(7, 4096)
+
+
+def test_mlx_s_own_limit_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (MAX_OPS, MAX_MB):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
+    set_command_buffer_limits(CommandBufferLimits(None, 4096))
+    assert MAX_OPS not in os.environ
+    assert limits_in_force() == CommandBufferLimits(None, 4096)
 
 
 def test_it_is_too_late_when_mlx_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(MAX_OPS, raising=False)
+    monkeypatch.delenv(MAX_MB, raising=False)
     monkeypatch.setitem(sys.modules, "mlx.core", sys)
-    assert set_command_buffer_limits(CommandBufferLimits(29, 4096)) is None
+    set_command_buffer_limits(CommandBufferLimits(29, 4096))
     assert limits_in_force() is None

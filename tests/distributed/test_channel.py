@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,12 +18,16 @@ from metal_engine.distributed.channel import (
     TOKEN_BYTES,
     Kind,
     Link,
+    _said,
     accept_ranks,
     connect,
     listen,
     read_frame,
 )
+from metal_engine.distributed.launch import refuse_ranks_without_size
 from metal_engine.distributed.wire import decode_plan, encode_plan
+from metal_engine.errors import ConfigError
+from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import NewRequestData, RunnerLostError, SchedulerOutput
 
@@ -158,6 +164,7 @@ def test_plans_come_through() -> None:
     (same,) = read.new_requests
     assert list(read.num_scheduled_tokens.items()) == [("a#0", 1), ("b#1", 2), ("c#2", 4)]
     assert (read.step_id, read.new_block_ids, read.new_state_slots) == (7, {"a#0": [3]}, {"a#0": 2})
+    assert read.pooled_req_ids == ["c#2"]
     assert (read.sampled_req_ids, read.dropped_req_ids) == (["a#0", "b#1"], ["x#9"])
     assert (same.token_ids, same.num_prompt_tokens, same.num_computed_tokens) == ([5, 6, 7], 3, 1)
     assert (same.block_ids, same.state_slots) == ([4, 9], (0, 0))
@@ -169,3 +176,68 @@ def test_plans_with_drafts_are_refused() -> None:
     plan = SchedulerOutput(0, {"a": 2}, sampled_req_ids=["a"], scheduled_spec_decode_tokens={"a": [4]})
     with pytest.raises(ValueError, match="drafts"):
         encode_plan(plan)
+
+
+def test_a_rank_comes_in_past_as_many_strangers_as_may_be_about_to_say_who_they_are() -> None:
+    listening = listen("127.0.0.1")
+    port = listening.getsockname()[1]
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(90)]
+    found: queue.SimpleQueue[dict[int, socket.socket]] = queue.SimpleQueue()
+    threading.Thread(target=lambda: found.put(accept_ranks(listening, TOKEN, 2, 60)), daemon=True).start()
+    rank = connect("127.0.0.1", port, TOKEN, 1, 60)
+    (connection,) = found.get(timeout=60).values()
+    assert connection.getpeername() == rank.getsockname()
+    for one in [*silent, rank, connection]:
+        one.close()
+
+
+def test_a_greeting_has_one_time_in_all() -> None:
+    """And not one for each byte."""
+    a, b = tcp_pair()
+    stop = threading.Event()
+
+    def drip() -> None:
+        while not stop.wait(0.2):
+            a.sendall(b"x")
+
+    threading.Thread(target=drip, daemon=True).start()
+    with pytest.raises(TimeoutError):
+        _said(b, 1 << 20, time.monotonic() + 1)
+    stop.set()
+
+
+def test_a_rank_that_is_turned_away_comes_again() -> None:
+    listening = listen("127.0.0.1")
+    port = listening.getsockname()[1]
+    with listening:
+        found: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        threading.Thread(target=lambda: found.put(connect("127.0.0.1", port, TOKEN, 1, 60)), daemon=True).start()
+        listening.accept()[0].close()
+        again, _ = listening.accept()
+        again.sendall(b"\x01")
+        assert found.get(timeout=60).getsockname() == again.getpeername()
+
+
+@pytest.mark.parametrize(("size", "is_refused"), [(1, False), (2, True), (None, True)])
+def test_a_launcher_with_several_processes_asks_for_a_size(size: int | None, is_refused: bool, tmp_path: Path) -> None:
+    """Each would be a server of its own."""
+    environment = {"MLX_RANK": "0"}
+    refuse_ranks_without_size({})
+    if size is not None:
+        environment["MLX_HOSTFILE"] = str(tmp_path / "hosts.json")
+        (tmp_path / "hosts.json").write_text(json.dumps([["127.0.0.1:1"]] * size))
+    if not is_refused:
+        refuse_ranks_without_size(environment)
+        return
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size .*is missing: a launcher .* as rank 0"):
+        refuse_ranks_without_size(environment)
+
+
+def test_plans_say_what_is_pooled() -> None:
+    """Logits that are asked for are computed by all ranks, which may have some columns of the LM head each."""
+    scored = NewRequestData("s", [5], 1, 0, [4], SamplingParams(), pooling_params=PoolingParams(token_ids=(7, 9)))
+    mean = NewRequestData("m", [5], 1, 0, [5], SamplingParams(), pooling_params=PoolingParams(pooling_type="MEAN"))
+    plan = SchedulerOutput(7, {"s": 1, "m": 1}, new_requests=[scored, mean], pooled_req_ids=["s", "m"])
+    read = decode_plan(encode_plan(plan))
+    assert read.pooled_req_ids == ["s", "m"]
+    assert [one.pooling_params for one in read.new_requests] == [scored.pooling_params, mean.pooling_params]

@@ -22,6 +22,9 @@ CASES = [
     ),
     RankCase(architecture="qwen3", kv_cache_dtype="int8"),
     RankCase(requests="pooled"),
+    # Its LM head is divided, too.
+    RankCase(architecture="qwen3_5", requests="scored"),
+    RankCase(architecture="qwen3_5", requests="scored", ahead=True),
     RankCase(refused=4),
     RankCase(refused=5, ahead=True),
     RankCase(aborted="1"),
@@ -34,6 +37,7 @@ UNEVEN = {
     RankCase(architecture="llama", heads=(9, 9)): "its layer 0 has 9 heads and 9 KV heads of 8, which 2",
     RankCase(architecture="llama", heads=(9, 3)): "its layer 0 has 9 heads and 3 KV heads of 8, which 2",
     RankCase(architecture="llama", heads=(6, 3)): "its layer 0 has 6 heads and 3 KV heads of 8, which 2",
+    RankCase(architecture="llama", intermediate=129): "2 machines cannot share its layers (",
     RankCase(architecture="gemma"): "it has no shard()",
     RankCase(architecture="llama", parallel="pipeline"): "its trunk has no pipeline()",
 }
@@ -82,4 +86,5 @@ def check_equal(case: RankCase, expected: dict[str, Any], found: dict[str, Any])
         assert [token for token, _ in of_one] == [token for token, _ in of_ranks]
         np.testing.assert_allclose([p for _, p in of_one], [p for _, p in of_ranks], atol=1e-3)
     assert num_same >= 2
-    np.testing.assert_allclose(expected["pooled"], found["pooled"], atol=1e-4)
+    for of_one, of_ranks in zip(expected["pooled"], found["pooled"], strict=True):
+        np.testing.assert_allclose(of_one, of_ranks, atol=1e-4)

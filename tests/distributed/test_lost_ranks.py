@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.checkpoint_files import write_checkpoint
-from tests.support.ranked_server import RankedServer
+from tests.support.ranked_server import ROOT, RankedServer
 
 TIMEOUT = 8.0
 
@@ -67,3 +69,29 @@ def test_twenty_of_twenty(model: Path, how: signal.Signals, lost: int, loaded: b
     seconds = [end_of(model, lost, how, loaded=loaded)[0] for _ in range(20)]
     print(f"{how.name} of rank {lost}: all others had ended after {max(seconds):.2f} s at most")
     assert len(seconds) == 20
+
+
+def test_a_signal_to_all_ranks_loses_no_request(model: Path) -> None:
+    """Rank 0 answers what is under way; the others compute it, whatever they are told."""
+    with RankedServer(model, "--served-model-name", "m", "--log-stats-interval", "0") as server:
+        lines = server.stream(60).iter_lines()
+        next(lines)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            os.kill(server.ranks[1], number)
+        os.kill(server.ranks[0], signal.SIGTERM)
+        told = [line for line in lines if line]
+        assert told[-1] == "data: [DONE]" and not any('"error"' in line for line in told), told
+        server.seconds_until_all_ended()
+        assert server.process.wait() == 0
+        assert "CRITICAL" not in server.said()
+
+
+def test_a_program_that_does_not_close_its_llm_loses_no_rank(model: Path) -> None:
+    program = (
+        "from metal_engine import LLM, SamplingParams\n"
+        f"llm = LLM({str(model)!r}, tensor_parallel_size=2)\n"
+        "print(len(llm.generate('Tides', SamplingParams(max_tokens=3), use_tqdm=False)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert "rank 0 (127.0.0.1) has gone" not in done.stderr

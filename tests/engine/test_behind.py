@@ -5,7 +5,9 @@ On a CPU, where nothing goes behind by itself: it is forced, and MLX's real oper
 
 from __future__ import annotations
 
+import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -14,11 +16,12 @@ import pytest
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import RequestOutput
+from metal_engine.runner import dispatch as dispatch_module
 from metal_engine.runner.dispatch import choose_dispatch
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
-from metal_engine.settings.config import DeviceInfo
+from metal_engine.settings.config import DeviceInfo, RankInfo
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import byte_ids
 
@@ -164,17 +167,81 @@ def test_writes_stay_in_place() -> None:
 # --- what is chosen -----------------------------------------------------------------------------------------
 
 
+METAL = DeviceInfo(kind="metal", name="", compute="", memory_bytes=1)
+RANKS = (RankInfo(host="a", weight_bytes=1, peak_bytes=1, num_layers=2),) * 2
+
+
 @pytest.mark.parametrize(
-    ("kind", "architecture", "reason"),
-    [("cpu", None, "a CPU gains nothing"), ("metal", "qwen3_next", "layers carry states from token to token")],
+    ("given", "model", "reason"),
+    [
+        ({"device": replace(METAL, kind="cpu")}, {}, "a CPU gains nothing"),
+        ({"ranks": RANKS}, {}, "several ranks share the model"),
+        ({}, {"architecture": "qwen3_next", "num_state_slots": 60}, "layers carry states from token to token"),
+        ({}, {"max_model_len": 1}, "a request has room for one step"),
+    ],
+    ids=["cpu", "ranks", "recurrent", "one token"],
 )
 def test_where_no_step_goes_behind_another(
-    kind: str, architecture: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], model: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = tiny_engine(ahead=True, architecture=architecture, num_state_slots=60 if architecture else 0)
+    engine = tiny_engine(ahead=True, **model)
     runner: Any = engine._runner
     monkeypatch.setattr(ModelRunner, "execute", None)  # nothing has to be run for it
-    object.__setattr__(engine.config, "device", DeviceInfo(kind=kind, name="", compute="", memory_bytes=1))
-    dispatch = choose_dispatch(runner, runner._pool, engine.config)
+    dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, **{"device": METAL, **given}))
     assert dispatch.startswith("each step after the end of the one before: ") and reason in dispatch
     assert not runner.goes_behind
+
+
+@pytest.fixture
+def short_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time is spent on keeping a CPU busy."""
+    monkeypatch.setattr(dispatch_module, "_BUSY_SHAPE", (8, 8))
+
+
+@pytest.mark.usefixtures("short_check")
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 2), (1, 3), (2, 1), (64, 8)])
+def test_a_check_in_a_small_cache(num_blocks: int, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(ahead=True, num_blocks=num_blocks, block_size=block_size)
+    runner: Any = engine._runner
+    execute, num_rows = runner.execute, []
+
+    def counted(plan: Any) -> PendingStep:
+        num_rows.append(len(plan.num_scheduled_tokens))
+        step: PendingStep = execute(plan)
+        return step
+
+    monkeypatch.setattr(runner, "execute", counted)
+    dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, device=METAL))
+    assert "failed" not in dispatch
+    assert len(num_rows) >= 4 and min(num_rows) > 0
+
+
+@pytest.mark.usefixtures("short_check")
+@pytest.mark.parametrize("at", [0, 1, 5, 7])
+@pytest.mark.parametrize("where", ["execute", "wait", "result"])
+def test_a_check_that_fails_is_no_end(where: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its eight steps one fails: the engine starts, and serves."""
+    requests = [
+        (byte_ids(text), SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)) for text in ("ab", "c")
+    ]
+    expected = list(map(token_ids, run_all(tiny_engine(), requests)))
+    engine = tiny_engine(ahead=True, num_blocks=64)
+    runner: Any = engine._runner
+    count = itertools.count()
+    with monkeypatch.context() as patch:
+        owner = {"execute": ModelRunner, "wait": PendingStep, "result": PendingStep}[where]
+        original = getattr(owner, where)
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == at:
+                if where == "result":
+                    original(*args, **kwargs)
+                raise RuntimeError("no memory left")
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, where, failing)
+        dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, device=METAL))
+    assert dispatch.startswith("each step after the end of the one before: trying it behind failed: ")
+    assert "no memory left" in dispatch
+    assert not runner.goes_behind and not runner._steps and not runner._table._index_of
+    assert list(map(token_ids, run_all(engine, requests))) == expected

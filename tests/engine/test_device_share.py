@@ -53,6 +53,7 @@ class BusyCore:
 
     alone = threading.Lock()
     overlaps = 0
+    ranks = None
 
     def __init__(self, name: str, log: list[str], both: threading.Barrier) -> None:
         self.name, self.log, self.both = name, log, both

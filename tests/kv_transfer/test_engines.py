@@ -230,6 +230,30 @@ def test_latent_attention(make: MakeEngine, tokenizer: Tokenizer) -> None:
     assert {part.name.split(".")[-1] for part in engine.layout.parts} == {"keys"}
 
 
+def test_steps_that_load_or_save_run_alone(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps go behind others: none goes behind another if it loads or saves, nor behind one that saves."""
+    make().run(PROMPTS)
+    engine = make(ahead=True, behind=True)
+    runner: Any = engine.core._runner
+    dispatch, num_loading, num_saving, num_behind = runner._dispatch, 0, 0, 0
+
+    def saves(step: PendingStep) -> bool:
+        return step.saves is not None and bool(step.saves.arrays)
+
+    def checked(step: PendingStep, *args: Any) -> None:
+        nonlocal num_loading, num_saving, num_behind
+        if is_behind := runner._steps[0] is not step:
+            assert not step.loads and not any(map(saves, runner._steps))
+        num_loading += bool(step.loads)
+        num_saving += saves(step)
+        num_behind += is_behind
+        dispatch(step, *args)
+
+    monkeypatch.setattr(runner, "_dispatch", checked)
+    engine.run([*PROMPTS, make_prompt(50, 60)], 20)
+    assert min(num_loading, num_saving, num_behind) > 0
+
+
 @DISPATCH
 def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine, check: Check, dispatch: dict[str, bool]) -> None:
     make(**dispatch).run(PROMPTS)

@@ -99,7 +99,8 @@ def test_outputs_are_those_without(
     assert metrics.num_drafts and metrics.num_rows["draft"] == metrics.num_draft_tokens
     assert metrics.num_generation_tokens == sum(len(token_ids(outputs)) for outputs in without)
     # Where a grammar decides, hardly any of the model's own are right, and the more of them, the fewer of all.
-    low, high = {"own": (0.45, 1.0), "blurred": (0.1, 0.9), "random": (0.0, 0.1)}[draft]
+    # Those have the shortest prompts, so where steps are small they are the first to have drafts.
+    low, high = {"own": (0.45, 1.0), "blurred": (0.04, 0.9), "random": (0.0, 0.1)}[draft]
     assert low <= share_accepted(engine) <= high
 
 

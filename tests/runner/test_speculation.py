@@ -159,6 +159,27 @@ def test_outputs_that_sit_out_steps_are_the_same(
     assert engine.metrics.num_late_masks > 20
 
 
+def test_drafts_whose_masks_are_not_known_are_counted(
+    without: list[list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is accepted, and outputs are the same."""
+    fill_mask = GrammarMatcher.fill_mask
+
+    def alone(self: GrammarMatcher, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
+        if num_drafts:
+            raise ValueError("too complex")
+        return fill_mask(self, mask, math.inf)
+
+    monkeypatch.setattr(GrammarMatcher, "fill_mask", alone)
+    of_grammars = [i for i, (_, one) in enumerate(EVERYTHING) if one.structured_outputs is not None]
+    requests, outputs = [EVERYTHING[i] for i in of_grammars], [without[i] for i in of_grammars]
+    engine = speculating(4)
+    propose_from(engine, known(requests, outputs, rightness=1.0))
+    check_same(run_all(engine, requests), outputs)
+    assert engine.metrics.num_unmasked_tokens == engine.metrics.num_draft_tokens > 0
+    assert not any(engine.metrics.num_accepted_tokens)
+
+
 def test_ngrams_find_what_repeats() -> None:
     """A greedy model with few tokens soon repeats itself."""
     requests = [(byte_ids("in the end"), params(temperature=0, max_tokens=80, allowed_token_ids=(97, 98, 99)))]

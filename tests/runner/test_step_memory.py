@@ -110,6 +110,18 @@ def test_of_small_steps_the_largest_counts(runs: list[int], most: int, monkeypat
     assert len(left) == (0 if most < 1 << 20 else 4)
 
 
+@pytest.mark.parametrize(("mine", "theirs", "num_runs"), [(300, 17 << 20, 1), (17 << 20, 17 << 20, 1), (300, 400, 5)])
+def test_all_ranks_run_as_many_steps(mine: int, theirs: int, num_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ran fewer would leave the others waiting for it."""
+    runs: list[int] = []
+    monkeypatch.setattr(step_memory, "_run_step", lambda *_: runs.append(mine) or mx.get_active_memory() + mine)
+    paged = PagedModel(tiny_model())
+    taken = measure_step_bytes(
+        paged, PortableBackend(), 16, None, 64, 8, agree=lambda what, number: max(number, theirs)
+    )
+    assert (len(runs), taken) == (num_runs, theirs)
+
+
 def test_a_step_that_does_not_fit_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = PagedModel(tiny_model())
 

@@ -38,6 +38,7 @@ class RankCase:
         num_blocks: of the KV cache; few make for preemptions.
         refused: a plan that fails while it is built on rank 0, by its place among the plans.
         aborted: a request that is aborted after some steps.
+        intermediate: numbers between the two matrices of an MLP; None: as the architecture's configuration says.
         late: whether no grammar is waited for, so that most tell too late what may follow.
         heads: of a layer, and its KV heads, of 8 numbers each; None: as the architecture's configuration says.
     """
@@ -51,6 +52,7 @@ class RankCase:
     refused: int | None = None
     aborted: str | None = None
     heads: tuple[int, int] | None = None
+    intermediate: int | None = None
     late: bool = False
 
     @property
@@ -62,10 +64,11 @@ class RankCase:
     @property
     def config(self) -> dict[str, Any]:
         """What differs from the architecture's configuration."""
+        mlp = {} if self.intermediate is None else {"intermediate_size": self.intermediate}
         if self.heads is None:
-            return {}
+            return mlp
         heads, kv_heads = self.heads
-        return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 8 * heads}
+        return {**mlp, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 8 * heads}
 
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:
@@ -88,6 +91,9 @@ def requests_of(case: RankCase) -> list[tuple[list[int], SamplingParams | Poolin
         (list(b"Foxes"), greedy(36)),
         (list(b"Millers"), SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True)),
     ]
+    if case.requests == "scored":
+        scored = PoolingParams(token_ids=(66, 200))
+        return [(STORY[:30], scored), *mixed[:2], (GUIDE + STORY, scored), (STORY, PoolingParams())]
     return [*mixed, (STORY, PoolingParams())] if case.requests == "pooled" else mixed
 
 

@@ -36,7 +36,7 @@ def _run(case: RankCase, group: Group) -> Any:
     step_sampling._MASK_SECONDS = -1.0 if case.late else WAITS
     if case.refused is not None:
         _refuse(runner, case.refused)
-    leader = group.lead(runner)
+    leader = group.lead(runner, 600)
     result = run_case(case, leader, leader)
     for link in group._links:
         link.send(Kind.FIGURES)  # the end of this case
@@ -77,6 +77,6 @@ def run_cases(cases: str, path: str, num_ranks: int) -> None:
     results = [_run(case, group) for case in told]
     if group.rank == 0:
         Path(path).write_text(json.dumps(results))
-    group.exchange({})  # nobody ends while another one computes
+    group.exchange("end", {})  # nobody ends while another one computes
     for link in group._links:
         link.close()

@@ -66,7 +66,7 @@ class Engine:
         extra = {"path": directory, "max_save_bytes": "2GiB"}
         transfer = {"kv_connector": "disk", "kv_role": role, "kv_connector_extra_config": extra}
         started = time.perf_counter()
-        with mock.patch("metal_engine.build.open_store", lambda *args: Screen(open_store(*args))):
+        with mock.patch("metal_engine.kv_transfer.connect.open_store", lambda *args: Screen(open_store(*args))):
             self.core: EngineCore = build_engine(
                 EngineArgs(model=model, kv_transfer_config=json.dumps(transfer), **settings)
             )

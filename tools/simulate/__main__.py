@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
+import multiprocessing
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,11 +46,22 @@ class Varied:
 VARIED = {
     "load": Varied("load", {f"{x:g} x": {"load": x} for x in (0.5, 0.75, 1.0, 1.25, 1.5)}),
     "pool": Varied("pool, tokens a replica", {f"{x:,}": {"pool_tokens": x} for x in (8_192, 16_384, 32_768, 65_536)}),
-    "balance": Varied("loads may differ by", {f"{x}": {"balance_abs": x} for x in (0, 4, 8, 16, 64)}),
-    "threshold": Varied("cache threshold", {f"{x:g}": {"cache_threshold": x} for x in (0.1, 0.3, 0.6, 0.9)}),
-    "tree": Varied(
-        "tokens remembered of a replica", {f"{x:,}": {"tree_tokens": x} for x in (4_096, 16_384, 32_768, 16_777_216)}
+    "balance": Varied(
+        "load above the mean by",
+        {f"{x}": {"balance_abs": x} for x in (0, 2, 64)}
+        | {f"{x}, not capped": {"balance_abs": x, "balance_capped": False} for x in (8, 16, 64)},
     ),
+    "guard": Varied(
+        "guard, cap",
+        {
+            "guard, cap": {},
+            "no guard, cap": {"guarded": False},
+            "guard, no cap": {"balance_capped": False},
+            "neither": {"guarded": False, "balance_capped": False},
+        },
+    ),
+    "threshold": Varied("cache threshold", {f"{x:g}": {"cache_threshold": x} for x in (0.1, 0.3, 0.6, 0.9)}),
+    "tree": Varied("tokens remembered", {f"{x:,}": {"tree_tokens": x} for x in (65_536, 262_144, 524_288, 16_777_216)}),
     "store": Varied("store, MB/s", {"none": {}} | {f"{x:g}": {"store_mb": x} for x in (1, 10, 100, 1250)}),
     "lost": Varied("replicas lost", {f"{x}": {"lost": x} for x in (0, 1, 4)}),
     "noticed": Varied(
@@ -77,6 +92,8 @@ def scenario_of(args: argparse.Namespace, num_replicas: int, policy: str) -> Sce
             cache_threshold=args.cache_threshold,
             balance_abs=args.balance_abs,
             balance_rel=args.balance_rel,
+            balance_capped=args.balance_capped,
+            guarded=args.guarded,
             max_tree_blocks=args.tree_tokens // BLOCK_SIZE,
         ),
         store=store or None,
@@ -106,6 +123,15 @@ def run(args: argparse.Namespace, num_replicas: int, policy: str, model: StepTim
     return summarize(fleets)
 
 
+def run_all(jobs: list[tuple[argparse.Namespace, int, str]], processes: int, model: StepTimeModel) -> Iterator[Summary]:
+    """Yields what each of these calls of :func:`run` returns, in their order, which is not that of their ends."""
+    if processes == 1:
+        yield from (run(*job, model) for job in jobs)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(run, *zip(*jobs, strict=True), itertools.repeat(model))
+
+
 def print_header(first: list[str], with_store: bool) -> None:
     columns = [*first, *HEADER, *(["from store", "read / written MB/s"] if with_store else [])]
     print("| " + " | ".join(columns) + " |")
@@ -122,18 +148,27 @@ def scale(args: argparse.Namespace, model: StepTimeModel) -> dict[str, dict[int,
     """All policies at all numbers of replicas; prints the table, and returns what it shows, by policy."""
     summaries: dict[str, dict[int, Summary]] = {policy: {} for policy in args.policies}
     print_header(["policy", "replicas", "users"], bool(args.store_mb))
-    for policy in args.policies:
-        for count in args.replicas:
-            alone = summaries[args.policies[0]].get(1) if count == 1 else None  # where there is nothing to choose
-            summary = summaries[policy][count] = alone or run(args, count, policy, model)
-            users = f"{round(args.users_per_replica * count):,}"
-            print_row([policy, str(count), users], summary, bool(args.store_mb))
+    rows = list(itertools.product(args.policies, args.replicas))
+    # With one replica there is nothing to choose: it is run once.
+    jobs = [(args, count, policy) for policy, count in rows if count > 1 or policy == args.policies[0]]
+    results = run_all(jobs, args.processes, model)
+    for policy, count in rows:
+        alone = summaries[args.policies[0]].get(1) if count == 1 else None
+        summary = summaries[policy][count] = alone or next(results)
+        users = f"{round(args.users_per_replica * count):,}"
+        print_row([policy, str(count), users], summary, bool(args.store_mb))
     return summaries
 
 
 def vary(args: argparse.Namespace, model: StepTimeModel) -> None:
     """One thing at a time, at the first number of replicas; prints a table for each."""
-    done: dict[str, Summary] = {}  # what stays as it is in one table stands in the others, too
+    jobs: dict[str, tuple[argparse.Namespace, int, str]] = {}  # those of all tables, each once
+    for name, policy in itertools.product(args.vary, args.policies):
+        for changes in VARIED[name].values.values():
+            changed = argparse.Namespace(**(vars(args) | changes))
+            jobs[f"{policy} {changed}"] = (changed, args.replicas[0], policy)
+    results = zip(jobs, run_all(list(jobs.values()), args.processes, model), strict=True)
+    done: dict[str, Summary] = {}
     for name in args.vary:
         with_store = bool(args.store_mb) or name == "store"
         print_header(["policy", VARIED[name].title], with_store)
@@ -141,8 +176,8 @@ def vary(args: argparse.Namespace, model: StepTimeModel) -> None:
             for label, changes in VARIED[name].values.items():
                 changed = argparse.Namespace(**(vars(args) | changes))
                 key = f"{policy} {changed}"
-                if key not in done:
-                    done[key] = run(changed, args.replicas[0], policy, model)
+                while key not in done:
+                    done.update([next(results)])
                 print_row([policy, label], done[key], with_store)
         print()
 
@@ -156,6 +191,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--plot", type=Path, help="file to draw TTFT and hit rates to (needs matplotlib)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time; figures do not depend on it")
     parser.add_argument("--warm-up", type=float, default=1800.0, help="simulated seconds before requests count")
     parser.add_argument("--period", type=float, default=1800.0, help="simulated seconds in which requests count")
     steps = parser.add_argument_group("step times")
@@ -169,12 +205,20 @@ def make_parser() -> argparse.ArgumentParser:
     users.add_argument("--systems", type=int, default=64, help="different system prompts")
     replicas = parser.add_argument_group("replicas")
     replicas.add_argument("--pool-tokens", type=int, default=32_768, help="tokens that a replica's KV cache holds")
-    router = parser.add_argument_group("cache_aware and exact routing")
+    router = parser.add_argument_group("routing: cache_aware and exact, and the overload guard of all policies")
     defaults = RouterConfig()
     router.add_argument("--cache-threshold", type=float, default=defaults.cache_threshold)
     router.add_argument("--balance-abs", type=int, default=defaults.balance_abs)
     router.add_argument("--balance-rel", type=float, default=defaults.balance_rel)
-    router.add_argument("--tree-tokens", type=int, default=defaults.max_tree_blocks * BLOCK_SIZE)
+    router.add_argument(
+        "--balance-not-capped", dest="balance_capped", action="store_false", help="take --balance-abs as it is"
+    )
+    router.add_argument(
+        "--not-guarded", dest="guarded", action="store_false", help="overloaded replicas are not left out"
+    )
+    router.add_argument(
+        "--tree-tokens", type=int, default=defaults.max_tree_blocks * BLOCK_SIZE, help="remembered, of all replicas"
+    )
     store = parser.add_argument_group("shared KV store")
     store.add_argument("--store-mb", type=float, help="MB/s of its link, each way, for all replicas; none without")
     store.add_argument("--kv-bytes-per-token", type=int, default=46_080, help="default: the demo model in float32")

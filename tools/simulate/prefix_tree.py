@@ -15,15 +15,16 @@ class PrefixTree:
 
     Args:
         num_replicas: how many there are.
-        max_blocks: blocks remembered of each replica, at most.
+        max_blocks: blocks remembered at most, of all replicas together. One that went to several counts for each.
     """
 
     def __init__(self, num_replicas: int, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         # Hash -> the replicas that its prefix went to, the last one last.
         self._replicas: dict[bytes, dict[int, None]] = {}
-        # Of each replica, hashes in order of use. Ends of prefixes are used before their beginnings, see `insert`.
-        self._held: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_replicas)]
+        # Replicas and hashes in order of use. Ends of prefixes are used before their beginnings, see `insert`.
+        self._held: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        self._num_blocks = [0] * num_replicas
 
     def match(self, hashes: Sequence[bytes]) -> tuple[int, int | None]:
         """Returns how many leading blocks went to some replica before, and to which one last; (0, None) if none."""
@@ -37,28 +38,30 @@ class PrefixTree:
 
     def insert(self, hashes: Sequence[bytes], replica: int) -> None:
         """Remember that a prompt with these blocks went to a replica."""
-        held = self._held[replica]
         # From the end, so that the beginning, which more prompts share, is the most recently used.
         for block_hash in reversed(hashes):
-            held[block_hash] = None
-            held.move_to_end(block_hash)
+            self._held[replica, block_hash] = None
+            self._held.move_to_end((replica, block_hash))
             replicas = self._replicas.setdefault(block_hash, {})
+            self._num_blocks[replica] += replica not in replicas
             replicas.pop(replica, None)
             replicas[replica] = None
-        while len(held) > self._max_blocks:
-            oldest, _ = held.popitem(last=False)
+        while len(self._held) > self._max_blocks:
+            (of, oldest), _ = self._held.popitem(last=False)
             replicas = self._replicas[oldest]
-            del replicas[replica]
+            del replicas[of]
+            self._num_blocks[of] -= 1
             if not replicas:
                 del self._replicas[oldest]
 
     def num_blocks(self, replica: int) -> int:
         """Returns how many blocks are remembered of a replica."""
-        return len(self._held[replica])
+        return self._num_blocks[replica]
 
     def check_integrity(self) -> None:
-        """Assert that both tables say the same, and that no replica has more than it may."""
-        pairs = {(block_hash, replica) for block_hash, of in self._replicas.items() for replica in of}
-        assert pairs == {(block_hash, replica) for replica, held in enumerate(self._held) for block_hash in held}
+        """Assert that all tables say the same, and that there are no more blocks than there may be."""
+        pairs = {(replica, block_hash) for block_hash, of in self._replicas.items() for replica in of}
+        assert pairs == set(self._held)
+        assert self._num_blocks == [sum(of == replica for of, _ in pairs) for replica in range(len(self._num_blocks))]
         assert all(self._replicas.values()), "a prefix that went nowhere"
-        assert all(len(held) <= self._max_blocks for held in self._held)
+        assert len(self._held) <= self._max_blocks

@@ -1,11 +1,13 @@
 """Which replica a request goes to.
 
-``cache_aware`` follows the gateway smg, as its documentation and its source (1.9) say; defaults are those of its
-command. Loads are requests that were sent and have not ended: a router knows those of its own.
+``cache_aware`` and the overload guard follow the gateway smg as far as the help of its command says (``smg launch
+--help`` of 1.13); defaults are its own. What it does with workers that have just started or make no progress is left
+out. Loads are requests that were sent and have not ended: a router knows those of its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -24,23 +26,37 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Limits of ``cache_aware``.
+    """Limits of ``cache_aware``, and of the overload guard, which holds for every policy.
 
     Attributes:
         cache_threshold: share of a prompt that must have gone to a replica before, for that one to be chosen.
-        balance_abs: loads further apart than this, and ...
-        balance_rel: ... by more than this factor: then the least loaded replica is chosen.
-        max_tree_blocks: blocks remembered of each replica.
+        balance_abs: the least loaded replica is chosen instead if that one's load is above the mean by more than this
+            many requests ...
+        balance_rel: ... and above the mean by more than this factor.
+        balance_capped: ``balance_abs`` is no more than two standard deviations of the mean load (or 4).
+        max_tree_blocks: blocks remembered, of all replicas together.
+        guarded: overloaded replicas are left out while there are others.
+        overload_waiting: so many waiting requests make a replica overloaded ...
+        overload_usage: ... and so does this share of its KV cache in use.
+        poll_interval: seconds between two looks at both.
     """
 
     cache_threshold: float = 0.3
     balance_abs: int = 64
     balance_rel: float = 1.5
+    balance_capped: bool = True
     max_tree_blocks: int = 2**26 // 64  # 2^26 characters, some four a token
+    guarded: bool = True
+    overload_waiting: int = 8
+    overload_usage: float = 0.8
+    poll_interval: float = 10.0
 
 
 class Policy(Protocol):
-    """Chooses among the replicas that are ``healthy`` as far as the router knows; ``loads`` are by replica."""
+    """Chooses among the replicas that are ``healthy`` as far as the router knows, and not left out by the guard.
+
+    ``loads`` are by replica.
+    """
 
     def choose(self, ask: Ask, healthy: Sequence[int], loads: Sequence[int]) -> int: ...
 
@@ -86,9 +102,10 @@ class LeastLoaded:
 
 
 class CacheAware:
-    """The replica to which most of the prompt went before, while loads are even enough; else the least loaded one.
+    """The replica to which most of the prompt went before; the least loaded one if that has too much to do, or is lost.
 
-    Where that replica is not healthy, the first healthy one is chosen and nothing is noted: smg does so.
+    Of several with the same share of the prompt it is the one that was sent it last. smg's help does not say what
+    happens to a prompt whose replica is lost; here it goes to the least loaded one, as if nothing were known of it.
     """
 
     def __init__(self, num_replicas: int, config: RouterConfig) -> None:
@@ -97,16 +114,10 @@ class CacheAware:
         self._least_loaded = LeastLoaded(num_replicas)
 
     def choose(self, ask: Ask, healthy: Sequence[int], loads: Sequence[int]) -> int:
-        if is_imbalanced([loads[replica] for replica in healthy], self._config):
+        length, chosen = self.tree.match(ask.block_hashes)
+        known = length > self._config.cache_threshold * len(ask.block_hashes)
+        if chosen is None or not known or chosen not in healthy or spills(chosen, healthy, loads, self._config):
             chosen = self._least_loaded.least(healthy, loads)
-        else:
-            length, last = self.tree.match(ask.block_hashes)
-            if last is None or length <= self._config.cache_threshold * len(ask.block_hashes):
-                chosen = self._least_loaded.least(healthy, loads)
-            elif last in healthy:
-                chosen = last
-            else:
-                return healthy[0]
         self.tree.insert(ask.block_hashes, chosen)
         return self._least_loaded.note(chosen)
 
@@ -126,17 +137,27 @@ class Exact:
         self._least_loaded = LeastLoaded(num_replicas)
 
     def choose(self, ask: Ask, healthy: Sequence[int], loads: Sequence[int]) -> int:
-        if not is_imbalanced([loads[replica] for replica in healthy], self._config):
-            cached = {replica: self._num_cached(replica, ask.block_hashes) for replica in healthy}
-            most = max(cached.values())
-            healthy = [replica for replica in healthy if cached[replica] == most]
-        return self._least_loaded.choose(ask, healthy, loads)
+        cached = {replica: self._num_cached(replica, ask.block_hashes) for replica in healthy}
+        most = max(cached.values())
+        matched = [replica for replica in healthy if cached[replica] == most]
+        if spills(self._least_loaded.least(matched, loads), healthy, loads, self._config):
+            matched = list(healthy)
+        return self._least_loaded.choose(ask, matched, loads)
 
 
-def is_imbalanced(loads: Sequence[int], config: RouterConfig) -> bool:
-    """Whether loads are so uneven that caches matter no more."""
-    least, most = min(loads), max(loads)
-    return most - least > config.balance_abs and most > config.balance_rel * least
+def spills(replica: int, healthy: Sequence[int], loads: Sequence[int], config: RouterConfig) -> bool:
+    """Whether a replica has so much more to do than the healthy ones in the mean that caches matter no more."""
+    mean = sum(loads[one] for one in healthy) / len(healthy)
+    margin: float = config.balance_abs
+    if config.balance_capped:
+        # Requests that come and go at random: the variance of how many there are is their mean (Poisson).
+        margin = min(margin, max(4.0, 2 * math.sqrt(mean)))
+    return loads[replica] > mean + margin and loads[replica] > config.balance_rel * mean
+
+
+def is_overloaded(num_waiting: int, usage: float, config: RouterConfig) -> bool:
+    """Whether the guard leaves out a replica with so many waiting requests, and that share of its KV cache in use."""
+    return config.guarded and (num_waiting >= config.overload_waiting or usage >= config.overload_usage)
 
 
 POLICIES = ("cache_aware", "exact", "session", "least_loaded", "round_robin")

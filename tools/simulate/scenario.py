@@ -17,10 +17,11 @@ from metal_engine.request import Request, RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.prefix_cache import extend_block_hashes
 from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tools.benchmarks.step_time_model import StepTimeModel
 from tools.simulate.replicas import Replica
-from tools.simulate.routing import Ask, RouterConfig, make_policy
+from tools.simulate.routing import Ask, RouterConfig, is_overloaded, make_policy
 from tools.simulate.store import SharedStore, SimulatedTransfer, StoreConfig
 from tools.simulate.traffic import Chat
 
@@ -129,6 +130,8 @@ class Fleet:
         self._ever: list[Replica] = []  # lost ones, too
         self.replicas: list[Replica | None] = [self._new_replica() for _ in range(count)]  # None: lost
         self._healthy = list(range(count))  # as far as the router knows
+        self._overloaded: set[int] = set()  # as the router has seen them last
+        self._is_polling = False
         self._in_flight: list[dict[str, Served]] = [{} for _ in range(count)]
         self._policy = make_policy(scenario.policy, count, scenario.router, self._num_cached)
         self._known: set[bytes] = set()  # blocks that somebody has been about to compute
@@ -188,8 +191,12 @@ class Fleet:
 
     def _send(self, served: Served) -> None:
         loads = [len(in_flight) for in_flight in self._in_flight]
-        index = self._policy.choose(Ask(served.chat.user, served.block_hashes), self._healthy, loads)
-        assert index in self._healthy
+        # If all are overloaded, the least loaded one takes it.
+        allowed = [one for one in self._healthy if one not in self._overloaded]
+        allowed = allowed or [min(self._healthy, key=lambda one: loads[one])]
+        index = self._policy.choose(Ask(served.chat.user, served.block_hashes), allowed, loads)
+        assert index in allowed
+        self._start_polling()
         served.replica = index
         self._in_flight[index][served.request_id] = served
         replica = self.replicas[index]
@@ -248,6 +255,29 @@ class Fleet:
             self._take_in(output, in_flight[output.request_id])
         self._at(self._now, _WAKES, self._begin, index, replica)
 
+    # --- what the router sees of the replicas ---------------------------------------------------------------
+
+    def _start_polling(self) -> None:
+        """Have the router look at loads at the next multiple of its interval. It stops where nothing is in flight."""
+        if not self._is_polling and self.scenario.router.guarded:
+            self._is_polling = True
+            interval = self.scenario.router.poll_interval
+            self._at((self._now // interval + 1) * interval, _WAKES, self._poll)
+
+    def _poll(self) -> None:
+        self._is_polling = False
+        for index, replica in enumerate(self.replicas):
+            if replica is None:
+                continue  # no answer: what was seen last stays
+            stats = SchedulerStats.of(replica.scheduler)
+            usage = stats.num_used_blocks / stats.num_blocks
+            if is_overloaded(stats.num_waiting, usage, self.scenario.router):
+                self._overloaded.add(index)
+            else:
+                self._overloaded.discard(index)
+        if any(self._in_flight):
+            self._start_polling()
+
     # --- lost replicas --------------------------------------------------------------------------------------
 
     def _lose(self, loss: Loss) -> None:
@@ -273,4 +303,5 @@ class Fleet:
 
     def _bring_back(self, index: int) -> None:
         self.replicas[index] = self._new_replica()
+        self._overloaded.discard(index)
         self._healthy = sorted([*self._healthy, index])

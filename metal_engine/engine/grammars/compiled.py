@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import select
 import socket
@@ -19,6 +20,7 @@ from metal_engine.engine.grammars.messages import (
     BUFFER_BYTES,
     ERROR,
     LENGTH,
+    MASK_ALONE,
     MASK_LAST,
     framed,
     pack_step,
@@ -26,6 +28,8 @@ from metal_engine.engine.grammars.messages import (
     unpack_masks,
 )
 from metal_engine.engine.grammars.tokenizer_process import GrammarProcessError
+
+logger = logging.getLogger(__name__)
 
 # A mask is computed in a bounded CPU time; a process that does not answer for so long has come to harm.
 _ANSWER_SECONDS = 120.0
@@ -70,6 +74,7 @@ class CompiledGrammar:
         self._ended: deque[int] = deque()
         self._unsent = bytearray()
         self._received = bytearray()
+        self._is_alone = False  # whether its masks after drafts have ended, and that has been logged
         self.is_worn = False
 
     def _set_channel(self, channel: socket.socket) -> None:
@@ -148,6 +153,12 @@ class CompiledGrammar:
             self.is_worn = True  # states met by one output stay with all
             raise ValueError(answer[1:].decode())
         self.is_worn |= answer[:1] == MASK_LAST
+        if answer[:1] == MASK_ALONE and not self._is_alone:
+            self._is_alone = True
+            logger.warning(
+                "speculation: outputs of a grammar keep no drafts from now on: masks after some took more time or "
+                "memory than they may, or no process could be started for them"
+            )
         num_masks, masks = unpack_masks(answer)
         # A mask may have words for more tokens than there are logits.
         return np.frombuffer(masks, np.int32).reshape(num_masks, -1)[:, : self._num_words]

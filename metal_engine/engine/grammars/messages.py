@@ -19,8 +19,9 @@ LENGTH = struct.Struct("<I")
 _STEP = struct.Struct("<I?I")
 
 # The first byte of an answer: masks follow, an error follows, or (with masks) the process has grown much and should be
-# given no new outputs. The masks are as many as there are drafts, and one more; fewer if some cannot be computed.
-MASK, ERROR, MASK_LAST = b"m", b"e", b"l"
+# given no new outputs, or (with masks) from now on there are none after drafts. The masks are as many as there are
+# drafts, and one more; fewer if some cannot be computed.
+MASK, ERROR, MASK_LAST, MASK_ALONE = b"m", b"e", b"l", b"a"
 
 
 def framed(message: bytes) -> bytes:
@@ -59,7 +60,7 @@ def unpack_step(message: bytes) -> tuple[int, list[int], list[int], bool]:
 
 
 def pack_masks(state: bytes, masks: Sequence[bytes]) -> bytes:
-    """An answer with masks of one size; ``state`` is ``MASK`` or ``MASK_LAST``. There are 255 at most."""
+    """An answer with masks of one size, 255 at most; ``state`` is any but ``ERROR``."""
     return state + bytes([len(masks)]) + b"".join(masks)
 
 

@@ -20,6 +20,7 @@ Run as a module: ``python -m metal_engine.engine.grammars.process FD``. Loads no
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -29,14 +30,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import llguidance
 
+from metal_engine.engine.grammars.channel import Fork, receive, serve
 from metal_engine.engine.grammars.messages import (
     ERROR,
-    LENGTH,
     MASK,
+    MASK_ALONE,
     MASK_LAST,
     framed,
     pack_compiled,
@@ -111,58 +112,12 @@ class _Watch(threading.Thread):
                 os._exit(1)
 
 
-class _Fork:
-    """A fork of this process that answers messages. It may end at any of them; there is no second one.
-
-    Args:
-        answer: called in the fork, with a message.
-        inherited: a socket that is not the fork's.
-    """
-
-    def __init__(self, answer: Callable[[bytes], bytes | None], inherited: socket.socket) -> None:
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            try:
-                is_fork = os.fork() == 0
-            except OSError:  # there are too many processes
-                self._channel.close()
-                return
-            if is_fork:
-                try:
-                    self._channel.close()
-                    inherited.close()
-                    serve(theirs, answer)
-                finally:
-                    os._exit(0)  # whatever ended it: the closed socket tells
-
-    @property
-    def has_ended(self) -> bool:
-        return self._channel.fileno() < 0
-
-    def tell(self, message: bytes) -> None:
-        """Send a message, unless the fork has ended."""
-        if not self.has_ended:
-            try:
-                self._channel.sendall(framed(message))
-            except OSError:
-                self._channel.close()
-
-    def ask(self, message: bytes) -> bytes | None:
-        """Returns the answer to a message; None if the fork has ended."""
-        self.tell(message)
-        if not self.has_ended:
-            try:
-                return receive(self._channel)
-            except (EOFError, OSError):
-                self._channel.close()
-        return None
-
-
 class GrammarServer:
     """Serves the outputs that follow one grammar, from a compiled matcher.
 
     Masks after drafts come from a fork, which is made when the first are wanted, with the matchers as they are then. It
-    is told further tokens with the drafts that follow them. Where it has ended, there are no masks after drafts.
+    is told further tokens with the drafts that follow them. Where it has ended, which is said once, there are no masks
+    after drafts.
 
     Args:
         channel: the socket of the messages that are answered.
@@ -175,7 +130,8 @@ class GrammarServer:
         self._matchers: dict[int, llguidance.LLMatcher] = {}
         self._credit = BURST_CPU_SECONDS
         self._mask_size = 0
-        self._fork: _Fork | None = None
+        self._fork: Fork | None = None
+        self._has_told_end = False  # of the fork
         self._untold: dict[int, list[int]] = {}  # by output, tokens that the fork has not been told
         self._drafts_credit = DRAFTS_BURST_CPU_SECONDS  # the fork's
 
@@ -196,6 +152,9 @@ class GrammarServer:
             self._untold.setdefault(output_id, []).extend(token_ids)
         if drafts:
             masks += self._masks_after(output_id, drafts)
+        if self._fork is not None and self._fork.has_ended and not self._has_told_end:
+            self._has_told_end = True
+            return pack_masks(MASK_ALONE, masks)
         return pack_masks(MASK_LAST if self._growth.num_bytes > _MUCH_GROWTH else MASK, masks)
 
     def _matcher(self, output_id: int) -> llguidance.LLMatcher:
@@ -222,7 +181,7 @@ class GrammarServer:
     def _masks_after(self, output_id: int, drafts: list[int]) -> list[bytes]:
         """Returns the masks after each draft of an output, as far as they can be had; its matcher stays where it is."""
         if self._fork is None:
-            self._fork = _Fork(self._draft_masks, self._channel)
+            self._fork = Fork(self._draft_masks, self._channel)
         answer = self._fork.ask(pack_step(output_id, self._untold.pop(output_id, ()), drafts))
         if answer is None:
             self._untold.clear()
@@ -315,23 +274,9 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, wanted: bytes) -> llguida
     return compiled
 
 
-def receive(channel: socket.socket) -> bytes:
-    """The next message. Raises EOFError if nobody is at the other end."""
-    return _receive_bytes(channel, *LENGTH.unpack(_receive_bytes(channel, LENGTH.size)))
-
-
-def _receive_bytes(channel: socket.socket, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        part = channel.recv(min(size - len(parts), 1 << 20))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
-
-
 def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> None:
     """Compile the grammar that comes over a socket, then serve its outputs until the socket closes."""
+    gc.freeze()  # a collection would write to the pages of what this was forked off: CPU time, and memory
     growth = Growth()
     watch = _Watch(channel, growth)
     wanted = receive(channel)
@@ -350,14 +295,6 @@ def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> 
     server = GrammarServer(compiled, growth, channel)
     channel.sendall(framed(pack_compiled(seconds)))
     serve(channel, server.answer)
-
-
-def serve(channel: socket.socket, answer: Callable[[bytes], bytes | None]) -> None:
-    """Answer the messages that come over a socket. Raises EOFError when nobody is at the other end."""
-    while True:
-        answered = answer(receive(channel))
-        if answered is not None:
-            channel.sendall(framed(answered))
 
 
 def main(control: socket.socket) -> None:

@@ -181,6 +181,8 @@ class _EngineReader:
         by_position = {str(position): count for position, count in enumerate(accepted)}
         help_ = "Proposed tokens that were accepted, by their position in the proposal."
         yield self._by_label("spec_decode_num_accepted_tokens_per_pos", help_, "position", by_position)
+        help_ = "Proposed tokens after which it was not known what their grammar allows: masks took too much."
+        yield self._counter("spec_decode_num_unmasked_tokens", help_, metrics.num_unmasked_tokens)
 
     def _gauge(self, name: str, help_: str, value: float, prefix: str = PREFIX) -> Metric:
         family = GaugeMetricFamily(prefix + name, help_, labels=["model_name"])

@@ -19,10 +19,10 @@ import pytest
 from metal_engine.cancellation import Cancelled, asker_left
 from metal_engine.engine.grammars import compiled as compiled_module
 from metal_engine.engine.grammars import compiler as compiler_module
+from metal_engine.engine.grammars.channel import receive
 from metal_engine.engine.grammars.compiled import CompiledGrammar
 from metal_engine.engine.grammars.compiler import GrammarCompiler
 from metal_engine.engine.grammars.messages import MASK, framed, pack_masks, unpack_step
-from metal_engine.engine.grammars.process import receive
 from metal_engine.errors import OverloadedError, ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.engine.grammars.hostile import PATTERNS, cubic, descendants

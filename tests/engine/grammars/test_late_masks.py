@@ -13,7 +13,7 @@ import pytest
 
 from metal_engine.engine.grammars import compiled as compiled_module
 from metal_engine.engine.grammars.compiled import CompiledGrammar, GrammarMatcher
-from metal_engine.engine.grammars.messages import MASK, framed, pack_masks
+from metal_engine.engine.grammars.messages import MASK, MASK_ALONE, framed, pack_masks
 from metal_engine.runner import step_sampling
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
@@ -56,6 +56,20 @@ def test_masks_after_drafts_may_be_wider_than_the_logits(
         assert matcher.fill_mask(mask, math.inf, num_drafts) and (mask == value).all()
     with pytest.raises(ValueError, match="too complex"):
         matcher.fill_mask(mask, math.inf, 2)
+
+
+def test_that_masks_after_drafts_have_ended_is_logged_once(
+    grammar: tuple[CompiledGrammar, socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a grammar, however many of its processes say so; new outputs may still follow it."""
+    compiled, process = grammar
+    matcher, mask = compiled.matcher(), np.zeros(NUM_WORDS, np.int32)
+    for _ in range(3):
+        matcher.consume([1], [2])
+        process.sendall(framed(pack_masks(MASK_ALONE, [np.full(NUM_WORDS, 5, np.int32).tobytes()])))
+        assert matcher.fill_mask(mask, math.inf) and (mask == 5).all()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "keep no drafts" in caplog.text
+    assert not compiled.is_worn
 
 
 def test_a_process_that_never_answers_ends_its_output(

@@ -159,6 +159,18 @@ def test_a_prediction_is_proposed_and_counted(predicting: Served) -> None:
         assert 30 < accepted < len(ANSWER) and 0 < rejected < 40
 
 
+def test_what_a_stop_string_cuts_off_was_not_accepted(predicting: Served) -> None:
+    """The first token is sampled, then four drafts come with one that is sampled, then four more, not all kept."""
+    prediction = {"type": "content", "content": PREDICTED}
+    counts = []
+    for stop in ("is", "is ", "is p", "is pr", "is pre"):
+        usage = chat(predicting, prediction=prediction, stop=stop)["usage"]
+        details = usage["completion_tokens_details"]
+        assert details["rejected_prediction_tokens"] == 0
+        counts.append((usage["completion_tokens"], details["accepted_prediction_tokens"]))
+    assert counts == [(7, 5), (8, 6), (9, 7), (10, 8), (11, 8)]
+
+
 def test_a_stream_tells_the_same(predicting: Served) -> None:
     prediction = {"type": "content", "content": PREDICTED}
     known = chat(predicting, prediction=prediction)["usage"]["completion_tokens_details"]

@@ -153,18 +153,30 @@ def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False) -> dict[s
     GPU.configure(Settings(us_per_mb=100.0, max_ops=max_ops, max_mb=4096))
     engine = make_engine(replace(WORKLOAD, num_requests=0, num_blocks=num_blocks), ahead=True, replay=replay)
     runner: Any = engine._runner
+    # Not within the check: what the first steps take more than others would hide what those copy.
+    mx.eval(runner._model.model.parameters(), [list(state.arrays.values()) for state in runner._pool.states])
+    mx.synchronize()
+    arrays = [a for state in runner._pool.states for a in state.arrays.values()]
+    GPU.configure(replace(GPU.settings, pool_array_bytes=min(a.nbytes for a in arrays)))
+    GPU.counts(reset=True)
+    del arrays
     config = replace(engine.config, device=replace(engine.config.device, kind="metal"))
     dispatch = choose_dispatch(runner, runner._pool, config)
     is_clean = not runner._steps and not runner._table._index_of
+    found = {"dispatch": dispatch, "goes_behind": runner.goes_behind, "is_clean": is_clean, "replays": runner.replays}
     num_traces = runner._replay.num_traces if replay else 0
-    chosen = {"dispatch": dispatch, "goes_behind": runner.goes_behind, "replays": runner.replays}
-    return {**chosen, "is_clean": is_clean, "num_traces": num_traces}
+    return found | {"pool_copies": GPU.counts().pool_copies, "num_traces": num_traces}
 
 
 def order(behind: bool) -> dict[str, Any]:
-    """What happens in which order, of two steps: parts given to the device, the wait for a step, its tokens told."""
+    """What happens in which order, of two steps: parts given to the device, the wait for a step, its tokens told.
+
+    And after each wait, how many command buffers of others the device had still to do.
+    """
     engine = _engine(True, Settings(kernel_us=5.0, max_ops=24, max_mb=4096), goes_behind=behind)
+    GPU.configure(replace(GPU.settings, kernel_us=1000.0))
     seen: list[str] = []
+    unfinished: list[int] = []
 
     def note(owner: Any, name: str, what: str) -> None:
         original = getattr(owner, name)
@@ -178,10 +190,19 @@ def order(behind: bool) -> dict[str, Any]:
     note(mx, "async_eval", "give")
     note(ModelRunner, "_build", "build")
     note(PendingStep, "wait", "wait")
+    wait = PendingStep.wait
+
+    def counted(step: PendingStep) -> None:
+        wait(step)
+        finished = GPU.counts().finished
+        mx.synchronize()
+        unfinished.append(GPU.counts().finished - finished)
+
+    PendingStep.wait = counted  # type: ignore[method-assign]
     for _ in range(3):
         engine.step()
         seen.append("tokens")
-    return {"seen": seen}
+    return {"seen": seen, "unfinished": unfinished}
 
 
 class _OneKernel:

@@ -186,7 +186,8 @@ def end_of_a_cut_stream(url: str, servers: list[FakeServer]) -> tuple[FakeServer
     return serving, rest[-2:]
 
 
-@pytest.mark.parametrize("num_requests", [40, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("num_requests", [40, 200])
 def test_servers_come_and_go(num_requests: int) -> None:
     """One comes later, one is killed under load, one is told to end under load: no whole answer is lost."""
     num_tokens = 30

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import plistlib
 import re
 import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx._distributed_utils import launch
 from smg.launch_router import parse_router_args
 from smg.router_args import RouterArgs
 from typer.testing import CliRunner
@@ -28,11 +32,15 @@ def load(name: str) -> dict[str, Any]:
     return dict(loaded)
 
 
-@pytest.mark.parametrize("name", ["server", "gateway"])
+@pytest.mark.parametrize("name", ["server", "gateway", "group"])
 def test_what_launchd_reads(name: str) -> None:
-    """Types are the ones that launchd takes; a crash is followed by a start, an end that was asked for is not."""
+    """Types are the ones that launchd takes; a crash is followed by a start, an end that was asked for is not.
+
+    But for a group: its launcher's status says nothing.
+    """
     plist = load(name)
-    assert plist["RunAtLoad"] is True and plist["KeepAlive"] == {"SuccessfulExit": False}
+    assert plist["RunAtLoad"] is True
+    assert plist["KeepAlive"] == (True if name == "group" else {"SuccessfulExit": False})
     assert plist["ProcessType"] == "Interactive" and isinstance(plist["ThrottleInterval"], int)
     assert all(isinstance(argument, str) for argument in plist["ProgramArguments"])
     assert Path(plist["ProgramArguments"][0]).is_absolute() and Path(plist["StandardErrorPath"]).is_absolute()
@@ -59,6 +67,39 @@ def test_the_server_takes_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert transfer is not None and transfer.kv_connector == "valkey" and transfer.loads and transfer.saves
     assert server_args.host == "0.0.0.0" and tuple(server_args.api_key) == ("KEY",)
     assert plist["ExitTimeOut"] > server_args.shutdown_timeout
+
+
+def test_a_group_takes_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """mlx's own launcher hands it on to both Macs, and a rank reads it as the command of a group."""
+    hosts, config = tmp_path / "hosts.json", tmp_path / "group.yaml"
+    hosts.write_text(json.dumps([{"ssh": f"mac{i}.local", "ips": [f"10.0.0.{i}"]} for i in (1, 2)]))
+    config.write_text("api-key: [KEY]")
+    written = {"hosts.json": str(hosts), "group.yaml": str(config)}
+    program, *arguments = [written.get(Path(one).name, one) for one in load("group")["ProgramArguments"]]
+    assert Path(program).name == "mlx.launch"
+    launched: list[tuple[list[str], list[str], list[str]]] = []
+
+    def note_launch(parser: Any, hosts: Any, args: Any, command: list[str]) -> None:
+        launched.append(([host.ssh_hostname for host in hosts], args.env, command))
+
+    monkeypatch.setattr(launch, "launch_ring", note_launch)
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    monkeypatch.setattr(shutil, "which", lambda name: name)  # the path is that of a Mac
+    launch.main()
+    (((of, environment, command)),) = launched
+    assert of == ["mac1.local", "mac2.local"] and "HF_HUB_OFFLINE=1" in environment  # beside those of a terminal
+    assert Path(command[0]).name == "metal-engine"
+    seen: list[tuple[EngineArgs, ServerArgs]] = []
+
+    def note(args: EngineArgs, server_args: ServerArgs) -> int:
+        seen.append((args, server_args))
+        return 0
+
+    monkeypatch.setattr(main, "_serve_one", note)
+    assert CliRunner().invoke(main.app, command[1:]).exit_code == 0
+    ((args, server_args),) = seen
+    assert args.tensor_parallel_size == len(of) and kv_transfer_config(args) is None
+    assert server_args.host == "0.0.0.0" and tuple(server_args.api_key) == ("KEY",)
 
 
 def test_the_gateway_takes_its_command() -> None:

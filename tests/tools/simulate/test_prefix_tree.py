@@ -31,11 +31,12 @@ def test_what_was_not_used_for_longest_is_forgotten_ends_before_beginnings():
 
 
 def test_a_prefix_that_one_replica_forgot_is_still_found_at_another():
-    tree = PrefixTree(2, 2)
+    tree = PrefixTree(2, 4)  # of both together
     tree.insert(chain(1, 2), 0)
     tree.insert(chain(1, 2), 1)
     tree.insert(chain(8, 9), 1)
-    assert tree.match(chain(1, 2)) == (2, 0)
+    assert tree.match(chain(1, 2)) == (2, 1)
+    assert [tree.num_blocks(0), tree.num_blocks(1)] == [0, 4]
 
 
 PROMPTS = st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=6), st.integers(0, 2)), max_size=30)
@@ -57,5 +58,5 @@ def test_the_tree_agrees_with_a_list_of_what_was_sent(prompts, max_blocks):
         for length in range(1, len(hashes) + 1):
             last = [replica for other, replica in sent if hashes[length - 1] in other][-1]
             assert roomy.match(hashes[:length]) == (length, last)
-    for replica in range(3):
-        assert tree.num_blocks(replica) <= min(max_blocks, roomy.num_blocks(replica))
+    assert sum(tree.num_blocks(replica) for replica in range(3)) <= max_blocks
+    assert all(tree.num_blocks(replica) <= roomy.num_blocks(replica) for replica in range(3))

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.simulate.routing import POLICIES, Ask, RouterConfig, is_imbalanced, make_policy
+from tools.simulate.routing import POLICIES, Ask, RouterConfig, is_overloaded, make_policy, spills
 
 
 def chain(*tokens: int) -> tuple[bytes, ...]:
@@ -53,13 +53,15 @@ def test_the_least_loaded_is_chosen_and_among_equals_in_turn():
     assert chooser.choose(Ask(0, ()), [0, 2], [3, 1, 2, 1]) == 2
 
 
-def test_a_chat_comes_back_to_where_it_was_while_loads_are_even():
-    chooser = policy("cache_aware", balance_abs=4, balance_rel=1.5)
+def test_a_chat_comes_back_to_where_it_was_while_that_one_has_not_much_more_to_do_than_others():
+    chooser = policy("cache_aware", balance_abs=3, balance_rel=1.5)
     first = chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN)
     others = [chooser.choose(Ask(1, chain(9, i)), ALL, EVEN) for i in (1,)]
     assert others != [first]
     busy = [4 if replica == first else 0 for replica in ALL]
     assert chooser.choose(Ask(0, chain(1, 2, 3)), ALL, busy) == first
+    others = [0 if replica == first else 9 for replica in ALL]
+    assert chooser.choose(Ask(0, chain(1, 2, 3)), ALL, others) == first  # that others have more changes nothing
     busy = [5 if replica == first else 0 for replica in ALL]
     assert chooser.choose(Ask(0, chain(1, 2, 3, 4)), ALL, busy) != first
 
@@ -73,25 +75,51 @@ def test_too_little_of_a_prompt_in_common_does_not_count():
     assert chooser.choose(Ask(1, chain(1, 2, 3)), ALL, EVEN) == first
 
 
-def test_where_the_replica_with_the_prefix_is_lost_the_first_healthy_one_is_chosen_and_nothing_noted():
+def test_where_the_replica_with_the_prefix_is_left_out_the_least_loaded_one_takes_the_prompt_and_keeps_it():
     chooser = policy("cache_aware")
     first = chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN)
     assert first == 0
-    assert chooser.choose(Ask(0, chain(1, 2)), [2, 3], [0, 0, 1, 0]) == 2
-    assert chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN) == first
+    assert chooser.choose(Ask(0, chain(1, 2)), [2, 3], [0, 0, 1, 0]) == 3
+    assert chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN) == 3
 
 
 def test_exact_routing_asks_the_replicas_and_breaks_ties_by_load():
     cached = {0: 1, 1: 3, 2: 3, 3: 0}
-    chooser = policy("exact", num_cached=lambda replica, hashes: cached[replica], balance_abs=4)
+    chooser = policy("exact", num_cached=lambda replica, hashes: cached[replica], balance_abs=3)
     assert chooser.choose(Ask(0, chain(1)), ALL, [0, 3, 2, 0]) == 2
     assert chooser.choose(Ask(0, chain(1)), [0, 3], [0, 3, 2, 0]) == 0
     assert chooser.choose(Ask(0, chain(1)), ALL, [1, 9, 9, 0]) == 3  # too uneven
 
 
-def test_loads_are_uneven_by_both_measures_or_not_at_all():
-    config = RouterConfig(balance_abs=10, balance_rel=1.5)
-    assert is_imbalanced([0, 11], config)
-    assert not is_imbalanced([0, 10], config)
-    assert not is_imbalanced([100, 111], config)
-    assert is_imbalanced([22, 34], config)
+def test_a_replica_spills_that_is_above_the_mean_by_both_measures():
+    config = RouterConfig(balance_abs=10, balance_rel=1.5, balance_capped=False)
+    two = range(2)
+    assert spills(1, two, [0, 21], config)  # the mean is 10.5
+    assert not spills(1, two, [0, 20], config)
+    assert not spills(0, two, [0, 21], config)
+    assert not spills(1, two, [100, 122], config)
+    assert not spills(1, two, [11, 33], config)
+    assert spills(1, two, [11, 34], config)
+    assert spills(1, two, [0, 21, 99], config)  # the third one is not healthy
+
+
+@pytest.mark.parametrize(("mean", "margin"), [(1, 4), (4, 4), (9, 6), (100, 50), (1600, 800)])
+def test_a_default_of_64_is_capped_at_what_loads_differ_by_at_random(mean, margin):
+    """Two standard deviations, never under four; where loads are high the relative limit is the higher one."""
+    config = RouterConfig()
+    num_others = 1000  # so that the busy one is not much of the mean
+    for more, expected in ((margin * 0.9, False), (margin * 1.1 + 1, True)):
+        loads = [mean] * num_others + [mean + more]
+        assert spills(num_others, range(num_others + 1), loads, config) is expected
+
+
+def test_a_lower_limit_than_the_cap_holds():
+    assert spills(0, range(100), [3] + [0] * 99, RouterConfig(balance_abs=2))
+    assert not spills(0, range(100), [3] + [0] * 99, RouterConfig(balance_abs=64))
+
+
+def test_the_guard_looks_at_waiting_requests_and_at_the_cache():
+    config = RouterConfig()
+    assert is_overloaded(8, 0.0, config) and is_overloaded(0, 0.8, config)
+    assert not is_overloaded(7, 0.79, config)
+    assert not is_overloaded(99, 1.0, RouterConfig(guarded=False))

@@ -129,8 +129,33 @@ def test_a_loss_that_is_noticed_later_makes_more_requests_wait():
     assert waits[0] < waits[1]
 
 
+def test_an_overloaded_replica_gets_nothing_until_the_router_has_looked_again():
+    """One system prompt, which all goes to one replica but for the guard."""
+    chats = [Chat(number, number, 0.5 * number, 0, 800, (Turn(300, 200, 1.0),)) for number in range(120)]
+    shares = []
+    for guarded in (True, False):
+        router = RouterConfig(guarded=guarded, balance_capped=False)
+        scenario = Scenario(
+            num_replicas=2, policy="cache_aware", warm_up=0.0, period=300.0, pool_blocks=1024, router=router,
+            scheduler=make_config(max_num_partial_prefills=4),
+        )  # fmt: skip
+        served = Fleet(scenario, MODEL, chats).run()
+        assert all(one.outcome == "finished" for one in served)
+        first = served[0].replica
+        assert all(one.replica == first for one in served if one.asked_at < 10)  # nobody has looked yet
+        shares.append(sum(one.replica == first for one in served) / len(served))
+    assert 0.3 < shares[0] < 0.7 and shares[1] > 0.8
+
+
+def test_where_all_are_overloaded_the_least_loaded_one_takes_a_request():
+    router = RouterConfig(overload_usage=1e-9, poll_interval=1.0)
+    summary = check_conservation(run(policy="session", router=router))
+    assert summary.busiest < summarize([run(policy="session", router=RouterConfig(guarded=False))]).busiest
+
+
 def test_a_router_with_a_tight_limit_spreads_more():
     tight, loose = (
-        summarize([run(policy="cache_aware", router=RouterConfig(balance_abs=limit))]).busiest for limit in (0, 64)
+        summarize([run(policy="cache_aware", router=RouterConfig(balance_abs=limit, balance_capped=False))]).busiest
+        for limit in (0, 64)
     )
     assert tight < loose

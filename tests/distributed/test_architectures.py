@@ -1,0 +1,111 @@
+"""Every architecture that mlx-lm can divide, on two ranks; the demo model on three."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from mlx_lm.utils import _get_classes
+
+from metal_engine.llm import LLM
+from metal_engine.sampling_params import SamplingParams
+from tests.distributed.test_equal_outputs import check_equal
+from tests.support.checkpoint_files import write_checkpoint
+from tests.support.rank_cases import RankCase, make_runner, run_case
+from tests.support.ranks import run_on_ranks
+from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.architectures import SUPPORTED, configuration
+
+ROOT = Path(__file__).parents[2]
+# mlx-lm has a pipeline of them.
+RECURRENT = ("kimi_k3", "qwen3_5", "qwen3_5_moe", "qwen3_next", "bailing_hybrid")
+REFUSED = {(name, "pipeline"): "recurrent states" for name in RECURRENT}
+
+
+def divided() -> list[RankCase]:
+    """A case for each architecture and way that mlx-lm can divide it."""
+    cases = []
+    for name in SUPPORTED:
+        config = configuration(name)
+        model_class, args_class = _get_classes(config)
+        model: nn.Module = model_class(args_class.from_dict(config))
+        if hasattr(model, "shard"):
+            cases.append(RankCase(architecture=name, requests="short"))
+        if hasattr(getattr(model, "model", None), "pipeline"):
+            cases.append(RankCase(architecture=name, parallel="pipeline", requests="short"))
+    return cases
+
+
+@pytest.mark.full
+def test_all_architectures_that_can_be_divided(tmp_path: Path) -> None:
+    cases = divided()
+    names = {case.architecture for case in cases if case.parallel == "tensor"}
+    assert len(names) >= 16
+    for case, found in zip(cases, run_on_ranks(cases, tmp_path), strict=True):
+        key = (case.architecture, case.parallel)
+        if isinstance(found, str):
+            assert REFUSED.get(key, "not refused") in found, (key, found)
+            continue
+        assert key not in REFUSED
+        check_equal(case, run_case(case, make_runner(case)), found)
+
+
+PROMPTS = ["The capital of France is", "Once upon a time there was a fox who lived", "1, 2, 3, 4,"]
+
+
+def _outputs(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    return [list(result.outputs[0].token_ids) for result in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+@pytest.mark.full
+def test_the_demo_model_on_three_ranks(reference_model: Any) -> None:
+    """By its one name in a program: it starts its ranks itself. Two cannot share its heads."""
+    with LLM("demo", max_model_len=256) as alone:
+        expected, prompts = _outputs(alone), [alone.tokenizer.encode(prompt) for prompt in PROMPTS]
+    program = (
+        "import json; from metal_engine import LLM; from tests.distributed.test_architectures import _outputs\n"
+        "with LLM('demo', max_model_len=256, tensor_parallel_size=3) as llm: print(json.dumps(_outputs(llm)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for prompt, a, b in zip(prompts, expected, found, strict=True):
+        assert compare_outputs(reference_model, prompt, a, b).equal
+    refused = subprocess.run(
+        [sys.executable, "-m", "metal_engine", "bench", "latency", "demo", "--tensor-parallel-size", "2"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == 1
+    assert "its layer 0 has 9 heads and 3 KV heads of 64, which 2 machines cannot share evenly" in refused.stderr
+    assert "loading the weights" not in refused.stderr
+
+
+@pytest.mark.full
+def test_the_launcher_of_mlx(tmp_path: Path) -> None:
+    """Each rank runs the same command; rank 0 alone has something to say."""
+    model = write_checkpoint(tmp_path / "m")
+    program = [sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()"]
+    launcher = [*program, "-n", "2", "--env", f"PYTHONPATH={ROOT}", "--"]
+    bench = [sys.executable, "-m", "metal_engine", "bench", "latency", str(model), "--tensor-parallel-size", "2"]
+    sizes = ["--input-len", "8", "--output-len", "8", "--num-iters", "2", "--batch-size", "2"]
+    # It reads standard input until that ends, and then spins.
+    done = subprocess.Popen(
+        [*launcher, *bench, *sizes],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.stdout is not None
+    said = done.stdout.read()
+    assert done.wait() == 0
+    assert said.count("Latency:") == 1 and "mean seconds" in said, said

@@ -1,0 +1,253 @@
+"""What ranks agree on at the start, and what the one that leads sends."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.checkpoints.prints import file_prints
+from metal_engine.distributed import leader as leader_module
+from metal_engine.distributed.channel import Kind, Link, listen
+from metal_engine.distributed.group import Group, _pass_on
+from metal_engine.distributed.leader import LeaderRunner
+from metal_engine.distributed.loss import LossWatch, StepWatch
+from metal_engine.distributed.ranks import SeveralRanks
+from metal_engine.distributed.wire import decode_ids
+from metal_engine.errors import ModelLoadError, UnsupportedModelError
+from metal_engine.models.check import check_paged_model
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.settings.args import EngineArgs
+from metal_engine.step import RunnerLostError, SchedulerOutput
+from tests.support.checkpoint_files import write_checkpoint
+from tools.fixtures.architectures import configuration
+from tools.fixtures.tiny_models import random_model
+
+ROOT = Path(__file__).parents[2]
+
+
+class Watched(LossWatch):
+    """One that ends no process."""
+
+    def lose(self, message: str) -> None:
+        self.error = RunnerLostError(message)
+
+
+def linked() -> tuple[Link, Link]:
+    """A link to rank 1, and its to rank 0."""
+    with listen("127.0.0.1") as listening:
+        one = socket.create_connection(listening.getsockname())
+        other, _ = listening.accept()
+    links = Link(one, "rank 1 (here)", 60, lambda _: None), Link(other, "rank 0 (here)", 60, lambda _: None)
+    for link in links:
+        link.start()
+    return links
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Group]]:
+    """Two ranks in one process, which do not compute."""
+    args = EngineArgs(model="none", tensor_parallel_size=2, distributed_timeout_seconds=1.5)
+    found = []
+    links = linked()
+    for rank, link in enumerate(links):
+        communication: Any = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2)
+        found.append(Group(args, communication, [link], Watched(rank, 0), None))
+    yield found
+    for link in links:
+        link.close()
+
+
+def both(groups: list[Group], *work: Callable[[Group], Any]) -> list[Any]:
+    """What comes of each rank's work: what it returns, or raises."""
+    found: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work[rank](groups[rank])
+        except (RunnerLostError, ModelLoadError) as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    threads[0].join(60)
+    return found
+
+
+def test_ranks_at_different_places_do_not_take_one_fact_for_another(groups: list[Group]) -> None:
+    assert both(groups, lambda g: g.largest("a", 3), lambda g: g.largest("a", 5))[0] == 5
+    error, _ = both(groups, lambda g: g.largest("bytes", 3), lambda g: g.largest("tokens", 5))
+    assert str(error) == "rank 1 (here) is at 'tokens', and rank 0 at 'bytes'"
+
+
+def test_a_rank_that_does_not_come_along_is_not_waited_for(groups: list[Group]) -> None:
+    error, _ = both(groups, lambda g: g.come_together("a place"), lambda g: None)
+    assert str(error) == "rank 1 (here) has not come to 'a place' within 1.5 s"
+
+
+def test_ranks_with_other_weights_are_refused(groups: list[Group], tmp_path: Path) -> None:
+    """Their configuration is the same, and so are names and sizes of their files."""
+    folders = [write_checkpoint(tmp_path / name) for name in ("a", "b")]
+    weights = folders[1] / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    found = both(groups, *(lambda g, f=f: SeveralRanks(g).same_files(f) for f in folders))
+    problem = "model.safetensors of the model on rank 1 is not what it is on rank 0: copy it to all machines"
+    assert str(found[0]) == problem
+
+
+def test_prints_tell_files_apart(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", num_shards=2)
+    prints = file_prints(folder)
+    assert len(prints) == 3 and prints == file_prints(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert [name for name in prints if prints[name] != file_prints(folder)[name]] == ["config.json"]
+    large = tmp_path / "large.gguf"
+    large.write_bytes(bytes(3 << 20))
+    before = file_prints(large)
+    with large.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    assert file_prints(large) != before
+
+
+def test_all_ranks_try_logits_again_or_none() -> None:
+    """Where another rank's are off, this one, whose are right, goes on with it."""
+    told: list[tuple[str, int]] = []
+
+    def agree(what: str, number: int) -> int:
+        told.append((what, number))
+        return 1 if what == "logits that are off" else number
+
+    with pytest.raises(UnsupportedModelError, match="off from"):
+        check_paged_model(PagedModel(random_model(configuration("llama"))), PortableBackend(), 97, agree=agree)
+    assert told[-1] == ("logits that are off", 0)
+
+
+class _Runner:
+    """A runner that refuses nothing."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[str] = []
+
+    def execute(self, plan: SchedulerOutput, on_built: Callable[[], None]) -> None:
+        raise AssertionError("a plan that cannot be sent was started")
+
+    def forget(self, req_ids: list[str]) -> None:
+        self.forgotten += req_ids
+
+
+def test_a_plan_that_is_too_large_drops_what_it_would_have_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(plan: SchedulerOutput) -> bytes:
+        raise ValueError("a plan of 300000000 bytes is too large for the other ranks")
+
+    monkeypatch.setattr(leader_module, "encode_plan", too_large)
+    ours, theirs = linked()
+    runner: Any = _Runner()
+    leader = LeaderRunner(runner, [ours], Watched(0, 0), StepWatch(Watched(0, 0), 600))
+    with pytest.raises(ValueError, match="too large"):
+        leader.execute(SchedulerOutput(3, {"a": 5}, dropped_req_ids=["x", "y"]))
+    kind, content = theirs.receive(60)
+    assert (kind, decode_ids(content)) == (Kind.DROP, ["x", "y", "a"])
+    assert runner.forgotten == ["x", "y"]
+    for link in (ours, theirs):
+        link.close()
+
+
+def test_a_rank_that_takes_nothing_keeps_no_other_from_hearing_of_a_loss() -> None:
+    stopped, reader = socket.socket(), socket.socket()
+    with listen("127.0.0.1") as listening:
+        stopped = socket.create_connection(listening.getsockname())
+        reader, _ = listening.accept()
+    full = Link(stopped, "rank 1 (here)", 60, lambda _: None)
+    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ours, _ = linked_to(heard)
+
+    def fill() -> None:
+        with suppress(RunnerLostError):  # at the end of this test
+            full.send(Kind.PLAN, bytes(64 << 20))
+
+    threading.Thread(target=fill, daemon=True).start()
+    threading.Thread(target=_pass_on, args=([full, ours], RunnerLostError("rank 3 has gone")), daemon=True).start()
+    assert heard.get(timeout=30) == "rank 3 has gone"
+    reader.close()
+
+
+def linked_to(heard: queue.SimpleQueue[str]) -> tuple[Link, Link]:
+    with listen("127.0.0.1") as listening:
+        one = socket.create_connection(listening.getsockname())
+        other, _ = listening.accept()
+    links = Link(one, "rank 2 (here)", 60, lambda _: None), Link(other, "rank 0 (here)", 60, heard.put)
+    links[1].start()
+    return links
+
+
+def test_a_step_that_never_ends_is_a_loss() -> None:
+    """Though all ranks send heartbeats: one of them computes no more."""
+    watch = Watched(0, 0)
+    ours, theirs = linked()
+    runner: Any = _Runner()
+    leader = LeaderRunner(runner, [ours], watch, StepWatch(watch, 0.4))
+    leader._step_watch.start()
+    never = threading.Event()
+    sampling = SimpleNamespace(late_req_ids=[])
+    step: Any = SimpleNamespace(sampling=sampling, result=never.wait)
+    threading.Thread(target=leader.finish, args=(step,), daemon=True).start()
+    deadline = time.monotonic() + 60
+    while watch.error is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "rank 0 has waited 0 s for a step" in str(watch.error)
+    never.set()
+    for link in (ours, theirs):
+        link.close()
+
+
+def test_steps_that_end_are_no_loss() -> None:
+    """However many there are, and however long nobody asks for one."""
+    watch = Watched(0, 0)
+    steps = StepWatch(watch, 100)
+    for _ in range(5):
+        with steps:
+            for _ in range(19):
+                steps.count()
+    for _ in range(50):
+        steps.count()
+    assert watch.error is None
+    with steps:
+        for _ in range(21):
+            steps.count()
+    assert watch.error is not None
+
+
+def test_a_rank_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """Wherever it is: here it waits for ever."""
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text("[]")
+    program = (
+        "import os, sys, threading; from metal_engine.distributed.launch import end_with\n"
+        f"os.environ['MLX_HOSTFILE'] = {str(hosts)!r}; sys.stdin.readline(); end_with(0); threading.Event().wait()"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE)
+    assert rank.stdin is not None
+    rank.stdin.write(b"settings\n")
+    rank.stdin.flush()
+    with pytest.raises(subprocess.TimeoutExpired):
+        rank.wait(3)
+    rank.stdin.close()
+    assert rank.wait(60) == 1
+    assert not hosts.exists()
