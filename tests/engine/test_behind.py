@@ -94,11 +94,12 @@ def test_the_same_outputs(sizes: str, architecture: str | None, monkeypatch: pyt
     assert engine.stats.num_used_blocks == 0
 
 
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize("seed", range(3))
-def test_aborts_and_lost_caches(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = asked(seed)
     expected = [token_ids(run_all(tiny_engine(), [request])[0]) for request in requests]
-    engine = tiny_engine(behind=True, **SIZES["chunks"])
+    engine = tiny_engine(behind=True, replay=replay, **SIZES["chunks"])
     seen = goes_behind(engine, monkeypatch)
     rng = random.Random(seed)
     for i, (prompt, params) in enumerate(requests):
@@ -116,6 +117,7 @@ def test_aborts_and_lost_caches(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
             engine.scheduler.preempt_all()
         engine.scheduler.check_integrity()
     assert any(seen) and engine.stats.num_used_blocks == 0
+    assert (engine.metrics.num_decode_forwards["replayed"] > 0) == replay
     for i, tokens in enumerate(expected):
         assert found[i] == (tokens[: len(found[i])] if i in gone else tokens)
 

@@ -15,6 +15,7 @@ from metal_engine.device.streams import second_stream
 from metal_engine.engine.core import EngineCore
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.pending_step import PendingStep
+from metal_engine.runner.replay import DecodeReplay
 from metal_engine.sampling_params import SamplingParams
 from tests.support.demo import engine_for
 from tests.support.running import run
@@ -30,10 +31,19 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
 class Fault:
-    """Makes the third of four layers fail: while its graph is built, or when that is evaluated."""
+    """Makes the third of four layers fail: while its graph is built or replayed, or when that is evaluated.
 
-    def __init__(self) -> None:
+    Attributes:
+        kind: of the next failure, ``build`` or ``eval``; None: there is to be none.
+        point: where a step fails that is replayed, whose layers are not run through: in its ``tokens``, in the
+            ``cache`` of the third layer, or in its ``logits``.
+        num_replayed: failures of such steps.
+    """
+
+    def __init__(self, point: str = "cache") -> None:
         self.kind: str | None = None
+        self.point = point
+        self.num_replayed = 0
 
     def install(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         mlp = model.model.layers[2].mlp
@@ -43,13 +53,38 @@ class Fault:
             y = original(module, x)
             if module is not mlp or self.kind is None:
                 return y
-            kind, self.kind = self.kind, None
-            if kind == "build":
-                raise RuntimeError("refused while building")
-            # A singular matrix: MLX notices when it computes.
-            return y + mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu).sum()
+            return self._spoil(y)
 
         monkeypatch.setattr(type(mlp), "__call__", call)
+        run_trace = DecodeReplay._run
+
+        def run(kept: DecodeReplay, trace: Any, *args: Any) -> mx.array:
+            is_replayed = self.kind is not None and trace in kept._traces.values()
+            return run_trace(kept, self._spoilt(trace) if is_replayed else trace, *args)
+
+        monkeypatch.setattr(DecodeReplay, "_run", run)
+
+    def _spoil(self, y: mx.array) -> mx.array:
+        kind, self.kind = self.kind, None
+        if kind == "build":
+            raise RuntimeError("refused while building")
+        # A singular matrix: MLX notices when it computes.
+        return y + mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu).sum()
+
+    def _spoilt(self, trace: Any) -> Any:
+        """The trace, which fails once."""
+
+        def spoilt(tokens: mx.array, *args: Any) -> Any:
+            self.num_replayed += 1
+            *given, arrays = args
+            if self.point == "tokens":
+                tokens = self._spoil(tokens).astype(tokens.dtype)
+            elif self.point == "cache":
+                arrays[4] = self._spoil(arrays[4])
+            logits, written = trace(tokens, *given, arrays)
+            return self._spoil(logits) if self.point == "logits" else logits, written
+
+        return spoilt
 
 
 @pytest.fixture
@@ -57,9 +92,9 @@ def fault() -> Fault:
     return Fault()
 
 
-@pytest.fixture(params=[0, 1, 2], ids=["one by one", "one ahead", "behind"])
+@pytest.fixture(params=[0, 1, 2, 3], ids=["one by one", "one ahead", "behind", "replayed"])
 def dispatch(request: pytest.FixtureRequest) -> dict[str, bool]:
-    return {"ahead": request.param > 0, "behind": request.param > 1}
+    return {"ahead": request.param > 0, "behind": request.param > 1, "replay": request.param > 2}
 
 
 @pytest.fixture(params=[(None, False), (0, False), (None, True)], ids=["one stream", "two streams", "hybrid"])
@@ -125,6 +160,9 @@ def test_the_engine_goes_on(
     (record,) = [r for r in caplog.records if "failed:" in r.message]
     assert f"{len(failed)} requests" in record.message and record.exc_info
     assert engine.metrics.num_failed_steps == 1
+    # The first steps have chunks of prompts; what carries states is never replayed.
+    is_replayed = engine.config.cache.num_trash_blocks > 0 and engine.metrics.replay_refusal is None
+    assert fault.num_replayed == int(is_replayed and at_step >= 2)
     assert dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True)) == expected
 
 
@@ -215,10 +253,12 @@ def test_running_requests_survive_the_loss_of_their_kv(engine: EngineCore) -> No
     assert engine.stats.num_preemptions >= 3
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["one ahead", "behind"])
+@pytest.mark.parametrize(
+    ("behind", "replay"), [(False, False), (True, False), (True, True)], ids=["one ahead", "behind", "replayed"]
+)
 @pytest.mark.parametrize("at_step", range(4, 12))
 def test_a_refused_step_leaves_those_out_of_it_alone(
-    fault: Fault, monkeypatch: pytest.MonkeyPatch, at_step: int, behind: bool
+    fault: Fault, monkeypatch: pytest.MonkeyPatch, at_step: int, behind: bool, replay: bool
 ) -> None:
     """More answers than the budget: who sampled in the step under way may be left out of the refused one."""
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
@@ -233,6 +273,7 @@ def test_a_refused_step_leaves_those_out_of_it_alone(
         max_num_seqs=4,
         ahead=True,
         behind=behind,
+        replay=replay,
     )
     expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
     engine.scheduler.config = replace(engine.scheduler.config, max_num_batched_tokens=1)
@@ -316,12 +357,14 @@ def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPa
 
 
 @on_device
-@pytest.mark.parametrize("at_call", range(12))
-def test_a_dispatch_that_raises(at_call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("at_call", "replay"), [*((call, False) for call in range(12)), *((call, True) for call in range(8, 12))]
+)
+def test_a_dispatch_that_raises(at_call: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first or the second part of a step, with another under way or not."""
     model = PagedModel(tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE))
     sizes = {"vocab_size": VOCAB_SIZE, "budget": 16, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
-    engine = engine_for(model, tiny_tokenizer(), **sizes, ahead=True, behind=True)
+    engine = engine_for(model, tiny_tokenizer(), **sizes, ahead=True, behind=True, replay=replay)
     expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
     calls = iter(range(1000))
     async_eval = mx.async_eval

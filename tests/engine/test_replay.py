@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -167,12 +168,13 @@ def test_aborts_leave_others_as_they_are() -> None:
     assert engine.metrics.num_decode_forwards["replayed"] > 5
 
 
-def test_verifications_of_drafts() -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
+def test_verifications_of_drafts(ahead: bool) -> None:
     """Of different lengths, some rejected."""
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     expected = run(tiny(model_of("llama"), replay=False), PROMPTS, greedy)
     speculative = speculative_config(3, longest=3, shortest=1)
-    engine = tiny(model_of("llama"), speculative=speculative)
+    engine = tiny(model_of("llama"), speculative=speculative, ahead=ahead)
     propose_from(engine, KnownOutputs({tuple(p): o for p, o in zip(PROMPTS, expected, strict=True)}))
     draft_for_free(engine)
     assert run(engine, PROMPTS, greedy) == expected
@@ -242,6 +244,27 @@ def test_a_trace_that_fails_at_first_is_the_last(dispatch: dict[str, bool], monk
     refusal = engine.metrics.replay_refusal
     assert refusal is not None and "failed that was replayed for the first time" in refusal
     assert kept.num_traces == 0 and engine.metrics.num_decode_forwards["refused"] > 0
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("point", ["tokens", "logits"])
+@pytest.mark.parametrize("dispatch", DISPATCH)
+def test_replayed_steps_that_fail_at_either_end(
+    dispatch: dict[str, bool], point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that fail between, and the others that may: tests/engine/test_failed_steps.py."""
+    fault = Fault(point)
+    model = tiny_model(num_hidden_layers=4, vocab_size=300)
+    fault.install(model, monkeypatch)
+    sizes = {"vocab_size": 300, "max_num_seqs": 3, **dispatch}
+    expected = run_with_fault(tiny(model, replay=False, **sizes), fault, "", 1000)[1]
+    engine = tiny(model, **sizes)
+    assert run_with_fault(engine, fault, "", 1000)[1] == expected
+    failed, outputs = run_with_fault(engine, fault, "eval", 5)
+    assert failed and outputs and outputs == {key: expected[key] for key in outputs}
+    assert fault.num_replayed == 1 and engine.metrics.num_failed_steps == 1
+    assert run_with_fault(engine, fault, "", 1000)[1] == expected
+    assert engine.metrics.replay_refusal is None and replay_of(engine).num_traces > 0
 
 
 @pytest.mark.parametrize("dispatch", DISPATCH)
@@ -390,6 +413,31 @@ def test_nothing_is_left_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threading.active_count() == threads
     kept: list[DecodeReplay] = []
     assert memory_after_close(lambda traces: kept.append(traces), monkeypatch) > weight_bytes
+
+
+def test_a_failure_leaves_no_pool_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step ahead the pool is made anew after a failure. Nothing has the old one's arrays then."""
+    engine = tiny(tiny_model(vocab_size=VOCAB_SIZE), num_blocks=8192, ahead=True)
+    runner: Any = engine._runner
+    array_bytes = runner._pool.states[0].keys.nbytes
+    decode(engine, 8)
+    before = mx.get_active_memory()
+    wait = PendingStep.wait
+
+    def fails(step: PendingStep) -> None:
+        wait(step)
+        if step.decode_forward is not None and step.decode_forward.outcome == "replayed":
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(PendingStep, "wait", fails)
+    engine.add_request("fails", engine.prepare(PROMPTS[0], EACH[0]))
+    while engine.has_requests:
+        engine.step()
+    monkeypatch.setattr(PendingStep, "wait", wait)
+    assert engine.metrics.num_failed_steps == 1
+    decode(engine, 8)
+    gc.collect()
+    assert mx.get_active_memory() - before < array_bytes / 2
 
 
 def peak_of_decoding(engine: EngineCore) -> int:

@@ -14,7 +14,9 @@ from metal_engine.settings.resolve import resolve_config
 MIB = 1 << 20
 
 
-def resolved(*, state_bytes: int, kv_bytes: int = 1024, memory: int = 16 * GIB, **args: Any) -> EngineConfig:
+def resolved(
+    *, state_bytes: int, kv_bytes: int = 1024, memory: int = 16 * GIB, kind: str = "metal", **args: Any
+) -> EngineConfig:
     model = ModelInfo(
         name="model",
         model_type="qwen3_5",
@@ -27,8 +29,8 @@ def resolved(*, state_bytes: int, kv_bytes: int = 1024, memory: int = 16 * GIB, 
         state_bytes_per_request=state_bytes,
         max_position_embeddings=8192,
     )
-    device = DeviceInfo(kind="metal", name="GPU", compute="GPU", memory_bytes=memory)
-    return resolve_config(EngineArgs(model="model", **args), model, device, "metal")
+    device = DeviceInfo(kind=kind, name="GPU", compute="GPU", memory_bytes=memory)
+    return resolve_config(EngineArgs(model="model", **args), model, device, "mlx" if kind == "cpu" else "metal")
 
 
 def test_without_states_there_are_no_slots() -> None:
@@ -128,3 +130,11 @@ def test_one_block_is_too_little_where_one_is_for_padding() -> None:
 def test_where_nothing_is_replayed(state_bytes: int, args: dict[str, Any], replay: str) -> None:
     config = resolved(state_bytes=state_bytes, **args)
     assert (config.replay, config.cache.num_trash_blocks) == (replay, 0)
+
+
+def test_on_a_cpu_nothing_is_replayed_unless_asked_for() -> None:
+    auto, never, always = (
+        resolved(state_bytes=0, kind="cpu", replay_decodes=choice) for choice in ("auto", "never", "always")
+    )
+    assert auto == never and (auto.replay, auto.cache.num_trash_blocks) == ("off", 0)
+    assert (always.replay, always.cache.num_trash_blocks) == ("on", 1)
