@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from argparse import Namespace
+from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,6 +24,7 @@ from metal_engine.models.paged_model import PagedModel  # noqa: E402
 from metal_engine.runner.dispatch import choose_dispatch  # noqa: E402
 from metal_engine.runner.model_runner import ModelRunner  # noqa: E402
 from metal_engine.runner.pending_step import PendingStep  # noqa: E402
+from tools.fake_gpu import host as of_host  # noqa: E402
 from tools.fake_gpu.measure import measure  # noqa: E402
 from tools.fake_gpu.workload import SMOLLM2, Workload, make_engine, make_model, prepare  # noqa: E402
 from tools.fixtures.architectures import configuration  # noqa: E402
@@ -203,6 +207,14 @@ def order(behind: bool) -> dict[str, Any]:
         engine.step()
         seen.append("tokens")
     return {"seen": seen, "unfinished": unfinished}
+
+
+def host() -> dict[str, Any]:
+    """What ``python -m tools.fake_gpu host`` prints, of few steps of a small model."""
+    told = io.StringIO()
+    with redirect_stdout(told):
+        status = of_host.run(GPU, Namespace(requests=4, layers=2, steps=12, profile=None, no_figures=True))
+    return {"status": status, "told": told.getvalue().splitlines()}
 
 
 class _OneKernel:
