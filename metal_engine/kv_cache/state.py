@@ -88,8 +88,7 @@ class TokenState:
         self.arrays = {}
 
     def snapshot(self) -> StateSnapshot:
-        # Objects of our own, over the same memory: assignment to elements changes what the state's objects stand for.
-        return StateSnapshot({name: array.reshape(array.shape) for name, array in self.arrays.items()})
+        return StateSnapshot(dict(self.arrays))
 
     def restore(self, snapshot: StateSnapshot) -> None:
         self.arrays = dict(snapshot.arrays)
@@ -109,7 +108,9 @@ class TokenState:
         # is taken out first: it has one owner at a time.
         for name, values in self.encode(rows).items():
             array = self.arrays.pop(name)
-            self.arrays[name] = step.writes.write(array, values)
+            # Assignment to elements changes what an object stands for, and snapshots have this one: so to another
+            # object, over the same memory.
+            self.arrays[name] = step.writes.write(array.reshape(array.shape), values)
 
     def encode(self, rows: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """What is kept of computed rows, [N, ...] for each array by name."""

@@ -258,11 +258,14 @@ class RequestTable:
         num_requests = len(packed)
         indices = np.fromiter(map(self._index_of.__getitem__, packed), np.int32, num_requests)
         query_lens = np.fromiter(plan.num_scheduled_tokens.values(), np.int32, num_requests)
-        sampled = set(plan.sampled_req_ids)
-        samples = np.fromiter(map(sampled.__contains__, packed), bool, num_requests)
-        # Tokens come back in packing order and are told apart by nothing else.
-        if packed != plan.sampled_req_ids and [r for r in packed if r in sampled] != plan.sampled_req_ids:
-            raise ValueError("bad plan: sampled_req_ids are not scheduled requests in packing order")
+        if packed == plan.sampled_req_ids:
+            samples = np.ones(num_requests, bool)
+        else:
+            sampled = set(plan.sampled_req_ids)
+            samples = np.fromiter(map(sampled.__contains__, packed), bool, num_requests)
+            # Tokens come back in packing order and are told apart by nothing else.
+            if [r for r in packed if r in sampled] != plan.sampled_req_ids:
+                raise ValueError("bad plan: sampled_req_ids are not scheduled requests in packing order")
         num_known = self._num_tokens[indices]
         num_samples = samples
         if drafts_of := plan.scheduled_spec_decode_tokens:
