@@ -253,6 +253,12 @@ class Runner(Protocol):
         that is refused (this raises) leaves the steps under way as they are.
         """
 
+    def dispatch_rest(self) -> None:
+        """Give the device what it lacks of steps that it has begun; called before each plan is made.
+
+        Raises nothing: where it fails, the step's result raises that.
+        """
+
     def close(self) -> None:
         """Let go of what belongs to the calling thread. This is the last call, in the thread that ran the steps."""
 

@@ -47,6 +47,10 @@ class LeaderRunner:
             raise
         return LeaderStep(self, step)
 
+    def dispatch_rest(self) -> None:
+        """See :class:`metal_engine.step.Runner`. Every rank's steps are given whole."""
+        self._runner.dispatch_rest()
+
     def finish(self, step: PendingStep) -> ModelOutput:
         """Finish a step on every rank.
 

@@ -65,8 +65,7 @@ class EngineCore:
         ranks: Ranks | None = None,
     ) -> None:
         self.config, self.ranks = config, ranks
-        self.adapters = adapters
-        self.tokenizer = tokenizer
+        self.adapters, self.tokenizer = adapters, tokenizer
         speculative = config.scheduler.speculative
         proposer = None if speculative is None else make_proposer(speculative)
         self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector, proposer)
@@ -287,9 +286,10 @@ class EngineCore:
 
         Raises:
             AssertionError: the scheduler's state is broken, and cannot be mended by failing every request.
-        RunnerLostError: no step can run any more.
+            RunnerLostError: no step can run any more.
         """
         started = time.monotonic()
+        self._runner.dispatch_rest()  # the device is not to wait for the plan
         try:
             plan = self.scheduler.schedule()
         except Exception as error:  # noqa: BLE001  (logged there)

@@ -11,13 +11,14 @@ import numpy as np
 from metal_engine.attention.backend import AttentionBackend, StepAttention
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.device.streams import end_streams_of_thread, synchronize
+from metal_engine.kv_cache.pool import PoolSnapshot
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
 from metal_engine.models.adapters import AdapterRows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.draft_model import DraftModel
-from metal_engine.runner.pending_step import PendingStep
+from metal_engine.runner.pending_step import PendingStep, forget_locals
 from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.step_sampling import StepSampling
@@ -104,38 +105,52 @@ class ModelRunner:
         """
         if self._steps and not self._runs_ahead:
             raise RuntimeError("without async scheduling, a step is finished before the next one is started")
-        for step in self._steps:
-            step.dispatch_rest()
+        self.dispatch_rest()
         before = self._pool.snapshot()
         try:
-            self._table.take_in(plan)
-            drafting = self._draft(plan)
-            drafted = plan if drafting is None else plan.with_drafts(drafting)
-            sampling, pooling, logits, decode_forward = self._build(drafted)
-            # Masks are for the host to compute while the device is busy: with the step before, or with this one.
-            is_built = bool(self._steps) or not sampling.has_masks
-            if is_built:
-                sampling.build(logits, is_dispatched=False)
-            saves = self._gather_saves()
-        except BaseException:
+            step, logits = self._build_step(plan, before)
+        except BaseException as error:
             self._table.forget_samples()
             self._pool.restore(before)
+            del before
+            forget_locals(error)
             raise
-        loads = self._kv_connector.take_loads() if self._kv_connector is not None else StepLoads()
-        step = PendingStep(self.finish, plan.sampled_req_ids, sampling, pooling, before, loads, saves, drafting)
-        step.decode_forward = decode_forward
-        step.shared = logits if self._share is not None else None
         del before  # the step's own, to let go of
-        if self._in_parts and is_built:
-            step.first_part = self._pool.written_half_way()
         self._steps.append(step)
         on_built()
         if len(self._steps) == 1:
-            self._dispatch(step, None if is_built else logits)
+            self._dispatch(step, logits)
         elif self.goes_behind and not any(one.must_be_alone for one in self._steps):
             self._steps[-2].has_follower = True
             self._dispatch(step)
         return step
+
+    def dispatch_rest(self) -> None:
+        """See :meth:`metal_engine.step.Runner.dispatch_rest`."""
+        for step in self._steps:
+            step.dispatch_rest()
+
+    def _build_step(self, plan: SchedulerOutput, before: PoolSnapshot) -> tuple[PendingStep, mx.array | None]:
+        """Build a step's graph on a cache as it is now.
+
+        Returns the step, and the logits that it samples from if its sampling is still to be built.
+        """
+        self._table.take_in(plan)
+        drafting = self._draft(plan)
+        drafted = plan if drafting is None else plan.with_drafts(drafting)
+        sampling, pooling, logits, decode_forward = self._build(drafted)
+        # Masks are for the host to compute while the device is busy: with the step before, or with this one.
+        is_built = bool(self._steps) or not sampling.has_masks
+        if is_built:
+            sampling.build(logits, is_dispatched=False)
+        saves = self._gather_saves()
+        loads = self._kv_connector.take_loads() if self._kv_connector is not None else StepLoads()
+        step = PendingStep(self.finish, plan.sampled_req_ids, sampling, pooling, before, loads, saves, drafting)
+        step.decode_forward = decode_forward
+        step.shared = logits if self._share is not None else None
+        if self._in_parts and is_built:
+            step.first_part = self._pool.written_half_way()
+        return step, None if is_built else logits
 
     def _draft(self, plan: SchedulerOutput) -> Drafting | None:
         """Run the draft model, as far as the plan asks for it."""
@@ -239,6 +254,7 @@ class ModelRunner:
         Args:
             logits: what it samples from, if its sampling has not been built yet.
         """
+        step.is_dispatched = True
         try:
             self._load(step)
             step.before = None  # no other owner of the arrays that it writes to
@@ -282,13 +298,15 @@ class ModelRunner:
         self._steps.popleft()
         try:
             step.wait()
+            if self._steps and not self._steps[0].is_dispatched:
+                self._dispatch(self._steps[0])
+            return self._output(step)
         except Exception as error:
             self._recover(step, error)
             raise
-        if self._steps and not self._steps[0].is_dispatched:
-            self._dispatch(self._steps[0])
-        if self._kv_connector is not None and step.saves is not None:
-            self._kv_connector.hand_over_saves(step.saves)
+
+    def _output(self, step: PendingStep) -> ModelOutput:
+        """Take over what a step has computed."""
         output = step.sampling.result()
         output.decode_forward = step.decode_forward
         if step.drafting is not None:
@@ -298,6 +316,8 @@ class ModelRunner:
         self._table.append_tokens(step.sampled_req_ids, output)
         if step.pooling is not None:
             output.pooled = step.pooling.result()
+        if self._kv_connector is not None and step.saves is not None:
+            self._kv_connector.hand_over_saves(step.saves)
         return output
 
     def _recover(self, step: PendingStep, error: Exception) -> None:
@@ -307,6 +327,10 @@ class ModelRunner:
         """
         if self._replay is not None:
             self._replay.failed([s.decode_forward for s in (step, *self._steps) if s.decode_forward], error)
+        # All that holds arrays of the cache goes first: there is no room for two.
+        for failed_or_void in (step, *self._steps):
+            failed_or_void.release()
+        forget_locals(error)
         self._steps.clear()
         self._table.forget_samples()
         if step.is_async:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class PendingStep:
         drafting: what the draft model has done for it; None if nothing.
         decode_forward: see :class:`metal_engine.step.ModelOutput`.
         first_part: where it is to be dispatched in two parts, what the first one computes, until the dispatch.
+        is_dispatched: whether it was given to the device, or could not be (``error``).
         root: what the device computes last, from the dispatch on.
         has_rest: whether the second part is still to be dispatched.
         has_follower: whether the next step was dispatched behind it.
@@ -48,16 +50,13 @@ class PendingStep:
     drafting: Drafting | None = None
     decode_forward: DecodeForward | None = None
     first_part: mx.array | None = None
+    is_dispatched: bool = False
     root: list[mx.array] | None = None
     has_rest: bool = False
     has_follower: bool = False
     error: Exception | None = None
     is_async: bool = False
     shared: mx.array | None = None
-
-    @property
-    def is_dispatched(self) -> bool:
-        return self.root is not None or self.error is not None
 
     @property
     def results(self) -> list[mx.array]:
@@ -102,6 +101,13 @@ class PendingStep:
         if not self.has_follower:
             synchronize()
 
+    def release(self) -> None:
+        """Drop all arrays: each that was not computed holds those of the KV cache. The step is of no more use."""
+        self.before = self.first_part = self.root = self.shared = self.saves = None
+        self.sampling.release()
+        if self.pooling is not None:
+            self.pooling.release()
+
     def result(self) -> ModelOutput:
         """Wait for the step, dispatch the next one, and return the output of this one.
 
@@ -109,3 +115,11 @@ class PendingStep:
             KVCacheLostError: it failed, and the KV cache with it.
         """
         return self.finish(self)
+
+
+def forget_locals(error: BaseException) -> None:
+    """Drop the variables of functions that an error has left: arrays among them hold those of the KV cache."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__

@@ -126,3 +126,7 @@ class StepPooling:
                 part.prompt.add(total, part.end - part.start)
         logits = {r: np.array(values) for (r, _), values in zip(self._scored, self._logits, strict=True)}
         return {r: logits[r] if r in logits else prompt.vector() for r, prompt in self._done}
+
+    def release(self) -> None:
+        """Drop the arrays; there is no result then."""
+        self._sums, self._logits = None, []

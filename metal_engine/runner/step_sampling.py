@@ -227,6 +227,10 @@ class StepSampling:
                 tokens = tokens[count:]
         return output
 
+    def release(self) -> None:
+        """Drop the arrays; there is no result then."""
+        self.tokens = self._logprobs = self._prompt_logprobs = None
+
     def _match(self, output: ModelOutput, logprobs: list[TokenLogprobs | None]) -> None:
         """Keep of the samples of each request those whose drafts before them are accepted.
 

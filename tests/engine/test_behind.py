@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from metal_engine.engine.core import EngineCore
-from metal_engine.request import RequestOutput
+from metal_engine.request import RequestOutput, client_id
 from metal_engine.runner import dispatch as dispatch_module
 from metal_engine.runner.dispatch import choose_dispatch
 from metal_engine.runner.model_runner import ModelRunner
@@ -97,11 +97,32 @@ def test_the_same_outputs(sizes: str, architecture: str | None, monkeypatch: pyt
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize("seed", range(3))
 def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that fails takes the cache with it: those that run, and have no part in it, are answered all the same."""
     requests = asked(seed)
     expected = [token_ids(run_all(tiny_engine(), [request])[0]) for request in requests]
     engine = tiny_engine(behind=True, replay=replay, **SIZES["chunks"])
+    runner: Any = engine._runner
     seen = goes_behind(engine, monkeypatch)
     rng = random.Random(seed)
+    plans, execute, wait = {}, runner.execute, PendingStep.wait
+    survivors: list[set[int]] = []
+
+    def executed(plan: Any) -> PendingStep:
+        step: PendingStep = execute(plan)
+        plans[step] = plan
+        return step
+
+    def fails(step: PendingStep) -> None:
+        wait(step)
+        left_out = engine.scheduler.running.keys() - plans[step].num_scheduled_tokens.keys()
+        if step.has_follower and left_out and len(survivors) < 2 and rng.random() < 0.3:
+            survivors.append({int(client_id(request_id)) for request_id in left_out})
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(runner, "execute", executed)
+    monkeypatch.setattr(PendingStep, "wait", fails)
+    allocate, allocations = runner._pool.allocate, []
+    monkeypatch.setattr(runner._pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
     for i, (prompt, params) in enumerate(requests):
         engine.add_request(str(i), engine.prepare(prompt, params))
     found: list[list[int]] = [[] for _ in requests]
@@ -109,15 +130,21 @@ def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.Mon
     while engine.has_requests:
         for output in engine.step():
             found[int(output.request_id)] += output.token_ids
-        if rng.random() < 0.1 and len(engine.request_ids) > 2:
-            victim = rng.choice(engine.request_ids)
+            if output.error is not None:
+                gone.add(int(output.request_id))
+        # Those with penalties and bad words are in every second step.
+        others = [r for r in engine.request_ids if int(r) not in {2, 3}.union(*survivors)]
+        if rng.random() < 0.1 and len(others) > 2:
+            victim = rng.choice(others)
             engine.abort_request(victim)
             gone.add(int(victim))
         if rng.random() < 0.1:
             engine.scheduler.preempt_all()
         engine.scheduler.check_integrity()
-    assert any(seen) and engine.stats.num_used_blocks == 0
+    assert any(seen) and engine.stats.num_used_blocks == 0 and not runner._steps
     assert (engine.metrics.num_decode_forwards["replayed"] > 0) == replay
+    assert survivors and len(allocations) == len(survivors) == engine.metrics.num_failed_steps
+    assert survivors[-1] and not survivors[-1] & gone
     for i, tokens in enumerate(expected):
         assert found[i] == (tokens[: len(found[i])] if i in gone else tokens)
 

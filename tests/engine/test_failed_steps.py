@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from metal_engine.attention.portable import backend as mlx_ops
 from metal_engine.device.streams import second_stream
 from metal_engine.engine.core import EngineCore
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.pooling_params import PoolingParams
+from metal_engine.runner.batch import RequestTable
+from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
+from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.replay import DecodeReplay
+from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.step import ModelOutput
 from tests.support.demo import engine_for
 from tests.support.running import run
-from tests.support.tiny_engine import with_vocabulary
+from tests.support.tiny_engine import run_pooling, tiny_engine, with_vocabulary
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.tiny_models import random_model, tiny_model
@@ -31,10 +39,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
 class Fault:
-    """Makes the third of four layers fail: while its graph is built or replayed, or when that is evaluated.
+    """Makes a step fail: a layer of it, while the graph is built or replayed or when that is evaluated; or its result.
 
     Attributes:
-        kind: of the next failure, ``build`` or ``eval``; None: there is to be none.
+        kind: of the next failure, ``build``, ``eval`` or ``result``; None: there is to be none.
         point: where a step fails that is replayed, whose layers are not run through: in its ``tokens``, in the
             ``cache`` of the third layer, or in its ``logits``.
         num_replayed: failures of such steps.
@@ -51,15 +59,24 @@ class Fault:
 
         def call(module: Any, x: mx.array) -> mx.array:
             y = original(module, x)
-            if module is not mlp or self.kind is None:
+            if module is not mlp or self.kind not in ("build", "eval"):
                 return y
             return self._spoil(y)
 
+        result = StepSampling.result
+
+        def taken_over(sampling: StepSampling) -> ModelOutput:
+            if self.kind == "result":
+                self.kind = None
+                raise RuntimeError("refused when it has ended")
+            return result(sampling)
+
         monkeypatch.setattr(type(mlp), "__call__", call)
+        monkeypatch.setattr(StepSampling, "result", taken_over)
         run_trace = DecodeReplay._run
 
         def run(kept: DecodeReplay, trace: Any, *args: Any) -> mx.array:
-            is_replayed = self.kind is not None and trace in kept._traces.values()
+            is_replayed = self.kind in ("build", "eval") and trace in kept._traces.values()
             return run_trace(kept, self._spoilt(trace) if is_replayed else trace, *args)
 
         monkeypatch.setattr(DecodeReplay, "_run", run)
@@ -147,7 +164,11 @@ on_device = pytest.mark.own_process
 
 @pytest.mark.parametrize(
     ("kind", "at_step"),
-    [*(("build", step) for step in (0, 1, 2, 5)), *(pytest.param("eval", step, marks=on_device) for step in (1, 5))],
+    [
+        *(("build", step) for step in (0, 1, 2, 5)),
+        *(pytest.param("eval", step, marks=on_device) for step in (1, 5)),
+        *(("result", step) for step in (1, 5)),
+    ],
 )
 def test_the_engine_goes_on(
     engine: EngineCore, fault: Fault, kind: str, at_step: int, caplog: pytest.LogCaptureFixture
@@ -162,8 +183,101 @@ def test_the_engine_goes_on(
     assert engine.metrics.num_failed_steps == 1
     # The first steps have chunks of prompts; what carries states is never replayed.
     is_replayed = engine.config.cache.num_trash_blocks > 0 and engine.metrics.replay_refusal is None
-    assert fault.num_replayed == int(is_replayed and at_step >= 2)
+    assert fault.num_replayed == int(is_replayed and at_step >= 2 and kind != "result")
     assert dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True)) == expected
+
+
+def fails_once(original: Any, at_call: int = 0) -> Any:
+    """A function that raises at the end of one of its calls."""
+    calls = itertools.count()
+
+    def call(*args: Any) -> Any:
+        result = original(*args)
+        if next(calls) == at_call:
+            raise RuntimeError("the device is gone")
+        return result
+
+    return call
+
+
+@pytest.mark.parametrize("at_call", [0, 2])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(RequestTable, "append_tokens"), (StepPooling, "result")], ids=["append", "pooling"]
+)
+def test_what_a_step_has_computed_cannot_be_taken_over(
+    owner: type, name: str, at_call: int, dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests fail; nothing is left of it, nor of what was built on it, and all others are answered."""
+    engine = tiny_engine(**dispatch, max_num_batched_tokens=16, max_num_seqs=4)
+    runner: Any = engine._runner
+    requests: list[Any] = [([70] * 40, PoolingParams(pooling_type="MEAN")), *((prompt, GREEDY) for prompt in PROMPTS)]
+    expected = run_pooling(engine, requests)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails_once(getattr(owner, name), at_call))
+        for i, (prompt, params) in enumerate(requests):
+            is_pooling = isinstance(params, PoolingParams)
+            prepared = engine.prepare_pooling([prompt], params)[0] if is_pooling else engine.prepare(prompt, params)
+            engine.add_request(str(i), prepared)
+        failed, found = set(), [[] if isinstance(params, SamplingParams) else None for _, params in requests]
+        while engine.has_requests:
+            for output in engine.step():
+                i = int(output.request_id)
+                failed |= {i} if output.error is not None else set()
+                found[i] = output.pooled if output.pooled is not None else (found[i] or []) + output.token_ids
+            engine.scheduler.check_integrity()
+    assert failed and engine.metrics.num_failed_steps == 1
+    assert not runner._steps and engine.stats.num_used_blocks == 0
+    for i in set(range(len(requests))) - failed:
+        np.testing.assert_allclose(found[i], expected[i], atol=1e-5)
+    for ours, theirs in zip(run_pooling(engine, requests), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+# Functions that raise once, while two steps are under way.
+FAULTS: dict[str, list[tuple[Any, str]]] = {
+    "wait": [(PendingStep, "wait")],
+    "result": [(StepSampling, "result")],
+    "dispatch": [(mx, "async_eval")],
+    "graph, then result": [(ModelRunner, "_build"), (StepSampling, "result")],
+}
+
+
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
+@pytest.mark.parametrize("where", FAULTS)
+def test_there_is_one_cache_at_a_time(where: str, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is made anew, nothing of the failed step and of those on it holds the old one; nor does their error."""
+    engine = tiny_engine(behind=True, num_blocks=8192, replay=replay)
+    runner: Any = engine._runner
+    pool = runner._pool
+    pool_bytes = sum(array.nbytes for state in pool.states for array in state.arrays.values())
+    expected = run(engine, PROMPTS, GREEDY)
+    allocations = []
+    allocate = pool.allocate
+    monkeypatch.setattr(pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), engine.prepare(prompt, GREEDY))
+    for _ in range(4):
+        engine.step()
+    errors = []
+    fail = engine._fail
+    monkeypatch.setattr(engine, "_fail", lambda plan, error: (errors.append(error), fail(plan, error))[1])
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    with monkeypatch.context() as patch:
+        for owner, name in FAULTS[where]:
+            patch.setattr(owner, name, fails_once(getattr(owner, name)))
+        while not allocations:
+            assert engine.has_requests
+            engine.step()
+    assert len(errors) == len(FAULTS[where])
+    assert mx.get_peak_memory() - before < pool_bytes / 2
+    while engine.has_requests:
+        engine.step()
+    assert mx.get_active_memory() - before < pool_bytes / 2
+    assert len(allocations) == 1 and not runner._steps
+    assert run(engine, PROMPTS, GREEDY) == expected
 
 
 @on_device
@@ -310,7 +424,7 @@ def test_what_is_built_on_a_step_that_fails_never_runs(fault: Fault, monkeypatch
     (output,) = engine.step()
     assert output.request_id == "fails" and output.error is not None
     assert len(started) == 2
-    assert started[0].root is not None and started[1].root is None, "it was dispatched"
+    assert started[0].is_dispatched and not started[1].is_dispatched
     with pytest.raises(RuntimeError, match="in the order"):
         started[1].result()
     outputs = []

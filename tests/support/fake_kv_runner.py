@@ -144,6 +144,9 @@ class FakeKVRunner:
     def close(self) -> None:
         """Nothing here belongs to a thread."""
 
+    def dispatch_rest(self) -> None:
+        """A step is given to the device whole."""
+
     def execute(self, plan: SchedulerOutput) -> FakeStep:
         drafting = None if self.draft_model is None else self.draft_model.draft(plan)
         if drafting is not None:

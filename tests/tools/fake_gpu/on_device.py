@@ -24,6 +24,7 @@ from metal_engine.models.paged_model import PagedModel  # noqa: E402
 from metal_engine.runner.dispatch import choose_dispatch  # noqa: E402
 from metal_engine.runner.model_runner import ModelRunner  # noqa: E402
 from metal_engine.runner.pending_step import PendingStep  # noqa: E402
+from metal_engine.scheduling.scheduler import Scheduler  # noqa: E402
 from tools.fake_gpu import host as of_host  # noqa: E402
 from tools.fake_gpu.measure import measure  # noqa: E402
 from tools.fake_gpu.workload import SMOLLM2, Workload, make_engine, make_model, prepare  # noqa: E402
@@ -173,7 +174,7 @@ def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False) -> dict[s
 
 
 def order(behind: bool) -> dict[str, Any]:
-    """What happens in which order, of two steps: parts given to the device, the wait for a step, its tokens told.
+    """What happens in which order, of three steps: plans, parts given to the device, waits for steps, tokens told.
 
     And after each wait, how many command buffers of others the device had still to do.
     """
@@ -191,6 +192,7 @@ def order(behind: bool) -> dict[str, Any]:
 
         setattr(owner, name, noted)
 
+    note(Scheduler, "schedule", "plan")
     note(mx, "async_eval", "give")
     note(ModelRunner, "_build", "build")
     note(PendingStep, "wait", "wait")

@@ -62,15 +62,18 @@ def test_a_check_at_the_start_chooses(on_device: OnDevice, num_buffers: int, rep
 
 
 def test_behind_a_step_is_given_before_the_one_before_is_waited_for(on_device: OnDevice) -> None:
-    """In two parts: the tokens of the step before are told between them, when nothing has made the host wait."""
+    """In two parts: the tokens of the step before are told between them, when nothing has made the host wait.
+
+    The next step is planned after them: the device has all of this one then.
+    """
     found = on_device("order", behind=True)
-    assert found["seen"] == ["give", "build", "give", "wait", "tokens"] * 3
+    assert found["seen"] == ["give", "plan", "build", "give", "wait", "tokens"] * 3
     assert max(found["unfinished"]) > 1, "the step behind was waited for, too"  # one: of waiting itself
 
 
 def test_after_the_end_a_step_is_given_when_the_one_before_has_been_waited_for(on_device: OnDevice) -> None:
     seen = on_device("order", behind=False)["seen"]
-    assert seen == ["give", "build", "wait", "give", "tokens"] * 3
+    assert seen == ["give", "plan", "build", "wait", "give", "tokens"] * 3
 
 
 def test_estimates_of_kernels_are_not_too_high(on_device: OnDevice) -> None:

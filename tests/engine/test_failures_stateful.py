@@ -1,0 +1,267 @@
+"""Requests, aborts and steps that fail anywhere, in any order, on an engine with two steps under way.
+
+MLX's operations compute on a CPU; steps go to the device behind others, in two parts, as on a GPU. Whatever fails: the
+requests of that step end with an error, all others are answered as alone, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from metal_engine.pooling_params import PoolingParams
+from metal_engine.request import PreparedRequest, RequestOutput, client_id
+from metal_engine.runner.batch import RequestTable
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.pending_step import PendingStep
+from metal_engine.runner.pooling import StepPooling
+from metal_engine.runner.replay import DecodeReplay
+from metal_engine.runner.step_sampling import StepSampling
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.support.tiny_engine import tiny_engine
+from tools.fixtures.fake_engine import byte_ids
+
+# What raises, by name: a function, before or after it has done its work.
+POINTS: dict[str, tuple[Any, str, bool]] = {
+    "graph": (ModelRunner, "_build", True),
+    "before a trace": (DecodeReplay, "_run", False),
+    "after a trace": (DecodeReplay, "_run", True),
+    "sampling": (StepSampling, "build", True),
+    "dispatch": (mx, "async_eval", False),
+    "before the wait": (PendingStep, "wait", False),
+    "after the wait": (PendingStep, "wait", True),
+    "result": (StepSampling, "result", False),
+    "append": (RequestTable, "append_tokens", False),
+    "appended": (RequestTable, "append_tokens", True),
+    "pooling": (StepPooling, "result", False),
+    "pooled": (StepPooling, "result", True),
+}
+MAX_LIVE = 8
+
+
+def asked() -> list[tuple[list[int], SamplingParams | PoolingParams]]:
+    """Prompts of one and of several chunks, which begin alike or not; what can be asked of them."""
+
+    def params(**fields: Any) -> SamplingParams:
+        return SamplingParams(**{"max_tokens": 12, "temperature": 0.8, "ignore_eos": True, "seed": 7, **fields})
+
+    digits = StructuredOutputsParams(regex="[0-9]{5}")
+    long = byte_ids("a prompt of some length, of several chunks, and of blocks that others have")
+    return [
+        (long, params()),
+        (long[:50] + byte_ids("another end"), params(temperature=0.0, logprobs=2)),
+        (byte_ids("b"), params(repetition_penalty=1.3, presence_penalty=0.5)),
+        (byte_ids("some digits"), params(structured_outputs=digits, ignore_eos=False)),
+        (byte_ids("to be stopped"), params(stop=("a", "e", "i", "o", "u"), max_tokens=20)),
+        (byte_ids("to be stopped by a token"), params(stop_token_ids=list(range(40, 90)), min_tokens=3)),
+        (byte_ids("of known probability "), params(prompt_logprobs=1, max_tokens=3)),
+        (byte_ids("one"), params(max_tokens=1)),
+        (byte_ids("a longer answer"), params(max_tokens=30)),
+        (long, PoolingParams(pooling_type="MEAN")),
+        (byte_ids("to be pooled"), PoolingParams(pooling_type="LAST")),
+    ]
+
+
+@dataclass
+class Answer:
+    """What comes of a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    vector: np.ndarray | None = None
+    finish_reason: str | None = None
+
+    def take(self, output: RequestOutput) -> None:
+        assert self.finish_reason is None, "it goes on after its end"
+        self.tokens += output.token_ids
+        self.logprobs += [entry.logprob for entry in output.logprobs or ()]
+        self.vector = output.pooled
+        self.finish_reason = output.finish_reason
+
+    def check(self, alone: Answer) -> None:
+        """It is the one of the request alone, or the beginning of that if it has failed."""
+        assert self.tokens == alone.tokens[: len(self.tokens)]
+        np.testing.assert_allclose(self.logprobs, alone.logprobs[: len(self.logprobs)], atol=1e-4)
+        if self.finish_reason not in (None, "error"):
+            assert (self.tokens, self.finish_reason) == (alone.tokens, alone.finish_reason)
+            assert len(self.logprobs) == len(alone.logprobs)
+            assert (self.vector is None) == (alone.vector is None)
+            if self.vector is not None and alone.vector is not None:
+                np.testing.assert_allclose(self.vector, alone.vector, atol=1e-4)
+
+
+@functools.cache
+def prepared_and_alone() -> list[tuple[PreparedRequest, Answer]]:
+    """Each request, and what an engine that has no other one answers step by step."""
+    engine = tiny_engine()
+    found = []
+    for prompt, params in asked():
+        is_pooling = isinstance(params, PoolingParams)
+        prepared = engine.prepare_pooling([prompt], params)[0] if is_pooling else engine.prepare(prompt, params)
+        engine.add_request("alone", prepared)
+        answer = Answer()
+        while engine.has_requests:
+            for output in engine.step():
+                answer.take(output)
+        assert answer.finish_reason in ("stop", "length")
+        found.append((prepared, answer))
+    return found
+
+
+class FailureMachine(RuleBasedStateMachine):
+    """Faults wait for a call of the function that they are in: the next one, or the one after it."""
+
+    @initialize(
+        num_blocks=st.sampled_from([24, 128]),
+        max_num_seqs=st.sampled_from([2, 4, 12]),
+        budget=st.sampled_from([12, 64]),
+        replay=st.booleans(),
+    )
+    def start_engine(self, num_blocks: int, max_num_seqs: int, budget: int, replay: bool) -> None:
+        self.known = prepared_and_alone()
+        self.patch = pytest.MonkeyPatch()
+        self.faults: dict[str, int] = {}  # where -> calls that go well before
+        self.num_raised = 0
+        self.engine = tiny_engine(
+            behind=True, replay=replay, num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+        )
+        self.runner: Any = self.engine._runner
+        self.config = self.engine.scheduler.config
+        for where in POINTS:
+            self._install(where)
+        self.failing: list[set[str]] = []
+        fail = self.engine._fail
+
+        def noted(plan: Any, error: Exception) -> list[RequestOutput]:
+            self.failing.append(
+                {client_id(r) for r in plan.num_scheduled_tokens if r in self.engine.scheduler.requests}
+            )
+            return fail(plan, error)
+
+        self.patch.setattr(self.engine, "_fail", noted)
+        self.asked: dict[str, int] = {}
+        self.found: dict[str, Answer] = {}
+        self.num_failed = 0
+
+    def _install(self, where: str) -> None:
+        owner, name, is_after = POINTS[where]
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_due = self.faults.get(where) == 0
+            if where in self.faults:
+                self.faults[where] -= 1
+            if is_due:
+                del self.faults[where]
+                self.num_raised += 1
+            if is_due and not is_after:
+                raise RuntimeError(f"at {where}")
+            result = original(*args, **kwargs)
+            if is_due:
+                raise RuntimeError(f"at {where}")
+            return result
+
+        self.patch.setattr(owner, name, call)
+
+    @property
+    def live(self) -> list[str]:
+        return [r for r, answer in self.found.items() if answer.finish_reason is None]
+
+    def _step(self) -> None:
+        outputs = self.engine.step()
+        for output in outputs:
+            self.found[output.request_id].take(output)
+        told = {output.request_id for output in outputs if output.error is not None}
+        assert told == set().union(*self.failing), "others failed than those of the step"
+        self.failing.clear()
+        # One failure for each fault; steps on top of one that fails are void, with theirs.
+        assert self.engine.metrics.num_failed_steps <= self.num_raised
+        self._check()
+
+    def _check(self) -> None:
+        self.engine.scheduler.check_integrity()
+        assert sorted(self.engine.request_ids) == sorted(self.live)
+        assert list(self.runner._steps) == [handle for _, handle, _ in self.engine._under_way]
+        for request_id, answer in self.found.items():
+            answer.check(self.known[self.asked[request_id]][1])
+
+    @precondition(lambda self: len(self.live) < MAX_LIVE)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def arrive(self, data: st.DataObject, count: int) -> None:
+        for _ in range(count):
+            request_id = f"r{len(self.asked)}"
+            self.asked[request_id] = data.draw(st.integers(0, len(self.known) - 1), label="which")
+            self.found[request_id] = Answer()
+            self.engine.add_request(request_id, self.known[self.asked[request_id]][0])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        victim = data.draw(st.sampled_from(self.live), label="victim")
+        self.engine.abort_request(victim)
+        del self.found[victim], self.asked[victim]
+        self.asked[f"aborted {victim}"] = 0  # its id is not used again
+        self._check()
+
+    @precondition(lambda self: self.live)
+    @rule(num_steps=st.integers(1, 6))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if self.engine.has_requests:
+                self._step()
+
+    @precondition(lambda self: self.live)
+    @rule(where=st.sampled_from(sorted(POINTS)), num_before=st.integers(0, 2), num_steps=st.integers(0, 3))
+    def fail(self, where: str, num_before: int, num_steps: int) -> None:
+        self.faults[where] = num_before
+        self.steps(num_steps)
+
+    @rule(budget=st.sampled_from([2, 5, None]))
+    def change_what_fits_into_a_step(self, budget: int | None) -> None:
+        """With little, some who run have no part in a step that fails."""
+        most = self.config.max_num_batched_tokens if budget is None else budget
+        self.engine.scheduler.config = replace(self.config, max_num_batched_tokens=most)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        try:
+            self.faults.clear()
+            self._drain()
+            for i in range(len(self.known)):
+                self.asked[f"after {i}"], self.found[f"after {i}"] = i, Answer()
+                self.engine.add_request(f"after {i}", self.known[i][0])
+            self._drain()
+            assert "error" not in {a.finish_reason for r, a in self.found.items() if r.startswith("after")}
+        finally:
+            self.patch.undo()
+
+    def _drain(self) -> None:
+        for _ in range(2000):
+            if not self.engine.has_requests:
+                break
+            self._step()
+        assert not self.engine.has_requests and not self.live
+        assert self.engine.stats.num_used_blocks == 0 and not self.runner._steps
+
+
+# The health checks measure generation against execution; here execution is the point.
+_QUICK = settings(max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class TestFailures(FailureMachine.TestCase):
+    settings = _QUICK
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+class TestFailuresFull(FailureMachine.TestCase):
+    settings = settings(_QUICK, max_examples=200, stateful_step_count=60)
