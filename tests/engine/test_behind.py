@@ -142,7 +142,8 @@ def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.Mon
             engine.scheduler.preempt_all()
         engine.scheduler.check_integrity()
     assert any(seen) and engine.stats.num_used_blocks == 0 and not runner._steps
-    assert (engine.metrics.num_decode_forwards["replayed"] > 0) == replay
+    forwards = {step.decode_forward.outcome for step in plans if step.decode_forward is not None}
+    assert ("traced" in forwards) == replay  # the first failure may be the end of it
     assert survivors and len(allocations) == len(survivors) == engine.metrics.num_failed_steps
     assert survivors[-1] and not survivors[-1] & gone
     for i, tokens in enumerate(expected):
