@@ -194,5 +194,8 @@ class StatePool:
             synchronize()
         except Exception:
             logger.exception("what was still running failed, too")
-        self.allocate(*self._size)
+        try:
+            self.allocate(*self._size)
+        except Exception:  # no memory, say: whatever it is, all KV is gone, and the next step needs the new arrays
+            logger.exception("the new KV cache is not there yet")
         raise KVCacheLostError(f"{type(error).__name__}: {error}") from error

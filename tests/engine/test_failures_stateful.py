@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from metal_engine.kv_cache.pool import StatePool
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOutput, client_id
 from metal_engine.runner.batch import RequestTable
@@ -43,6 +44,7 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
     "appended": (RequestTable, "append_tokens", True),
     "pooling": (StepPooling, "result", False),
     "pooled": (StepPooling, "result", True),
+    "new cache": (StatePool, "evaluate", False),
 }
 MAX_LIVE = 8
 
@@ -123,9 +125,10 @@ class FailureMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from([24, 128]),
         max_num_seqs=st.sampled_from([2, 4, 12]),
         budget=st.sampled_from([12, 64]),
+        first=st.lists(st.integers(0, len(asked()) - 1), min_size=3, max_size=MAX_LIVE),
         replay=st.booleans(),
     )
-    def start_engine(self, num_blocks: int, max_num_seqs: int, budget: int, replay: bool) -> None:
+    def start_engine(self, num_blocks: int, max_num_seqs: int, budget: int, first: list[int], *, replay: bool) -> None:
         self.known = prepared_and_alone()
         self.patch = pytest.MonkeyPatch()
         self.faults: dict[str, int] = {}  # where -> calls that go well before
@@ -149,7 +152,7 @@ class FailureMachine(RuleBasedStateMachine):
         self.patch.setattr(self.engine, "_fail", noted)
         self.asked: dict[str, int] = {}
         self.found: dict[str, Answer] = {}
-        self.num_failed = 0
+        self._add(first)
 
     def _install(self, where: str) -> None:
         owner, name, is_after = POINTS[where]
@@ -193,14 +196,16 @@ class FailureMachine(RuleBasedStateMachine):
         for request_id, answer in self.found.items():
             answer.check(self.known[self.asked[request_id]][1])
 
-    @precondition(lambda self: len(self.live) < MAX_LIVE)
-    @rule(data=st.data(), count=st.integers(1, 4))
-    def arrive(self, data: st.DataObject, count: int) -> None:
-        for _ in range(count):
+    def _add(self, which: list[int]) -> None:
+        for i in which:
             request_id = f"r{len(self.asked)}"
-            self.asked[request_id] = data.draw(st.integers(0, len(self.known) - 1), label="which")
-            self.found[request_id] = Answer()
-            self.engine.add_request(request_id, self.known[self.asked[request_id]][0])
+            self.asked[request_id], self.found[request_id] = i, Answer()
+            self.engine.add_request(request_id, self.known[i][0])
+
+    @precondition(lambda self: len(self.live) < MAX_LIVE)
+    @rule(which=st.lists(st.integers(0, len(asked()) - 1), min_size=1, max_size=4))
+    def arrive(self, which: list[int]) -> None:
+        self._add(which)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -218,9 +223,16 @@ class FailureMachine(RuleBasedStateMachine):
             if self.engine.has_requests:
                 self._step()
 
-    @precondition(lambda self: self.live)
-    @rule(where=st.sampled_from(sorted(POINTS)), num_before=st.integers(0, 2), num_steps=st.integers(0, 3))
-    def fail(self, where: str, num_before: int, num_steps: int) -> None:
+    @rule(
+        where=st.sampled_from(sorted(POINTS)),
+        num_before=st.integers(0, 2),
+        num_steps=st.integers(0, 5),
+        which=st.lists(st.integers(0, len(asked()) - 1), min_size=2, max_size=4),
+    )
+    def fail(self, where: str, num_before: int, num_steps: int, which: list[int]) -> None:
+        """With something to do, whatever other rules have left."""
+        if len(self.live) < 3:
+            self._add(which)
         self.faults[where] = num_before
         self.steps(num_steps)
 

@@ -145,12 +145,13 @@ def test_written_is_computed_after_every_write() -> None:
     assert all(np.array(array).any() for state in made.states for array in state.arrays.values())
 
 
-def test_a_pool_that_cannot_be_evaluated_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_failures", [1, 2], ids=["the old one fails", "the new one too, at first"])
+def test_a_pool_that_cannot_be_evaluated_is_made_anew(num_failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = pool()
     write(made, rows_of())
     made.recover(RuntimeError("a step failed"))  # what was written is carried out
     assert np.array(made.states[0].arrays["keys"]).any()
-    evaluate, failures = made.evaluate, [RuntimeError("gone")]
+    evaluate, failures = made.evaluate, [RuntimeError("gone")] * num_failures
     monkeypatch.setattr(made, "evaluate", lambda: _raise(failures.pop()) if failures else evaluate())
     with pytest.raises(KVCacheLostError, match="RuntimeError: a step failed"):
         made.recover(RuntimeError("a step failed"))
