@@ -170,16 +170,18 @@ def test_aborts_leave_others_as_they_are() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
 def test_verifications_of_drafts(ahead: bool) -> None:
-    """Of different lengths, some rejected."""
+    """Of different lengths, some rejected; one step ahead among steps without drafts."""
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     expected = run(tiny(model_of("llama"), replay=False), PROMPTS, greedy)
     speculative = speculative_config(3, longest=3, shortest=1)
     engine = tiny(model_of("llama"), speculative=speculative, ahead=ahead)
     propose_from(engine, KnownOutputs({tuple(p): o for p, o in zip(PROMPTS, expected, strict=True)}))
-    draft_for_free(engine)
+    if not ahead:  # one step ahead, only what is mostly right is worth the wait
+        draft_for_free(engine)
     assert run(engine, PROMPTS, greedy) == expected
     metrics = engine.metrics
-    assert 0 < sum(metrics.num_accepted_tokens) < metrics.num_draft_tokens
+    assert sum(metrics.num_accepted_tokens) > 0
+    assert ahead or sum(metrics.num_accepted_tokens) < metrics.num_draft_tokens
     assert metrics.num_decode_forwards["replayed"] > 3
 
 
