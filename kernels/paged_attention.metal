@@ -82,7 +82,7 @@ const int lane_row = ((lane >> 2) & 4) + ((lane >> 1) & 3);
 const int lane_column = ((lane >> 2) & 2) * 2 + (lane & 1) * 2;
 
 const int kv_head = int(threadgroup_position_in_grid.y);
-const int num_kv_heads = int(k_cache_shape[2]);
+const int num_kv_heads = int(k_cache_shape[1]);
 const int item = int(threadgroup_position_in_grid.x) * ITEM_FIELDS;
 const int first_row = items[item + 0];      // (packed token) * G + (query head of the group)
 const int num_rows = items[item + 1];

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -167,6 +167,24 @@ class Drafting:
     forward_seconds: float = 0.0
 
 
+DecodeOutcome = Literal["replayed", "traced", "untraced", "adapters", "large", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeForward:
+    """How the forward of a step in which every row samples came about.
+
+    Attributes:
+        outcome: ``replayed``, or ``traced`` and replayed for the first time; or why it was built: ``untraced`` (its
+            sizes are new or rare), ``adapters`` (some of its requests have one), ``large`` (it takes too much in one
+            piece), ``refused``.
+        refusal: why no step is replayed; None where steps are.
+    """
+
+    outcome: DecodeOutcome
+    refusal: str | None
+
+
 @dataclass(slots=True)
 class ModelOutput:
     """What a step computed.
@@ -184,6 +202,7 @@ class ModelOutput:
             their drafts rejected, and the last tokens that they have computed are to be computed again.
         num_unmasked_drafts: drafts that cannot be accepted, since what their grammar allows after them is not known.
         pooled: by request id, what each of ``SchedulerOutput.pooled_req_ids`` comes to, [D] float32.
+        decode_forward: None where not every row samples, or no step is to be replayed.
     """
 
     sampled_token_ids: list[int]
@@ -195,6 +214,7 @@ class ModelOutput:
     late_req_ids: set[str] = field(default_factory=set)
     num_unmasked_drafts: int = 0
     pooled: dict[str, np.ndarray] = field(default_factory=dict)
+    decode_forward: DecodeForward | None = None
 
     def drafts_of(self, plan: SchedulerOutput, request_id: str) -> list[int]:
         """Returns the drafts that a request of ``plan`` had, whoever proposed them."""

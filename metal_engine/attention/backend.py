@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -82,6 +83,26 @@ class StepAttention(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class StepTables:
+    """What the attention of a step follows from, as arrays: steps with the same key differ in nothing else.
+
+    Attributes:
+        key: sizes, of arrays and of launches.
+        attention: the attention over such arrays, of this or any other step with the key.
+    """
+
+    key: Hashable
+    arrays: list[mx.array]
+    attention: Callable[[list[mx.array]], StepAttention]
+
+
+def size_class(n: int) -> int:
+    """The next of 1, 1.25, 1.5 and 1.75 times a power of two: few sizes, and at most a quarter too large."""
+    step = 1 << max(0, n.bit_length() - 3)
+    return -(-n // step) * step
+
+
 class AttentionBackend(Protocol):
     """Makes each step's attention."""
 
@@ -89,4 +110,32 @@ class AttentionBackend(Protocol):
 
     def for_step(self, rows: StepRows) -> StepAttention:
         """Plan a step's attention, on the host."""
+        ...
+
+
+@runtime_checkable
+class ReplayableAttention(StepAttention, Protocol):
+    """Attention of a step after which others can be replayed."""
+
+    @property
+    def asked(self) -> Hashable:
+        """What a model's layers have asked for; the same in each of its steps."""
+        ...
+
+
+@runtime_checkable
+class ReplayableBackend(Protocol):
+    """A backend whose attention can be part of a trace."""
+
+    def for_step(self, rows: StepRows) -> ReplayableAttention: ...
+
+    def tables(self, rows: StepRows, asked: Hashable) -> StepTables | None:
+        """Plan a step's attention as arrays, of sizes that other steps share.
+
+        Args:
+            asked: what the layers ask for, as an earlier step has told.
+
+        Returns:
+            None where the step takes too much.
+        """
         ...

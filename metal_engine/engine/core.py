@@ -332,7 +332,7 @@ class EngineCore:
                 self.scheduler.cancel(void_plan)
             self._under_way.clear()
             return outputs
-        self.metrics.num_late_masks += len(model_output.late_req_ids)
+        self.metrics.computed(model_output)
         if plan.scheduled_spec_decode_tokens:
             self.metrics.speculated(plan, model_output)
         for request_id, prompt_logprobs in model_output.prompt_logprobs.items():

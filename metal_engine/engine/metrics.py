@@ -81,6 +81,9 @@ class EngineMetrics:
         step_time: from planning a step to its tokens.
         num_failed_steps: steps that raised.
         num_late_masks: rows computed again, because a grammar had not told in time what it allows.
+        num_decode_forwards: steps in which every row samples, by how their forward came about
+            (:class:`metal_engine.step.DecodeForward`), where such steps are to be replayed.
+        replay_refusal: why none is replayed; None as far as is known.
         num_drafts: proposals: requests of a step that had drafts.
         num_draft_tokens: tokens proposed.
         num_accepted_tokens: of those, the ones accepted, by their position in the proposal.
@@ -92,6 +95,8 @@ class EngineMetrics:
         self.kv_transfer = kv_transfer
         self.num_failed_steps = 0
         self.num_late_masks = 0
+        self.num_decode_forwards: Counter[str] = Counter()
+        self.replay_refusal: str | None = None
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens: list[int] = []
@@ -144,6 +149,13 @@ class EngineMetrics:
         self.num_rows["decode"] += num_decodes
         self.num_rows["fresh"] += num_fresh
         self.num_rows["chunk"] += total - num_decodes - num_fresh
+
+    def computed(self, output: ModelOutput) -> None:
+        """Count what a step says of how it was computed."""
+        self.num_late_masks += len(output.late_req_ids)
+        if output.decode_forward is not None:
+            self.num_decode_forwards[output.decode_forward.outcome] += 1
+            self.replay_refusal = output.decode_forward.refusal
 
     def speculated(self, plan: SchedulerOutput, output: ModelOutput) -> None:
         """Count the drafts of a step, and how many of each request's were accepted."""

@@ -54,6 +54,8 @@ class StatePool:
 
     def __init__(self, states: Iterable[LayerState]) -> None:
         self.states = list(states)
+        # Each array of tokens: whose it is, and its name there. Looked up in every step.
+        self._of_tokens = [(state, name) for state in self.states for name in state.spec.token_arrays]
         self._size = (0, 1, 0)  # blocks, tokens of a block, slots of requests
         self.is_recurrent = self.bytes_per_request > 0
 
@@ -115,6 +117,15 @@ class StatePool:
         for state in reversed(self.states):
             state.release()
             time.sleep(0.001)
+
+    def hand_out(self) -> list[mx.array]:
+        """Give away the arrays of tokens, of all layers in one order: the states have none until :meth:`take_back`."""
+        return [state.arrays.pop(name) for state, name in self._of_tokens]
+
+    def take_back(self, arrays: list[mx.array]) -> None:
+        """Have such arrays as :meth:`hand_out` gave away, in its order."""
+        for (state, name), array in zip(self._of_tokens, arrays, strict=True):
+            state.arrays[name] = array
 
     def evaluate(self) -> None:
         """Wait until every write has happened."""

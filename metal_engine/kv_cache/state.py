@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import AttentionSpec, LatentSpec, StateSpec
+from metal_engine.kv_cache.writes import HasWrites
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ class TokenState:
         self.arrays = {}
 
     def snapshot(self) -> StateSnapshot:
-        # Objects of our own, over the same memory: assignment to elements changes what the state's objects stand for.
-        return StateSnapshot({name: array.reshape(array.shape) for name, array in self.arrays.items()})
+        return StateSnapshot(dict(self.arrays))
 
     def restore(self, snapshot: StateSnapshot) -> None:
         self.arrays = dict(snapshot.arrays)
@@ -103,13 +102,15 @@ class TokenState:
     def _blocks(self, array: mx.array) -> mx.array:
         return array.reshape(-1, self._block_size, *array.shape[1:])
 
-    def write(self, step: StepRows, rows: Mapping[str, mx.array]) -> None:
+    def write(self, step: HasWrites, rows: Mapping[str, mx.array]) -> None:
         """Write what a step has computed, [N, ...] for each array by name, to where the step says."""
         # A write is in place when nothing else holds the old array, which MLX sees when the step runs. So the array
         # is taken out first: it has one owner at a time.
         for name, values in self.encode(rows).items():
             array = self.arrays.pop(name)
-            self.arrays[name] = step.writes.write(array, values)
+            # Assignment to elements changes what an object stands for, and snapshots have this one: so to another
+            # object, over the same memory.
+            self.arrays[name] = step.writes.write(array.reshape(array.shape), values)
 
     def encode(self, rows: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """What is kept of computed rows, [N, ...] for each array by name."""
@@ -135,16 +136,6 @@ class KVState(TokenState):
     @property
     def block_size(self) -> int:
         return self._block_size
-
-    @property
-    def key_blocks(self) -> mx.array:
-        """Returns the keys by block, [num_blocks, block_size, num_kv_heads, head_dim]; not copied."""
-        return self._blocks(self.keys)
-
-    @property
-    def value_blocks(self) -> mx.array:
-        """Returns the values by block, [num_blocks, block_size, num_kv_heads, v_head_dim]; not copied."""
-        return self._blocks(self.values)
 
     def read_heads(self, head_rows: mx.array) -> tuple[mx.array, mx.array]:
         """Gather single heads of single tokens.

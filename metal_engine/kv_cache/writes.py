@@ -28,6 +28,13 @@ class Writes(Protocol):
         ...
 
 
+class HasWrites(Protocol):
+    """What the states of tokens need of a step: a ``StepRows``, or what a trace knows of one."""
+
+    @property
+    def writes(self) -> Writes: ...
+
+
 MakeWrites = Callable[[np.ndarray, int], Writes]
 """From the slots of a step's rows, [N] int32, and the block size to the way in which they are written."""
 
@@ -42,6 +49,21 @@ class SlotWrites:
     def write(self, array: mx.array, rows: mx.array) -> mx.array:
         if self._slots.size:
             array[self._slots] = rows if self._rows is None else rows[self._rows]
+        return array
+
+
+class TracedWrites:
+    """Writes all rows as one scatter, to slots that a trace knows as an array, [N] int32; all that it knows of them."""
+
+    def __init__(self, slots: mx.array) -> None:
+        self._slots = slots
+
+    @property
+    def writes(self) -> Writes:
+        return self
+
+    def write(self, array: mx.array, rows: mx.array) -> mx.array:
+        array[self._slots] = rows
         return array
 
 

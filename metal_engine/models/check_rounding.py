@@ -20,6 +20,7 @@ from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import QuantizedKVSpec
 from metal_engine.kv_cache.state import KVState
+from metal_engine.kv_cache.writes import HasWrites
 
 _NUM_ROWS = 32  # of a segment that are looked at, the last ones
 # Distance of two neighbours of a type, relative to a number: rounding takes half of it at most. Backends round queries,
@@ -41,7 +42,8 @@ class NotedKVState(QuantizedKVState):
         super().__init__(spec)
         self.noted: dict[int, dict[str, mx.array]] = {}
 
-    def write(self, step: StepRows, rows: Mapping[str, mx.array]) -> None:
+    def write(self, step: HasWrites, rows: Mapping[str, mx.array]) -> None:
+        assert isinstance(step, StepRows)
         for request, first_block in enumerate(step.block_table[:, 0].tolist()):
             segment = slice(*step.cu_seqlens_q[request : request + 2].tolist())
             before = self.noted.get(first_block, {})

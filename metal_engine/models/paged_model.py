@@ -27,6 +27,7 @@ from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import QuantizedKVSpec, RecurrentSpec, as_kept
 from metal_engine.kv_cache.state import KVState
+from metal_engine.kv_cache.writes import HasWrites
 from metal_engine.models.adapters import AdaptedLayers, AdapterRows
 from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.cpu_ops import StepPositions
@@ -179,15 +180,39 @@ class PagedModel:
             Logits, [R, vocab_size], and the hidden states that the LM head would be given, [P, hidden_size].
         """
         step = self._step
-        step.rows, step.attention = rows, attention
+        step.rows, step.written, step.attention = rows, rows, attention
         step.positions = self._positions(rows.positions)
         step.logits_indices = mx.array(rows.logits_indices) if logits_indices is None else logits_indices
         step.hidden_indices = hidden_indices
         step.adapters = adapters
+        return self._run(input_ids)
+
+    def forward_of_arrays(
+        self, input_ids: mx.array, positions: mx.array, written: HasWrites, attention: StepAttention
+    ) -> mx.array:
+        """A forward that knows its rows by arrays alone, as a trace does that other steps replay.
+
+        Not for models with recurrent layers, and without adapters.
+
+        Args:
+            input_ids: [N] int32.
+            positions: [N] int32.
+            written: where K and V go.
+            attention: over this step's rows.
+
+        Returns:
+            The logits of all rows, [N, vocab_size].
+        """
+        step = self._step
+        step.written, step.attention, step.positions = written, attention, self._positions(positions)
+        return self._run(input_ids)[0]
+
+    def _run(self, input_ids: mx.array) -> tuple[mx.array, mx.array | None]:
+        step = self._step
         try:
             logits = self.model(input_ids[:, None], cache=self._caches)  # [R, 1, vocab_size]
             hidden = step.hidden
         finally:
-            step.rows = step.attention = step.positions = step.logits_indices = None
+            step.rows = step.written = step.attention = step.positions = step.logits_indices = None
             step.hidden_indices = step.hidden = step.adapters = None
         return logits[:, 0], None if hidden is None else hidden[:, 0]

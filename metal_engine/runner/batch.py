@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metal_engine.kv_cache.rows import StepRows, slots_of, step_rows
+from metal_engine.kv_cache.rows import StepRows, all_distinct, slots_of, step_rows
 from metal_engine.kv_cache.writes import MakeWrites, SlotWrites
 from metal_engine.runner.logits_edits import RequestEdits
 from metal_engine.runner.pooling import PooledPrompt
@@ -29,6 +29,11 @@ class PackedBatch:
     pending_samples: np.ndarray  # [P] where they are among that step's samples
     adapter_slots: np.ndarray  # [B] of the adapter that each request's rows go through, 0: none; [0] if all have none
 
+    def is_continued(self, num_samples: int) -> bool:
+        """Whether the step's tokens are the step before's samples, all of them in their order: decodes that go on."""
+        order = self.pending_samples
+        return len(self.input_ids) == len(order) == num_samples and bool((order[1:] > order[:-1]).all())
+
     def validate(self, num_blocks: int, num_state_slots: int = 0, num_adapter_slots: int = 0) -> None:
         """Raise ValueError where the arrays contradict each other; a bad batch must not reach a kernel.
 
@@ -44,7 +49,7 @@ class PackedBatch:
         if (
             len(self.sample_indices) != len(samples_of)
             or (self.sample_indices < 0).any()
-            or len(np.unique(self.sample_indices)) != len(np.unique(samples_of))
+            or not _sample_apart(self.sample_indices, samples_of)
         ):
             raise ValueError("bad batch: sample_indices are not distinct indices, one for each request that samples")
         # Flags instead of np.isin, which takes as long as everything else here together.
@@ -54,13 +59,20 @@ class PackedBatch:
             len(self.pending_rows) != len(self.pending_samples)
             or not _all_flagged(samples, self.pending_rows)
             or (self.pending_samples < 0).any()
-            or len(np.unique(self.pending_samples)) != len(self.pending_samples)
+            or not all_distinct(self.pending_samples)
         ):
             raise ValueError("bad batch: pending_rows are not rows that sample, each after a sample of its own")
         if len(slots := self.adapter_slots) and (
             len(slots) != self.rows.num_requests or slots.min() < 0 or slots.max() > num_adapter_slots
         ):
             raise ValueError("bad batch: adapter_slots are not slots of adapters, one for each request")
+
+
+def _sample_apart(indices: np.ndarray, samples_of: np.ndarray) -> bool:
+    """Whether as many indices as requests sample. ``samples_of`` [R] rises, and most have each request once."""
+    if all_distinct(indices):
+        return bool((samples_of[1:] != samples_of[:-1]).all())
+    return len(np.unique(indices)) == len(np.unique(samples_of))
 
 
 def _all_flagged(flags: np.ndarray, indices: np.ndarray) -> bool:
@@ -246,11 +258,14 @@ class RequestTable:
         num_requests = len(packed)
         indices = np.fromiter(map(self._index_of.__getitem__, packed), np.int32, num_requests)
         query_lens = np.fromiter(plan.num_scheduled_tokens.values(), np.int32, num_requests)
-        sampled = set(plan.sampled_req_ids)
-        samples = np.fromiter(map(sampled.__contains__, packed), bool, num_requests)
-        # Tokens come back in packing order and are told apart by nothing else.
-        if packed != plan.sampled_req_ids and [r for r in packed if r in sampled] != plan.sampled_req_ids:
-            raise ValueError("bad plan: sampled_req_ids are not scheduled requests in packing order")
+        if packed == plan.sampled_req_ids:
+            samples = np.ones(num_requests, bool)
+        else:
+            sampled = set(plan.sampled_req_ids)
+            samples = np.fromiter(map(sampled.__contains__, packed), bool, num_requests)
+            # Tokens come back in packing order and are told apart by nothing else.
+            if [r for r in packed if r in sampled] != plan.sampled_req_ids:
+                raise ValueError("bad plan: sampled_req_ids are not scheduled requests in packing order")
         num_known = self._num_tokens[indices]
         num_samples = samples
         if drafts_of := plan.scheduled_spec_decode_tokens:

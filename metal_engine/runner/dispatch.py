@@ -73,16 +73,22 @@ def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) 
 
 
 def _more_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int) -> int:
-    """How much more memory steps take at their peak if they go behind others; the runner has none go behind then."""
+    """How much more memory steps take at their peak if they go behind others; the runner has none go behind then.
+
+    Replayed steps count, too, if there are any: they may have fewer kernels than built ones, and so fewer command
+    buffers.
+    """
+    replays = runner.replays
     matrix = mx.array(np.zeros(_BUSY_SHAPE, np.float16))
     mx.eval(matrix)
     try:
         peaks = []
-        for runner.goes_behind in (False, True):
+        for goes_behind, is_replayed in [(False, False), (True, False), *([(True, True)] if replays else [])]:
+            runner.goes_behind, runner.replays = goes_behind, is_replayed
             peaks.append(_peak_bytes(runner, blocks, num_steps, matrix))
-        return peaks[1] - peaks[0]
+        return max(peaks[1:]) - peaks[0]
     finally:
-        runner.goes_behind = False
+        runner.goes_behind, runner.replays = False, replays
         mx.clear_cache()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import AttentionBackend
+from metal_engine.attention.backend import AttentionBackend, StepAttention
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.device.streams import end_streams_of_thread, synchronize
 from metal_engine.kv_cache.pool import PoolSnapshot
@@ -20,10 +20,11 @@ from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.pending_step import PendingStep, forget_locals
 from metal_engine.runner.pooling import StepPooling
+from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.runner.token_share import TokenShare
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import Drafting, ModelOutput, SchedulerOutput
+from metal_engine.step import DecodeForward, DecodeOutcome, Drafting, ModelOutput, SchedulerOutput
 
 
 class ModelRunner:
@@ -49,6 +50,7 @@ class ModelRunner:
 
     Attributes:
         goes_behind: as above; it may change between steps.
+        replays: whether decode steps are replayed where they can be; it may change between steps.
     """
 
     def __init__(
@@ -88,7 +90,12 @@ class ModelRunner:
         self._steps: deque[PendingStep] = deque()  # in order; the first one is dispatched, the others may be built only
         self._num_state_slots = cache_config.num_state_slots
         self._num_adapter_slots = 0 if model.adapters is None else model.adapters.max_loras
-        self._pool.allocate(cache_config.num_blocks, cache_config.block_size, cache_config.num_state_slots)
+        self._replay: DecodeReplay | None = None
+        self.replays = cache_config.num_trash_blocks > 0
+        if self.replays:
+            self._replay = DecodeReplay(model, backend, trash_block=cache_config.num_blocks)
+        num_blocks = cache_config.num_blocks + cache_config.num_trash_blocks
+        self._pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
     def execute(self, plan: SchedulerOutput, on_built: Callable[[], None] = lambda: None) -> PendingStep:
         """Start a step: builds the graph of one forward over every packed row and one sampling pass.
@@ -130,7 +137,8 @@ class ModelRunner:
         """
         self._table.take_in(plan)
         drafting = self._draft(plan)
-        sampling, pooling, logits = self._build(plan if drafting is None else plan.with_drafts(drafting))
+        drafted = plan if drafting is None else plan.with_drafts(drafting)
+        sampling, pooling, logits, decode_forward = self._build(drafted)
         # Masks are for the host to compute while the device is busy: with the step before, or with this one.
         is_built = bool(self._steps) or not sampling.has_masks
         if is_built:
@@ -138,6 +146,7 @@ class ModelRunner:
         saves = self._gather_saves()
         loads = self._kv_connector.take_loads() if self._kv_connector is not None else StepLoads()
         step = PendingStep(self.finish, plan.sampled_req_ids, sampling, pooling, before, loads, saves, drafting)
+        step.decode_forward = decode_forward
         step.shared = logits if self._share is not None else None
         if self._in_parts and is_built:
             step.first_part = self._pool.written_half_way()
@@ -150,10 +159,11 @@ class ModelRunner:
         self._draft_model.take_in(plan)
         return self._draft_model.draft(self._table, plan)
 
-    def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, StepPooling | None, mx.array]:
+    def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, StepPooling | None, mx.array, DecodeForward | None]:
         """Build a step's forward as a graph, with its pooling.
 
-        Returns its sampling, its pooling, and the logits that it samples from, [R + T, vocab_size].
+        Returns its sampling, its pooling, the logits that it samples from, [R + T, vocab_size], and how these came
+        about.
         """
         batch = self._table.pack(plan)
         batch.validate(self._num_blocks, self._num_state_slots, self._num_adapter_slots)
@@ -169,9 +179,7 @@ class ModelRunner:
         attention = self._backend.for_step(batch.rows)
         adapters = self._adapter_rows(batch)
         if not self._table.pooling:
-            logits_indices = mx.array(sampling.logits_indices)
-            logits = self._model(self._input_ids(batch), batch.rows, attention, logits_indices, adapters)
-            return sampling, None, logits
+            return sampling, None, *self._forward(plan, batch, attention, sampling.logits_indices, adapters)
         pooling = self._step_pooling(plan, batch)
         num_sampling = len(sampling.logits_indices)
         logits_indices = mx.array(np.concatenate([sampling.logits_indices, pooling.logits_indices]))
@@ -180,7 +188,34 @@ class ModelRunner:
         input_ids = self._input_ids(batch)
         logits, hidden = self._model.forward(input_ids, batch.rows, attention, logits_indices, hidden_indices, adapters)
         pooling.build(hidden, logits[num_sampling:])
-        return sampling, pooling, logits[:num_sampling]
+        return sampling, pooling, logits[:num_sampling], None
+
+    def _forward(
+        self,
+        plan: SchedulerOutput,
+        batch: PackedBatch,
+        attention: StepAttention,
+        logits_indices: np.ndarray,
+        adapters: AdapterRows | None,
+    ) -> tuple[mx.array, DecodeForward | None]:
+        """The logits of some rows, [R + T, vocab_size]: replayed, or built as a graph."""
+        input_ids = self._input_ids(batch)
+
+        def build() -> mx.array:
+            return self._model(input_ids, batch.rows, attention, mx.array(logits_indices), adapters)
+
+        replay = self._replay
+        if replay is None:
+            return build(), None
+        outcome: DecodeOutcome | None = None
+        if not self.replays or not _is_decode(plan, batch, logits_indices):
+            logits = build()
+        elif adapters is not None:
+            logits, outcome = build(), "adapters"
+        else:
+            logits, outcome = replay.forward(input_ids, batch.rows, build)
+        replay.learn(attention)
+        return logits, None if outcome is None else DecodeForward(outcome, replay.refusal)
 
     def _adapter_rows(self, batch: PackedBatch) -> AdapterRows | None:
         slots = batch.adapter_slots[batch.rows.request_of_row] if len(batch.adapter_slots) else batch.adapter_slots
@@ -203,11 +238,14 @@ class ModelRunner:
 
     def _input_ids(self, batch: PackedBatch) -> mx.array:
         """[N]; tokens that the step before samples come from its array of them, which need not be computed yet."""
+        if not len(batch.pending_rows):
+            return mx.array(batch.input_ids)
+        samples = self._steps[-1].sampling.tokens
+        assert samples is not None
+        if batch.is_continued(samples.size):
+            return samples
         input_ids = mx.array(batch.input_ids)
-        if len(batch.pending_rows):
-            samples = self._steps[-1].sampling.tokens
-            assert samples is not None
-            input_ids[mx.array(batch.pending_rows)] = samples[mx.array(batch.pending_samples)]
+        input_ids[mx.array(batch.pending_rows)] = samples[mx.array(batch.pending_samples)]
         return input_ids
 
     def _dispatch(self, step: PendingStep, logits: mx.array | None = None) -> None:
@@ -270,6 +308,7 @@ class ModelRunner:
     def _output(self, step: PendingStep) -> ModelOutput:
         """Take over what a step has computed."""
         output = step.sampling.result()
+        output.decode_forward = step.decode_forward
         if step.drafting is not None:
             output.drafting = step.drafting
             # Those that were planned drafts and got none.
@@ -286,6 +325,8 @@ class ModelRunner:
 
         One that runs behind it computes with what it left, and writes that to the cache, which is made anew then.
         """
+        if self._replay is not None:
+            self._replay.failed([s.decode_forward for s in (step, *self._steps) if s.decode_forward], error)
         # All that holds arrays of the cache goes first: there is no room for two.
         for failed_or_void in (step, *self._steps):
             failed_or_void.release()
@@ -315,9 +356,20 @@ class ModelRunner:
             self._draft_model.release()
         if self._kv_connector is not None:
             self._kv_connector.close()
+        if self._replay is not None:
+            self._replay.drop_traces()
         self._pool.release()
         if self._outlives_model:
             self._model.release_weights()
             mx.clear_cache()
         else:
             end_streams_of_thread()
+
+
+def _is_decode(plan: SchedulerOutput, batch: PackedBatch, logits_indices: np.ndarray) -> bool:
+    """Whether every row samples, once, and nothing is loaded into the cache beneath the step."""
+    num_rows = batch.rows.num_tokens
+    kv = plan.kv_connector_metadata
+    return len(batch.rows.logits_indices) == len(logits_indices) == num_rows and (
+        kv is None or not (kv.loads or kv.state_loads)
+    )

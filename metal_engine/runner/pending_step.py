@@ -14,7 +14,7 @@ from metal_engine.kv_cache.pool import PoolSnapshot
 from metal_engine.kv_transfer.runner_side import StepLoads, StepSaves
 from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
-from metal_engine.step import Drafting, ModelOutput
+from metal_engine.step import DecodeForward, Drafting, ModelOutput
 
 
 @dataclass(eq=False)
@@ -29,6 +29,7 @@ class PendingStep:
         loads: KV that comes from a store, until it is dispatched.
         saves: KV that goes to a store.
         drafting: what the draft model has done for it; None if nothing.
+        decode_forward: see :class:`metal_engine.step.ModelOutput`.
         first_part: where it is to be dispatched in two parts, what the first one computes, until the dispatch.
         is_dispatched: whether it was given to the device, or could not be (``error``).
         root: what the device computes last, from the dispatch on.
@@ -47,6 +48,7 @@ class PendingStep:
     loads: StepLoads
     saves: StepSaves | None
     drafting: Drafting | None = None
+    decode_forward: DecodeForward | None = None
     first_part: mx.array | None = None
     is_dispatched: bool = False
     root: list[mx.array] | None = None

@@ -67,8 +67,9 @@ class Scheduler:
         # What the runner holds, and what it must forget before the next step.
         self.held_by_runner: set[str] = set()
         self._dropped: list[str] = []
-        # Running requests with full blocks that the prefix cache does not know yet.
+        # Running requests with full blocks that the prefix cache does not know yet; none where nothing is shared.
         self._filled: list[Request] = []
+        self._shares = self.prefix_cache.is_enabled or self.states.is_used
 
     # --- requests come and go -------------------------------------------------------------------------------
 
@@ -244,7 +245,7 @@ class Scheduler:
             done = plan.sampled_req_ids if request.pooling_params is None else plan.pooled_req_ids
             done.append(request.request_id)
             request.num_output_placeholders += 1
-        if request.num_computed_tokens >= (request.num_registered_blocks + 1) * self.blocks.block_size:
+        if self._shares and request.num_computed_tokens >= (request.num_registered_blocks + 1) * self.blocks.block_size:
             self._filled.append(request)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -353,7 +354,7 @@ class Scheduler:
             request.token_ids += token_ids
             status = request.status_after(token_id)
             is_behind = len(token_ids) > 1 or request.num_computed_tokens == request.num_tokens
-            if is_behind and request.status is RequestStatus.RUNNING:
+            if self._shares and is_behind and request.status is RequestStatus.RUNNING:
                 self._publish(request)  # its last block was computed before its tokens were known
             num_cached, num_external = request.num_cached_tokens, request.num_external_tokens
             output = RequestOutput(request_id, token_ids, num_cached, num_external, request.num_predicted_tokens)

@@ -11,7 +11,7 @@ from math import inf
 from urllib.parse import urlsplit
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings import rank_args
+from metal_engine.settings import rank_args, step_args
 from metal_engine.settings.fields import Settings, setting
 from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 from metal_engine.settings.lora_args import ENABLE_LORA, LORA, LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, LoRAArgs
@@ -31,7 +31,7 @@ GIB = 1 << 30
 # Among the names that a model is served by: every other name.
 ANY_NAME = "*"
 # Headings in `--help` and in docs/cli.md, below which the settings stand.
-MODEL, MEMORY, SCHEDULING, KV_TRANSFER = "Model", "Memory", "Scheduling", "KV transfer"
+MODEL, MEMORY, SCHEDULING, KV_TRANSFER = "Model", "Memory", step_args.SCHEDULING, "KV transfer"
 SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "Server", "Security", "Limits", "Answers", "Logging"
 
 
@@ -180,13 +180,8 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         group=SCHEDULING,
         ge=1,
     )
-    async_scheduling: bool | None = setting(
-        None,
-        "Plan the next step while the device still computes the last one. Default: on with Metal for one model on one "
-        "machine without a draft model, else off.",
-        group=SCHEDULING,
-    )
-
+    async_scheduling: bool | None = step_args.ASYNC_SCHEDULING
+    replay_decodes: str = step_args.REPLAY_DECODES
     speculative_config: str | None = setting(
         None,
         "How to propose tokens ahead of the model, as JSON: method (ngram or draft_model), num_speculative_tokens; "

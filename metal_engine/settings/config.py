@@ -8,6 +8,8 @@ from metal_engine.settings.args import GIB
 
 # Left free on a GPU beside what was measured: for the allocator's rounding up, and attention over longer contexts.
 MARGIN_BYTES = GIB // 4
+# What :attr:`EngineConfig.replay` is where decode steps are replayed.
+REPLAYS = "on"
 # Recurrent states of a request that a step has at hand beside its slots: what it goes on from, what it leaves, and a
 # copy on the way to another order of the requests.
 IN_FLIGHT_STATES = 3
@@ -167,6 +169,8 @@ class CacheConfig:
     ``model_fingerprint`` names what K and V depend on besides tokens: cached prefixes are found under it.
     ``num_state_slots`` counts recurrent states, of requests and of checkpoints; 0 for models without.
     ``kv_room_bytes`` is the memory there was for the blocks, which take less by a part of one; 0 where they are given.
+    ``num_trash_blocks`` more blocks, behind the others, are no request's: replayed decode steps leave there what their
+    padding computes. With 0 no step is replayed. They are in the memory there was, too.
     """
 
     block_size: int
@@ -175,6 +179,7 @@ class CacheConfig:
     model_fingerprint: str = ""
     num_state_slots: int = 0
     kv_room_bytes: int = 0
+    num_trash_blocks: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -246,6 +251,7 @@ class EngineConfig:
     kv_role: str | None = None  # what the engine does with a KV store, as vLLM calls it; None without one
     ranks: tuple[RankInfo, ...] = ()  # that share the model; none where there is one
     dispatch: str = ""  # with --async-scheduling: when the device is given a step, in words
+    replay: str = "off"  # whether decode steps are replayed: REPLAYS, or "off", with why where they cannot be
 
     @property
     def weight_bytes(self) -> int:
@@ -268,6 +274,11 @@ class EngineConfig:
 
     @property
     def kv_bytes(self) -> int:
+        trash_bytes = self.cache.num_trash_blocks * self.cache.block_size * self.model.kv_bytes_per_token
+        return self._request_kv_bytes + trash_bytes
+
+    @property
+    def _request_kv_bytes(self) -> int:
         draft_bytes = 0 if self.draft is None else self.draft.kv_bytes_per_token
         return self.cache.num_tokens * (self.model.kv_bytes_per_token + draft_bytes)
 
@@ -278,8 +289,11 @@ class EngineConfig:
         if all(model.unquantized_kv_bytes_per_token is None for model in models):
             return None
         bytes_per_token = sum(model.unquantized_kv_bytes_per_token or model.kv_bytes_per_token for model in models)
-        block_size = self.cache.block_size
-        return (self.cache.kv_room_bytes or self.kv_bytes) // (bytes_per_token * block_size) * block_size
+        cache = self.cache
+        if not cache.kv_room_bytes:
+            return self._request_kv_bytes // (bytes_per_token * cache.block_size) * cache.block_size
+        num_blocks = cache.kv_room_bytes // (bytes_per_token * cache.block_size)
+        return max(0, num_blocks - cache.num_trash_blocks) * cache.block_size
 
     @property
     def state_bytes(self) -> int:

@@ -68,8 +68,18 @@ def _states_per_request(args: EngineArgs) -> int:
     return _slots_per_request(args) + IN_FLIGHT_STATES + num_drafted
 
 
-def pool_size(args: EngineArgs, model: ModelInfo, device: DeviceInfo, max_num_seqs: int, step_bytes: int) -> PoolSize:
+def pool_size(
+    args: EngineArgs,
+    model: ModelInfo,
+    device: DeviceInfo,
+    max_num_seqs: int,
+    step_bytes: int,
+    num_trash_blocks: int = 0,
+) -> PoolSize:
     """Divide the memory that weights and a step leave between states and KV.
+
+    Args:
+        num_trash_blocks: blocks beside those of requests; a number of blocks that is given does not have them.
 
     Raises:
         ConfigError: there is not enough; the message names the flag to change.
@@ -96,13 +106,20 @@ def pool_size(args: EngineArgs, model: ModelInfo, device: DeviceInfo, max_num_se
         pool_bytes -= state_bytes
     else:
         state_bytes = 0
-    num_blocks = _num_blocks(args, model, device, pool_bytes, step_bytes, max_num_seqs)
-    _check_pool_fits(args, num_blocks * args.block_size * model.kv_bytes_per_token + state_bytes, device)
+    num_blocks = _num_blocks(args, model, device, pool_bytes, step_bytes, max_num_seqs, num_trash_blocks)
+    kv_bytes = (num_blocks + num_trash_blocks) * args.block_size * model.kv_bytes_per_token
+    _check_pool_fits(args, kv_bytes + state_bytes, device)
     return PoolSize(num_blocks, num_slots, 0 if args.num_gpu_blocks_override is not None else pool_bytes)
 
 
 def _num_blocks(
-    args: EngineArgs, model: ModelInfo, device: DeviceInfo, pool_bytes: int, step_bytes: int, max_num_seqs: int
+    args: EngineArgs,
+    model: ModelInfo,
+    device: DeviceInfo,
+    pool_bytes: int,
+    step_bytes: int,
+    max_num_seqs: int,
+    num_trash_blocks: int,
 ) -> int:
     if args.num_gpu_blocks_override is not None:
         return args.num_gpu_blocks_override
@@ -110,13 +127,15 @@ def _num_blocks(
     if not block_bytes:
         each = -(-wanted_context(args, model) // args.block_size)
         return max(each, min(each * max_num_seqs, _MAX_EMPTY_BLOCKS))
-    if pool_bytes < block_bytes:
+    num_blocks = pool_bytes // block_bytes - num_trash_blocks
+    if num_blocks < 1:
+        padding = " (and one is for padding)" if num_trash_blocks else ""
         raise ConfigError(
             None,
-            f"no memory for the KV cache: one block of {args.block_size} tokens takes {format_size(block_bytes)}, and "
-            f"{_room(args, pool_bytes, model, step_bytes)}; raise {_raise_flag(args, device)}",
+            f"no memory for the KV cache: one block of {args.block_size} tokens takes {format_size(block_bytes)}"
+            f"{padding}, and {_room(args, pool_bytes, model, step_bytes)}; raise {_raise_flag(args, device)}",
         )
-    return pool_bytes // block_bytes
+    return num_blocks
 
 
 def _pool_bytes(args: EngineArgs, model: ModelInfo, device: DeviceInfo, step_bytes: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import (
+    REPLAYS,
     AttentionLayers,
     CacheConfig,
     DeviceInfo,
@@ -55,7 +56,9 @@ def resolve_config(
     scheduler = _scheduler(args, model, device, draft)
     max_num_seqs = scheduler.max_num_seqs
     step_bytes = measure_step(scheduler.max_num_batched_tokens, scheduler.max_sample_rows)
-    pool = pool_size(args, _with_draft(model, draft), device, max_num_seqs, step_bytes)
+    replay = _replay(args, model, attention_backend, attention_layers)
+    num_trash_blocks = int(replay == REPLAYS)
+    pool = pool_size(args, _with_draft(model, draft), device, max_num_seqs, step_bytes, num_trash_blocks)
     cache = CacheConfig(
         block_size=args.block_size,
         num_blocks=pool.num_blocks,
@@ -63,6 +66,7 @@ def resolve_config(
         model_fingerprint=_fingerprint(args, model),
         num_state_slots=pool.num_state_slots,
         kv_room_bytes=pool.kv_room_bytes,
+        num_trash_blocks=num_trash_blocks,
     )
     return EngineConfig(
         model=model,
@@ -74,6 +78,7 @@ def resolve_config(
         seed=args.seed,
         step_bytes=step_bytes,
         draft=draft,
+        replay=replay,
     )
 
 
@@ -87,8 +92,10 @@ def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> tu
         ConfigError: as :func:`resolve_config`.
     """
     scheduler = _scheduler(args, model, device, None)
-    pool = pool_size(args, model, device, scheduler.max_num_seqs, 0)
-    kv_bytes = pool.num_blocks * args.block_size * model.kv_bytes_per_token
+    attention_backend = "mlx" if device.kind == "cpu" else "metal"  # where it takes more
+    num_trash_blocks = int(_replay(args, model, attention_backend, _NO_LAYERS) == REPLAYS)
+    pool = pool_size(args, model, device, scheduler.max_num_seqs, 0, num_trash_blocks)
+    kv_bytes = (pool.num_blocks + num_trash_blocks) * args.block_size * model.kv_bytes_per_token
     kv_bytes += pool.num_state_slots * model.state_bytes_per_request
     return kv_bytes, scheduler.max_num_batched_tokens, scheduler.max_sample_rows
 
@@ -136,6 +143,20 @@ def plans_ahead(args: EngineArgs, device_kind: str) -> bool:
     speculative = speculative_config(args)
     has_draft_model = speculative is not None and speculative.model is not None
     return device_kind != "cpu" and args.num_ranks == 1 and not has_draft_model
+
+
+def _replay(args: EngineArgs, model: ModelInfo, attention_backend: str, attention_layers: AttentionLayers) -> str:
+    """Whether decode steps are replayed, as :attr:`EngineConfig.replay` has it."""
+    # On a CPU a step takes so long that building it does not count; MLX's operations change with every length.
+    if args.replay_decodes == "never" or (args.replay_decodes == "auto" and attention_backend != "metal"):
+        return "off"
+    if args.num_ranks > 1:
+        return "off: several ranks share the model"
+    if model.state_bytes_per_request:
+        return "off: its layers carry recurrent states"
+    if attention_layers.not_covered:
+        return "off: several backends share its attention"
+    return REPLAYS
 
 
 def _speculative(args: EngineArgs, draft: ModelInfo | None) -> SpeculativeConfig | None:

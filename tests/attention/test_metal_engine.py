@@ -147,7 +147,8 @@ class _Recorder:
         class Recording:
             def attend(self, q, state, **options):
                 # Copies: states are written in place by later steps.
-                arrays = [mx.array(np.array(a)) for a in (q, state.key_blocks, state.value_blocks)]
+                blocks = state.block_arrays()
+                arrays = [mx.array(np.array(a)) for a in (q, blocks["keys"], blocks["values"])]
                 recorder.seen.append((Step(rows, *arrays), options))
                 return attention.attend(q, state, **options)
 

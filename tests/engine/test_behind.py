@@ -94,12 +94,13 @@ def test_the_same_outputs(sizes: str, architecture: str | None, monkeypatch: pyt
     assert engine.stats.num_used_blocks == 0
 
 
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize("seed", range(3))
-def test_aborts_and_lost_caches(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that fails takes the cache with it: those that run, and have no part in it, are answered all the same."""
     requests = asked(seed)
     expected = [token_ids(run_all(tiny_engine(), [request])[0]) for request in requests]
-    engine = tiny_engine(behind=True, **SIZES["chunks"])
+    engine = tiny_engine(behind=True, replay=replay, **SIZES["chunks"])
     runner: Any = engine._runner
     seen = goes_behind(engine, monkeypatch)
     rng = random.Random(seed)
@@ -141,6 +142,8 @@ def test_aborts_and_lost_caches(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
             engine.scheduler.preempt_all()
         engine.scheduler.check_integrity()
     assert any(seen) and engine.stats.num_used_blocks == 0 and not runner._steps
+    forwards = {step.decode_forward.outcome for step in plans if step.decode_forward is not None}
+    assert ("traced" in forwards) == replay  # the first failure may be the end of it
     assert survivors and len(allocations) == len(survivors) == engine.metrics.num_failed_steps
     assert survivors[-1] and not survivors[-1] & gone
     for i, tokens in enumerate(expected):

@@ -21,6 +21,7 @@ from metal_engine.runner.batch import RequestTable
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.pooling import StepPooling
+from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import ModelOutput
@@ -38,10 +39,19 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
 class Fault:
-    """Makes a step fail: a layer of it, while the graph is built or when that is evaluated; or its result."""
+    """Makes a step fail: a layer of it, while the graph is built or replayed or when that is evaluated; or its result.
 
-    def __init__(self) -> None:
+    Attributes:
+        kind: of the next failure, ``build``, ``eval`` or ``result``; None: there is to be none.
+        point: where a step fails that is replayed, whose layers are not run through: in its ``tokens``, in the
+            ``cache`` of the third layer, or in its ``logits``.
+        num_replayed: failures of such steps.
+    """
+
+    def __init__(self, point: str = "cache") -> None:
         self.kind: str | None = None
+        self.point = point
+        self.num_replayed = 0
 
     def install(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         mlp = model.model.layers[2].mlp
@@ -51,11 +61,7 @@ class Fault:
             y = original(module, x)
             if module is not mlp or self.kind not in ("build", "eval"):
                 return y
-            kind, self.kind = self.kind, None
-            if kind == "build":
-                raise RuntimeError("refused while building")
-            # A singular matrix: MLX notices when it computes.
-            return y + mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu).sum()
+            return self._spoil(y)
 
         result = StepSampling.result
 
@@ -67,6 +73,35 @@ class Fault:
 
         monkeypatch.setattr(type(mlp), "__call__", call)
         monkeypatch.setattr(StepSampling, "result", taken_over)
+        run_trace = DecodeReplay._run
+
+        def run(kept: DecodeReplay, trace: Any, *args: Any) -> mx.array:
+            is_replayed = self.kind in ("build", "eval") and trace in kept._traces.values()
+            return run_trace(kept, self._spoilt(trace) if is_replayed else trace, *args)
+
+        monkeypatch.setattr(DecodeReplay, "_run", run)
+
+    def _spoil(self, y: mx.array) -> mx.array:
+        kind, self.kind = self.kind, None
+        if kind == "build":
+            raise RuntimeError("refused while building")
+        # A singular matrix: MLX notices when it computes.
+        return y + mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu).sum()
+
+    def _spoilt(self, trace: Any) -> Any:
+        """The trace, which fails once."""
+
+        def spoilt(tokens: mx.array, *args: Any) -> Any:
+            self.num_replayed += 1
+            *given, arrays = args
+            if self.point == "tokens":
+                tokens = self._spoil(tokens).astype(tokens.dtype)
+            elif self.point == "cache":
+                arrays[4] = self._spoil(arrays[4])
+            logits, written = trace(tokens, *given, arrays)
+            return self._spoil(logits) if self.point == "logits" else logits, written
+
+        return spoilt
 
 
 @pytest.fixture
@@ -74,9 +109,9 @@ def fault() -> Fault:
     return Fault()
 
 
-@pytest.fixture(params=[0, 1, 2], ids=["one by one", "one ahead", "behind"])
+@pytest.fixture(params=[0, 1, 2, 3], ids=["one by one", "one ahead", "behind", "replayed"])
 def dispatch(request: pytest.FixtureRequest) -> dict[str, bool]:
-    return {"ahead": request.param > 0, "behind": request.param > 1}
+    return {"ahead": request.param > 0, "behind": request.param > 1, "replay": request.param > 2}
 
 
 @pytest.fixture(params=[(None, False), (0, False), (None, True)], ids=["one stream", "two streams", "hybrid"])
@@ -146,6 +181,9 @@ def test_the_engine_goes_on(
     (record,) = [r for r in caplog.records if "failed:" in r.message]
     assert f"{len(failed)} requests" in record.message and record.exc_info
     assert engine.metrics.num_failed_steps == 1
+    # The first steps have chunks of prompts; what carries states is never replayed.
+    is_replayed = engine.config.cache.num_trash_blocks > 0 and engine.metrics.replay_refusal is None
+    assert fault.num_replayed == int(is_replayed and at_step >= 2 and kind != "result")
     assert dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True)) == expected
 
 
@@ -204,10 +242,11 @@ FAULTS: dict[str, list[tuple[Any, str]]] = {
 }
 
 
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize("where", FAULTS)
-def test_there_is_one_cache_at_a_time(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_one_cache_at_a_time(where: str, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """When it is made anew, nothing of the failed step and of those on it holds the old one; nor does their error."""
-    engine = tiny_engine(behind=True, num_blocks=8192)
+    engine = tiny_engine(behind=True, num_blocks=8192, replay=replay)
     runner: Any = engine._runner
     pool = runner._pool
     pool_bytes = sum(array.nbytes for state in pool.states for array in state.arrays.values())
@@ -328,10 +367,12 @@ def test_running_requests_survive_the_loss_of_their_kv(engine: EngineCore) -> No
     assert engine.stats.num_preemptions >= 3
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["one ahead", "behind"])
+@pytest.mark.parametrize(
+    ("behind", "replay"), [(False, False), (True, False), (True, True)], ids=["one ahead", "behind", "replayed"]
+)
 @pytest.mark.parametrize("at_step", range(4, 12))
 def test_a_refused_step_leaves_those_out_of_it_alone(
-    fault: Fault, monkeypatch: pytest.MonkeyPatch, at_step: int, behind: bool
+    fault: Fault, monkeypatch: pytest.MonkeyPatch, at_step: int, behind: bool, replay: bool
 ) -> None:
     """More answers than the budget: who sampled in the step under way may be left out of the refused one."""
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
@@ -346,6 +387,7 @@ def test_a_refused_step_leaves_those_out_of_it_alone(
         max_num_seqs=4,
         ahead=True,
         behind=behind,
+        replay=replay,
     )
     expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
     engine.scheduler.config = replace(engine.scheduler.config, max_num_batched_tokens=1)
@@ -429,12 +471,14 @@ def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPa
 
 
 @on_device
-@pytest.mark.parametrize("at_call", range(12))
-def test_a_dispatch_that_raises(at_call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("at_call", "replay"), [*((call, False) for call in range(12)), *((call, True) for call in range(8, 12))]
+)
+def test_a_dispatch_that_raises(at_call: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first or the second part of a step, with another under way or not."""
     model = PagedModel(tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE))
     sizes = {"vocab_size": VOCAB_SIZE, "budget": 16, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
-    engine = engine_for(model, tiny_tokenizer(), **sizes, ahead=True, behind=True)
+    engine = engine_for(model, tiny_tokenizer(), **sizes, ahead=True, behind=True, replay=replay)
     expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
     calls = iter(range(1000))
     async_eval = mx.async_eval

@@ -24,6 +24,7 @@ from metal_engine.runner.batch import RequestTable
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.pooling import StepPooling
+from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.tiny_engine import tiny_engine
@@ -32,6 +33,8 @@ from tools.fixtures.fake_engine import byte_ids
 # What raises, by name: a function, before or after it has done its work.
 POINTS: dict[str, tuple[Any, str, bool]] = {
     "graph": (ModelRunner, "_build", True),
+    "before a trace": (DecodeReplay, "_run", False),
+    "after a trace": (DecodeReplay, "_run", True),
     "sampling": (StepSampling, "build", True),
     "dispatch": (mx, "async_eval", False),
     "before the wait": (PendingStep, "wait", False),
@@ -123,14 +126,15 @@ class FailureMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([2, 4, 12]),
         budget=st.sampled_from([12, 64]),
         first=st.lists(st.integers(0, len(asked()) - 1), min_size=3, max_size=MAX_LIVE),
+        replay=st.booleans(),
     )
-    def start_engine(self, num_blocks: int, max_num_seqs: int, budget: int, first: list[int]) -> None:
+    def start_engine(self, num_blocks: int, max_num_seqs: int, budget: int, first: list[int], *, replay: bool) -> None:
         self.known = prepared_and_alone()
         self.patch = pytest.MonkeyPatch()
         self.faults: dict[str, int] = {}  # where -> calls that go well before
         self.num_raised = 0
         self.engine = tiny_engine(
-            behind=True, num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+            behind=True, replay=replay, num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
         )
         self.runner: Any = self.engine._runner
         self.config = self.engine.scheduler.config

@@ -136,6 +136,14 @@ def test_16_at_once(
     assert_golden(run(engine, prompts, workload.greedy, at_once=16))
 
 
+def test_replayed_one_ahead(
+    make_engine: MakeEngine, workload: Workload, prompts: list[list[int]], assert_golden: Any
+) -> None:
+    engine = make_engine(budget=128, ahead=True, replay=True)
+    assert_golden(run(engine, prompts, workload.greedy, at_once=16))
+    assert engine.metrics.num_decode_forwards["replayed"] > 0 and engine.metrics.replay_refusal is None
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("workload", [EVERYTHING], ids=["all"], indirect=True)
 @pytest.mark.parametrize("block_size", [8, 16, 32])

@@ -93,12 +93,20 @@ def check(reference: Any, plain: list[list[int]]) -> Callable[[list[list[int]]],
 Check = Callable[[list[list[int]]], None]
 
 
+def check_replayed(engine: KVEngine, dispatch: dict[str, bool]) -> None:
+    """Steps that load are built, and those that come after them are not."""
+    num_replayed = engine.core.metrics.num_decode_forwards["replayed"]
+    assert (num_replayed > 0) == dispatch.get("replay", False)
+
+
 def files(root: Path) -> list[Path]:
     return sorted(root.rglob("*.safetensors"))
 
 
 DISPATCH = pytest.mark.parametrize(
-    "dispatch", [{}, {"ahead": True}, {"ahead": True, "behind": True}], ids=["one by one", "one ahead", "behind"]
+    "dispatch",
+    [{}, {"ahead": True}, {"ahead": True, "behind": True}, {"ahead": True, "behind": True, "replay": True}],
+    ids=["one by one", "one ahead", "behind", "replayed"],
 )
 
 
@@ -119,6 +127,7 @@ def test_cold_then_after_a_restart(make: MakeEngine, check: Check, dispatch: dic
     assert stats.prompt_tokens_computed == computed
     assert stats.prompt_tokens_local + stats.prompt_tokens_store == num_tokens - computed
     assert stats.blocks_loaded * BLOCK_SIZE == stats.prompt_tokens_store > 0
+    check_replayed(second, dispatch)
 
 
 def test_another_process_finds_it(make: MakeEngine, check: Check, tmp_path: Path) -> None:
@@ -260,6 +269,7 @@ def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine, check: Check, d
     engine = make(num_blocks=24, **dispatch)
     check(engine.run(PROMPTS))
     assert engine.stats.blocks_loaded > 0
+    check_replayed(engine, dispatch)
 
 
 @DISPATCH
@@ -269,7 +279,9 @@ def test_loading_and_saving_leave_the_cache_in_place(make: MakeEngine, dispatch:
     make(**settings).run(PROMPTS)
     engine = make(**settings)
     array_bytes = 2048 * BLOCK_SIZE * 2 * 16 * 4
-    assert engine.paged.pool.states[0].arrays["keys"].nbytes == array_bytes
+    # The block of padding, too, where steps are replayed.
+    num_trash_blocks = int(dispatch.get("replay", False))
+    assert engine.paged.pool.states[0].arrays["keys"].nbytes * 2048 == array_bytes * (2048 + num_trash_blocks)
     engine.run([make_prompt(77, 30)])
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -277,6 +289,7 @@ def test_loading_and_saving_leave_the_cache_in_place(make: MakeEngine, dispatch:
     engine.run([*PROMPTS, make_prompt(50, 60)])
     assert engine.stats.blocks_loaded > 20 and engine.stats.blocks_saved > 5
     assert mx.get_peak_memory() - before < array_bytes
+    check_replayed(engine, dispatch)
 
 
 def test_a_queue_of_loaded_requests_keeps_to_its_host_memory(make: MakeEngine, tokenizer: Tokenizer) -> None:

@@ -14,7 +14,9 @@ from metal_engine.settings.resolve import resolve_config
 MIB = 1 << 20
 
 
-def resolved(*, state_bytes: int, kv_bytes: int = 1024, memory: int = 16 * GIB, **args: Any) -> EngineConfig:
+def resolved(
+    *, state_bytes: int, kv_bytes: int = 1024, memory: int = 16 * GIB, kind: str = "metal", **args: Any
+) -> EngineConfig:
     model = ModelInfo(
         name="model",
         model_type="qwen3_5",
@@ -27,8 +29,8 @@ def resolved(*, state_bytes: int, kv_bytes: int = 1024, memory: int = 16 * GIB, 
         state_bytes_per_request=state_bytes,
         max_position_embeddings=8192,
     )
-    device = DeviceInfo(kind="metal", name="GPU", compute="GPU", memory_bytes=memory)
-    return resolve_config(EngineArgs(model="model", **args), model, device, "metal")
+    device = DeviceInfo(kind=kind, name="GPU", compute="GPU", memory_bytes=memory)
+    return resolve_config(EngineArgs(model="model", **args), model, device, "mlx" if kind == "cpu" else "metal")
 
 
 def test_without_states_there_are_no_slots() -> None:
@@ -90,3 +92,49 @@ def test_too_many_requests_are_refused_with_the_flag() -> None:
         resolved(state_bytes=147 * MIB, max_num_seqs=64)
     assert refusal.value.flag == "--max-num-seqs"
     assert "147 MiB each" in str(refusal.value) and "lower --max-num-seqs" in str(refusal.value)
+
+
+# --- the block that replayed steps pad into ---
+
+
+def test_padding_has_a_block_of_the_same_memory() -> None:
+    given: dict[str, Any] = {"state_bytes": 0, "kv_bytes": 128 << 10, "kv_cache_memory_bytes": 512 * MIB}
+    built, replayed = (resolved(**given, replay_decodes=choice) for choice in ("never", "auto"))
+    assert (built.replay, built.cache.num_trash_blocks) == ("off", 0)
+    assert (replayed.replay, replayed.cache.num_trash_blocks) == ("on", 1)
+    assert replayed.cache.num_blocks == built.cache.num_blocks - 1
+    assert replayed.kv_bytes == built.kv_bytes <= 512 * MIB
+
+
+def test_a_number_of_blocks_that_is_given_is_of_requests() -> None:
+    config = resolved(state_bytes=0, num_gpu_blocks_override=600)
+    assert config.cache.num_blocks == 600
+    assert config.kv_bytes == 601 * config.cache.block_size * 1024
+
+
+def test_one_block_is_too_little_where_one_is_for_padding() -> None:
+    given: dict[str, Any] = {"state_bytes": 0, "kv_bytes": MIB, "kv_cache_memory_bytes": 17 * MIB}
+    assert resolved(**given, replay_decodes="never").cache.num_blocks == 1
+    with pytest.raises(ConfigError, match=r"no memory for the KV cache: one block .* \(and one is for padding\)"):
+        resolved(**given)
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "args", "replay"),
+    [
+        (0, {"tensor_parallel_size": 2, "replay_decodes": "always"}, "off: several ranks share the model"),
+        (MIB, {}, "off: its layers carry recurrent states"),
+        (0, {"replay_decodes": "never"}, "off"),
+    ],
+)
+def test_where_nothing_is_replayed(state_bytes: int, args: dict[str, Any], replay: str) -> None:
+    config = resolved(state_bytes=state_bytes, **args)
+    assert (config.replay, config.cache.num_trash_blocks) == (replay, 0)
+
+
+def test_on_a_cpu_nothing_is_replayed_unless_asked_for() -> None:
+    auto, never, always = (
+        resolved(state_bytes=0, kind="cpu", replay_decodes=choice) for choice in ("auto", "never", "always")
+    )
+    assert auto == never and (auto.replay, auto.cache.num_trash_blocks) == ("off", 0)
+    assert (always.replay, always.cache.num_trash_blocks) == ("on", 1)

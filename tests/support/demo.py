@@ -64,6 +64,7 @@ def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine
         max_num_seqs: int = 64,
         ahead: bool = False,
         behind: bool = False,
+        replay: bool = False,
     ) -> EngineCore:
         return engine_for(
             paged_demo,
@@ -75,6 +76,7 @@ def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine
             max_num_seqs=max_num_seqs,
             ahead=ahead,
             behind=behind,
+            replay=replay,
         )
 
     return make
@@ -91,6 +93,7 @@ def engine_for(
     max_num_seqs: int,
     ahead: bool = False,
     behind: bool = False,
+    replay: bool = False,
     caching: bool = False,
     connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None = None,
     fingerprint: str = "",
@@ -104,6 +107,7 @@ def engine_for(
     Args:
         ahead: steps are planned and built while the one before them runs.
         behind: they are dispatched then, too, in two parts: as on a GPU.
+        replay: decode steps are replayed as soon as their sizes are known.
         caching: of prefixes; implied by a ``connector``, whose two halves are given.
         fingerprint: what cached prefixes are found under.
         attention: the backend; the portable one if None.
@@ -120,6 +124,7 @@ def engine_for(
         enable_prefix_caching=caching or connector is not None,
         model_fingerprint=fingerprint,
         num_state_slots=3 * max_num_seqs if paged.pool.is_recurrent else 0,
+        num_trash_blocks=int(replay),
     )
     config = EngineConfig(
         model=ModelInfo(
@@ -151,4 +156,6 @@ def engine_for(
         draft_model = DraftModel(draft, attention, config.scheduler, config.cache, vocab_size=vocab_size)
     gpu_like = {"goes_behind": True, "in_parts": True} if behind else {}
     runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, draft_model, **gpu_like)
+    if runner._replay is not None:
+        runner._replay._trace_at = 1
     return EngineCore(config, runner, tokenizer, scheduler_side, adapters)

@@ -80,6 +80,7 @@ def kv_engine(
     dtype: mx.Dtype = mx.float32,
     ahead: bool = False,
     behind: bool = False,
+    replay: bool = False,
     draft: Any = None,
     kv_cache_dtype: str = "auto",
     **config: Any,
@@ -89,6 +90,7 @@ def kv_engine(
     Args:
         store: a directory, a store, or None for an engine without.
         behind: steps are given to the device while others run, as on a GPU.
+        replay: decode steps are replayed as soon as their sizes are known.
         draft: a draft model, whose drafts are taken as if they cost nothing.
         config: fields of :class:`KVTransferConfig`.
     """
@@ -102,7 +104,7 @@ def kv_engine(
     layout = BlockLayout(parts, fingerprint)
     state_layout = BlockLayout(of_states, fingerprint) if of_states else None
     if store is None:
-        core = engine_for(paged, tokenizer, vocab_size=256, ahead=ahead, behind=behind, **sizes)
+        core = engine_for(paged, tokenizer, vocab_size=256, ahead=ahead, behind=behind, replay=replay, **sizes)
         return KVEngine(core, paged, None, layout)
     transfer_config = KVTransferConfig(kv_connector="disk", **config)
     if isinstance(store, Path):
@@ -116,6 +118,7 @@ def kv_engine(
         vocab_size=256,
         ahead=ahead,
         behind=behind,
+        replay=replay,
         connector=(KVConnectorScheduler(transfer, transfer_config, stats), runner_side),
         fingerprint=fingerprint,
         draft=draft,

@@ -46,6 +46,7 @@ def tiny_engine(
     *,
     ahead: bool = False,
     behind: bool = False,
+    replay: bool = False,
     seed: int = 0,
     tokenizer: Tokenizer | None = None,
     architecture: str | None = None,
@@ -59,6 +60,7 @@ def tiny_engine(
 
     Args:
         behind: steps are dispatched while the one before them runs, in two parts: as on a GPU; ``ahead`` goes with it.
+        replay: decode steps are replayed as soon as their sizes are known.
         architecture: of tools/fixtures/architectures.py; None: a tiny Llama.
         num_state_slots: of recurrent states.
         make_adapters: installs adapters in the model.
@@ -74,6 +76,7 @@ def tiny_engine(
             num_blocks=settings.cache.num_blocks,
             enable_prefix_caching=True,
             num_state_slots=num_state_slots,
+            num_trash_blocks=int(replay),
         ),
     )
     model = PagedModel(tiny_reference(seed, settings.model.vocab_size, architecture))
@@ -85,6 +88,8 @@ def tiny_engine(
         draft_model = DraftModel(PagedModel(draft), backend, settings.scheduler, settings.cache, **sizes)
     gpu_like = {"goes_behind": True, "in_parts": True} if behind else {}
     runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, draft_model, **gpu_like)
+    if runner._replay is not None:
+        runner._replay._trace_at = 1
     return EngineCore(settings, runner, tokenizer or tiny_tokenizer(), scheduler_side, adapters)
 
 

@@ -115,13 +115,16 @@ def instrument(profile: Profile) -> None:
 class Answers:
     """An engine with answers under way, stepped by hand; outputs go to the queues of an event loop."""
 
-    def __init__(self, model: str, num_requests: int, num_steps: int, ahead: bool) -> None:
+    def __init__(
+        self, model: str, num_requests: int, num_steps: int, ahead: bool, replay_decodes: str = "never"
+    ) -> None:
         self.steps: list[dict[str, float]] = []
         self.core = build_engine(
             EngineArgs(
                 model=model,
                 dtype="float32",
                 async_scheduling=ahead,
+                replay_decodes=replay_decodes,
                 num_gpu_blocks_override=num_requests * (80 + 3 * num_steps) // 16 + num_requests,
                 max_num_batched_tokens=512,
                 max_num_seqs=max(64, num_requests),

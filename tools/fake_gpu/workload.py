@@ -67,11 +67,12 @@ def make_model(config: dict[str, Any], *, quantized: bool = True) -> nn.Module:
     return model
 
 
-def make_engine(workload: Workload, *, ahead: bool, **runner: Any) -> EngineCore:
+def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runner: Any) -> EngineCore:
     """An engine, with answers under way as ``workload`` says.
 
     Args:
         ahead: as ``--async-scheduling``.
+        replay: whether decode steps are replayed.
         runner: to :class:`ModelRunner`.
     """
     max_model_len = min(workload.prompt_len + workload.max_tokens + BLOCK_SIZE, 8192)
@@ -86,7 +87,7 @@ def make_engine(workload: Workload, *, ahead: bool, **runner: Any) -> EngineCore
     settings = replace(
         settings,
         scheduler=replace(settings.scheduler, async_scheduling=ahead),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=workload.num_blocks),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=workload.num_blocks, num_trash_blocks=int(replay)),
     )
     model = PagedModel(make_model(workload.model))
     made = ModelRunner(model, MetalBackend(), settings.scheduler, settings.cache, **runner)

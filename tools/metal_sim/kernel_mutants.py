@@ -336,7 +336,8 @@ def _wrong_reads(backend: MetalBackend, step: Step, case: Case, launch: LaunchCo
     """A tile reads no key twice and none outside its range; the planner's table says how many that are."""
     shape = shape_of(step.q, step.state)
     variant = variant_of(shape)
-    table = backend.for_step(step.rows)._items(shape, variant, case.window).items.table
+    items = backend.for_step(step.rows)._items(shape, variant, case.window)
+    table = np.array(items.table)[: items.num_items]
     begins, ends = table[:, 3], table[:, 4]
     buffers = launch.buffers
     # Keys of the items that go the staged way, and of the direct ones.

@@ -6,7 +6,7 @@ host code is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from metal_engine.attention.backend import StepTables, size_class
 from metal_engine.attention.metal.planning import ITEM_FIELDS, MAX_SPLITS, WorkItems, plan_work_items
 from metal_engine.attention.metal.variants import (
     THREADS,
@@ -106,38 +107,59 @@ def _kind(key: _ShapeKey, has_window: bool, has_softcap: bool, has_sinks: bool) 
     return _Kind(shape, variant, template, merge_template)
 
 
-@dataclass
+_ItemsKey = tuple[int, int, int | None, int, int]  # group, num_kv_heads, window, key_step, tile_rows
+
+
+@dataclass(frozen=True)
 class _Uploaded:
     """Work items on the device."""
 
-    items: WorkItems
+    num_items: int
+    num_partial_rows: int
     table: mx.array
     rows: mx.array | None  # for the merge; None where nothing is split
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """How the kernels are launched for layers that ask for the same: all but the layers' own arrays.
+
+    Attributes:
+        tables: inputs that follow q, K and V, but for the sinks.
+        merge_rows: input of the merge; None where nothing is split. ``merge_options`` likewise.
+    """
+
+    kernel: Callable[..., Any]
+    tables: list[mx.array]
+    options: dict[str, Any]
+    merge_rows: mx.array | None
+    merge_options: dict[str, Any]
+
+
 @dataclass
 class MetalStep:
-    """One step's work; every layer of a kind shares its tables."""
+    """One step's work; every layer of a kind shares its tables and how it is launched, and is checked as that."""
 
     rows: StepRows
     backend: MetalBackend
-    _uploaded: dict[tuple[object, ...], _Uploaded] = field(default_factory=dict)
+    _uploaded: dict[_ItemsKey, _Uploaded] = field(default_factory=dict)
+    _launches: dict[tuple[object, ...], _Launch] = field(default_factory=dict)
     _block_table: mx.array | None = None
+    is_planned: bool = False  # all of it is given: nothing may be planned from the rows
+
+    @property
+    def asked(self) -> tuple[_ItemsKey, ...]:
+        """For what kinds of work items layers have asked."""
+        return tuple(self._uploaded)
 
     def _items(self, shape: AttentionShape, variant: Variant, window: int | None) -> _Uploaded:
         key = (shape.group, shape.num_kv_heads, window, variant.bk, variant.tile_rows)
         if key not in self._uploaded:
-            items = plan_work_items(
-                self.rows,
-                group=shape.group,
-                num_kv_heads=shape.num_kv_heads,
-                window=window,
-                target_threadgroups=self.backend.target_threadgroups,
-                key_step=variant.bk,
-                tile_rows=variant.tile_rows,
-            )
+            if self.is_planned:
+                raise RuntimeError(f"a layer asks for work items {key}, which no layer has asked for before")
+            items = self.backend.plan(self.rows, key)
             rows = _on_device(items.rows) if items.is_split else None
-            self._uploaded[key] = _Uploaded(items, _on_device(items.table), rows)
+            self._uploaded[key] = _Uploaded(len(items.table), items.num_partial_rows, _on_device(items.table), rows)
         return self._uploaded[key]
 
     def attend(
@@ -151,41 +173,57 @@ class MetalStep:
         sinks: mx.array | None = None,  # [Hq]
     ) -> mx.array:  # [N, Hq, Dv], dtype of q; of latents their latent_dim columns
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`."""
-        kind = _kind(_shape_key(q, state), window is not None, bool(softcap), sinks is not None)
+        key = (state.spec, state.block_size, q.shape, q.dtype, scale, window, softcap, sinks is not None)
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = self._launch(q, state, scale, window, softcap, has_sinks=sinks is not None)
+        sink_values = sinks if sinks is not None else self.backend.no_sinks
+        out, partial_out, partial_lse = launch.kernel(
+            inputs=[*(q, state.keys, state.values, *_numbers_of_groups(state)), *(*launch.tables, sink_values)],
+            **launch.options,
+        )
+        if launch.merge_rows is None:
+            return out
+        (merged,) = self.backend.merge(
+            inputs=[out, partial_out, partial_lse, launch.merge_rows, sink_values], **launch.merge_options
+        )
+        return merged
+
+    def _launch(
+        self, q: mx.array, state: KVState, scale: float, window: int | None, softcap: float | None, *, has_sinks: bool
+    ) -> _Launch:
+        """Checks a layer's call, and works out the launch for it and all that are like it."""
+        kind = _kind(_shape_key(q, state), window is not None, bool(softcap), has_sinks)
         shape = kind.shape
         self._check(q, state, shape, window)
         uploaded = self._items(shape, kind.variant, window)
         if self._block_table is None:
             self._block_table = _on_device(self.rows.block_table)
-        sink_values = sinks if sinks is not None else self.backend.no_sinks
         # MLX has no outputs without elements, and the merge takes these as inputs.
-        partial_rows = max(DEVICE_ELEMENTS, uploaded.items.num_partial_rows)
+        partial_rows = max(DEVICE_ELEMENTS, uploaded.num_partial_rows)
         numbers = self.backend.constant([scale, softcap or 0.0], mx.float32)
         window_size = self.backend.constant([window or 0], mx.int32)
         partial_shape = (partial_rows, shape.num_kv_heads, shape.v_head_dim)
         out_shape = (*q.shape[:2], shape.v_head_dim)
-        out, partial_out, partial_lse = self.backend.attention_for(shape)(
-            inputs=[
-                *(q, state.key_blocks, state.value_blocks, *_numbers_of_groups(state)),
-                *(self._block_table, uploaded.table, numbers, window_size, sink_values),
-            ],
-            template=kind.template,
-            grid=(len(uploaded.items.table) * THREADS, shape.num_kv_heads, 1),
-            threadgroup=(THREADS, 1, 1),
-            output_shapes=[out_shape, partial_shape, partial_shape[:2]],
-            output_dtypes=[q.dtype, mx.float32, mx.float32],
+        return _Launch(
+            self.backend.attention_for(shape),
+            [self._block_table, uploaded.table, numbers, window_size],
+            {
+                "template": kind.template,
+                "grid": (uploaded.num_items * THREADS, shape.num_kv_heads, 1),
+                "threadgroup": (THREADS, 1, 1),
+                "output_shapes": [out_shape, partial_shape, partial_shape[:2]],
+                "output_dtypes": [q.dtype, mx.float32, mx.float32],
+            },
+            uploaded.rows,
+            {
+                "template": kind.merge_template,
+                "grid": (shape.v_head_dim, shape.num_heads, self.rows.num_tokens),
+                "threadgroup": (min(shape.v_head_dim, THREADS), 1, 1),
+                "output_shapes": [out_shape],
+                "output_dtypes": [q.dtype],
+            },
         )
-        if uploaded.rows is None:
-            return out
-        (merged,) = self.backend.merge(
-            inputs=[out, partial_out, partial_lse, uploaded.rows, sink_values],
-            template=kind.merge_template,
-            grid=(shape.v_head_dim, shape.num_heads, self.rows.num_tokens),
-            threadgroup=(min(shape.v_head_dim, THREADS), 1, 1),
-            output_shapes=[out_shape],
-            output_dtypes=[q.dtype],
-        )
-        return merged
 
     def _check(self, q: mx.array, state: KVState, shape: AttentionShape, window: int | None) -> None:
         keys, values = state.keys, state.values
@@ -217,6 +255,15 @@ def _attention_kernel(kernel_factory: KernelFactory, *, tensor_ops: bool = False
         output_names=["out", "partial_out", "partial_lse"],
         source=kernel_text("paged_attention.metal"),
     )
+
+
+def _with_rows(table: np.ndarray, num_rows: int) -> np.ndarray:
+    """A table with rows of zeros at its end, as many as it lacks of ``num_rows``."""
+    if len(table) == num_rows:
+        return table
+    larger = np.zeros((num_rows, table.shape[1]), table.dtype)
+    larger[: len(table)] = table
+    return larger
 
 
 class MetalBackend:
@@ -292,3 +339,42 @@ class MetalBackend:
     def for_step(self, rows: StepRows) -> MetalStep:
         """A step's attention; work items are planned when the first layer of a kind attends."""
         return MetalStep(rows, self)
+
+    def plan(self, rows: StepRows, key: _ItemsKey) -> WorkItems:
+        """Work items of a step for one kind of layer."""
+        group, num_kv_heads, window, key_step, tile_rows = key
+        return plan_work_items(
+            rows,
+            group=group,
+            num_kv_heads=num_kv_heads,
+            window=window,
+            target_threadgroups=self.target_threadgroups,
+            key_step=key_step,
+            tile_rows=tile_rows,
+        )
+
+    def tables(self, rows: StepRows, asked: Hashable) -> StepTables:
+        """See :meth:`metal_engine.attention.backend.ReplayableBackend.tables`: items of no rows fill the tables up."""
+        assert isinstance(asked, tuple)
+        num_rows = rows.num_tokens
+        arrays = [_on_device(_with_rows(rows.block_table, num_rows))]
+        sizes: list[tuple[int, int]] = []  # items, and rows of splits
+        for key in asked:
+            items = self.plan(rows, key)
+            num_items = size_class(len(items.table))
+            num_partial = 1 << (items.num_partial_rows - 1).bit_length() if items.is_split else 0
+            sizes.append((num_items, num_partial))
+            arrays.append(_on_device(_with_rows(items.table, num_items)))
+            if items.is_split:
+                arrays.append(_on_device(items.rows))
+
+        def attention(tables: list[mx.array]) -> MetalStep:
+            given = iter(tables)
+            block_table = next(given)
+            uploaded = {
+                key: _Uploaded(num_items, num_partial, next(given), next(given) if num_partial else None)
+                for key, (num_items, num_partial) in zip(asked, sizes, strict=True)
+            }
+            return MetalStep(rows, self, uploaded, _block_table=block_table, is_planned=True)
+
+        return StepTables((num_rows, arrays[0].shape, tuple(sizes)), arrays, attention)

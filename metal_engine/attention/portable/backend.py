@@ -7,11 +7,14 @@ few tiles of scores on each stream, however long the context is. ``attend`` only
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from metal_engine.attention.backend import StepTables
+from metal_engine.attention.portable.decodes import decode_work, decodes_as_arrays
 from metal_engine.attention.portable.exp2 import LOG2E
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Dims, Limits
 from metal_engine.attention.portable.planning import Queries, Unit, Work, plan_work
@@ -22,6 +25,8 @@ from metal_engine.device.streams import second_stream
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import KVState
 
+_WorkKey = tuple[int | None, Dims]  # window, and dimensions
+
 
 @dataclass
 class PortableStep:
@@ -30,11 +35,19 @@ class PortableStep:
     rows: StepRows
     limits: Limits
     weights: Weights
-    _work: dict[tuple[int | None, Dims], Work] = field(default_factory=dict)
+    _work: dict[_WorkKey, Work] = field(default_factory=dict)
+    is_planned: bool = False  # all of it is given: nothing may be planned from the rows
+
+    @property
+    def asked(self) -> tuple[_WorkKey, ...]:
+        """For what kinds of work layers have asked."""
+        return tuple(self._work)
 
     def work(self, window: int | None, dims: Dims) -> Work:
         key = (window, dims)
         if key not in self._work:
+            if self.is_planned:
+                raise RuntimeError(f"a layer asks for work {key}, which no layer has asked for before")
             self._work[key] = plan_work(self.rows, window, dims, self.limits)
         return self._work[key]
 
@@ -159,3 +172,19 @@ class PortableBackend:
     def for_step(self, rows: StepRows) -> PortableStep:
         """Plan a step. Index arrays are made for a kind of layer when the first of its kind attends."""
         return PortableStep(rows, self._limits, self._weights)
+
+    def tables(self, rows: StepRows, asked: Hashable) -> StepTables | None:
+        """See :meth:`metal_engine.attention.backend.ReplayableBackend.tables`; None where keys fill several spans."""
+        assert isinstance(asked, tuple)
+        arrays: list[mx.array] = []
+        for window, dims in asked:
+            planned = decodes_as_arrays(rows, window, dims, self._limits)
+            if planned is None:
+                return None
+            arrays += planned
+
+        def attention(tables: list[mx.array]) -> PortableStep:
+            work = {key: decode_work(*tables[2 * i : 2 * i + 2]) for i, key in enumerate(asked)}
+            return PortableStep(rows, self._limits, self._weights, work, is_planned=True)
+
+        return StepTables((rows.num_tokens, *(array.shape for array in arrays)), arrays, attention)

@@ -51,6 +51,7 @@ class Health(BaseModel):
     ``attention`` says what computes attention: a backend, and the layers that it leaves to MLX's operations.
     ``dispatch`` says, with ``--async-scheduling``, when the device is given a step.
     ``command_buffers`` says what limits those of Metal: null where it is MLX's own limits, or there is no Metal.
+    ``replay`` says whether steps that only decode are replayed: ``on``, or ``off``, with why where they cannot be.
     ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
     """
 
@@ -62,6 +63,7 @@ class Health(BaseModel):
     attention: str
     dispatch: str | None = None
     command_buffers: str | None = None
+    replay: str
     preemptions: int
     failed_steps: int
     num_unknown_parameters: int

@@ -117,6 +117,7 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool, tells_err
         attention=engine.config.attention,
         dispatch=engine.config.dispatch or None,
         command_buffers=None if (limits := engine.config.command_buffers) is None else str(limits),
+        replay=_replay(served),
         preemptions=stats.num_preemptions,
         failed_steps=engine.metrics.num_failed_steps,
         num_unknown_parameters=sum(unknown.values()),
@@ -128,6 +129,11 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool, tells_err
         if tells_error
         else "the engine has stopped",
     )
+
+
+def _replay(served: ServedModel) -> str:
+    refusal = served.engine.metrics.replay_refusal
+    return served.engine.config.replay if refusal is None else f"off: {refusal}"
 
 
 _MODES: dict[str | None, Literal["prefill", "decode"]] = {"kv_producer": "prefill", "kv_consumer": "decode"}

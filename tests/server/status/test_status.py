@@ -64,6 +64,7 @@ def test_health(served: Served) -> None:
         "kv_cache_usage": 0.0,
         "kv_cache_dtype": "auto",
         "attention": "fake",
+        "replay": "off",
         "preemptions": served.engine.stats.num_preemptions,
         "failed_steps": 0,
         "unknown_parameters": response.json()["unknown_parameters"],

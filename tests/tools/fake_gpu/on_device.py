@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from argparse import Namespace
+from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,6 +25,7 @@ from metal_engine.runner.dispatch import choose_dispatch  # noqa: E402
 from metal_engine.runner.model_runner import ModelRunner  # noqa: E402
 from metal_engine.runner.pending_step import PendingStep  # noqa: E402
 from metal_engine.scheduling.scheduler import Scheduler  # noqa: E402
+from tools.fake_gpu import host as of_host  # noqa: E402
 from tools.fake_gpu.measure import measure  # noqa: E402
 from tools.fake_gpu.workload import SMOLLM2, Workload, make_engine, make_model, prepare  # noqa: E402
 from tools.fixtures.architectures import configuration  # noqa: E402
@@ -108,9 +112,11 @@ def decode(
     max_mb: int = 4096,
     kernel_us: float = 5.0,
     hold: bool = False,
+    replay: bool = False,
 ) -> dict[str, Any]:
     """Steps of answers under way; ``hold``: somebody keeps the pool's arrays as each step finds them."""
-    engine = _engine(ahead, Settings(kernel_us=kernel_us, max_ops=max_ops, max_mb=max_mb), goes_behind=behind)
+    settings = Settings(kernel_us=kernel_us, max_ops=max_ops, max_mb=max_mb)
+    engine = _engine(ahead, settings, goes_behind=behind, replay=replay)
     held: list[Any] = []
 
     def before_step(step: int) -> None:
@@ -118,9 +124,11 @@ def decode(
 
     for _ in range(3):
         engine.step()
+    engine.metrics.num_decode_forwards.clear()
     measured = measure(GPU, engine, NUM_STEPS, before_step)
     array_bytes = GPU.settings.pool_array_bytes
     return {
+        "forwards": engine.metrics.num_decode_forwards,
         **asdict(measured.counts),
         "commits_per_step": measured.counts.commits / NUM_STEPS,
         "peak_arrays": measured.peak_bytes / array_bytes,
@@ -145,10 +153,10 @@ def prefill(behind: bool) -> dict[str, Any]:
     return {**asdict(GPU.counts()), "num_steps": engine.num_steps - num_steps}
 
 
-def choose(max_ops: int, num_blocks: int = 4096) -> dict[str, Any]:
+def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False) -> dict[str, Any]:
     """What is chosen for a model at the start, and how its steps go then, on a device that is slower than the host."""
     GPU.configure(Settings(us_per_mb=100.0, max_ops=max_ops, max_mb=4096))
-    engine = make_engine(replace(WORKLOAD, num_requests=0, num_blocks=num_blocks), ahead=True)
+    engine = make_engine(replace(WORKLOAD, num_requests=0, num_blocks=num_blocks), ahead=True, replay=replay)
     runner: Any = engine._runner
     # Not within the check: what the first steps take more than others would hide what those copy.
     mx.eval(runner._model.model.parameters(), [list(state.arrays.values()) for state in runner._pool.states])
@@ -160,8 +168,9 @@ def choose(max_ops: int, num_blocks: int = 4096) -> dict[str, Any]:
     config = replace(engine.config, device=replace(engine.config.device, kind="metal"))
     dispatch = choose_dispatch(runner, runner._pool, config)
     is_clean = not runner._steps and not runner._table._index_of
-    found = {"dispatch": dispatch, "goes_behind": runner.goes_behind, "is_clean": is_clean}
-    return found | {"pool_copies": GPU.counts().pool_copies}
+    found = {"dispatch": dispatch, "goes_behind": runner.goes_behind, "is_clean": is_clean, "replays": runner.replays}
+    num_traces = runner._replay.num_traces if replay else 0
+    return found | {"pool_copies": GPU.counts().pool_copies, "num_traces": num_traces}
 
 
 def order(behind: bool) -> dict[str, Any]:
@@ -200,6 +209,14 @@ def order(behind: bool) -> dict[str, Any]:
         engine.step()
         seen.append("tokens")
     return {"seen": seen, "unfinished": unfinished}
+
+
+def host() -> dict[str, Any]:
+    """What ``python -m tools.fake_gpu host`` prints, of few steps of a small model."""
+    told = io.StringIO()
+    with redirect_stdout(told):
+        status = of_host.run(GPU, Namespace(requests=4, layers=2, steps=12, profile=None, no_figures=True))
+    return {"status": status, "told": told.getvalue().splitlines()}
 
 
 class _OneKernel:

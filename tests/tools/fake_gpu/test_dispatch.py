@@ -12,9 +12,11 @@ FAST, SLOW = 5.0, 300.0
 MAX_OPS_OF = {17: 24, 13: 31, 12: 33, 11: 36, 10: 40, 8: 60}
 
 
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize("kernel_us", [FAST, SLOW])
-def test_behind_another_step_nothing_is_copied(on_device: OnDevice, kernel_us: float) -> None:
-    counts = on_device("decode", ahead=True, behind=True, kernel_us=kernel_us)
+def test_behind_another_step_nothing_is_copied(on_device: OnDevice, kernel_us: float, replay: bool) -> None:
+    counts = on_device("decode", ahead=True, behind=True, kernel_us=kernel_us, replay=replay)
+    assert counts["forwards"].get("replayed", 0) >= (6 if replay else 0)
     assert counts["pool_copies"] == 0
     assert counts["peak_arrays"] < 1
     assert counts["commits_per_step"] >= 14
@@ -40,10 +42,15 @@ def test_chunks_that_sample_nothing_are_written_in_place(on_device: OnDevice, be
     assert counts["pool_copies"] == 0
 
 
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize("num_buffers", MAX_OPS_OF)
-def test_a_check_at_the_start_chooses(on_device: OnDevice, num_buffers: int) -> None:
-    """Between those that copy nothing and those that copy most there are some that copy a few arrays: it sees one."""
-    chosen = on_device("choose", max_ops=MAX_OPS_OF[num_buffers])
+def test_a_check_at_the_start_chooses(on_device: OnDevice, num_buffers: int, replay: bool) -> None:
+    """Between those that copy nothing and those that copy most there are some that copy a few arrays: it sees one.
+
+    Where steps are replayed, by steps that are built and by others.
+    """
+    chosen = on_device("choose", max_ops=MAX_OPS_OF[num_buffers], replay=replay)
+    assert chosen["replays"] == replay and chosen["num_traces"] == int(replay)
     assert chosen["goes_behind"] == (chosen["pool_copies"] == 0)
     assert chosen["is_clean"]
     if num_buffers in (8, 17):

@@ -57,6 +57,18 @@ def test_a_reference_to_the_old_pool_is_seen(on_device: OnDevice) -> None:
 # --- what it refuses ---
 
 
+def test_the_host_s_time_is_told_beside_mlx_lm_s(on_device: OnDevice) -> None:
+    found = on_device("host")
+    assert found["status"] == 0
+    assert "100% were" in found["told"][0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found["told"] if line.startswith("| ")]
+    times = {name: float(median.replace(",", "")) for name, median, *_ in rows[2:]}
+    assert times.keys() == {"built", "replayed", "mlx-lm's BatchGenerator"} and min(times.values()) > 0
+    ratios = {name: (float(over_built), float(over_theirs)) for name, *_, over_built, over_theirs in rows[2:]}
+    assert ratios["built"][0] == ratios["mlx-lm's BatchGenerator"][1] == 1
+    assert ratios["replayed"][0] == pytest.approx(times["replayed"] / times["built"], abs=0.01)
+
+
 def test_another_mlx_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform != "linux":
         pytest.skip("refused anyway")

@@ -1,0 +1,215 @@
+"""Runs decode steps by replaying a graph that MLX has traced, instead of building the same graph in Python again.
+
+A step all of whose rows sample (decodes, and verifications of drafts) has the same graph as another one but for its
+sizes. So sizes are rounded up, and a trace is kept for each combination of them::
+
+    rows           | r0 r1 r2 r3 r4 .. .. .. |    padded: rows of requests of one token, in the trash block
+    block tables   | as wide as a power of two blocks
+    tables of attention: see the backend's ``tables``
+
+What changes from step to step goes in as arrays, the KV cache too, and comes out: a trace holds no pool, and the writes
+stay in place as in a step that is built. It does hold the model's weights, so it must not outlive the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.backend import (
+    AttentionBackend,
+    ReplayableAttention,
+    ReplayableBackend,
+    StepAttention,
+    StepTables,
+    size_class,
+)
+from metal_engine.errors import one_line
+from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.writes import TracedWrites
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.step import DecodeForward, DecodeOutcome
+
+logger = logging.getLogger(__name__)
+
+# A trace of a model with 30 layers takes 1.3 MB of memory and some 20 ms to make.
+MAX_TRACES = 32
+# How often a combination of sizes comes before it is traced: those between two batch sizes come once or twice.
+TRACE_AT = 3
+MIN_TABLE_BLOCKS = 16
+
+_Trace = Callable[..., Any]
+
+
+class DecodeReplay:
+    """Traces of a model's decode steps.
+
+    Belongs to the thread that runs the steps.
+
+    Args:
+        trash_block: a block of the pool that no request has: where padded rows leave their K and V.
+        trace_at: see ``TRACE_AT``.
+
+    Attributes:
+        refusal: why nothing is replayed, in a few words; None as long as nothing speaks against it.
+    """
+
+    def __init__(
+        self, model: PagedModel, backend: AttentionBackend, trash_block: int, *, trace_at: int = TRACE_AT
+    ) -> None:
+        self._model = model
+        self._pool = model.pool
+        self._backend = backend if isinstance(backend, ReplayableBackend) else None
+        self._trash_block = trash_block
+        self._trace_at = trace_at
+        self._asked: Hashable | None = None
+        self._traces: OrderedDict[Hashable, _Trace] = OrderedDict()  # least recently used first
+        self._num_seen: Counter[Hashable] = Counter()  # by sizes that have no trace
+        self.refusal: str | None = None
+        if self._pool.is_recurrent:
+            self.refusal = "its layers carry recurrent states"
+        elif self._backend is None:
+            self.refusal = "several backends share its attention"
+
+    @property
+    def num_traces(self) -> int:
+        return len(self._traces)
+
+    def drop_traces(self) -> None:
+        """Let go of all traces, and of the weights with them; those that are needed again are made again."""
+        self._traces.clear()
+
+    def learn(self, attention: StepAttention) -> None:
+        """See in a step that was built what the layers ask of attention."""
+        if self._asked is None and isinstance(attention, ReplayableAttention):
+            self._asked = attention.asked or None
+
+    def forward(
+        self, input_ids: mx.array, rows: StepRows, build: Callable[[], mx.array]
+    ) -> tuple[mx.array, DecodeOutcome]:
+        """A step all of whose rows sample.
+
+        Args:
+            input_ids: [N] int32.
+            rows: validated.
+            build: makes the graph of the step, where it is not replayed.
+
+        Returns:
+            Its logits, [N, vocab_size], and how they came about.
+        """
+        if self.refusal is not None or self._backend is None:
+            return build(), "refused"
+        if self._asked is None:
+            return build(), "untraced"
+        larger = padded(rows, self._trash_block)
+        tables = self._backend.tables(larger, self._asked)
+        if tables is None:
+            return build(), "large"
+        trace = self._traces.get(tables.key)
+        if trace is not None:
+            self._traces.move_to_end(tables.key)
+            return self._run(trace, input_ids, larger, tables)[: rows.num_tokens], "replayed"
+        if not self._is_worth_tracing(tables.key):
+            return build(), "untraced"
+        trace = mx.compile(self._function(tables))
+        try:
+            logits = self._run(trace, input_ids, larger, tables)
+        except Exception as error:  # noqa: BLE001  (raised again by what is built, unless it is tracing that fails)
+            # Not the error itself: its traceback holds the pool's arrays, and the next writes would copy them.
+            reason = one_line(error)
+        else:
+            self._keep(tables.key, trace)
+            return logits[: rows.num_tokens], "traced"
+        built = build()
+        self._refuse(f"its forward cannot be traced ({reason})")
+        return built, "refused"
+
+    def failed(self, under_way: Iterable[DecodeForward], error: Exception) -> None:
+        """See to the traces after a step that failed: the cause may be in one, so all are dropped.
+
+        Where one has run for the first time just then, it is taken for the cause, and nothing is replayed any more:
+        else each step that is traced would fail its requests.
+
+        Args:
+            under_way: of the step that failed, and of those built after it.
+        """
+        self._traces.clear()
+        if self.refusal is None and any(forward.outcome == "traced" for forward in under_way):
+            self._refuse(f"a step failed that was replayed for the first time ({one_line(error)})")
+
+    def _refuse(self, why: str) -> None:
+        self.refusal = why
+        self._traces.clear()
+        logger.warning("decode steps are built one by one, which takes longer on the host: %s", why)
+
+    def _is_worth_tracing(self, key: Hashable) -> bool:
+        if len(self._num_seen) > 8 * MAX_TRACES:  # sizes are endless
+            self._num_seen.clear()
+        self._num_seen[key] += 1
+        return self._num_seen[key] >= self._trace_at
+
+    def _function(self, tables: StepTables) -> _Trace:
+        """What is traced: a forward over arrays alone, the pool's among them."""
+        model, pool, attention_over = self._model, self._pool, tables.attention
+
+        def forward(
+            input_ids: mx.array, positions: mx.array, slots: mx.array, given: list[mx.array], arrays: list[mx.array]
+        ) -> tuple[mx.array, list[mx.array]]:
+            pool.take_back(arrays)
+            logits = model.forward_of_arrays(input_ids, positions, TracedWrites(slots), attention_over(given))
+            return logits, pool.hand_out()
+
+        return forward
+
+    def _run(self, trace: _Trace, input_ids: mx.array, rows: StepRows, tables: StepTables) -> mx.array:
+        """The logits of a padded step. Where it raises, the pool is as it was."""
+        missing = rows.num_tokens - input_ids.size
+        if missing:
+            input_ids = mx.concatenate([input_ids, mx.zeros((missing,), mx.int32)])
+        positions, slots = mx.array(rows.positions), mx.array(rows.slot_mapping)
+        arrays = self._pool.hand_out()
+        try:
+            # What went in is let go of: writes are in place only if nothing else holds the old arrays.
+            logits, arrays = trace(input_ids, positions, slots, tables.arrays, arrays)
+        finally:
+            self._pool.take_back(arrays)
+        return logits
+
+    def _keep(self, key: Hashable, trace: _Trace) -> None:
+        del self._num_seen[key]
+        self._traces[key] = trace
+        if len(self._traces) > MAX_TRACES:
+            self._traces.popitem(last=False)
+
+
+def padded(rows: StepRows, trash_block: int) -> StepRows:
+    """A step with requests of one token at its end, all in one block, and a wider block table: of a size of few."""
+    missing = size_class(rows.num_tokens) - rows.num_tokens
+    num_requests, num_blocks = rows.block_table.shape
+    width = max(MIN_TABLE_BLOCKS, 1 << (num_blocks - 1).bit_length())
+    block_table = np.full((num_requests + missing, width), trash_block, np.int32)
+    block_table[:num_requests, :num_blocks] = rows.block_table
+    if not missing:
+        return replace(rows, block_table=block_table)
+    # Not laid out anew, which takes ten times as long.
+    zeros, numbers = np.zeros(missing, np.int32), np.arange(missing, dtype=np.int32)
+    requests, new_rows = num_requests + numbers, rows.num_tokens + numbers
+    return replace(
+        rows,
+        cu_seqlens_q=np.concatenate([rows.cu_seqlens_q, new_rows + 1]),
+        seq_lens=np.concatenate([rows.seq_lens, zeros + 1]),
+        block_table=block_table,
+        request_of_row=np.concatenate([rows.request_of_row, requests]),
+        positions=np.concatenate([rows.positions, zeros]),
+        slot_mapping=np.concatenate([rows.slot_mapping, zeros + trash_block * rows.block_size]),
+        logits_indices=np.concatenate([rows.logits_indices, new_rows]),
+        sample_requests=np.concatenate([rows.sample_requests, requests]),
+        state_reads=np.concatenate([rows.state_reads, zeros]),
+        state_writes=np.concatenate([rows.state_writes, zeros]),
+    )

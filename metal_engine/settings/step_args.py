@@ -1,0 +1,24 @@
+"""Settings of how a step gets to the device: what the host has done by then, and what it need not do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from metal_engine.settings.fields import setting
+
+# Heading in `--help` and in docs/cli.md.
+SCHEDULING = "Scheduling"
+
+# Fields of :class:`metal_engine.settings.args.EngineArgs`.
+ASYNC_SCHEDULING: Any = setting(
+    None,
+    "Plan the next step while the device still computes the last one. Default: on with Metal for one model on one "
+    "machine without a draft model, else off.",
+    group=SCHEDULING,
+)
+REPLAY_DECODES: Any = setting(
+    "auto",
+    "Replay a traced graph in decode steps, which saves the host's time: always, never, or auto: on Metal.",
+    group=SCHEDULING,
+    choices=("auto", "always", "never"),
+)

@@ -1,0 +1,475 @@
+"""Replayed decode steps: the tokens of steps that are built, over the real CPU backend, and nothing that they leave."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from metal_engine.engine.core import EngineCore
+from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.kv_cache.pool import StatePool
+from metal_engine.kv_cache.rows import step_rows
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.runner import replay
+from metal_engine.runner.pending_step import PendingStep
+from metal_engine.runner.replay import DecodeReplay, padded
+from metal_engine.sampling_params import SamplingParams
+from tests.engine.test_behind import SIZES, asked, goes_behind, same
+from tests.engine.test_failed_steps import Fault, run_with_fault
+from tests.engine.test_one_ahead import ASKED, ask_all, tokens_of, with_caching
+from tests.engine.test_quantized_kv import model_of
+from tests.support import adapters
+from tests.support.demo import MakeEngine, engine_for
+from tests.support.running import run
+from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
+from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference
+from tools.compare.equal_outputs import MAX_GAP, compare_outputs
+from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.tiny_models import tiny_model
+
+VOCAB_SIZE = 97
+PROMPTS = [np.random.default_rng(i).integers(0, VOCAB_SIZE, n).tolist() for i, n in enumerate((5, 23, 1, 40, 9, 31))]
+# Each ends at a time of its own, so that the rows of steps become fewer.
+EACH = [SamplingParams(temperature=0.0, max_tokens=6 + 3 * i, ignore_eos=True) for i in range(len(PROMPTS))]
+
+
+def tiny(model: nn.Module, *, kv_cache_dtype: str = "auto", replay: bool = True, **sizes: Any) -> EngineCore:
+    defaults = {"budget": 64, "block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "vocab_size": VOCAB_SIZE}
+    paged = PagedModel(model, kv_cache_dtype=kv_cache_dtype)
+    return engine_for(paged, tiny_tokenizer(), replay=replay, **{**defaults, **sizes})
+
+
+def replay_of(engine: EngineCore) -> DecodeReplay:
+    found = engine._runner._replay  # type: ignore[attr-defined]
+    assert isinstance(found, DecodeReplay)
+    return found
+
+
+def num_replayed(engine: EngineCore) -> int:
+    """Steps that went through a trace, for the first time or not."""
+    forwards = engine.metrics.num_decode_forwards
+    return forwards["replayed"] + forwards["traced"]
+
+
+@pytest.fixture(scope="module")
+def one_by_one() -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "ahead"),
+    [(512, True), pytest.param(512, False, marks=pytest.mark.full), (14, True)],
+    ids=["roomy, one ahead", "roomy", "tight, one ahead"],
+)
+def test_equal_outputs_on_the_demo_model(
+    num_blocks: int,
+    ahead: bool,
+    make_engine: MakeEngine,
+    demo_tokenizer: Tokenizer,
+    reference_model: Any,
+    one_by_one: dict[str, Any],
+) -> None:
+    """Chunks, stops, seeds, preemption: against steps that are built, one by one."""
+    if not one_by_one:
+        one_by_one["outputs"] = ask_all(make_engine(budget=96), demo_tokenizer)
+    engine = with_caching(make_engine(budget=96, num_blocks=num_blocks, ahead=ahead, replay=True))
+    replayed = ask_all(engine, demo_tokenizer)
+    assert (engine.stats.num_preemptions > 0) == (num_blocks == 14)
+    num_same = 0
+    for ask, a, b in zip(ASKED, one_by_one["outputs"], replayed, strict=True):
+        num_same += tokens_of(a) == tokens_of(b)
+        if tokens_of(a) == tokens_of(b):
+            assert (a[-1].finish_reason, a[-1].stop_reason) == (b[-1].finish_reason, b[-1].stop_reason)
+            continue
+        prompt = demo_tokenizer.encode(ask.text)
+        assert ask.params.is_greedy, "a seeded draw differs"
+        assert compare_outputs(reference_model, prompt, tokens_of(a), tokens_of(b)).gap < MAX_GAP
+    assert num_same >= len(ASKED) - 1
+    assert num_replayed(engine) >= 5 and engine.metrics.replay_refusal is None
+
+
+MODELS = [
+    pytest.param("llama", "auto", id="plain"),
+    pytest.param("gemma3_text", "auto", id="windows"),
+    pytest.param("deepseek_v3", "auto", id="latents, experts"),
+    pytest.param("llama", "int8", id="int8"),
+    pytest.param("deepseek_v3", "int4", id="int4 latents"),
+]
+
+
+DISPATCH = [
+    pytest.param({}, id="one by one"),
+    pytest.param({"ahead": True}, id="one ahead"),
+    pytest.param({"ahead": True, "behind": True}, id="behind"),
+]
+
+
+@pytest.mark.parametrize("dispatch", DISPATCH)
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), MODELS)
+def test_equal_outputs(name: str, kv_cache_dtype: str, dispatch: dict[str, bool]) -> None:
+    expected = run(tiny(model_of(name), kv_cache_dtype=kv_cache_dtype, replay=False), PROMPTS, EACH)
+    engine = tiny(model_of(name), kv_cache_dtype=kv_cache_dtype, num_blocks=20, **dispatch)
+    assert run(engine, PROMPTS, EACH) == expected
+    assert engine.metrics.num_decode_forwards["replayed"] > 10
+    assert replay_of(engine).num_traces > 2
+
+
+def test_what_samplers_ask_for() -> None:
+    """Penalties, biases, stops, seeds, log probabilities: all that comes after the forward."""
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.5, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=5, max_tokens=9, presence_penalty=0.5, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=14, logprobs=3, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=10, prompt_logprobs=2, logit_bias={7: 4.0}, ignore_eos=True),
+        SamplingParams(temperature=1.2, seed=2, top_k=5, max_tokens=30, stop_token_ids=tuple(range(0, VOCAB_SIZE, 9))),
+    ]
+    prompts = PROMPTS[: len(asked)]
+    expected = run(tiny(model_of("llama"), replay=False), prompts, asked)
+    engine = tiny(model_of("llama"), ahead=True)
+    assert run(engine, prompts, asked) == expected
+    assert engine.metrics.num_decode_forwards["replayed"] > 5
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_control_behind_other_steps(sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars, whose masks the host makes, among them: a replayed step behind a replayed one, a built one, or none."""
+    alone = [run_all(tiny_engine(), [request])[0] for request in asked()]
+    engine = tiny_engine(behind=True, replay=True, **SIZES[sizes])
+    seen = goes_behind(engine, monkeypatch)
+    for ours, theirs in zip(run_all(engine, asked()), alone, strict=True):
+        same(ours, theirs)
+    assert sum(seen) > 5 and num_replayed(engine) > 5
+    assert (engine.stats.num_preemptions > 0) == (sizes == "preempted")
+    assert engine.stats.num_used_blocks == 0
+
+
+def test_aborts_leave_others_as_they_are() -> None:
+    expected = run(tiny(model_of("llama"), replay=False), PROMPTS, EACH)
+    engine = tiny(model_of("llama"), ahead=True)
+    outputs: dict[str, list[int]] = {}
+    for i, (prompt, params) in enumerate(zip(PROMPTS, EACH, strict=True)):
+        engine.add_request(str(i), engine.prepare(prompt, params))
+    while engine.has_requests:
+        if engine.num_steps == 6:
+            engine.abort_request("5")
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).extend(output.token_ids)
+        engine.scheduler.check_integrity()
+    assert [outputs[str(i)] for i in range(5)] == expected[:5]
+    assert engine.metrics.num_decode_forwards["replayed"] > 5
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
+def test_verifications_of_drafts(ahead: bool) -> None:
+    """Of different lengths, some rejected; one step ahead among steps without drafts."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = run(tiny(model_of("llama"), replay=False), PROMPTS, greedy)
+    speculative = speculative_config(3, longest=3, shortest=1)
+    engine = tiny(model_of("llama"), speculative=speculative, ahead=ahead)
+    propose_from(engine, KnownOutputs({tuple(p): o for p, o in zip(PROMPTS, expected, strict=True)}))
+    if not ahead:  # one step ahead, only what is mostly right is worth the wait
+        draft_for_free(engine)
+    assert run(engine, PROMPTS, greedy) == expected
+    metrics = engine.metrics
+    assert sum(metrics.num_accepted_tokens) > 0
+    assert ahead or sum(metrics.num_accepted_tokens) < metrics.num_draft_tokens
+    assert metrics.num_decode_forwards["replayed"] > 3
+
+
+# --- what is built ---
+
+
+def test_recurrent_models_are_built() -> None:
+    expected = run(tiny(model_of("qwen3_next"), replay=False), PROMPTS, EACH)
+    engine = tiny(model_of("qwen3_next"))
+    assert run(engine, PROMPTS, EACH) == expected
+    assert engine.metrics.replay_refusal == "its layers carry recurrent states"
+    assert set(engine.metrics.num_decode_forwards) == {"refused"}
+
+
+class Evaluating(nn.Module):
+    """A layer that looks at its numbers, which are not there yet in a trace."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, x: mx.array) -> mx.array:
+        assert x.max().item() < 1e30
+        return self.inner(x)
+
+
+def test_a_model_that_cannot_be_traced_is_built(caplog: pytest.LogCaptureFixture) -> None:
+    expected = run(tiny(model_of("llama"), replay=False), PROMPTS, EACH)
+    model: Any = model_of("llama")
+    model.model.layers[1].mlp = Evaluating(model.model.layers[1].mlp)
+    engine = tiny(model)
+    with caplog.at_level(logging.WARNING, replay.__name__):
+        assert run(engine, PROMPTS, EACH) == expected
+    assert len([r for r in caplog.records if r.name == replay.__name__]) == 1
+    refusal = engine.metrics.replay_refusal
+    assert refusal is not None and "cannot be traced" in refusal
+    assert set(engine.metrics.num_decode_forwards) <= {"refused", "untraced"}
+    assert replay_of(engine).num_traces == 0
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("dispatch", DISPATCH)
+def test_a_trace_that_fails_at_first_is_the_last(dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may refuse what MLX has fused. Steps would fail again and again, each time that sizes are traced."""
+    fault = Fault()
+    model = tiny_model(num_hidden_layers=4, vocab_size=300)
+    fault.install(model, monkeypatch)
+    sizes = {"vocab_size": 300, "max_num_seqs": 3, **dispatch}
+    expected = run_with_fault(tiny(model, replay=False, **sizes), fault, "", 1000)[1]
+    engine = tiny(model, **sizes)
+    kept = replay_of(engine)
+    function = kept._function
+
+    def failing(tables: Any) -> Any:
+        fault.kind = "eval"
+        return function(tables)
+
+    monkeypatch.setattr(kept, "_function", failing)
+    failed, outputs = run_with_fault(engine, fault, "", 1000)
+    assert failed and outputs and outputs == {key: expected[key] for key in outputs}
+    assert engine.metrics.num_failed_steps == 1
+    refusal = engine.metrics.replay_refusal
+    assert refusal is not None and "failed that was replayed for the first time" in refusal
+    assert kept.num_traces == 0 and engine.metrics.num_decode_forwards["refused"] > 0
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("point", ["tokens", "logits"])
+@pytest.mark.parametrize("dispatch", DISPATCH)
+def test_replayed_steps_that_fail_at_either_end(
+    dispatch: dict[str, bool], point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that fail between, and the others that may: tests/engine/test_failed_steps.py."""
+    fault = Fault(point)
+    model = tiny_model(num_hidden_layers=4, vocab_size=300)
+    fault.install(model, monkeypatch)
+    sizes = {"vocab_size": 300, "max_num_seqs": 3, **dispatch}
+    expected = run_with_fault(tiny(model, replay=False, **sizes), fault, "", 1000)[1]
+    engine = tiny(model, **sizes)
+    assert run_with_fault(engine, fault, "", 1000)[1] == expected
+    failed, outputs = run_with_fault(engine, fault, "eval", 5)
+    assert failed and outputs and outputs == {key: expected[key] for key in outputs}
+    assert fault.num_replayed == 1 and engine.metrics.num_failed_steps == 1
+    assert run_with_fault(engine, fault, "", 1000)[1] == expected
+    assert engine.metrics.replay_refusal is None and replay_of(engine).num_traces > 0
+
+
+@pytest.mark.parametrize("dispatch", DISPATCH)
+def test_after_another_failure_traces_are_made_anew(dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny(model_of("llama"), **dispatch)
+    expected = run(engine, PROMPTS, EACH)
+    kept = replay_of(engine)
+    num_traces = kept.num_traces
+    wait = PendingStep.wait
+
+    def fails_once(step: PendingStep) -> None:
+        wait(step)
+        if step.decode_forward is not None and step.decode_forward.outcome == "replayed":
+            monkeypatch.setattr(PendingStep, "wait", wait)
+            assert kept.num_traces == num_traces
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(PendingStep, "wait", fails_once)
+    for i, (prompt, params) in enumerate(zip(PROMPTS, EACH, strict=True)):
+        engine.add_request(str(i), engine.prepare(prompt, params))
+    while not engine.metrics.num_failed_steps:
+        engine.step()
+    assert kept.num_traces == 0 and kept.refusal is None
+    while engine.has_requests:
+        engine.step()
+    assert run(engine, PROMPTS, EACH) == expected
+    assert engine.metrics.replay_refusal is None and kept.num_traces > 2
+
+
+def test_a_step_that_cannot_be_built_either_does_not_speak_against_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(vocab_size=VOCAB_SIZE)
+    mlp = type(model.layers[1].mlp)
+    call, is_broken = mlp.__call__, False
+
+    def breaking(self: Any, x: mx.array) -> mx.array:
+        if is_broken:
+            raise RuntimeError("refused while building")
+        return call(self, x)
+
+    monkeypatch.setattr(mlp, "__call__", breaking)
+    engine = tiny(model)
+    for i, (prompt, params) in enumerate(zip(PROMPTS, EACH, strict=True)):
+        engine.add_request(str(i), engine.prepare(prompt, params))
+    while not engine.metrics.num_decode_forwards:
+        engine.step()
+    replay_of(engine).drop_traces()
+    is_broken = True
+    assert {output.finish_reason for output in engine.step()} == {"error"}
+    is_broken = False
+    assert not engine.has_requests and engine.stats.num_used_blocks == 0
+    expected = run(tiny(model, replay=False), PROMPTS, EACH)
+    assert run(engine, PROMPTS, EACH) == expected
+    assert engine.metrics.replay_refusal is None and engine.metrics.num_decode_forwards["replayed"] > 10
+
+
+def test_steps_with_adapters_are_built(tmp_path: Path) -> None:
+    weights = adapters.products(tiny_reference(), adapters.ALL, rank=2, seed=1)
+    folder = adapters.write_mlx_lm(tmp_path / "one", weights)
+    answers: dict[bool, list[list[int]]] = {}
+    for is_replayed in (False, True):
+        engine = adapters.adapted_engine({"one": folder}, replay=is_replayed)
+        answers[is_replayed] = []
+        for name in ("one", None):
+            greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+            adapter = engine.adapters.find(name) if engine.adapters is not None and name else None
+            (prepared,) = engine.prepare_all([[5, 6, 7]], greedy, adapter=adapter)
+            engine.add_request("r", prepared)
+            tokens: list[int] = []
+            while engine.has_requests:
+                tokens += [token for output in engine.step() for token in output.token_ids]
+            answers[is_replayed].append(tokens)
+    assert answers[True] == answers[False] and answers[True][0] != answers[True][1]
+    assert engine.metrics.num_decode_forwards["adapters"] == 8 and engine.metrics.num_decode_forwards["replayed"] > 4
+
+
+# --- padding ---
+
+
+def test_padded_rows_are_requests_of_the_trash_block() -> None:
+    table = np.arange(18, dtype=np.int32).reshape(9, 2)
+    rows = step_rows(table, np.arange(3, 12, dtype=np.int32), np.ones(9, np.int32), 8)
+    step = padded(rows, 99)
+    assert step.num_tokens == step.num_requests == 10 and step.block_table.shape == (10, 16)
+    np.testing.assert_array_equal(step.slot_mapping, [*rows.slot_mapping, 99 * 8])
+    np.testing.assert_array_equal(step.positions, [*rows.positions, 0])
+    np.testing.assert_array_equal(step.block_table[:9, :2], table)
+    step.validate(100)
+
+
+def test_padded_rows_that_wrote_to_a_real_block_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    nine = [*PROMPTS, *PROMPTS[:3]]  # padded to ten
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    sizes = {"max_num_seqs": 9, "budget": 256}
+    expected = run(tiny(model_of("llama"), replay=False, **sizes), nine, greedy)
+    assert run(tiny(model_of("llama"), **sizes), nine, greedy) == expected
+    engine = tiny(model_of("llama"), **sizes)
+    replay_of(engine)._trash_block = 0
+    assert run(engine, nine, greedy) != expected
+
+
+# --- what is left behind ---
+
+
+def decode(engine: EngineCore, num_tokens: int = 40) -> None:
+    run(engine, PROMPTS, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True))
+
+
+def test_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MAX_TRACES", 3)
+    engine = tiny(model_of("llama"))
+    kept = replay_of(engine)
+    for _ in range(2):
+        run(engine, PROMPTS, EACH)
+        assert kept.num_traces == 3 and len(kept._num_seen) <= 8 * 3 + 1
+    assert engine.metrics.num_decode_forwards["replayed"] > 20
+
+
+def test_sizes_that_come_once_are_not_traced() -> None:
+    engine = tiny(model_of("llama"))
+    replay_of(engine)._trace_at = replay.TRACE_AT
+    run(engine, PROMPTS[:2], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    assert engine.metrics.num_decode_forwards == {"untraced": 2} and replay_of(engine).num_traces == 0
+    decode(engine)
+    assert engine.metrics.num_decode_forwards["replayed"] > 20
+
+
+def memory_after_close(drop: Callable[[DecodeReplay], None], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that are left of an engine whose thread goes on, beside what there was before it."""
+    monkeypatch.setattr(DecodeReplay, "drop_traces", drop)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    engine = tiny(tiny_model(vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=1024))
+    runner: Any = engine._runner
+    runner._outlives_model = True
+    decode(engine, 12)
+    assert replay_of(engine).num_traces > 1
+    engine.close()
+    return mx.get_active_memory() - before
+
+
+def test_nothing_is_left_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces hold the weights: who would not drop them would keep these."""
+    threads = threading.active_count()
+    weight_bytes = 256 * 1024 * 4
+    assert memory_after_close(DecodeReplay.drop_traces, monkeypatch) < weight_bytes / 4
+    assert threading.active_count() == threads
+    kept: list[DecodeReplay] = []
+    assert memory_after_close(lambda traces: kept.append(traces), monkeypatch) > weight_bytes
+
+
+def test_a_failure_leaves_no_pool_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step ahead the pool is made anew after a failure. Nothing has the old one's arrays then."""
+    engine = tiny(tiny_model(vocab_size=VOCAB_SIZE), num_blocks=8192, ahead=True)
+    runner: Any = engine._runner
+    array_bytes = runner._pool.states[0].keys.nbytes
+    decode(engine, 8)
+    before = mx.get_active_memory()
+    wait = PendingStep.wait
+
+    def fails(step: PendingStep) -> None:
+        wait(step)
+        if step.decode_forward is not None and step.decode_forward.outcome == "replayed":
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(PendingStep, "wait", fails)
+    engine.add_request("fails", engine.prepare(PROMPTS[0], EACH[0]))
+    while engine.has_requests:
+        engine.step()
+    monkeypatch.setattr(PendingStep, "wait", wait)
+    assert engine.metrics.num_failed_steps == 1
+    decode(engine, 8)
+    gc.collect()
+    assert mx.get_active_memory() - before < array_bytes / 2
+
+
+def peak_of_decoding(engine: EngineCore) -> int:
+    decode(engine, 8)
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    decode(engine)
+    assert engine.metrics.num_decode_forwards["replayed"] > 30
+    return mx.get_peak_memory() - before
+
+
+class Keeps(StatePool):
+    """A mutant: something holds the arrays that went into a trace."""
+
+    def hand_out(self) -> list[mx.array]:
+        arrays = super().hand_out()
+        self.kept = [array.reshape(-1) for array in arrays]
+        return arrays
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
+def test_writes_stay_in_place(ahead: bool) -> None:
+    peaks = []
+    for kind in (StatePool, Keeps):
+        engine = tiny(tiny_model(vocab_size=VOCAB_SIZE), num_blocks=8192, ahead=ahead)
+        runner: Any = engine._runner
+        runner._pool.__class__ = kind
+        array_bytes = runner._pool.states[0].keys.nbytes
+        assert array_bytes >= 4 << 20
+        peaks.append(peak_of_decoding(engine))
+    assert peaks[0] < array_bytes / 2 < array_bytes <= peaks[1]

@@ -1,0 +1,180 @@
+"""What a decode step costs the thread that runs it, on the fake GPU: built, replayed, and in mlx-lm's BatchGenerator.
+
+Imports MLX: :func:`tools.fake_gpu.install` comes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import gc
+import os
+import pstats
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+
+from metal_engine.device.command_buffers import command_buffer_limits
+from metal_engine.engine.async_engine import AsyncEngine, _Mailbox
+
+from .device import FakeGpu, Settings
+from .workload import Workload, make_engine, make_model
+
+# CPU time of the engine's thread where decode steps are replayed, of what it is where they are built.
+MAX_REPLAYED = 0.65
+TURNS = 6
+_WARM_UP = 20
+
+
+class Ours:
+    """An engine with answers under way, whose outputs go to the queues of an event loop, as in a server."""
+
+    def __init__(self, workload: Workload, *, replay: bool) -> None:
+        self.engine = make_engine(workload, ahead=True, replay=replay, goes_behind=True)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._clients = AsyncEngine(lambda: self.engine)
+        self._clients._loop = self._loop
+        for i in range(workload.num_requests):
+            self._clients._queues[str(i)] = _Mailbox(0, max_unread=1 << 20)
+
+    def step(self) -> None:
+        self._clients._on_outputs(self.engine.step())
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self.engine.close()
+
+
+class MlxLm:
+    """mlx-lm's generator on the same model with as many sequences; it makes no text."""
+
+    def __init__(self, workload: Workload) -> None:
+        stream = mx.default_stream(mx.default_device())
+        sizes = {"completion_batch_size": workload.num_requests, "prefill_batch_size": workload.num_requests}
+        self._generator = BatchGenerator(
+            make_model(workload.model), max_tokens=workload.max_tokens, stream=stream, **sizes
+        )
+        self._generator.insert([[1] * (workload.prompt_len + i % 17) for i in range(workload.num_requests)])
+        while len(self._generator.next_generated()) < workload.num_requests:
+            pass
+
+    def step(self) -> None:
+        self._generator.next_generated()
+
+    def close(self) -> None:
+        self._generator.close()
+
+
+@dataclass
+class Times:
+    """Of each step, in microseconds: CPU time of the thread, and of that what MLX took to evaluate."""
+
+    whole: list[float] = field(default_factory=list)
+    evaluated: list[float] = field(default_factory=list)
+
+
+def measure(steppers: dict[str, Any], num_steps: int) -> dict[str, Times]:
+    """Steps of each, a few at a time in turns, so that what else the machine does reaches all."""
+    times = {name: Times() for name in steppers}
+    spent = 0.0
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal spent
+            start = time.thread_time()
+            try:
+                return function(*args)
+            finally:
+                spent += time.thread_time() - start
+
+        return call
+
+    originals = mx.async_eval, mx.eval
+    mx.async_eval, mx.eval = map(timed, originals)  # type: ignore[assignment]
+    try:
+        for turn in range(TURNS):
+            for name in steppers if turn % 2 else reversed(steppers):
+                gc.collect()
+                gc.disable()
+                for _ in range(num_steps // TURNS):
+                    spent, start = 0.0, time.thread_time()
+                    steppers[name].step()
+                    times[name].whole.append(1e6 * (time.thread_time() - start))
+                    times[name].evaluated.append(1e6 * spent)
+                gc.enable()
+                mx.synchronize()
+    finally:
+        mx.async_eval, mx.eval = originals
+    return times
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=240, help="timed steps of each")
+    parser.add_argument("--profile", choices=("built", "replayed"), help="print where its time goes instead")
+    parser.add_argument("--no-figures", action="store_true", help="measure, and fail for no figure")
+
+
+def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
+    """Print the report. Returns the process's exit status: 1 where a figure is missed."""
+    workload = Workload(num_requests=args.requests, num_layers=args.layers)
+    limits = command_buffer_limits([workload.model], mx.device_info()["memory_size"], may_go_behind=True)
+    assert limits.max_ops is not None  # the model is known
+    gpu.configure(Settings(max_ops=limits.max_ops, max_mb=limits.max_mb))
+    steppers: dict[str, Any] = {
+        "built": Ours(workload, replay=False),
+        "replayed": Ours(workload, replay=True),
+        "mlx-lm's BatchGenerator": MlxLm(workload),
+    }
+    for stepper in steppers.values():
+        for _ in range(_WARM_UP):
+            stepper.step()
+    if args.profile:
+        _profile(steppers[args.profile], args.steps)
+        return 0
+    forwards = steppers["replayed"].engine.metrics.num_decode_forwards
+    forwards.clear()
+    times = measure(steppers, max(args.steps, TURNS))
+    print(
+        f"{args.requests} sequences, {args.layers} layers, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: "
+        f"CPU time of the thread that steps, in us a step of {len(times['built'].whole)}. Of the replayed engine's "
+        f"steps, {forwards['replayed'] / forwards.total():.0%} were.\n"
+    )
+    print("| | median | quartile | evaluating, median | over built | over mlx-lm's |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    medians = {name: statistics.median(t.whole) for name, t in times.items()}
+    for name, t in times.items():
+        ratios = [f"{medians[name] / medians[other]:.2f}" for other in ("built", "mlx-lm's BatchGenerator")]
+        quartile = sorted(t.whole)[len(t.whole) // 4]
+        cells = [f"{medians[name]:,.0f}", f"{quartile:,.0f}", f"{statistics.median(t.evaluated):,.0f}", *ratios]
+        print(f"| {name} | {' | '.join(cells)} |")
+    for stepper in steppers.values():
+        stepper.close()
+    missed = []
+    if medians["replayed"] > MAX_REPLAYED * medians["built"]:
+        missed.append(f"more than {MAX_REPLAYED} of what built steps take")
+    if medians["replayed"] >= medians["mlx-lm's BatchGenerator"]:
+        missed.append("not less than mlx-lm's")
+    if missed:
+        print(f"\nMissed: replayed steps take {' and '.join(missed)}")
+    return int(bool(missed) and not args.no_figures)
+
+
+def _profile(stepper: Any, num_steps: int) -> None:
+    profile = cProfile.Profile(time.thread_time)
+    profile.enable()
+    for _ in range(num_steps):
+        stepper.step()
+    profile.disable()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(45)
