@@ -122,6 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--steps", type=int, default=240, help="timed steps of each")
+    parser.add_argument("--kernel-us", type=float, default=20.0, help="device time of a kernel")
     parser.add_argument("--profile", choices=("built", "replayed"), help="print where its time goes instead")
     parser.add_argument("--no-figures", action="store_true", help="measure, and fail for no figure")
 
@@ -131,7 +132,7 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
     workload = Workload(num_requests=args.requests, num_layers=args.layers)
     limits = command_buffer_limits([workload.model], mx.device_info()["memory_size"], may_go_behind=True)
     assert limits.max_ops is not None  # the model is known
-    gpu.configure(Settings(max_ops=limits.max_ops, max_mb=limits.max_mb))
+    gpu.configure(Settings(max_ops=limits.max_ops, max_mb=limits.max_mb, kernel_us=args.kernel_us))
     steppers: dict[str, Any] = {
         "built": Ours(workload, replay=False),
         "replayed": Ours(workload, replay=True),

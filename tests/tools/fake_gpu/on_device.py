@@ -215,7 +215,9 @@ def host() -> dict[str, Any]:
     """What ``python -m tools.fake_gpu host`` prints, of few steps of a small model."""
     told = io.StringIO()
     with redirect_stdout(told):
-        status = of_host.run(GPU, Namespace(requests=4, layers=2, steps=12, profile=None, no_figures=True))
+        status = of_host.run(
+            GPU, Namespace(requests=4, layers=2, steps=12, kernel_us=1.0, profile=None, no_figures=True)
+        )
     return {"status": status, "told": told.getvalue().splitlines()}
 
 
