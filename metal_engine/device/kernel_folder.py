@@ -144,10 +144,15 @@ def _fit_for_code(folder: Path) -> Path:
 
 
 def _contents(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """All that is in a folder and the ones below it, but for what others remove meanwhile."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            yield Path(entry.path), entry.stat(follow_symlinks=False)
-            if entry.is_dir(follow_symlinks=False):
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # a compiler's temporary file
+                continue
+            yield Path(entry.path), status
+            if stat.S_ISDIR(status.st_mode):
                 yield from _contents(Path(entry.path))
 
 

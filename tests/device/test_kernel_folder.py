@@ -274,3 +274,14 @@ def test_mlxs_own_folder_in_the_users_is_taken_as_it_is(top: Path) -> None:
     found, logged = run(top, TMPDIR=str(mine))
     assert logged == "" and found["childs"] == str(mine)
     assert libraries(top) == [library] and library.stat().st_mtime_ns == before
+
+
+def test_what_goes_while_a_folder_is_looked_through_is_left_out(tmp_path: Path) -> None:
+    """As a compiler's temporary file does."""
+    for i in range(3):
+        (tmp_path / f"{i}.tmp").touch()
+    found = kernel_folder._contents(tmp_path)
+    first, _ = next(found)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert first.suffix == ".tmp" and list(found) == []

@@ -169,6 +169,11 @@ def test_what_is_shown_of_them(several: SeveralFakes) -> None:
     health = several.served.get("/health").json()
     assert (health["status"], health["memory_bytes"], health["used_bytes"]) == ("ok", ROOM_FOR_TWO, 100)
     assert [one["state"] for one in health["models"]] == ["unloaded", "loaded", "unloaded"]
+    assert [one.get("kv_cache_dtype") for one in health["models"]] == [
+        None,
+        several.models["b"].config.model.kv_dtype,
+        None,
+    ]
     assert several.served.get("/ready").json() == {"ready": True}
     metrics = several.served.get("/metrics").text
     assert 'metal_engine:model_loaded{model_name="b"} 1.0' in metrics

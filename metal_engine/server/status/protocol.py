@@ -75,6 +75,7 @@ class Health(BaseModel):
 class ModelHealth(BaseModel):
     """One of several models: ``memory_bytes`` it has of the device's, ``requests`` use it, ``loads`` it took so far.
 
+    ``attention`` and ``kv_cache_dtype`` are as in :class:`Health`, and known while it is loaded.
     ``error`` says why it could not be loaded the last time, or why its engine has stopped.
     """
 
@@ -87,6 +88,7 @@ class ModelHealth(BaseModel):
     waiting: int = 0
     kv_cache_usage: float = 0.0
     attention: str | None = None
+    kv_cache_dtype: str | None = None
     preemptions: int = 0
     failed_steps: int = 0
     error: str | None = None

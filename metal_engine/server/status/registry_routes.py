@@ -112,6 +112,7 @@ def _health(entry: ModelEntry) -> ModelHealth:
     told.running, told.waiting, told.preemptions = stats.num_running, engine.num_waiting, stats.num_preemptions
     told.kv_cache_usage = stats.num_used_blocks / stats.num_blocks
     told.failed_steps, told.attention = engine.metrics.num_failed_steps, engine.config.attention
+    told.kv_cache_dtype = engine.config.model.kv_dtype
     if entry.failure is not None:
         told.error = f"its engine has stopped: {entry.failure!r}"
     return told
