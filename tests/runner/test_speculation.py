@@ -53,9 +53,9 @@ SAMPLED: list[dict[str, Any]] = [
 EVERYTHING: Requests = [
     *((byte_ids(f"prompt {i} the thing"), params(**fields)) for i, fields in enumerate(SAMPLED)),
     *(
-        (byte_ids(f"{i}{name} follows"), SamplingParams(seed=20 + i, max_tokens=18, structured_outputs=one, **more))
+        (byte_ids(f"{i} follows"), SamplingParams(seed=20 + i, max_tokens=18, structured_outputs=one, **more))
         for i, one in enumerate(GRAMMARS)
-        for name, more in (("", {}), ("b", {"repetition_penalty": 1.2, "logprobs": 1, "min_tokens": 4}))
+        for more in ({}, {"repetition_penalty": 1.2, "logprobs": 1, "min_tokens": 4})
     ),
 ]
 
@@ -86,7 +86,6 @@ def without() -> list[list[RequestOutput]]:
 
 
 def known(requests: Requests, outputs: list[list[RequestOutput]], **options: Any) -> KnownOutputs:
-    assert len({tuple(prompt) for prompt, _ in requests}) == len(requests)
     return KnownOutputs(
         {tuple(p): token_ids(output) for (p, _), output in zip(requests, outputs, strict=True)}, **options
     )
@@ -120,8 +119,11 @@ def test_outputs_are_those_without(
     without: list[list[RequestOutput]], num_drafts: int, rightness: float, config: dict[str, Any]
 ) -> None:
     engine = speculating(num_drafts, **config)
-    propose_from(engine, known(EVERYTHING, without, rightness=rightness))
-    together = run_all(engine, EVERYTHING)
+    # Those with grammars share prompts, and drafts go by the prompt: a wrong one may be right for the other.
+    num_requests = len(EVERYTHING if rightness else SAMPLED)
+    requests, without = EVERYTHING[:num_requests], without[:num_requests]
+    propose_from(engine, known(requests, without, rightness=rightness))
+    together = run_all(engine, requests)
     check_same(together, without)
     assert engine.stats.num_used_blocks == 0
     assert bool(engine.stats.num_preemptions) == ("num_blocks" in config and config["num_blocks"] < 100)
