@@ -176,8 +176,8 @@ class DecodeForward:
 
     Attributes:
         outcome: ``replayed``, or ``traced`` and replayed for the first time; or why it was built: ``untraced`` (its
-            sizes are new or rare), ``adapters`` (some of its requests have one), ``large`` (it takes too much in one
-            piece), ``refused``.
+            sizes are new or rare, or their trace raised), ``adapters`` (some of its requests have one), ``large`` (it
+            takes too much in one piece), ``refused``.
         refusal: why no step is replayed; None where steps are.
     """
 

@@ -71,6 +71,7 @@ class DecodeReplay:
         self._asked: Hashable | None = None
         self._traces: OrderedDict[Hashable, _Trace] = OrderedDict()  # least recently used first
         self._num_seen: Counter[Hashable] = Counter()  # by sizes that have no trace
+        self._broken: set[Hashable] = set()  # sizes whose trace raised when it was replayed: they are built
         self.refusal: str | None = None
         if self._pool.is_recurrent:
             self.refusal = "its layers carry recurrent states"
@@ -114,7 +115,15 @@ class DecodeReplay:
         trace = self._traces.get(tables.key)
         if trace is not None:
             self._traces.move_to_end(tables.key)
-            return self._run(trace, input_ids, larger, tables)[: rows.num_tokens], "replayed"
+            try:
+                return self._run(trace, input_ids, larger, tables)[: rows.num_tokens], "replayed"
+            except Exception as error:  # noqa: BLE001  (raised again by what is built, unless it is the trace that fails)
+                reason = one_line(error)  # not the error itself: see below
+            del self._traces[tables.key]
+            built = build()
+            self._broken.add(tables.key)
+            logger.warning("a trace of %d rows cannot be replayed, and is dropped: %s", larger.num_tokens, reason)
+            return built, "untraced"
         if not self._is_worth_tracing(tables.key):
             return build(), "untraced"
         trace = mx.compile(self._function(tables))
@@ -149,6 +158,8 @@ class DecodeReplay:
         logger.warning("decode steps are built one by one, which takes longer on the host: %s", why)
 
     def _is_worth_tracing(self, key: Hashable) -> bool:
+        if key in self._broken:
+            return False
         if len(self._num_seen) > 8 * MAX_TRACES:  # sizes are endless
             self._num_seen.clear()
         self._num_seen[key] += 1

@@ -322,6 +322,32 @@ def test_a_step_that_cannot_be_built_either_does_not_speak_against_tracing(monke
     assert engine.metrics.replay_refusal is None and engine.metrics.num_decode_forwards["replayed"] > 10
 
 
+@pytest.mark.parametrize("dispatch", DISPATCH)
+def test_a_trace_that_raises_is_dropped(dispatch: dict[str, bool], caplog: pytest.LogCaptureFixture) -> None:
+    """Its step is built, and so are later ones of the same sizes; traces of others go on."""
+    engine = tiny(model_of("llama"), **dispatch)
+    expected = run(engine, PROMPTS, EACH)
+    kept = replay_of(engine)
+    key = list(kept._traces)[-1]
+    others = dict(list(kept._traces.items())[:-1])
+    num_calls = 0
+
+    def broken(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        raise RuntimeError("it cannot be replayed")
+
+    kept._traces[key] = broken
+    engine.metrics.num_decode_forwards.clear()
+    with caplog.at_level(logging.WARNING, replay.__name__):
+        for _ in range(3):
+            assert run(engine, PROMPTS, EACH) == expected
+    assert len([r for r in caplog.records if "it cannot be replayed" in r.message]) == num_calls == 1
+    assert engine.metrics.num_failed_steps == 0 and engine.metrics.replay_refusal is None
+    assert engine.metrics.num_decode_forwards["untraced"] >= 3 and engine.metrics.num_decode_forwards["replayed"] > 10
+    assert kept._traces == others
+
+
 def test_steps_with_adapters_are_built(tmp_path: Path) -> None:
     weights = adapters.products(tiny_reference(), adapters.ALL, rank=2, seed=1)
     folder = adapters.write_mlx_lm(tmp_path / "one", weights)
