@@ -326,7 +326,8 @@ class ModelRunner:
         One that runs behind it computes with what it left, and writes that to the cache, which is made anew then.
         """
         if self._replay is not None:
-            self._replay.failed([s.decode_forward for s in (step, *self._steps) if s.decode_forward], error)
+            behind = [s.decode_forward for s in self._steps if s.is_dispatched and s.decode_forward]
+            self._replay.failed(step.decode_forward, behind, error)
         # All that holds arrays of the cache goes first: there is no room for two.
         for failed_or_void in (step, *self._steps):
             failed_or_void.release()

@@ -139,17 +139,20 @@ class DecodeReplay:
         self._refuse(f"its forward cannot be traced ({reason})")
         return built, "refused"
 
-    def failed(self, under_way: Iterable[DecodeForward], error: Exception) -> None:
+    def failed(self, forward: DecodeForward | None, behind: Iterable[DecodeForward], error: Exception) -> None:
         """See to the traces after a step that failed: the cause may be in one, so all are dropped.
 
-        Where one has run for the first time just then, it is taken for the cause, and nothing is replayed any more:
-        else each step that is traced would fail its requests.
+        Where a trace has run for the first time just then, it is taken for the cause, and nothing is replayed any more:
+        else each step that is traced would fail its requests. A step that is behind one that was built is not to blame.
 
         Args:
-            under_way: of the step that failed, and of those built after it.
+            forward: of the step that failed; None if not every row of it sampled.
+            behind: of the steps that were given to the device behind it.
         """
         self._traces.clear()
-        if self.refusal is None and any(forward.outcome == "traced" for forward in under_way):
+        if self.refusal is not None or forward is None or forward.outcome not in ("replayed", "traced"):
+            return
+        if forward.outcome == "traced" or any(later.outcome == "traced" for later in behind):
             self._refuse(f"a step failed that was replayed for the first time ({one_line(error)})")
 
     def _refuse(self, why: str) -> None:

@@ -296,6 +296,42 @@ def test_after_another_failure_traces_are_made_anew(dispatch: dict[str, bool], m
     assert engine.metrics.replay_refusal is None and kept.num_traces > 2
 
 
+@pytest.mark.parametrize("outcome", [None, "untraced", "replayed"], ids=["prefill", "built", "replayed"])
+@pytest.mark.parametrize("behind", [False, True], ids=["one ahead", "behind"])
+def test_a_trace_is_not_blamed_for_the_step_before(
+    behind: bool, outcome: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step built on one that fails was to be traced. It may be the cause if it ran behind one that was replayed."""
+    engine = tiny(model_of("llama"), ahead=True, behind=behind)
+    expected = run(engine, PROMPTS, EACH)
+    kept, runner = replay_of(engine), engine._runner
+    kept.drop_traces()
+    if outcome == "untraced":
+        kept._trace_at = 2
+    wait = PendingStep.wait
+    is_dispatched: list[bool] = []
+
+    def fails_once(step: PendingStep) -> None:
+        wait(step)
+        found = step.decode_forward and step.decode_forward.outcome
+        steps: Any = runner._steps  # type: ignore[attr-defined]
+        after = [s for s in steps if s is not step and s.decode_forward and s.decode_forward.outcome == "traced"]
+        if not is_dispatched and found == outcome and after:
+            is_dispatched.append(after[0].is_dispatched)
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(PendingStep, "wait", fails_once)
+    for i, (prompt, params) in enumerate(zip(PROMPTS, EACH, strict=True)):
+        engine.add_request(str(i), engine.prepare(prompt, params))
+    while engine.has_requests:
+        engine.step()
+    assert is_dispatched == [behind] and engine.metrics.num_failed_steps == 1
+    is_blamed = behind and outcome == "replayed"
+    assert (kept.refusal is not None) == is_blamed
+    assert run(engine, PROMPTS, EACH) == expected
+    assert (kept.num_traces > 2) == (engine.metrics.replay_refusal is None) == (not is_blamed)
+
+
 def test_a_step_that_cannot_be_built_either_does_not_speak_against_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(vocab_size=VOCAB_SIZE)
     mlp = type(model.layers[1].mlp)
