@@ -244,6 +244,10 @@ class StepHandle(Protocol):
 class Runner(Protocol):
     """What the engine needs of a model runner."""
 
+    @property
+    def replay_refusal(self) -> str | None:
+        """Why no decode step is replayed; None as far as is known, and where none is to be."""
+
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Start one forward pass and one sampling pass over the plan; must not wait for the device to compute them.
 

@@ -73,7 +73,7 @@ class EngineCore:
         self._outputs = OutputProcessor(tokenizer)
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size)
         self._parts = PromptParts(tokenizer) if config.cache.num_state_slots else None
-        self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats)
+        self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats, runner.replay_refusal)
         self._seeds = random.Random(config.seed)
         self._serials = itertools.count()
         self._ids: dict[str, str] = {}  # the client's -> ours

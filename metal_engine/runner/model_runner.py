@@ -130,6 +130,16 @@ class ModelRunner:
         for step in self._steps:
             step.dispatch_rest()
 
+    @property
+    def replay_refusal(self) -> str | None:
+        """See :class:`metal_engine.step.Runner`."""
+        return None if self._replay is None else self._replay.refusal
+
+    def replay_anew(self) -> None:
+        """Forget traces and why no step was replayed, after steps that were tried and failed; between steps."""
+        if self._replay is not None:
+            self._replay.start_anew()
+
     def _build_step(self, plan: SchedulerOutput, before: PoolSnapshot) -> tuple[PendingStep, mx.array | None]:
         """Build a step's graph on a cache as it is now.
 

@@ -72,11 +72,19 @@ class DecodeReplay:
         self._traces: OrderedDict[Hashable, _Trace] = OrderedDict()  # least recently used first
         self._num_seen: Counter[Hashable] = Counter()  # by sizes that have no trace
         self._broken: set[Hashable] = set()  # sizes whose trace raised when it was replayed: they are built
-        self.refusal: str | None = None
+        self.refusal = self._refusal_of_model()
+
+    def _refusal_of_model(self) -> str | None:
         if self._pool.is_recurrent:
-            self.refusal = "its layers carry recurrent states"
-        elif self._backend is None:
-            self.refusal = "several backends share its attention"
+            return "its layers carry recurrent states"
+        return "several backends share its attention" if self._backend is None else None
+
+    def start_anew(self) -> None:
+        """Forget all traces, and what failed: it was no fault of theirs."""
+        self._traces.clear()
+        self._num_seen.clear()
+        self._broken.clear()
+        self.refusal = self._refusal_of_model()
 
     @property
     def num_traces(self) -> int:
