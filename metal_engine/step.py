@@ -258,7 +258,7 @@ class Runner(Protocol):
         """
 
     def dispatch_rest(self) -> None:
-        """Give the device what it lacks of steps that it has begun; called before each plan is made.
+        """Give the device what it lacks of steps that it has begun; called before requests are taken in and each plan.
 
         Raises nothing: where it fails, the step's result raises that.
         """
