@@ -72,6 +72,7 @@ class DecodeReplay:
         self._traces: OrderedDict[Hashable, _Trace] = OrderedDict()  # least recently used first
         self._num_seen: Counter[Hashable] = Counter()  # by sizes that have no trace
         self._broken: set[Hashable] = set()  # sizes whose trace raised when it was replayed: they are built
+        self._num_runs = 0  # of functions that are traced
         self.refusal = self._refusal_of_model()
 
     def _refusal_of_model(self) -> str | None:
@@ -123,8 +124,10 @@ class DecodeReplay:
         trace = self._traces.get(tables.key)
         if trace is not None:
             self._traces.move_to_end(tables.key)
+            num_runs = self._num_runs
             try:
-                return self._run(trace, input_ids, larger, tables)[: rows.num_tokens], "replayed"
+                logits = self._run(trace, input_ids, larger, tables)[: rows.num_tokens]
+                return logits, "replayed" if self._num_runs == num_runs else self._not_replayed()
             except Exception as error:  # noqa: BLE001  (raised again by what is built, unless it is the trace that fails)
                 reason = one_line(error)  # not the error itself: see below
             del self._traces[tables.key]
@@ -163,6 +166,13 @@ class DecodeReplay:
         if forward.outcome == "traced" or any(later.outcome == "traced" for later in behind):
             self._refuse(f"a step failed that was replayed for the first time ({one_line(error)})")
 
+    def _not_replayed(self) -> DecodeOutcome:
+        """What a step was whose trace ran the model's Python: traced anew, or no trace at all."""
+        if _compiles():
+            return "traced"
+        self._refuse("MLX compiles nothing")
+        return "refused"
+
     def _refuse(self, why: str) -> None:
         self.refusal = why
         self._traces.clear()
@@ -183,6 +193,7 @@ class DecodeReplay:
         def forward(
             input_ids: mx.array, positions: mx.array, slots: mx.array, given: list[mx.array], arrays: list[mx.array]
         ) -> tuple[mx.array, list[mx.array]]:
+            self._num_runs += 1
             pool.take_back(arrays)
             logits = model.forward_of_arrays(input_ids, positions, TracedWrites(slots), attention_over(given))
             return logits, pool.hand_out()
@@ -208,6 +219,21 @@ class DecodeReplay:
         self._traces[key] = trace
         if len(self._traces) > MAX_TRACES:
             self._traces.popitem(last=False)
+
+
+def _compiles() -> bool:
+    """Whether MLX traces what it is given; it runs that each time with ``mx.disable_compile``, and says nothing."""
+    num_runs = 0
+
+    def function(x: mx.array) -> mx.array:
+        nonlocal num_runs
+        num_runs += 1
+        return x + 1
+
+    compiled, x = mx.compile(function), mx.array(0)
+    compiled(x)
+    compiled(x)
+    return num_runs == 1
 
 
 def padded(rows: StepRows, trash_block: int) -> StepRows:

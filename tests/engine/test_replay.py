@@ -222,6 +222,24 @@ def test_a_model_that_cannot_be_traced_is_built(caplog: pytest.LogCaptureFixture
     assert replay_of(engine).num_traces == 0
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["from the start", "later"])
+def test_nothing_is_replayed_where_mlx_compiles_nothing(is_late: bool) -> None:
+    """It hands functions back as they are: each step is built, whatever it is called."""
+    expected = run(tiny(model_of("llama"), replay=False), PROMPTS, EACH)
+    engine = tiny(model_of("llama"), ahead=True)
+    if is_late:
+        assert run(engine, PROMPTS, EACH) == expected and engine.metrics.num_decode_forwards["replayed"] > 10
+    engine.metrics.num_decode_forwards.clear()
+    mx.disable_compile()
+    try:
+        assert run(engine, PROMPTS, EACH) == expected
+    finally:
+        mx.enable_compile()
+    assert engine.metrics.replay_refusal == "MLX compiles nothing"
+    assert engine.metrics.num_decode_forwards["replayed"] == 0 and engine.metrics.num_decode_forwards["refused"] > 10
+    assert replay_of(engine).num_traces == 0
+
+
 @pytest.mark.own_process
 @pytest.mark.parametrize("dispatch", DISPATCH)
 def test_a_trace_that_fails_at_first_is_the_last(dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
