@@ -123,6 +123,18 @@ def test_equal_outputs(name: str, kv_cache_dtype: str, dispatch: dict[str, bool]
     assert replay_of(engine).num_traces > 2
 
 
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), MODELS)
+def test_equal_outputs_with_padded_rows(name: str, kv_cache_dtype: str) -> None:
+    """Eleven requests, whose steps are padded to twelve rows, and to ten when two have ended."""
+    eleven = [[*prompt, i] for i, prompt in enumerate([*PROMPTS, *PROMPTS[:5]])]
+    each = [SamplingParams(temperature=0.0, max_tokens=8 + i, ignore_eos=True) for i in range(11)]
+    sizes: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "max_num_seqs": 11, "budget": 512, "num_blocks": 96}
+    expected = run(tiny(model_of(name), replay=False, **sizes), eleven, each)
+    engine = tiny(model_of(name), ahead=True, behind=True, **sizes)
+    assert run(engine, eleven, each) == expected
+    assert engine.metrics.num_decode_forwards["replayed"] > 5
+
+
 def test_what_samplers_ask_for() -> None:
     """Penalties, biases, stops, seeds, log probabilities: all that comes after the forward."""
     asked = [
