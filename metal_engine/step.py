@@ -176,8 +176,8 @@ class DecodeForward:
 
     Attributes:
         outcome: ``replayed``, or ``traced`` and replayed for the first time; or why it was built: ``untraced`` (its
-            sizes are new or rare), ``adapters`` (some of its requests have one), ``large`` (it takes too much in one
-            piece), ``refused``.
+            sizes are new or rare, or their trace raised), ``adapters`` (some of its requests have one), ``large`` (it
+            takes too much in one piece), ``refused``.
         refusal: why no step is replayed; None where steps are.
     """
 
@@ -244,6 +244,10 @@ class StepHandle(Protocol):
 class Runner(Protocol):
     """What the engine needs of a model runner."""
 
+    @property
+    def replay_refusal(self) -> str | None:
+        """Why no decode step is replayed; None as far as is known, and where none is to be."""
+
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Start one forward pass and one sampling pass over the plan; must not wait for the device to compute them.
 
@@ -254,7 +258,7 @@ class Runner(Protocol):
         """
 
     def dispatch_rest(self) -> None:
-        """Give the device what it lacks of steps that it has begun; called before each plan is made.
+        """Give the device what it lacks of steps that it has begun; called before requests are taken in and each plan.
 
         Raises nothing: where it fails, the step's result raises that.
         """

@@ -28,6 +28,11 @@ class LeaderRunner:
         self._watch = watch
         self._step_watch = step_watch
 
+    @property
+    def replay_refusal(self) -> str | None:
+        """See :class:`metal_engine.step.Runner`."""
+        return self._runner.replay_refusal
+
     def when_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
         """See :class:`metal_engine.step.Ranks`."""
         self._watch.tell(tell)

@@ -32,12 +32,10 @@ from metal_engine.step import KVCacheLostError, Ranks, Runner, RunnerLostError, 
 
 logger = logging.getLogger(__name__)
 
-# When every request waits for KV to be loaded, a step waits for it as long as this before it returns.
-_LOAD_WAIT_SECONDS = 0.01
+_LOAD_WAIT_SECONDS = 0.01  # how long a step waits for KV to be loaded when every request does
 # A request to pool has a result where others have a first token.
 _POOLING = SamplingParams(max_tokens=1, temperature=0.0)
-# Token ids looked at in one call, which no other thread can interrupt: 3 ms.
-_IDS_AT_ONCE = 1 << 16
+_IDS_AT_ONCE = 1 << 16  # token ids looked at in one call, which no other thread can interrupt: 3 ms
 
 
 class EngineCore:
@@ -66,14 +64,13 @@ class EngineCore:
     ) -> None:
         self.config, self.ranks = config, ranks
         self.adapters, self.tokenizer = adapters, tokenizer
-        speculative = config.scheduler.speculative
-        proposer = None if speculative is None else make_proposer(speculative)
+        proposer = None if (given := config.scheduler.speculative) is None else make_proposer(given)
         self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector, proposer)
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size)
         self._parts = PromptParts(tokenizer) if config.cache.num_state_slots else None
-        self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats)
+        self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats, runner.replay_refusal)
         self._seeds = random.Random(config.seed)
         self._serials = itertools.count()
         self._ids: dict[str, str] = {}  # the client's -> ours
@@ -278,6 +275,10 @@ class EngineCore:
 
     # --- a step ---
 
+    def dispatch_rest(self) -> None:
+        """Give the device the rest of the step under way: it is not to wait for a plan, nor for requests that come."""
+        self._runner.dispatch_rest()
+
     def step(self) -> list[RequestOutput]:
         """Plan and start a step, then finish the oldest one under way and return its outputs.
 
@@ -289,7 +290,7 @@ class EngineCore:
             RunnerLostError: no step can run any more.
         """
         started = time.monotonic()
-        self._runner.dispatch_rest()  # the device is not to wait for the plan
+        self.dispatch_rest()
         try:
             plan = self.scheduler.schedule()
         except Exception as error:  # noqa: BLE001  (logged there)
@@ -317,9 +318,8 @@ class EngineCore:
 
     def _failed_loads(self) -> list[RequestOutput]:
         """End the requests whose KV could not be loaded, where that is asked for."""
-        if self.scheduler.connector is None:
-            return []
-        failed = list(self.scheduler.connector.failed_loads.items())
+        connector = self.scheduler.connector
+        failed = [] if connector is None else list(connector.failed_loads.items())
         return under_client_ids([self._fail_request(r, message) for r, message in failed])
 
     def _finish_oldest(self) -> list[RequestOutput]:

@@ -212,6 +212,8 @@ class EngineThread:
     def _loop(self, engine: EngineCore) -> None:
         step = engine.step if self._turns is None else partial(self._turns.run, engine.step)
         while True:
+            if self._turns is None:  # else within the turn, by the step
+                engine.dispatch_rest()
             outputs = self._take_in(engine)
             if outputs is None:
                 return

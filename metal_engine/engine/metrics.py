@@ -91,12 +91,12 @@ class EngineMetrics:
         kv_transfer: what KV transfer has done; None without it.
     """
 
-    def __init__(self, kv_transfer: KVTransferStats | None = None) -> None:
+    def __init__(self, kv_transfer: KVTransferStats | None = None, replay_refusal: str | None = None) -> None:
         self.kv_transfer = kv_transfer
         self.num_failed_steps = 0
         self.num_late_masks = 0
         self.num_decode_forwards: Counter[str] = Counter()
-        self.replay_refusal: str | None = None
+        self.replay_refusal = replay_refusal
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens: list[int] = []

@@ -60,7 +60,7 @@ class AdaptedLayer:
         given_a, given_b = weights if weights is not None else (None, None)
         for start, rows in _parts(self.a.shape, given_a):
             self.a = _updated(self.a, slot, start, rows)
-            mx.eval(self.a)  # in place, as nobody has the array before any more
+            mx.eval(self.a)  # in place, unless a step under way has a part that the device has not been given
             yield rows.nbytes
         for start, rows in _parts(self.b.shape, given_b):
             self.b = _updated(self.b, slot, start, rows)
@@ -85,9 +85,9 @@ def _parts(shape: Sequence[int], given: np.ndarray | None) -> Iterator[tuple[int
 def _updated(stack: mx.array, slot: int, start: int, rows: np.ndarray) -> mx.array:
     """A stack with rows put into a slot, to be evaluated; takes the stack's memory if the caller lets go of it.
 
-    A step that has not been computed keeps the stack that it was built with.
+    A step that has not been given to the device whole keeps the stack that it was built with; this one is a copy then.
     """
-    synchronize()  # a step under way holds what it reads
+    synchronize()  # what the device has of a step holds what it reads
     update = mx.array(rows)[None].astype(stack.dtype)
     return mx.slice_update(stack, update, mx.array([slot, start]), axes=(0, 1))
 

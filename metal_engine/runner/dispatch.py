@@ -64,6 +64,7 @@ def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) 
         logger.exception("no step goes behind another: trying it failed")
         with suppress(Exception):  # what a stream keeps of the same error is not for the first request's step
             synchronize()
+        runner.replay_anew()  # going behind may have been the cause
         return f"{AFTER}: trying it behind failed: {type(error).__name__}: {one_line(error)}"
     array_bytes = min((array.nbytes for state in pool.states for array in state.arrays.values()), default=0)
     logger.debug("two steps at a time take %d bytes more; an array of the cache has %d", more, array_bytes)

@@ -130,6 +130,16 @@ class ModelRunner:
         for step in self._steps:
             step.dispatch_rest()
 
+    @property
+    def replay_refusal(self) -> str | None:
+        """See :class:`metal_engine.step.Runner`."""
+        return None if self._replay is None else self._replay.refusal
+
+    def replay_anew(self) -> None:
+        """Forget traces and why no step was replayed, after steps that were tried and failed; between steps."""
+        if self._replay is not None:
+            self._replay.start_anew()
+
     def _build_step(self, plan: SchedulerOutput, before: PoolSnapshot) -> tuple[PendingStep, mx.array | None]:
         """Build a step's graph on a cache as it is now.
 
@@ -326,7 +336,8 @@ class ModelRunner:
         One that runs behind it computes with what it left, and writes that to the cache, which is made anew then.
         """
         if self._replay is not None:
-            self._replay.failed([s.decode_forward for s in (step, *self._steps) if s.decode_forward], error)
+            behind = [s.decode_forward for s in self._steps if s.is_dispatched and s.decode_forward]
+            self._replay.failed(step.decode_forward, behind, error)
         # All that holds arrays of the cache goes first: there is no room for two.
         for failed_or_void in (step, *self._steps):
             failed_or_void.release()

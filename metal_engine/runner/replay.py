@@ -71,11 +71,21 @@ class DecodeReplay:
         self._asked: Hashable | None = None
         self._traces: OrderedDict[Hashable, _Trace] = OrderedDict()  # least recently used first
         self._num_seen: Counter[Hashable] = Counter()  # by sizes that have no trace
-        self.refusal: str | None = None
+        self._broken: set[Hashable] = set()  # sizes whose trace raised when it was replayed: they are built
+        self._num_runs = 0  # of functions that are traced
+        self.refusal = self._refusal_of_model()
+
+    def _refusal_of_model(self) -> str | None:
         if self._pool.is_recurrent:
-            self.refusal = "its layers carry recurrent states"
-        elif self._backend is None:
-            self.refusal = "several backends share its attention"
+            return "its layers carry recurrent states"
+        return "several backends share its attention" if self._backend is None else None
+
+    def start_anew(self) -> None:
+        """Forget all traces, and what failed: it was no fault of theirs."""
+        self._traces.clear()
+        self._num_seen.clear()
+        self._broken.clear()
+        self.refusal = self._refusal_of_model()
 
     @property
     def num_traces(self) -> int:
@@ -114,7 +124,17 @@ class DecodeReplay:
         trace = self._traces.get(tables.key)
         if trace is not None:
             self._traces.move_to_end(tables.key)
-            return self._run(trace, input_ids, larger, tables)[: rows.num_tokens], "replayed"
+            num_runs = self._num_runs
+            try:
+                logits = self._run(trace, input_ids, larger, tables)[: rows.num_tokens]
+                return logits, "replayed" if self._num_runs == num_runs else self._not_replayed()
+            except Exception as error:  # noqa: BLE001  (raised again by what is built, unless it is the trace that fails)
+                reason = one_line(error)  # not the error itself: see below
+            del self._traces[tables.key]
+            built = build()
+            self._broken.add(tables.key)
+            logger.warning("a trace of %d rows cannot be replayed, and is dropped: %s", larger.num_tokens, reason)
+            return built, "untraced"
         if not self._is_worth_tracing(tables.key):
             return build(), "untraced"
         trace = mx.compile(self._function(tables))
@@ -130,18 +150,28 @@ class DecodeReplay:
         self._refuse(f"its forward cannot be traced ({reason})")
         return built, "refused"
 
-    def failed(self, under_way: Iterable[DecodeForward], error: Exception) -> None:
+    def failed(self, forward: DecodeForward | None, behind: Iterable[DecodeForward], error: Exception) -> None:
         """See to the traces after a step that failed: the cause may be in one, so all are dropped.
 
-        Where one has run for the first time just then, it is taken for the cause, and nothing is replayed any more:
-        else each step that is traced would fail its requests.
+        Where a trace has run for the first time just then, it is taken for the cause, and nothing is replayed any more:
+        else each step that is traced would fail its requests. A step that is behind one that was built is not to blame.
 
         Args:
-            under_way: of the step that failed, and of those built after it.
+            forward: of the step that failed; None if not every row of it sampled.
+            behind: of the steps that were given to the device behind it.
         """
         self._traces.clear()
-        if self.refusal is None and any(forward.outcome == "traced" for forward in under_way):
+        if self.refusal is not None or forward is None or forward.outcome not in ("replayed", "traced"):
+            return
+        if forward.outcome == "traced" or any(later.outcome == "traced" for later in behind):
             self._refuse(f"a step failed that was replayed for the first time ({one_line(error)})")
+
+    def _not_replayed(self) -> DecodeOutcome:
+        """What a step was whose trace ran the model's Python: traced anew, or no trace at all."""
+        if _compiles():
+            return "traced"
+        self._refuse("MLX compiles nothing")
+        return "refused"
 
     def _refuse(self, why: str) -> None:
         self.refusal = why
@@ -149,6 +179,8 @@ class DecodeReplay:
         logger.warning("decode steps are built one by one, which takes longer on the host: %s", why)
 
     def _is_worth_tracing(self, key: Hashable) -> bool:
+        if key in self._broken:
+            return False
         if len(self._num_seen) > 8 * MAX_TRACES:  # sizes are endless
             self._num_seen.clear()
         self._num_seen[key] += 1
@@ -161,6 +193,7 @@ class DecodeReplay:
         def forward(
             input_ids: mx.array, positions: mx.array, slots: mx.array, given: list[mx.array], arrays: list[mx.array]
         ) -> tuple[mx.array, list[mx.array]]:
+            self._num_runs += 1
             pool.take_back(arrays)
             logits = model.forward_of_arrays(input_ids, positions, TracedWrites(slots), attention_over(given))
             return logits, pool.hand_out()
@@ -186,6 +219,21 @@ class DecodeReplay:
         self._traces[key] = trace
         if len(self._traces) > MAX_TRACES:
             self._traces.popitem(last=False)
+
+
+def _compiles() -> bool:
+    """Whether MLX traces what it is given; it runs that each time with ``mx.disable_compile``, and says nothing."""
+    num_runs = 0
+
+    def function(x: mx.array) -> mx.array:
+        nonlocal num_runs
+        num_runs += 1
+        return x + 1
+
+    compiled, x = mx.compile(function), mx.array(0)
+    compiled(x)
+    compiled(x)
+    return num_runs == 1
 
 
 def padded(rows: StepRows, trash_block: int) -> StepRows:

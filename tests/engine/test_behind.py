@@ -275,3 +275,36 @@ def test_a_check_that_fails_is_no_end(where: str, at: int, monkeypatch: pytest.M
     assert "no memory left" in dispatch
     assert not runner.goes_behind and not runner._steps and not runner._table._index_of
     assert list(map(token_ids, run_all(engine, requests))) == expected
+
+
+@pytest.mark.usefixtures("short_check")
+def test_a_check_that_fails_says_nothing_against_replaying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that went behind another ran a trace for the first time; after the end of that one it may run."""
+    requests = [(byte_ids("ab"), SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0))]
+    expected = list(map(token_ids, run_all(tiny_engine(), requests)))
+    engine = tiny_engine(ahead=True, num_blocks=64, replay=True)
+    runner: Any = engine._runner
+    refusals: list[str] = []
+    with monkeypatch.context() as patch:
+        wait = PendingStep.wait
+
+        def failing(step: PendingStep) -> None:
+            wait(step)
+            if runner.goes_behind and step.decode_forward is not None and step.decode_forward.outcome == "traced":
+                raise RuntimeError("no memory left")
+
+        patch.setattr(PendingStep, "wait", failing)
+        replay_anew = runner.replay_anew
+        patch.setattr(runner, "replay_anew", lambda: (refusals.append(runner.replay_refusal), replay_anew()))
+        dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, device=METAL))
+    assert "trying it behind failed" in dispatch
+    assert "failed that was replayed for the first time" in refusals[0]
+    assert runner.replay_refusal is None and runner._replay.num_traces == 0
+    assert list(map(token_ids, run_all(engine, requests))) == expected
+    assert engine.metrics.num_decode_forwards["replayed"] > 3
+
+
+def test_what_cannot_be_replayed_is_known_before_any_step() -> None:
+    for replay in (False, True):
+        engine = tiny_engine(architecture="qwen3_next", num_state_slots=60, replay=replay)
+        assert engine.metrics.replay_refusal == ("its layers carry recurrent states" if replay else None)

@@ -6,16 +6,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.engine_thread import EngineDeadError, EngineThread
+from metal_engine.engine.engine_thread import EngineDeadError, EngineThread, _Call
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import NO_RULES, SamplingParams
 from metal_engine.step import RunnerLostError
 from tests.support.serving import wait_until
+from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import FakeRunner, fake_config, tiny_tokenizer
 
 
@@ -39,6 +41,9 @@ class SlowCore:
         time.sleep(0.004)
         self.log.append("add")
 
+    def dispatch_rest(self) -> None:
+        """Nothing runs on a device."""
+
     def step(self) -> list[RequestOutput]:
         self.log.append("step")
         return []
@@ -59,6 +64,45 @@ def test_steps_go_on_while_many_requests_come_in() -> None:
     between_steps = "".join("+" if entry == "add" else " " for entry in core.log).split()
     # 10 ms of them and the one under way then.
     assert sum(map(len, between_steps)) == 20 and max(map(len, between_steps)) <= 4
+
+
+def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
+    """A GPU's, in two parts: taking requests in may take 10 ms. So do functions that are called in the thread."""
+    found: list[tuple[bool, bool]] = []
+    all_came, ended = threading.Event(), threading.Event()
+
+    def build() -> EngineCore:
+        core = tiny_engine(behind=True)
+        add = core.add_request
+
+        def looked(*args: Any, **options: Any) -> None:
+            look()
+            add(*args, **options)
+
+        core.add_request = looked  # type: ignore[method-assign]
+        return core
+
+    def look() -> None:
+        runner: Any = core._runner
+        found.extend((step.is_dispatched, step.has_rest) for step in runner._steps)
+
+    def on_outputs(outputs: list[RequestOutput]) -> None:
+        assert not any(output.error for output in outputs)
+        if not all_came.is_set():  # each time with a step under way
+            thread.submit(str(len(found)), prepared)
+            thread._inbox.put(_Call(look, Future()))
+            if len(found) > 8:
+                all_came.set()
+        elif not core.request_ids:
+            ended.set()
+
+    thread = EngineThread(build, on_outputs)
+    core = thread.start()
+    prepared = core.prepare([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    thread.submit("first", prepared)
+    assert ended.wait(60)
+    assert thread.shutdown()
+    assert len(found) > 8 and set(found) == {(True, False)}
 
 
 class LostRanks:

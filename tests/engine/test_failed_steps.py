@@ -94,6 +94,8 @@ class Fault:
         def spoilt(tokens: mx.array, *args: Any) -> Any:
             self.num_replayed += 1
             *given, arrays = args
+            if self.kind == "build":  # and once more where it is built instead
+                raise RuntimeError("refused while replaying")
             if self.point == "tokens":
                 tokens = self._spoil(tokens).astype(tokens.dtype)
             elif self.point == "cache":

@@ -123,6 +123,18 @@ def test_equal_outputs(name: str, kv_cache_dtype: str, dispatch: dict[str, bool]
     assert replay_of(engine).num_traces > 2
 
 
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), MODELS)
+def test_equal_outputs_with_padded_rows(name: str, kv_cache_dtype: str) -> None:
+    """Eleven requests, whose steps are padded to twelve rows, and to ten when two have ended."""
+    eleven = [[*prompt, i] for i, prompt in enumerate([*PROMPTS, *PROMPTS[:5]])]
+    each = [SamplingParams(temperature=0.0, max_tokens=8 + i, ignore_eos=True) for i in range(11)]
+    sizes: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "max_num_seqs": 11, "budget": 512, "num_blocks": 96}
+    expected = run(tiny(model_of(name), replay=False, **sizes), eleven, each)
+    engine = tiny(model_of(name), ahead=True, behind=True, **sizes)
+    assert run(engine, eleven, each) == expected
+    assert engine.metrics.num_decode_forwards["replayed"] > 5
+
+
 def test_what_samplers_ask_for() -> None:
     """Penalties, biases, stops, seeds, log probabilities: all that comes after the forward."""
     asked = [
@@ -222,6 +234,24 @@ def test_a_model_that_cannot_be_traced_is_built(caplog: pytest.LogCaptureFixture
     assert replay_of(engine).num_traces == 0
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["from the start", "later"])
+def test_nothing_is_replayed_where_mlx_compiles_nothing(is_late: bool) -> None:
+    """It hands functions back as they are: each step is built, whatever it is called."""
+    expected = run(tiny(model_of("llama"), replay=False), PROMPTS, EACH)
+    engine = tiny(model_of("llama"), ahead=True)
+    if is_late:
+        assert run(engine, PROMPTS, EACH) == expected and engine.metrics.num_decode_forwards["replayed"] > 10
+    engine.metrics.num_decode_forwards.clear()
+    mx.disable_compile()
+    try:
+        assert run(engine, PROMPTS, EACH) == expected
+    finally:
+        mx.enable_compile()
+    assert engine.metrics.replay_refusal == "MLX compiles nothing"
+    assert engine.metrics.num_decode_forwards["replayed"] == 0 and engine.metrics.num_decode_forwards["refused"] > 10
+    assert replay_of(engine).num_traces == 0
+
+
 @pytest.mark.own_process
 @pytest.mark.parametrize("dispatch", DISPATCH)
 def test_a_trace_that_fails_at_first_is_the_last(dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +326,42 @@ def test_after_another_failure_traces_are_made_anew(dispatch: dict[str, bool], m
     assert engine.metrics.replay_refusal is None and kept.num_traces > 2
 
 
+@pytest.mark.parametrize("outcome", [None, "untraced", "replayed"], ids=["prefill", "built", "replayed"])
+@pytest.mark.parametrize("behind", [False, True], ids=["one ahead", "behind"])
+def test_a_trace_is_not_blamed_for_the_step_before(
+    behind: bool, outcome: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step built on one that fails was to be traced. It may be the cause if it ran behind one that was replayed."""
+    engine = tiny(model_of("llama"), ahead=True, behind=behind)
+    expected = run(engine, PROMPTS, EACH)
+    kept, runner = replay_of(engine), engine._runner
+    kept.drop_traces()
+    if outcome == "untraced":
+        kept._trace_at = 2
+    wait = PendingStep.wait
+    is_dispatched: list[bool] = []
+
+    def fails_once(step: PendingStep) -> None:
+        wait(step)
+        found = step.decode_forward and step.decode_forward.outcome
+        steps: Any = runner._steps  # type: ignore[attr-defined]
+        after = [s for s in steps if s is not step and s.decode_forward and s.decode_forward.outcome == "traced"]
+        if not is_dispatched and found == outcome and after:
+            is_dispatched.append(after[0].is_dispatched)
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(PendingStep, "wait", fails_once)
+    for i, (prompt, params) in enumerate(zip(PROMPTS, EACH, strict=True)):
+        engine.add_request(str(i), engine.prepare(prompt, params))
+    while engine.has_requests:
+        engine.step()
+    assert is_dispatched == [behind] and engine.metrics.num_failed_steps == 1
+    is_blamed = behind and outcome == "replayed"
+    assert (kept.refusal is not None) == is_blamed
+    assert run(engine, PROMPTS, EACH) == expected
+    assert (kept.num_traces > 2) == (engine.metrics.replay_refusal is None) == (not is_blamed)
+
+
 def test_a_step_that_cannot_be_built_either_does_not_speak_against_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(vocab_size=VOCAB_SIZE)
     mlp = type(model.layers[1].mlp)
@@ -320,6 +386,32 @@ def test_a_step_that_cannot_be_built_either_does_not_speak_against_tracing(monke
     expected = run(tiny(model, replay=False), PROMPTS, EACH)
     assert run(engine, PROMPTS, EACH) == expected
     assert engine.metrics.replay_refusal is None and engine.metrics.num_decode_forwards["replayed"] > 10
+
+
+@pytest.mark.parametrize("dispatch", DISPATCH)
+def test_a_trace_that_raises_is_dropped(dispatch: dict[str, bool], caplog: pytest.LogCaptureFixture) -> None:
+    """Its step is built, and so are later ones of the same sizes; traces of others go on."""
+    engine = tiny(model_of("llama"), **dispatch)
+    expected = run(engine, PROMPTS, EACH)
+    kept = replay_of(engine)
+    key = list(kept._traces)[-1]
+    others = dict(list(kept._traces.items())[:-1])
+    num_calls = 0
+
+    def broken(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        raise RuntimeError("it cannot be replayed")
+
+    kept._traces[key] = broken
+    engine.metrics.num_decode_forwards.clear()
+    with caplog.at_level(logging.WARNING, replay.__name__):
+        for _ in range(3):
+            assert run(engine, PROMPTS, EACH) == expected
+    assert len([r for r in caplog.records if "it cannot be replayed" in r.message]) == num_calls == 1
+    assert engine.metrics.num_failed_steps == 0 and engine.metrics.replay_refusal is None
+    assert engine.metrics.num_decode_forwards["untraced"] >= 3 and engine.metrics.num_decode_forwards["replayed"] > 10
+    assert kept._traces == others
 
 
 def test_steps_with_adapters_are_built(tmp_path: Path) -> None:

@@ -141,6 +141,10 @@ class FakeKVRunner:
         self.num_late = 0
         self.draft_model: SomeRightDraftModel | None = None
 
+    @property
+    def replay_refusal(self) -> None:
+        """Nothing is to be replayed."""
+
     def close(self) -> None:
         """Nothing here belongs to a thread."""
 

@@ -59,6 +59,10 @@ class FreeRunner:
             self._next = max(self._next, now) + len(plan.sampled_req_ids) / self._rate
         return FakeStep(ModelOutput([97 + plan.step_id % 26] * len(plan.sampled_req_ids)))
 
+    @property
+    def replay_refusal(self) -> None:
+        """Nothing is to be replayed."""
+
     def dispatch_rest(self) -> None:
         """A step is given to the device whole."""
 
