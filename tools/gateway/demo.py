@@ -138,7 +138,8 @@ def main() -> int:
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job would pass over the first
+        signal.signal(number, interrupt)
     log = Path(tempfile.gettempdir()) / "metal-engine-gateway.log"
     with ExitStack() as stack, log.open("w", encoding="utf-8") as lines:
         try:
