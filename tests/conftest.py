@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,17 @@ TESTS = Path(__file__).parent
 # No test depends on the clock.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Commands that run within the tests' process set its logging up."""
+    root, ours = logging.getLogger(), logging.getLogger("metal_engine")
+    before = root.level, ours.level, root.handlers[:]
+    yield
+    root.setLevel(before[0])
+    ours.setLevel(before[1])
+    root.handlers[:] = before[2]
 
 
 @pytest.fixture(scope="session")

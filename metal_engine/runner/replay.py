@@ -34,6 +34,7 @@ from metal_engine.errors import one_line
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.writes import TracedWrites
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.settings.config import NO_REPLAY_WITH_STATES, NO_REPLAY_WITHOUT_KERNEL
 from metal_engine.step import DecodeForward, DecodeOutcome
 
 logger = logging.getLogger(__name__)
@@ -77,8 +78,8 @@ class DecodeReplay:
 
     def _refusal_of_model(self) -> str | None:
         if self._pool.is_recurrent:
-            return "its layers carry recurrent states"
-        return "several backends share its attention" if self._backend is None else None
+            return NO_REPLAY_WITH_STATES
+        return NO_REPLAY_WITHOUT_KERNEL if self._backend is None else None
 
     def start_anew(self) -> None:
         """Forget all traces, and what failed: it was no fault of theirs."""

@@ -11,6 +11,8 @@ from dataclasses import replace
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import (
+    NO_REPLAY_WITH_STATES,
+    NO_REPLAY_WITHOUT_KERNEL,
     REPLAYS,
     AttentionLayers,
     CacheConfig,
@@ -153,9 +155,9 @@ def _replay(args: EngineArgs, model: ModelInfo, attention_backend: str, attentio
     if args.num_ranks > 1:
         return "off: several ranks share the model"
     if model.state_bytes_per_request:
-        return "off: its layers carry recurrent states"
+        return f"off: {NO_REPLAY_WITH_STATES}"
     if attention_layers.not_covered:
-        return "off: several backends share its attention"
+        return f"off: {NO_REPLAY_WITHOUT_KERNEL}"
     return REPLAYS
 
 

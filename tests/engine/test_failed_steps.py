@@ -138,6 +138,14 @@ def engine(
     )
 
 
+def remaining_tokens(engine: EngineCore) -> list[int]:
+    """What the requests that are left generate until all have ended."""
+    outputs = []
+    while engine.has_requests:
+        outputs += engine.step()
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
 def run_with_fault(engine: EngineCore, fault: Fault, kind: str, at_step: int) -> tuple[set[str], dict[str, list[int]]]:
     """Which requests failed, and what the others generated."""
     for i, prompt in enumerate(PROMPTS):
@@ -429,10 +437,7 @@ def test_what_is_built_on_a_step_that_fails_never_runs(fault: Fault, monkeypatch
     assert started[0].is_dispatched and not started[1].is_dispatched
     with pytest.raises(RuntimeError, match="in the order"):
         started[1].result()
-    outputs = []
-    while engine.has_requests:
-        outputs += engine.step()
-    assert [t for o in outputs for t in o.token_ids] == expected
+    assert remaining_tokens(engine) == expected
     assert engine.metrics.num_failed_steps == 1
 
 
@@ -465,10 +470,7 @@ def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPa
     assert len(allocations) == 1
     with pytest.raises(RuntimeError, match="in the order"):
         started[1].result()
-    outputs = []
-    while engine.has_requests:
-        outputs += engine.step()
-    assert [t for o in outputs for t in o.token_ids] == expected
+    assert remaining_tokens(engine) == expected
     assert engine.metrics.num_failed_steps == 1
 
 
