@@ -101,15 +101,17 @@ class Speculation:
             return False
         self._proposals.begin_step()
         times = self._times.times(len(requests), most)
-        # Where nothing is known of steps with drafts, that is to be found out.
-        known = times or [1.0] * (1 + self._num_drafts)
-        proposals, others = self._proposals.of(requests, len(requests), known, num_planned=0)
+        # What is not known of steps with drafts is to be found out: as if it were nothing that more of them take.
+        hoped = [*times, *(times[-1:] or [1.0]) * (1 + most - len(times))]
+        proposals, others = self._proposals.of(requests, len(requests), hoped, num_planned=0)
         self._proposals.note_some(others)
         for request, drafts in proposals.items():
             self._proposals.note(request, drafts)
         room = self._room_after(requests)
         limits = [room.take(r, len(drafts) - r.num_output_placeholders) for r, drafts in proposals.items()]
-        self._was_worth_waiting = any(limits) and (not times or self._give_more(proposals, limits, requests, times))
+        self._was_worth_waiting = any(limits) and (
+            not times or self._give_more(proposals, limits, requests, times, hoped)
+        )
         if self._was_worth_waiting:
             return True
         tried = self._proposals.to_try([*proposals, *others])
@@ -122,18 +124,26 @@ class Speculation:
         return DraftRoom(requests, self._config.max_attention_work, self._blocks, self._states)
 
     def _give_more(
-        self, proposals: dict[Request, list[int]], limits: list[int], requests: list[Request], times: list[float]
+        self,
+        proposals: dict[Request, list[int]],
+        limits: list[int],
+        requests: list[Request],
+        times: list[float],
+        hoped: list[float],
     ) -> bool:
         """Whether drafts of what is known while tokens are under way give more than steps ahead of all requests.
 
         Args:
             limits: of the drafts of each proposal that follow those tokens, as many as there is room for.
+            times: of steps with drafts; ``hoped``: likewise, to the most drafts that a step has room for.
         """
         pending = [self._proposals.num_known_places(r, drafts) for r, drafts in proposals.items()]
         acceptances = [self._proposals.acceptance.of(r.request_id) for r in proposals]
         chances = [p**n for p, n in zip(acceptances, pending, strict=True)]
         num_again = [1] * len(limits) if self._states is not None else None
         choice = self._choice(proposals, acceptances, limits, len(requests), times, num_again, chances)
+        if sum(choice.lengths) == len(times) - 1:  # the step has so many, and the next one's times go further
+            choice = self._choice(proposals, acceptances, limits, len(requests), hoped, num_again, chances)
         return self._pays(requests, choice)
 
     def _pays(self, requests: list[Request], choice: Choice) -> bool:

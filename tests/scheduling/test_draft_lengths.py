@@ -270,6 +270,7 @@ def run(
     is_ahead: bool = False,
     num_on_host: int = 0,
     is_unsure: bool = False,
+    is_alone_first: bool = False,
 ) -> tuple[float, int]:
     """Returns how long requests of 400 tokens take where a step of n rows takes ``seconds(n)``, and all rows.
 
@@ -280,6 +281,7 @@ def run(
         is_ahead: whether steps may be planned while the ones before run.
         num_on_host: requests that need their tokens on the host.
         is_unsure: of :class:`Drafts`.
+        is_alone_first: whether one more request, of 40 tokens, runs before them.
     """
     limits = {"max_num_batched_tokens": 128, "max_num_seqs": num_requests, "max_model_len": 410}
     speculative = None if right_from is None else speculative_config(4)
@@ -308,6 +310,9 @@ def run(
         return TimedStep(execute(plan), clock, end)
 
     harness.runner.execute = timed  # type: ignore[assignment,method-assign]
+    if is_alone_first:
+        harness.submit("alone", make_prompt(num_requests, 4), 40)
+        harness.drain()
     for i in range(num_requests):
         harness.submit(f"r{i}", make_prompt(i, 4), 400, needs_token_on_host=i < num_on_host)
     harness.drain()
@@ -382,6 +387,16 @@ def test_right_drafts_pay_there_too(kind: str) -> None:
         without, _ = run(num_requests, None, memory_bound, **KINDS[kind])
         with_drafts, _ = run(num_requests, right_from, memory_bound, **KINDS[kind])
         assert with_drafts <= most * without, (num_requests, right_from)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_requests", "most"), [(8, 0.55), (16, 0.75)])
+def test_sizes_that_nothing_is_known_of_are_tried(num_requests: int, most: float, kind: str) -> None:
+    """Many requests come after one that was alone."""
+    kinds = {**KINDS[kind], "is_alone_first": True}
+    without, _ = run(num_requests, None, memory_bound, **kinds)
+    with_drafts, _ = run(num_requests, 0, memory_bound, **kinds)
+    assert with_drafts <= most * without
 
 
 def test_steps_are_planned_ahead_where_that_gives_more() -> None:
