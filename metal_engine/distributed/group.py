@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import secrets
@@ -28,7 +29,7 @@ from metal_engine.distributed.launch import (
     started_here,
 )
 from metal_engine.distributed.leader import LeaderRunner
-from metal_engine.distributed.loss import LEADER_GRACE_SECONDS, LossWatch, StepWatch
+from metal_engine.distributed.loss import FOLLOWER_GRACE_SECONDS, LEADER_GRACE_SECONDS, LossWatch, StepWatch
 from metal_engine.distributed.meeting import ended_by_hang_up, watched_meeting
 from metal_engine.distributed.wire import encode
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
@@ -195,7 +196,8 @@ def open_group(args: EngineArgs) -> Group:
         rank = 0
         logger.info("started %d more ranks on this machine", args.num_ranks - 1)
     _joined.append(flag)
-    watch = LossWatch(rank, 0.0 if rank else LEADER_GRACE_SECONDS)
+    watch = LossWatch(rank, FOLLOWER_GRACE_SECONDS if rank else LEADER_GRACE_SECONDS)
+    atexit.register(watch.leave_the_end)
     try:
         host = leader_host(flag)
         with _watched_meeting(rank, local):

@@ -14,7 +14,9 @@ from metal_engine.step import RunnerLostError
 logger = logging.getLogger(__name__)
 
 # For rank 0 to tell clients, and probes, before it ends.
-LEADER_GRACE_SECONDS = 1.2
+LEADER_GRACE_SECONDS = 1.0
+# For the others: a step of rank 0, which waits for them, fails when they end.
+FOLLOWER_GRACE_SECONDS = LEADER_GRACE_SECONDS + 0.25
 # For the line that says what has happened.
 _TELLING_SECONDS = 0.5
 # In which the time of a step is counted.
@@ -68,6 +70,14 @@ class LossWatch:
         self._is_told.wait(_TELLING_SECONDS)
         time.sleep(max(deadline - time.monotonic(), 0))
         os._exit(1)
+
+    def leave_the_end(self) -> None:
+        """At the end of the interpreter: where a rank is lost, the process ends as :meth:`lose` has it end.
+
+        Else MLX's threads, which may wait for that rank, end it with a signal.
+        """
+        if self.error is not None:
+            threading.Event().wait()
 
     def wait(self, seconds: float) -> RunnerLostError | None:
         """Wait for a loss; None if there is none in that time."""
