@@ -139,6 +139,7 @@ def _assemble(
     from metal_engine.device.info import device_info
     from metal_engine.runner.dispatch import choose_dispatch
     from metal_engine.runner.model_runner import ModelRunner
+    from metal_engine.runner.replay_check import check_replay
 
     with share.turn():
         opened = _open(args, loaded, choice, ranks)
@@ -189,6 +190,8 @@ def _assemble(
             outlives_model=outlives_model,
             share=ranks.share,
         )
+        if runner.replay is not None:
+            check_replay(paged, opened.attention.backend, runner.replay, config.scheduler, config.cache)
         if config.scheduler.async_scheduling:
             config = replace(config, dispatch=choose_dispatch(runner, paged.pool, config))
     ranks.follow(runner)

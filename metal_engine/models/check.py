@@ -37,7 +37,7 @@ _MAX_WINDOW = 1024
 # Largest difference of logits, relative to their largest magnitude. Rounding differs between the two ways
 # to compute the same thing by a few units in the last place per layer; a wrong position, mask or slot is of
 # order 1.
-_TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 2e-1}
+LOGITS_TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 2e-1}
 # Half precision may send a token to another expert where two are about equally good, and then logits differ by much.
 # Other tokens tell that from a mistake, which shows every time.
 _ATTEMPTS = {mx.float32: 1, mx.float16: 3, mx.bfloat16: 3}
@@ -118,7 +118,7 @@ def _check_logits(paged: PagedModel, backend: AttentionBackend, vocab_size: int,
         requests = _Requests.of(paged, vocab_size, block_size, seed, agree)
         gap = _largest_gap(paged, _run(paged, backend, requests), requests)
         # All ranks try again, or none: one that went on alone would wait for the others for ever.
-        if not agree("logits that are off", int(not gap <= _TOLERANCE[paged.dtype])):
+        if not agree("logits that are off", int(not gap <= LOGITS_TOLERANCE[paged.dtype])):
             return
     raise UnsupportedModelError(
         f"its logits through the paged cache are off from mlx-lm's own by {gap:.1g} of their size"

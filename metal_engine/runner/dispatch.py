@@ -58,13 +58,15 @@ def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) 
     blocks_of_one = -(-num_steps // cache.block_size)
     num_rows = min(_MAX_ROWS, scheduler.max_num_seqs, cache.num_blocks // blocks_of_one)
     blocks = np.arange(num_rows * blocks_of_one).reshape(num_rows, blocks_of_one).tolist()
+    refusal = runner.replay_refusal
     try:
         more = _more_bytes(runner, blocks, num_steps)
     except Exception as error:
         logger.exception("no step goes behind another: trying it failed")
         with suppress(Exception):  # what a stream keeps of the same error is not for the first request's step
             synchronize()
-        runner.replay_anew()  # going behind may have been the cause
+        if runner.replay is not None and refusal is None:
+            runner.replay.start_anew()  # going behind may have been the cause of what it refuses now
         return f"{AFTER}: trying it behind failed: {type(error).__name__}: {one_line(error)}"
     array_bytes = min((array.nbytes for state in pool.states for array in state.arrays.values()), default=0)
     logger.debug("two steps at a time take %d bytes more; an array of the cache has %d", more, array_bytes)
@@ -77,14 +79,14 @@ def _more_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int) ->
     """How much more memory steps take at their peak if they go behind others; the runner has none go behind then.
 
     Replayed steps count, too, if there are any: they may have fewer kernels than built ones, and so fewer command
-    buffers.
+    buffers. Most steps of the first run that replays are built, and one is traced; all of the second are replayed.
     """
     replays = runner.replays
     matrix = mx.array(np.zeros(_BUSY_SHAPE, np.float16))
     mx.eval(matrix)
     try:
         peaks = []
-        for goes_behind, is_replayed in [(False, False), (True, False), *([(True, True)] if replays else [])]:
+        for goes_behind, is_replayed in [(False, False), (True, False), *([(True, True)] * 2 if replays else [])]:
             runner.goes_behind, runner.replays = goes_behind, is_replayed
             peaks.append(_peak_bytes(runner, blocks, num_steps, matrix))
         return max(peaks[1:]) - peaks[0]

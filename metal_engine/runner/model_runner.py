@@ -50,6 +50,7 @@ class ModelRunner:
 
     Attributes:
         goes_behind: as above; it may change between steps.
+        replay: traces of decode steps; None where none are replayed.
         replays: whether decode steps are replayed where they can be; it may change between steps.
     """
 
@@ -90,10 +91,10 @@ class ModelRunner:
         self._steps: deque[PendingStep] = deque()  # in order; the first one is dispatched, the others may be built only
         self._num_state_slots = cache_config.num_state_slots
         self._num_adapter_slots = 0 if model.adapters is None else model.adapters.max_loras
-        self._replay: DecodeReplay | None = None
+        self.replay: DecodeReplay | None = None
         self.replays = cache_config.num_trash_blocks > 0
         if self.replays:
-            self._replay = DecodeReplay(model, backend, trash_block=cache_config.num_blocks)
+            self.replay = DecodeReplay(model, backend, trash_block=cache_config.num_blocks)
         num_blocks = cache_config.num_blocks + cache_config.num_trash_blocks
         self._pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
@@ -133,12 +134,7 @@ class ModelRunner:
     @property
     def replay_refusal(self) -> str | None:
         """See :class:`metal_engine.step.Runner`."""
-        return None if self._replay is None else self._replay.refusal
-
-    def replay_anew(self) -> None:
-        """Forget traces and why no step was replayed, after steps that were tried and failed; between steps."""
-        if self._replay is not None:
-            self._replay.start_anew()
+        return None if self.replay is None else self.replay.refusal
 
     def _build_step(self, plan: SchedulerOutput, before: PoolSnapshot) -> tuple[PendingStep, mx.array | None]:
         """Build a step's graph on a cache as it is now.
@@ -214,7 +210,7 @@ class ModelRunner:
         def build() -> mx.array:
             return self._model(input_ids, batch.rows, attention, mx.array(logits_indices), adapters)
 
-        replay = self._replay
+        replay = self.replay
         if replay is None:
             return build(), None
         outcome: DecodeOutcome | None = None
@@ -335,9 +331,9 @@ class ModelRunner:
 
         One that runs behind it computes with what it left, and writes that to the cache, which is made anew then.
         """
-        if self._replay is not None:
+        if self.replay is not None:
             behind = [s.decode_forward for s in self._steps if s.is_dispatched and s.decode_forward]
-            self._replay.failed(step.decode_forward, behind, error)
+            self.replay.failed(step.decode_forward, behind, error)
         # All that holds arrays of the cache goes first: there is no room for two.
         for failed_or_void in (step, *self._steps):
             failed_or_void.release()
@@ -367,8 +363,8 @@ class ModelRunner:
             self._draft_model.release()
         if self._kv_connector is not None:
             self._kv_connector.close()
-        if self._replay is not None:
-            self._replay.drop_traces()
+        if self.replay is not None:
+            self.replay.drop_traces()
         self._pool.release()
         if self._outlives_model:
             self._model.release_weights()

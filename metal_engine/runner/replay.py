@@ -148,7 +148,7 @@ class DecodeReplay:
             self._keep(tables.key, trace)
             return logits[: rows.num_tokens], "traced"
         built = build()
-        self._refuse(f"its forward cannot be traced ({reason})")
+        self.refuse(f"its forward cannot be traced ({reason})")
         return built, "refused"
 
     def failed(self, forward: DecodeForward | None, behind: Iterable[DecodeForward], error: Exception) -> None:
@@ -165,16 +165,17 @@ class DecodeReplay:
         if self.refusal is not None or forward is None or forward.outcome not in ("replayed", "traced"):
             return
         if forward.outcome == "traced" or any(later.outcome == "traced" for later in behind):
-            self._refuse(f"a step failed that was replayed for the first time ({one_line(error)})")
+            self.refuse(f"a step failed that was replayed for the first time ({one_line(error)})")
 
     def _not_replayed(self) -> DecodeOutcome:
         """What a step was whose trace ran the model's Python: traced anew, or no trace at all."""
         if _compiles():
             return "traced"
-        self._refuse("MLX compiles nothing")
+        self.refuse("MLX compiles nothing")
         return "refused"
 
-    def _refuse(self, why: str) -> None:
+    def refuse(self, why: str) -> None:
+        """Replay nothing any more, and say why."""
         self.refusal = why
         self._traces.clear()
         logger.warning("decode steps are built one by one, which takes longer on the host: %s", why)

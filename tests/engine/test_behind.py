@@ -294,12 +294,12 @@ def test_a_check_that_fails_says_nothing_against_replaying(monkeypatch: pytest.M
                 raise RuntimeError("no memory left")
 
         patch.setattr(PendingStep, "wait", failing)
-        replay_anew = runner.replay_anew
-        patch.setattr(runner, "replay_anew", lambda: (refusals.append(runner.replay_refusal), replay_anew()))
+        start_anew = runner.replay.start_anew
+        patch.setattr(runner.replay, "start_anew", lambda: (refusals.append(runner.replay_refusal), start_anew()))
         dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, device=METAL))
     assert "trying it behind failed" in dispatch
     assert "failed that was replayed for the first time" in refusals[0]
-    assert runner.replay_refusal is None and runner._replay.num_traces == 0
+    assert runner.replay_refusal is None and runner.replay.num_traces == 0
     assert list(map(token_ids, run_all(engine, requests))) == expected
     assert engine.metrics.num_decode_forwards["replayed"] > 3
 

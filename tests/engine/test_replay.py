@@ -49,7 +49,7 @@ def tiny(model: nn.Module, *, kv_cache_dtype: str = "auto", replay: bool = True,
 
 
 def replay_of(engine: EngineCore) -> DecodeReplay:
-    found = engine._runner._replay  # type: ignore[attr-defined]
+    found = engine._runner.replay  # type: ignore[attr-defined]
     assert isinstance(found, DecodeReplay)
     return found
 

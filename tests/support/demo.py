@@ -156,6 +156,6 @@ def engine_for(
         draft_model = DraftModel(draft, attention, config.scheduler, config.cache, vocab_size=vocab_size)
     gpu_like = {"goes_behind": True, "in_parts": True} if behind else {}
     runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, draft_model, **gpu_like)
-    if runner._replay is not None:
-        runner._replay._trace_at = 1
+    if runner.replay is not None:
+        runner.replay._trace_at = 1
     return EngineCore(config, runner, tokenizer, scheduler_side, adapters)

@@ -88,8 +88,8 @@ def tiny_engine(
         draft_model = DraftModel(PagedModel(draft), backend, settings.scheduler, settings.cache, **sizes)
     gpu_like = {"goes_behind": True, "in_parts": True} if behind else {}
     runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, draft_model, **gpu_like)
-    if runner._replay is not None:
-        runner._replay._trace_at = 1
+    if runner.replay is not None:
+        runner.replay._trace_at = 1
     return EngineCore(settings, runner, tokenizer or tiny_tokenizer(), scheduler_side, adapters)
 
 

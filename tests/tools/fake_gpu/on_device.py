@@ -169,7 +169,7 @@ def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False) -> dict[s
     dispatch = choose_dispatch(runner, runner._pool, config)
     is_clean = not runner._steps and not runner._table._index_of
     found = {"dispatch": dispatch, "goes_behind": runner.goes_behind, "is_clean": is_clean, "replays": runner.replays}
-    num_traces = runner._replay.num_traces if replay else 0
+    num_traces = runner.replay.num_traces if replay else 0
     return found | {"pool_copies": GPU.counts().pool_copies, "num_traces": num_traces}
 
 

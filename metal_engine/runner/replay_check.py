@@ -1,0 +1,107 @@
+"""Compares replayed steps with the same steps built, when a server starts.
+
+A trace is another program than the operations that it was made of: MLX fuses some into kernels of its own, which Metal
+compiles. So a few steps run both ways before any request does. Kernels are compiled then, too, and not at a user's
+third token.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.backend import AttentionBackend
+from metal_engine.errors import one_line
+from metal_engine.kv_cache.rows import StepRows, step_rows
+from metal_engine.models.check import LOGITS_TOLERANCE
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.runner.pending_step import forget_locals
+from metal_engine.runner.replay import TRACE_AT, DecodeReplay
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from metal_engine.step import KVCacheLostError
+
+logger = logging.getLogger(__name__)
+
+# Steps of a few requests, one token each: three, so that rows are padded, too.
+_NUM_ROWS = 3
+_NUM_STEPS = 4
+
+
+def check_replay(
+    model: PagedModel, backend: AttentionBackend, replay: DecodeReplay, scheduler: SchedulerConfig, cache: CacheConfig
+) -> None:
+    """Have ``replay`` refuse what it does not compute as steps that are built do; to be called before any request.
+
+    Writes to the first blocks of the cache, which nobody reads.
+    """
+    if replay.refusal is not None:
+        return
+    num_steps = min(_NUM_STEPS, scheduler.max_model_len, cache.num_blocks * cache.block_size)
+    blocks_of_one = -(-num_steps // cache.block_size)
+    num_rows = min(_NUM_ROWS, scheduler.max_num_seqs, cache.num_blocks // blocks_of_one)
+    block_table = np.arange(num_rows * blocks_of_one, dtype=np.int32).reshape(num_rows, blocks_of_one)
+    try:
+        gaps = _gaps(model, backend, replay, block_table, cache.block_size, num_steps)
+    except Exception as error:
+        logger.exception("replaying a step failed")
+        replay.refuse(f"trying it failed ({one_line(error)})")
+        forget_locals(error)  # which hold arrays of the cache
+        with suppress(KVCacheLostError):  # it was empty
+            model.pool.recover(error)
+        return
+    finally:
+        mx.clear_cache()
+    # Rounding may send a token to another expert, or K and V to another quantized number. A mistake shows every time.
+    is_exact = model.dtype == mx.float32 and model.kv_bits is None
+    gap = (max if is_exact else min)(gaps, default=0.0)
+    if not gap <= LOGITS_TOLERANCE[model.dtype]:
+        replay.refuse(f"its logits are off from those of steps that are built by {gap:.1g} of their size")
+
+
+def _gaps(
+    model: PagedModel,
+    backend: AttentionBackend,
+    replay: DecodeReplay,
+    block_table: np.ndarray,
+    block_size: int,
+    num_steps: int,
+) -> list[float]:
+    """Of each step that is replayed: the largest difference of logits, relative to their size; NaN where one is."""
+    gaps = []
+    num_rows = len(block_table)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (num_steps, num_rows)).astype(np.int32)
+    for step in range(num_steps):
+        rows = step_rows(block_table, np.full(num_rows, step, np.int32), [1] * num_rows, block_size)
+        input_ids = mx.array(tokens[step])
+        if step == 0:
+            _built(model, backend, replay, input_ids, rows)  # what the layers ask of attention
+        # First, so that it finds K and V of its tokens only where it writes them.
+        replayed = _replayed(model, replay, input_ids, rows)
+        built = _built(model, backend, replay, input_ids, rows)
+        if replayed is not None:
+            gaps.append(float(np.abs(replayed - built).max() / (np.abs(built).max() or 1.0)))
+    return gaps
+
+
+def _built(
+    model: PagedModel, backend: AttentionBackend, replay: DecodeReplay, input_ids: mx.array, rows: StepRows
+) -> np.ndarray:
+    attention = backend.for_step(rows)
+    logits = np.array(model(input_ids, rows, attention).astype(mx.float32))
+    model.pool.evaluate()
+    replay.learn(attention)
+    return logits
+
+
+def _replayed(model: PagedModel, replay: DecodeReplay, input_ids: mx.array, rows: StepRows) -> np.ndarray | None:
+    """None where such a step is built."""
+    for _ in range(TRACE_AT):
+        logits, outcome = replay.forward(input_ids, rows, lambda: mx.array(0.0))
+        if outcome in ("traced", "replayed"):
+            found = np.array(logits.astype(mx.float32))
+            model.pool.evaluate()
+            return found
+    return None

@@ -1,0 +1,123 @@
+"""What a server finds out at its start about replayed steps: right ones go on, and all others are refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.build import build_engine
+from metal_engine.kv_cache.writes import TracedWrites
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.runner.replay import DecodeReplay
+from metal_engine.runner.replay_check import check_replay
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from tests.engine.test_quantized_kv import model_of
+from tests.support.checkpoint_files import write_checkpoint
+
+SCHEDULER = SchedulerConfig(max_num_batched_tokens=64, max_model_len=64, max_num_seqs=8)
+
+
+def checked(
+    architecture: str = "llama", *, kv_cache_dtype: str = "auto", block_size: int = 8, **sizes: int
+) -> tuple[DecodeReplay, PagedModel]:
+    cache = CacheConfig(block_size=block_size, num_blocks=sizes.get("num_blocks", 8), num_trash_blocks=1)
+    model, backend = PagedModel(model_of(architecture), kv_cache_dtype=kv_cache_dtype), PortableBackend()
+    model.pool.allocate(cache.num_blocks + 1, block_size)
+    replay = DecodeReplay(model, backend, trash_block=cache.num_blocks)
+    check_replay(model, backend, replay, SCHEDULER, cache)
+    return replay, model
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3"])
+def test_what_is_right_is_replayed(architecture: str, kv_cache_dtype: str) -> None:
+    replay, model = checked(architecture, kv_cache_dtype=kv_cache_dtype)
+    assert replay.refusal is None and replay.num_traces > 0
+    assert not any(array.shape[0] != 9 * 8 for state in model.pool.states for array in state.arrays.values())
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 1), (1, 8), (2, 2)])
+def test_in_a_small_cache(num_blocks: int, block_size: int) -> None:
+    replay, _ = checked(num_blocks=num_blocks, block_size=block_size)
+    assert replay.refusal is None and replay.num_traces > 0
+
+
+def test_recurrent_models_are_left_alone() -> None:
+    replay, _ = checked("qwen3_next")
+    assert replay.refusal == "its layers carry recurrent states"
+
+
+def one_row_off(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def wrong(*args: Any) -> mx.array:
+        logits = forward(*args)
+        return mx.concatenate([logits[:-2], 1.01 * logits[-2:-1], logits[-1:]])
+
+    return wrong
+
+
+def not_a_number(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    return lambda *args: forward(*args) * mx.array(float("nan"))
+
+
+def other_slots(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def wrong(
+        self: PagedModel, input_ids: mx.array, positions: mx.array, written: TracedWrites, *rest: Any
+    ) -> mx.array:
+        slots = mx.concatenate([written._slots[1:], written._slots[:1]])
+        return forward(self, input_ids, positions, TracedWrites(slots), *rest)
+
+    return wrong
+
+
+def other_positions(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    return lambda self, input_ids, positions, *rest: forward(self, input_ids, positions + positions // 2, *rest)
+
+
+@pytest.mark.parametrize("make", [one_row_off, not_a_number, other_slots, other_positions])
+def test_what_is_wrong_is_refused(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(PagedModel, "forward_of_arrays", make(PagedModel.forward_of_arrays))
+    with caplog.at_level(logging.WARNING):
+        replay, _ = checked()
+    assert replay.refusal is not None and "its logits are off from those of steps that are built by" in replay.refusal
+    assert replay.refusal in caplog.text and replay.num_traces == 0
+
+
+def test_a_step_that_fails_is_the_last(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    evaluate = DecodeReplay.forward
+
+    def failing(*args: Any) -> Any:
+        logits, outcome = evaluate(*args)
+        if outcome == "traced":
+            raise RuntimeError("no such kernel")
+        return logits, outcome
+
+    monkeypatch.setattr(DecodeReplay, "forward", failing)
+    replay, model = checked()
+    assert replay.refusal == "trying it failed (no such kernel)" and replay.num_traces == 0
+    assert "no such kernel" in caplog.text
+    model.pool.evaluate()
+    assert all(np.isfinite(np.array(array)).all() for state in model.pool.states for array in state.arrays.values())
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_an_engine_is_checked_before_its_first_request(
+    is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_right:
+        monkeypatch.setattr(PagedModel, "forward_of_arrays", one_row_off(PagedModel.forward_of_arrays))
+    model = write_checkpoint(tmp_path / "m")
+    engine = build_engine(EngineArgs(model=str(model), replay_decodes="always", max_model_len=64))
+    try:
+        assert (engine.metrics.replay_refusal is None) == is_right
+    finally:
+        engine.close()
