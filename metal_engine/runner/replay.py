@@ -34,6 +34,7 @@ from metal_engine.errors import one_line
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.writes import TracedWrites
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.runner.merged_views import merged_views
 from metal_engine.settings.config import NO_REPLAY_WITH_STATES, NO_REPLAY_WITHOUT_KERNEL
 from metal_engine.step import DecodeForward, DecodeOutcome
 
@@ -197,7 +198,8 @@ class DecodeReplay:
         ) -> tuple[mx.array, list[mx.array]]:
             self._num_runs += 1
             pool.take_back(arrays)
-            logits = model.forward_of_arrays(input_ids, positions, TracedWrites(slots), attention_over(given))
+            with merged_views():
+                logits = model.forward_of_arrays(input_ids, positions, TracedWrites(slots), attention_over(given))
             return logits, pool.hand_out()
 
         return forward
