@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from metal_engine.distributed.channel import Link
 from metal_engine.step import RunnerLostError
@@ -60,7 +61,9 @@ class LossWatch:
             tells = list(self._tells)
         self._is_lost.set()
         # A thread of its own, first: whatever else hangs or fails, this process ends.
-        threading.Thread(target=self._end, args=(time.monotonic() + self._grace,), daemon=True).start()
+        thread = threading.Thread(target=self._end, args=(time.monotonic() + self._grace,), daemon=True)
+        with suppress(RuntimeError):  # the interpreter is ending, and starts none: see leave_the_end
+            thread.start()
         logger.critical("%s: rank %d ends", message, self._rank)
         self._is_told.set()
         for tell in tells:
@@ -77,7 +80,7 @@ class LossWatch:
         Else MLX's threads, which may wait for that rank, end it with a signal.
         """
         if self.error is not None:
-            threading.Event().wait()
+            self._end(time.monotonic() + self._grace)
 
     def wait(self, seconds: float) -> RunnerLostError | None:
         """Wait for a loss; None if there is none in that time."""

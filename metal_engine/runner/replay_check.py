@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 # Steps of a few requests, one token each: three, so that rows are padded, too.
 _NUM_ROWS = 3
 _NUM_STEPS = 4
+_ATTEMPTS = 3
 
 
 def check_replay(
@@ -43,8 +44,13 @@ def check_replay(
     blocks_of_one = -(-num_steps // cache.block_size)
     num_rows = min(_NUM_ROWS, scheduler.max_num_seqs, cache.num_blocks // blocks_of_one)
     block_table = np.arange(num_rows * blocks_of_one, dtype=np.int32).reshape(num_rows, blocks_of_one)
+    # Rounding may send a token to another expert, or K and V to another quantized number. A mistake shows every time.
+    is_exact = model.dtype == mx.float32 and model.kv_bits is None
     try:
-        gaps = _gaps(model, backend, replay, block_table, cache.block_size, num_steps)
+        for seed in range(1 if is_exact else _ATTEMPTS):
+            gap = _largest_gap(model, backend, replay, block_table, cache.block_size, num_steps, seed)
+            if gap <= LOGITS_TOLERANCE[model.dtype]:
+                return
     except Exception as error:
         logger.exception("replaying a step failed")
         replay.refuse(f"trying it failed ({one_line(error)})")
@@ -54,36 +60,35 @@ def check_replay(
         return
     finally:
         mx.clear_cache()
-    # Rounding may send a token to another expert, or K and V to another quantized number. A mistake shows every time.
-    is_exact = model.dtype == mx.float32 and model.kv_bits is None
-    gap = (max if is_exact else min)(gaps, default=0.0)
-    if not gap <= LOGITS_TOLERANCE[model.dtype]:
-        replay.refuse(f"its logits are off from those of steps that are built by {gap:.1g} of their size")
+    replay.refuse(f"its logits are off from those of steps that are built by {gap:.1g} of their size")
 
 
-def _gaps(
+def _largest_gap(
     model: PagedModel,
     backend: AttentionBackend,
     replay: DecodeReplay,
     block_table: np.ndarray,
     block_size: int,
     num_steps: int,
-) -> list[float]:
-    """Of each step that is replayed: the largest difference of logits, relative to their size; NaN where one is."""
-    gaps = []
+    seed: int,
+) -> float:
+    """Of the steps that are replayed: the largest difference of logits, relative to their size; NaN where one is."""
+    gaps = [0.0]
     num_rows = len(block_table)
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (num_steps, num_rows)).astype(np.int32)
+    tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (num_steps, num_rows)).astype(np.int32)
     for step in range(num_steps):
         rows = step_rows(block_table, np.full(num_rows, step, np.int32), [1] * num_rows, block_size)
         input_ids = mx.array(tokens[step])
-        if step == 0:
-            _built(model, backend, replay, input_ids, rows)  # what the layers ask of attention
-        # First, so that it finds K and V of its tokens only where it writes them.
-        replayed = _replayed(model, replay, input_ids, rows)
+        replayed = None
+        if step == 0:  # it shows what layers ask of attention, and little else: whatever one key is, it is all they see
+            _built(model, backend, replay, input_ids, rows)
+        if step > 0 or num_steps == 1:
+            # First, so that it finds K and V of its tokens only where it writes them.
+            replayed = _replayed(model, replay, input_ids, rows)
         built = _built(model, backend, replay, input_ids, rows)
         if replayed is not None:
             gaps.append(float(np.abs(replayed - built).max() / (np.abs(built).max() or 1.0)))
-    return gaps
+    return float(np.max(gaps))
 
 
 def _built(

@@ -26,10 +26,17 @@ SCHEDULER = SchedulerConfig(max_num_batched_tokens=64, max_model_len=64, max_num
 
 
 def checked(
-    architecture: str = "llama", *, kv_cache_dtype: str = "auto", block_size: int = 8, **sizes: int
+    architecture: str = "llama",
+    *,
+    dtype: mx.Dtype = mx.float32,
+    kv_cache_dtype: str = "auto",
+    block_size: int = 8,
+    **sizes: int,
 ) -> tuple[DecodeReplay, PagedModel]:
     cache = CacheConfig(block_size=block_size, num_blocks=sizes.get("num_blocks", 8), num_trash_blocks=1)
-    model, backend = PagedModel(model_of(architecture), kv_cache_dtype=kv_cache_dtype), PortableBackend()
+    mlx_lm_model = model_of(architecture)
+    mlx_lm_model.set_dtype(dtype)
+    model, backend = PagedModel(mlx_lm_model, kv_cache_dtype=kv_cache_dtype), PortableBackend()
     model.pool.allocate(cache.num_blocks + 1, block_size)
     replay = DecodeReplay(model, backend, trash_block=cache.num_blocks)
     check_replay(model, backend, replay, SCHEDULER, cache)
@@ -37,9 +44,15 @@ def checked(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3"])
-def test_what_is_right_is_replayed(architecture: str, kv_cache_dtype: str) -> None:
-    replay, model = checked(architecture, kv_cache_dtype=kv_cache_dtype)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        *((name, mx.float32) for name in ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3")),
+        *((name, mx.bfloat16) for name in ("llama", "gemma3_text")),  # of experts MLX's CPU backend has float32 only
+    ],
+)
+def test_what_is_right_is_replayed(architecture: str, dtype: mx.Dtype, kv_cache_dtype: str) -> None:
+    replay, model = checked(architecture, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     assert replay.refusal is None and replay.num_traces > 0
     assert not any(array.shape[0] != 9 * 8 for state in model.pool.states for array in state.arrays.values())
 
@@ -67,6 +80,24 @@ def not_a_number(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return lambda *args: forward(*args) * mx.array(float("nan"))
 
 
+def no_number_later(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def wrong(self: PagedModel, input_ids: mx.array, positions: mx.array, *rest: Any) -> mx.array:
+        return forward(self, input_ids, positions, *rest) + mx.where(positions.max() > 2, float("nan"), 0.0)
+
+    return wrong
+
+
+def nowhere(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Writes to the trash block."""
+
+    def wrong(
+        self: PagedModel, input_ids: mx.array, positions: mx.array, written: TracedWrites, *rest: Any
+    ) -> mx.array:
+        return forward(self, input_ids, positions, TracedWrites(mx.full(written._slots.shape, 64, mx.int32)), *rest)
+
+    return wrong
+
+
 def other_slots(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def wrong(
         self: PagedModel, input_ids: mx.array, positions: mx.array, written: TracedWrites, *rest: Any
@@ -81,13 +112,24 @@ def other_positions(forward: Callable[..., mx.array]) -> Callable[..., mx.array]
     return lambda self, input_ids, positions, *rest: forward(self, input_ids, positions + positions // 2, *rest)
 
 
-@pytest.mark.parametrize("make", [one_row_off, not_a_number, other_slots, other_positions])
+WRONG = [not_a_number, no_number_later, nowhere, other_slots, other_positions]
+TYPES = [(mx.float32, "auto"), (mx.float32, "int8"), (mx.float16, "auto"), (mx.bfloat16, "auto"), (mx.bfloat16, "int8")]
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "kv_cache_dtype"),
+    [(one_row_off, mx.float32, "auto"), *((make, *types) for make in WRONG for types in TYPES)],
+)
 def test_what_is_wrong_is_refused(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Callable[..., Any],
+    dtype: mx.Dtype,
+    kv_cache_dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(PagedModel, "forward_of_arrays", make(PagedModel.forward_of_arrays))
     with caplog.at_level(logging.WARNING):
-        replay, _ = checked()
+        replay, _ = checked(dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     assert replay.refusal is not None and "its logits are off from those of steps that are built by" in replay.refusal
     assert replay.refusal in caplog.text and replay.num_traces == 0
 

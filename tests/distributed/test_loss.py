@@ -1,0 +1,35 @@
+"""How a process ends that is told of a lost rank while it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# From Python 3.12 on no thread starts once the interpreter has begun to end: here on none.
+PROGRAM = """
+import atexit, sys, threading
+from metal_engine.distributed.loss import LossWatch
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+def at_the_end():
+    if "no threads" in sys.argv:
+        threading.Thread.start = refuse
+    if "lost" in sys.argv:
+        watch.lose("rank 1 has gone")
+
+watch = LossWatch(0, 0.1)
+atexit.register(watch.leave_the_end)
+atexit.register(at_the_end)
+"""
+
+
+@pytest.mark.parametrize(("argv", "status"), [([], 0), (["lost"], 1), (["lost", "no threads"], 1)], ids=str)
+def test_it_ends(argv: list[str], status: int) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *argv], capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert ("rank 1 has gone: rank 0 ends" in done.stderr) == bool(status)
+    assert "Traceback" not in done.stderr
