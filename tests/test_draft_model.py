@@ -80,7 +80,8 @@ def test_closing_frees_its_memory(target: Path) -> None:
     before = mx.get_active_memory()
     core = build_engine(args)
     pools = core.config.kv_bytes
-    assert mx.get_active_memory() - before >= core.config.weight_bytes + pools
+    # But for a small array of another test, which may go meanwhile.
+    assert mx.get_active_memory() - before > 0.99 * (core.config.weight_bytes + pools)
     core.close()
     assert mx.get_active_memory() - before < core.config.weight_bytes + pools / 4
     del core

@@ -229,7 +229,6 @@ class _Hanging:
     def execute(self, plan: SchedulerOutput, on_built: Callable[[], None]) -> Any:
         if self._is_behind and plan.step_id == 2:
             self._until.wait()
-            return None
         on_built()
         result = self._until.wait if plan.step_id == 2 else lambda: None
         return SimpleNamespace(sampling=SimpleNamespace(late_req_ids=[], told_late=lambda ids: None), result=result)

@@ -10,7 +10,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import pytest
 
@@ -145,6 +145,7 @@ async def turns_of_many(stop_early: bool) -> tuple[list[int], list[int]]:
     turn = 0
     begun: list[int] = []
     ended: list[int] = []
+    all_have_begun = asyncio.Event()
 
     async def count() -> None:
         nonlocal turn
@@ -154,6 +155,8 @@ async def turns_of_many(stop_early: bool) -> tuple[list[int], list[int]]:
 
     async def stream() -> AsyncGenerator[RequestOutput, None]:
         begun.append(turn)
+        if len(begun) == 1_000:
+            all_have_begun.set()
         try:
             if stop_early:
                 await asyncio.Event().wait()
@@ -161,14 +164,17 @@ async def turns_of_many(stop_early: bool) -> tuple[list[int], list[int]]:
         finally:
             ended.append(turn)
 
-    counting = asyncio.create_task(count())
-    async with aclosing(_merge([stream() for _ in range(1_000)])) as batches:
-        try:
-            async with asyncio.timeout(0.2 if stop_early else None):
-                outputs = [output async for batch in batches for output in batch]
-                assert sorted(index for index, _ in outputs) == list(range(1_000))
-        except TimeoutError:
-            pass
+    async def read() -> None:
+        async with aclosing(_merge([stream() for _ in range(1_000)])) as batches:
+            outputs = [output async for batch in batches for output in batch]
+            assert sorted(index for index, _ in outputs) == list(range(1_000))
+
+    counting, reading = asyncio.create_task(count()), asyncio.create_task(read())
+    await all_have_begun.wait()
+    if stop_early:
+        reading.cancel()
+    with suppress(asyncio.CancelledError):
+        await reading
     counting.cancel()
     return begun, ended
 
