@@ -103,19 +103,6 @@ _SHAPE_AFTER: dict[tuple[Any, str], Callable[..., _Shape | None]] = {
     (mx.array, "squeeze"): _squeezed,
     (mx, "expand_dims"): _expanded,
 }
-_OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "matmul",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-)
-_IN_PLACE = [(mx.array, "__setitem__"), *((mx.array, f"__i{name}__") for name in _OPERATORS)]
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow")
+_BITWISE = ("and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = [(mx.array, "__setitem__"), *((mx.array, f"__i{name}__") for name in (*_ARITHMETIC, *_BITWISE))]

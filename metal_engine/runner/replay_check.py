@@ -79,12 +79,9 @@ def _largest_gap(
     for step in range(num_steps):
         rows = step_rows(block_table, np.full(num_rows, step, np.int32), [1] * num_rows, block_size)
         input_ids = mx.array(tokens[step])
-        replayed = None
-        if step == 0:  # it shows what layers ask of attention, and little else: whatever one key is, it is all they see
-            _built(model, backend, replay, input_ids, rows)
-        if step > 0 or num_steps == 1:
-            # First, so that it finds K and V of its tokens only where it writes them.
-            replayed = _replayed(model, replay, input_ids, rows)
+        # Before the built one, so that it finds K and V of its tokens only where it writes them. It needs to know what
+        # layers ask of attention, which the first step shows. That shows little else: one key is all that a row sees.
+        replayed = _replayed(model, replay, input_ids, rows) if step else None
         built = _built(model, backend, replay, input_ids, rows)
         if replayed is not None:
             gaps.append(float(np.abs(replayed - built).max() / (np.abs(built).max() or 1.0)))

@@ -55,7 +55,6 @@ class Speculation:
     ) -> None:
         assert config.speculative is not None
         self._config = config
-        self._num_drafts = config.speculative.num_speculative_tokens
         self._max_sample_rows = config.max_sample_rows
         self._blocks = blocks
         self._states = states if states is not None and states.is_used else None

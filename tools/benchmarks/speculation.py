@@ -186,9 +186,11 @@ class Pair:
         return runs
 
 
-def one_by_one(pair: Pair, kind: str, texts: dict[str, str], repeats: int) -> None:
-    print(f"\n{kind}, one at a time: medians of {repeats}")
-    print(f"{'':24}  tokens  ms/token  with drafts  ratio  tokens/step  step ratio  bound  accepted")
+def one_by_one(pair: Pair, kind: str, texts: dict[str, str], repeats: int, *, is_ahead: bool) -> None:
+    """One request at a time; where steps overlap (``is_ahead``), no time is one step's alone."""
+    print(f"\n{kind}, one at a time{', one step ahead' if is_ahead else ''}: medians of {repeats}")
+    of_steps = "" if is_ahead else "  tokens/step  step ratio  bound"
+    print(f"{'':24}  tokens  ms/token  with drafts  ratio{of_steps}  accepted")
     for name, text in texts.items():
         runs = pair.turns({name: pair.prompt(text)}, repeats)
         plain, ours = runs[-1]
@@ -196,33 +198,15 @@ def one_by_one(pair: Pair, kind: str, texts: dict[str, str], repeats: int) -> No
         if loops(answer):
             print(f"{name:24}  {len(answer):6}  loops, left out")
             continue
-        without = statistics.median(p.token_seconds for p, _ in runs)
-        drafted = statistics.median(o.token_seconds for _, o in runs)
-        step_ratio = statistics.median(o.step_seconds / p.step_seconds for p, o in runs)
-        bound = 1.15 * step_ratio / ours.step_tokens
+        times = [[r.later_token_seconds if is_ahead else r.token_seconds for r in turn] for turn in runs]
+        without, drafted = (statistics.median(column) for column in zip(*times, strict=True))
+        if not is_ahead:
+            step_ratio = statistics.median(o.step_seconds / p.step_seconds for p, o in runs)
+            bound = 1.15 * step_ratio / ours.step_tokens
+            of_steps = f"  {ours.step_tokens:11.2f}  {step_ratio:10.2f}  {bound:5.2f}"
         print(
-            f"{name:24}  {len(answer):6}  {1e3 * without:8.1f}  {1e3 * drafted:11.1f}  {drafted / without:5.2f}  "
-            f"{ours.step_tokens:11.2f}  {step_ratio:10.2f}  {bound:5.2f}  {ours.num_accepted} of {ours.num_drafts}",
-            flush=True,
-        )
-
-
-def one_by_one_ahead(pair: Pair, kind: str, texts: dict[str, str], repeats: int) -> None:
-    """As :func:`one_by_one`, where steps overlap, so that no time is one step's alone."""
-    print(f"\n{kind}, one at a time, one step ahead: medians of {repeats}")
-    print(f"{'':24}  tokens  ms/token  with drafts  ratio  accepted")
-    for name, text in texts.items():
-        runs = pair.turns({name: pair.prompt(text)}, repeats)
-        plain, ours = runs[-1]
-        answer = plain.answers[name]
-        if loops(answer):
-            print(f"{name:24}  {len(answer):6}  loops, left out")
-            continue
-        without = statistics.median(p.later_token_seconds for p, _ in runs)
-        drafted = statistics.median(o.later_token_seconds for _, o in runs)
-        print(
-            f"{name:24}  {len(answer):6}  {1e3 * without:8.1f}  {1e3 * drafted:11.1f}  {drafted / without:5.2f}  "
-            f"{ours.num_accepted} of {ours.num_drafts}",
+            f"{name:24}  {len(answer):6}  {1e3 * without:8.1f}  {1e3 * drafted:11.1f}  {drafted / without:5.2f}"
+            f"{of_steps}  {ours.num_accepted} of {ours.num_drafts}",
             flush=True,
         )
 
@@ -309,7 +293,7 @@ def main() -> None:
             if args.only not in (None, kind):
                 continue
             if streams == 1:
-                (one_by_one_ahead if args.async_scheduling else one_by_one)(pair, kind, texts, args.repeats)
+                one_by_one(pair, kind, texts, args.repeats, is_ahead=args.async_scheduling)
             else:
                 at_once(pair, kind, texts, streams, args.repeats)
     if args.peer:
