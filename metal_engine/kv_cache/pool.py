@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from metal_engine.device.streams import synchronize
 from metal_engine.kv_cache.quantized import QuantizedKVState
-from metal_engine.kv_cache.recurrent import RecurrentState
+from metal_engine.kv_cache.recurrent import RecurrentState, StatesAtHand
+from metal_engine.kv_cache.segments import Slots
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec, QuantizedKVSpec, RecurrentSpec, StateSpec, unquantized
 from metal_engine.kv_cache.state import KVState, LatentState, LayerState, StateSnapshot
 from metal_engine.step import KVCacheLostError
@@ -56,6 +57,9 @@ class StatePool:
         self.states = list(states)
         # Each array of tokens: whose it is, and its name there. Looked up in every step.
         self._of_tokens = [(state, name) for state in self.states for name in state.spec.token_arrays]
+        # And each array of requests.
+        self._recurrent = [state for state in self.states if isinstance(state, RecurrentState)]
+        self._of_requests = [(state, name) for state in self._recurrent for name in state.spec.request_arrays]
         self._size = (0, 1, 0)  # blocks, tokens of a block, slots of requests
         self.is_recurrent = self.bytes_per_request > 0
 
@@ -118,14 +122,31 @@ class StatePool:
             state.release()
             time.sleep(0.001)
 
-    def hand_out(self) -> list[mx.array]:
-        """Give away the arrays of tokens, of all layers in one order: the states have none until :meth:`take_back`."""
-        return [state.arrays.pop(name) for state, name in self._of_tokens]
+    @property
+    def has_tokens(self) -> bool:
+        """Whether some layer keeps anything of each token."""
+        return bool(self._of_tokens)
 
-    def take_back(self, arrays: list[mx.array]) -> None:
-        """Have such arrays as :meth:`hand_out` gave away, in its order."""
-        for (state, name), array in zip(self._of_tokens, arrays, strict=True):
+    def hand_out(self, reads: Slots, writes: Slots) -> list[mx.array]:
+        """Give away what a step of decodes reads and writes, of all layers in one order, until :meth:`take_back`.
+
+        Args:
+            reads: slots of the recurrent states that its requests go on from; padded rows have ``TRASH_STATE``.
+            writes: slots of those that they will leave.
+
+        Returns:
+            The arrays of tokens, and for each array of requests the states to go on from, [len(reads), ...].
+        """
+        states = [state.hand_out(name, reads, writes) for state, name in self._of_requests]
+        return [state.arrays.pop(name) for state, name in self._of_tokens] + states
+
+    def take_back(self, arrays: list[mx.array], slots: Slots) -> None:
+        """Have such arrays as :meth:`hand_out` gave away, in its order, with the recurrent states of some slots."""
+        num_of_tokens = len(self._of_tokens)
+        for (state, name), array in zip(self._of_tokens, arrays[:num_of_tokens], strict=True):
             state.arrays[name] = array
+        for (recurrent, name), values in zip(self._of_requests, arrays[num_of_tokens:], strict=True):
+            recurrent.take_back(name, slots, values)
 
     def evaluate(self) -> None:
         """Wait until every write has happened."""
@@ -151,11 +172,28 @@ class StatePool:
         for state in self.states:
             yield from state.written()
 
+    def at_hand(self) -> list[StatesAtHand]:
+        """The recurrent states that the step built last leaves, to go back to if one on top of it is built in vain."""
+        return [state.at_hand() for state in self._recurrent]
+
+    def back_at_hand(self, states: list[StatesAtHand]) -> None:
+        """Go back to what :meth:`at_hand` has given."""
+        for state, pending in zip(self._recurrent, states, strict=True):
+            state.back_at_hand(pending)
+
+    def read_states(self, slots: Slots) -> list[mx.array]:
+        """Recurrent states, [len(slots), ...] of each array, as the steps built so far leave them."""
+        return [state.read(name, slots) for state, name in self._of_requests]
+
+    def put_states(self, slots: Slots, states: list[mx.array]) -> None:
+        """Have states that :meth:`read_states` gave in some slots; only where no others are pending."""
+        for (state, name), values in zip(self._of_requests, states, strict=True):
+            state.take_back(name, slots, values)
+
     def forget_states(self, slots: set[int]) -> None:
         """Give up what is pending for some slots of recurrent states, which are about to be loaded."""
-        for state in self.states:
-            if isinstance(state, RecurrentState):
-                state.forget(slots)
+        for state in self._recurrent:
+            state.forget(slots)
 
     def snapshot(self) -> PoolSnapshot:
         """All arrays as they are now. While it is held, a step that is evaluated copies them."""

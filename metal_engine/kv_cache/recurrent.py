@@ -17,7 +17,7 @@ from operator import itemgetter
 
 import mlx.core as mx
 
-from metal_engine.kv_cache.segments import SegmentGroup, Slots
+from metal_engine.kv_cache.segments import NO_STATE, TRASH_STATE, SegmentGroup, Slots
 from metal_engine.kv_cache.spec import RecurrentSpec
 from metal_engine.kv_cache.state import StateSnapshot
 
@@ -34,6 +34,10 @@ class PendingStates:
         if len(wanted) == len(self.slots):
             return self
         return PendingStates(tuple(self.slots[i] for i in wanted), self.values[mx.array(wanted)])
+
+
+StatesAtHand = dict[str, list[PendingStates]]
+"""By name of an array of a layer, what is pending of it."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,18 @@ class Moves:
 def plan_moves(pending: tuple[Slots, ...], reads: tuple[Slots | None, ...], writes: tuple[Slots, ...]) -> Moves:
     """How a step gets its states.
 
+    Any slot may be ``TRASH_STATE``, for padded rows.
+
     Args:
         pending: slots of the pending arrays' rows.
         reads: slots for each group; None for one that begins with nothing.
         writes: slots that each group will leave its states in: what is in them now is of no use after the step.
     """
-    at_hand = {slot: (source, row) for source, slots in enumerate(pending) for row, slot in enumerate(slots)}
-    overwritten = {slot for slots in writes for slot in slots}
+    rows = [(slot, (source, row)) for source, slots in enumerate(pending) for row, slot in enumerate(slots)]
+    at_hand = dict(rows)
+    # Padded rows follow each other, so that those of a step before are taken with the whole array that they are in.
+    trash = iter([place for slot, place in rows if slot == TRASH_STATE])
+    overwritten = {TRASH_STATE, *(slot for slots in writes for slot in slots)}
     left = [[row for row, slot in enumerate(slots) if slot not in overwritten] for slots in pending]
     written = [_rows(source, rows, pending) for source, rows in enumerate(left) if rows]
     slots = [pending[source][row] for source, rows in enumerate(left) for row in rows]
@@ -88,7 +97,9 @@ def plan_moves(pending: tuple[Slots, ...], reads: tuple[Slots | None, ...], writ
         if group is None:
             taken.append(None)
             continue
-        places = [at_hand.get(slot, (None, slot)) for slot in group]
+        places = [
+            next(trash, (None, NO_STATE)) if slot == TRASH_STATE else at_hand.get(slot, (None, slot)) for slot in group
+        ]
         runs = [(source, [row for _, row in run]) for source, run in groupby(places, key=itemgetter(0))]
         taken.append([_rows(source, rows, pending) for source, rows in runs])
     return Moves(written, mx.array(slots) if slots else None, taken)
@@ -129,7 +140,7 @@ class RecurrentState:
     def snapshot(self) -> StateSnapshot:
         # Objects of our own, as for the states of tokens.
         arrays = {name: array.reshape(array.shape) for name, array in self.arrays.items()}
-        return StateSnapshot(arrays, {name: list(pending) for name, pending in self._pending.items()})
+        return StateSnapshot(arrays, self.at_hand())
 
     def restore(self, snapshot: StateSnapshot) -> None:
         self.arrays = dict(snapshot.arrays)
@@ -140,6 +151,26 @@ class RecurrentState:
 
     def written(self) -> list[mx.array]:
         return [*self.arrays.values(), *(p.values for pending in self._pending.values() for p in pending)]
+
+    def hand_out(self, name: str, reads: Slots, writes: Slots) -> mx.array:
+        """Give away the states from which a step of decodes goes on, [b, ...], until :meth:`take_back`."""
+        (states,) = self.take(name, [reads], [writes])
+        assert states is not None
+        return states
+
+    def at_hand(self) -> StatesAtHand:
+        """What is pending: to go back to if a step was built in vain.
+
+        What :meth:`take` has written to the pool since then is pending there, too, and so is written again.
+        """
+        return {name: list(pending) for name, pending in self._pending.items()}
+
+    def back_at_hand(self, pending: StatesAtHand) -> None:
+        self._pending = pending
+
+    def take_back(self, name: str, slots: Slots, values: mx.array) -> None:
+        """Have the states that are to be in some slots, [b, ...], of the shape that :meth:`hand_out` gives."""
+        self._pending[name] = [PendingStates(slots, values)]
 
     def take(self, name: str, reads: list[Slots | None], writes: list[Slots]) -> list[mx.array | None]:
         """The states from which a step's groups go on, each [b, ...]; called once in a step for each array.
@@ -165,7 +196,7 @@ class RecurrentState:
             kept = [(p, [i for i, slot in enumerate(p.slots) if slot not in slots]) for p in pending]
             self._pending[name] = [p.only(wanted) for p, wanted in kept if wanted]
 
-    def read(self, name: str, slots: list[int]) -> mx.array:
+    def read(self, name: str, slots: Sequence[int]) -> mx.array:
         """The states in some slots, as the steps built so far leave them, [len(slots), ...]."""
         pending = _by_slot(self._pending.get(name, []))
         pool = self.arrays[name]

@@ -176,6 +176,19 @@ class StepRows:
             raise ValueError("bad step: a request goes on without a state, or begins with one")
 
 
+@dataclass(frozen=True)
+class TracedRows:
+    """What a trace knows of a step's rows: it stands for a :class:`StepRows` while a model runs.
+
+    Attributes:
+        writes: how rows go to their slots, on the device.
+        segments: as recurrent layers see the rows; None where there are none.
+    """
+
+    writes: Writes
+    segments: Segments | None
+
+
 _ARRAYS = [field.name for field in fields(StepRows) if field.type == "np.ndarray"]
 
 

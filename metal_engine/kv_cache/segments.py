@@ -16,6 +16,8 @@ import numpy as np
 
 # The slot of no request. In arrays of states its row is zeros: what a request begins with.
 NO_STATE = 0
+# The slot of padded rows. No array has it: they go on from any state, and nobody reads what they leave.
+TRASH_STATE = -1
 
 Slots = tuple[int, ...]
 
@@ -104,6 +106,12 @@ class Segments:
             )
         )
         return rows
+
+    @classmethod
+    def alike(cls, num_segments: int, length: int) -> Segments:
+        """Segments of one length, which go on from states at hand in the same order: all that a trace knows of them."""
+        slots = np.arange(1, num_segments + 1, dtype=np.int32)
+        return cls(np.arange(num_segments + 1, dtype=np.int32) * np.int32(length), slots, slots)
 
     @property
     def is_decode(self) -> bool:

@@ -53,14 +53,10 @@ class SlotWrites:
 
 
 class TracedWrites:
-    """Writes all rows as one scatter, to slots that a trace knows as an array, [N] int32; all that it knows of them."""
+    """Writes all rows as one scatter, to slots that a trace knows as an array, [N] int32."""
 
     def __init__(self, slots: mx.array) -> None:
         self._slots = slots
-
-    @property
-    def writes(self) -> Writes:
-        return self
 
     def write(self, array: mx.array, rows: mx.array) -> mx.array:
         array[self._slots] = rows

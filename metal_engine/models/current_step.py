@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from metal_engine.attention.backend import StepAttention
-from metal_engine.kv_cache.rows import StepRows
-from metal_engine.kv_cache.writes import HasWrites
+from metal_engine.kv_cache.rows import StepRows, TracedRows
 from metal_engine.recurrence.metal import MetalRecurrence
 
 if TYPE_CHECKING:
@@ -20,8 +19,7 @@ class CurrentStep:
 
     def __init__(self, recurrence: MetalRecurrence | None = None) -> None:
         self.recurrence = recurrence  # of all steps
-        self.rows: StepRows | None = None  # None in a trace
-        self.written: HasWrites | None = None  # the rows, or what a trace knows of them
+        self.rows: StepRows | TracedRows | None = None
         self.attention: StepAttention | None = None
         self.positions: mx.array | None = None  # [N]
         self.adapters: AdapterRows | None = None  # None: no row has any

@@ -123,8 +123,8 @@ class LayerCache(AttendingCache):
         return OwnedKeys(keys, self), values
 
     def _write(self, rows: dict[str, mx.array]) -> None:
-        assert self._step.written is not None
-        self.state.write(self._step.written, rows)
+        assert self._step.rows is not None
+        self.state.write(self._step.rows, rows)
         self.num_writes += 1
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:

@@ -24,10 +24,9 @@ import mlx.nn as nn
 from metal_engine.attention.backend import StepAttention
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.kv_cache.pool import StatePool
-from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.rows import StepRows, TracedRows
 from metal_engine.kv_cache.spec import QuantizedKVSpec, RecurrentSpec, as_kept
 from metal_engine.kv_cache.state import KVState
-from metal_engine.kv_cache.writes import HasWrites
 from metal_engine.models.adapters import AdaptedLayers, AdapterRows
 from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.cpu_ops import StepPositions
@@ -180,7 +179,7 @@ class PagedModel:
             Logits, [R, vocab_size], and the hidden states that the LM head would be given, [P, hidden_size].
         """
         step = self._step
-        step.rows, step.written, step.attention = rows, rows, attention
+        step.rows, step.attention = rows, attention
         step.positions = self._positions(rows.positions)
         step.logits_indices = mx.array(rows.logits_indices) if logits_indices is None else logits_indices
         step.hidden_indices = hidden_indices
@@ -188,23 +187,23 @@ class PagedModel:
         return self._run(input_ids)
 
     def forward_of_arrays(
-        self, input_ids: mx.array, positions: mx.array, written: HasWrites, attention: StepAttention
+        self, input_ids: mx.array, positions: mx.array, rows: TracedRows, attention: StepAttention
     ) -> mx.array:
         """A forward that knows its rows by arrays alone, as a trace does that other steps replay.
 
-        Not for models with recurrent layers, and without adapters.
+        Without adapters.
 
         Args:
             input_ids: [N] int32.
             positions: [N] int32.
-            written: where K and V go.
+            rows: with segments where layers are recurrent.
             attention: over this step's rows.
 
         Returns:
             The logits of all rows, [N, vocab_size].
         """
         step = self._step
-        step.written, step.attention, step.positions = written, attention, self._positions(positions)
+        step.rows, step.attention, step.positions = rows, attention, self._positions(positions)
         return self._run(input_ids)[0]
 
     def _run(self, input_ids: mx.array) -> tuple[mx.array, mx.array | None]:
@@ -213,6 +212,6 @@ class PagedModel:
             logits = self.model(input_ids[:, None], cache=self._caches)  # [R, 1, vocab_size]
             hidden = step.hidden
         finally:
-            step.rows = step.written = step.attention = step.positions = step.logits_indices = None
+            step.rows = step.attention = step.positions = step.logits_indices = None
             step.hidden_indices = step.hidden = step.adapters = None
         return logits[:, 0], None if hidden is None else hidden[:, 0]

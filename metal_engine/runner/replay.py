@@ -5,10 +5,14 @@ sizes. So sizes are rounded up, and a trace is kept for each combination of them
 
     rows           | r0 r1 r2 r3 r4 .. .. .. |    padded: rows of requests of one token, in the trash block
     block tables   | as wide as a power of two blocks
+    states         | s0 s1 s2 s3 s4 .. .. .. |    recurrent ones: padded rows have any
     tables of attention: see the backend's ``tables``
 
 What changes from step to step goes in as arrays, the KV cache too, and comes out: a trace holds no pool, and the writes
 stay in place as in a step that is built. It does hold the model's weights, so it must not outlive the model.
+
+Recurrent states go in as the step before has left them, if it had the same rows. Only where that differs, they are
+gathered first, by operations of their own.
 """
 
 from __future__ import annotations
@@ -31,11 +35,12 @@ from metal_engine.attention.backend import (
     size_class,
 )
 from metal_engine.errors import one_line
-from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.rows import StepRows, TracedRows
+from metal_engine.kv_cache.segments import NO_STATE, TRASH_STATE, Segments, Slots
 from metal_engine.kv_cache.writes import TracedWrites
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.merged_views import merged_views
-from metal_engine.settings.config import NO_REPLAY_WITH_STATES, NO_REPLAY_WITHOUT_KERNEL
+from metal_engine.settings.config import NO_REPLAY_WITHOUT_KERNEL
 from metal_engine.step import DecodeForward, DecodeOutcome
 
 logger = logging.getLogger(__name__)
@@ -56,6 +61,7 @@ class DecodeReplay:
 
     Args:
         trash_block: a block of the pool that no request has: where padded rows leave their K and V.
+        max_num_seqs: requests at once. No more have room for recurrent states, those of padded rows among them.
         trace_at: see ``TRACE_AT``.
 
     Attributes:
@@ -63,14 +69,21 @@ class DecodeReplay:
     """
 
     def __init__(
-        self, model: PagedModel, backend: AttentionBackend, trash_block: int, *, trace_at: int = TRACE_AT
+        self,
+        model: PagedModel,
+        backend: AttentionBackend,
+        *,
+        trash_block: int,
+        max_num_seqs: int,
+        trace_at: int = TRACE_AT,
     ) -> None:
         self._model = model
         self._pool = model.pool
         self._backend = backend if isinstance(backend, ReplayableBackend) else None
         self._trash_block = trash_block
+        self._max_num_seqs = max_num_seqs
         self._trace_at = trace_at
-        self._asked: Hashable | None = None
+        self._asked: Hashable | None = None if self._pool.has_tokens else ()
         self._traces: OrderedDict[Hashable, _Trace] = OrderedDict()  # least recently used first
         self._num_seen: Counter[Hashable] = Counter()  # by sizes that have no trace
         self._broken: set[Hashable] = set()  # sizes whose trace raised when it was replayed: they are built
@@ -78,8 +91,6 @@ class DecodeReplay:
         self.refusal = self._refusal_of_model()
 
     def _refusal_of_model(self) -> str | None:
-        if self._pool.is_recurrent:
-            return NO_REPLAY_WITH_STATES
         return NO_REPLAY_WITHOUT_KERNEL if self._backend is None else None
 
     def start_anew(self) -> None:
@@ -117,37 +128,41 @@ class DecodeReplay:
         """
         if self.refusal is not None or self._backend is None:
             return build(), "refused"
-        if self._asked is None:
+        larger = self._padded(rows)
+        if self._asked is None or larger is None:
             return build(), "untraced"
-        larger = padded(rows, self._trash_block)
         tables = self._backend.tables(larger, self._asked)
         if tables is None:
             return build(), "large"
-        trace = self._traces.get(tables.key)
+        key = tables.key, larger.num_requests if self._pool.is_recurrent else None
+        before = self._pool.at_hand()
+        trace = self._traces.get(key)
         if trace is not None:
-            self._traces.move_to_end(tables.key)
+            self._traces.move_to_end(key)
             num_runs = self._num_runs
             try:
                 logits = self._run(trace, input_ids, larger, tables)[: rows.num_tokens]
                 return logits, "replayed" if self._num_runs == num_runs else self._not_replayed()
             except Exception as error:  # noqa: BLE001  (raised again by what is built, unless it is the trace that fails)
                 reason = one_line(error)  # not the error itself: see below
-            del self._traces[tables.key]
+            del self._traces[key]
+            self._pool.back_at_hand(before)
             built = build()
-            self._broken.add(tables.key)
+            self._broken.add(key)
             logger.warning("a trace of %d rows cannot be replayed, and is dropped: %s", larger.num_tokens, reason)
             return built, "untraced"
-        if not self._is_worth_tracing(tables.key):
+        if not self._is_worth_tracing(key):
             return build(), "untraced"
-        trace = mx.compile(self._function(tables))
+        trace = mx.compile(self._function(tables, larger))
         try:
             logits = self._run(trace, input_ids, larger, tables)
         except Exception as error:  # noqa: BLE001  (raised again by what is built, unless it is tracing that fails)
             # Not the error itself: its traceback holds the pool's arrays, and the next writes would copy them.
             reason = one_line(error)
         else:
-            self._keep(tables.key, trace)
+            self._keep(key, trace)
             return logits[: rows.num_tokens], "traced"
+        self._pool.back_at_hand(before)
         built = build()
         self.refuse(f"its forward cannot be traced ({reason})")
         return built, "refused"
@@ -189,33 +204,49 @@ class DecodeReplay:
         self._num_seen[key] += 1
         return self._num_seen[key] >= self._trace_at
 
-    def _function(self, tables: StepTables) -> _Trace:
+    def _padded(self, rows: StepRows) -> StepRows | None:
+        """A step as one of few sizes; None where its recurrent states are not for a trace."""
+        if not self._pool.is_recurrent:
+            return padded(rows, self._trash_block)
+        if not _go_on_alike(rows):
+            return None
+        # Requests of one row are no match for those of several.
+        room = self._max_num_seqs if rows.num_requests == rows.num_tokens else rows.num_requests
+        return padded(rows, self._trash_block, room)
+
+    def _function(self, tables: StepTables, rows: StepRows) -> _Trace:
         """What is traced: a forward over arrays alone, the pool's among them."""
         model, pool, attention_over = self._model, self._pool, tables.attention
+        segments = (
+            Segments.alike(rows.num_requests, rows.num_tokens // rows.num_requests) if pool.is_recurrent else None
+        )
+        state_slots = () if segments is None else segments.writes
 
         def forward(
             input_ids: mx.array, positions: mx.array, slots: mx.array, given: list[mx.array], arrays: list[mx.array]
         ) -> tuple[mx.array, list[mx.array]]:
             self._num_runs += 1
-            pool.take_back(arrays)
+            pool.take_back(arrays, state_slots)
+            traced = TracedRows(TracedWrites(slots), segments)
             with merged_views():
-                logits = model.forward_of_arrays(input_ids, positions, TracedWrites(slots), attention_over(given))
-            return logits, pool.hand_out()
+                logits = model.forward_of_arrays(input_ids, positions, traced, attention_over(given))
+            return logits, pool.hand_out(state_slots, state_slots)
 
         return forward
 
     def _run(self, trace: _Trace, input_ids: mx.array, rows: StepRows, tables: StepTables) -> mx.array:
-        """The logits of a padded step. Where it raises, the pool is as it was."""
+        """The logits of a padded step. Where it raises, the pool is as it was, but for recurrent states at hand."""
         missing = rows.num_tokens - input_ids.size
         if missing:
             input_ids = mx.concatenate([input_ids, mx.zeros((missing,), mx.int32)])
         positions, slots = mx.array(rows.positions), mx.array(rows.slot_mapping)
-        arrays = self._pool.hand_out()
+        reads, writes = _state_slots(rows) if self._pool.is_recurrent else ((), ())
+        arrays = self._pool.hand_out(reads, writes)
         try:
             # What went in is let go of: writes are in place only if nothing else holds the old arrays.
             logits, arrays = trace(input_ids, positions, slots, tables.arrays, arrays)
         finally:
-            self._pool.take_back(arrays)
+            self._pool.take_back(arrays, writes)
         return logits
 
     def _keep(self, key: Hashable, trace: _Trace) -> None:
@@ -240,9 +271,27 @@ def _compiles() -> bool:
     return num_runs == 1
 
 
-def padded(rows: StepRows, trash_block: int) -> StepRows:
-    """A step with requests of one token at its end, all in one block, and a wider block table: of a size of few."""
+def _go_on_alike(rows: StepRows) -> bool:
+    """Whether all requests have as many rows, and go on from a recurrent state."""
+    length = rows.num_tokens // rows.num_requests
+    return bool((rows.query_lens == length).all() and (rows.state_reads != NO_STATE).all())
+
+
+def _state_slots(rows: StepRows) -> tuple[Slots, Slots]:
+    """Slots of the recurrent states that requests go on from, and of those that they leave."""
+    return tuple(rows.state_reads.tolist()), tuple(rows.state_writes.tolist())
+
+
+def padded(rows: StepRows, trash_block: int, max_num_requests: int | None = None) -> StepRows:
+    """A step with requests of one token at its end, all in one block, and a wider block table: of a size of few.
+
+    Args:
+        trash_block: the block.
+        max_num_requests: requests that it has at most; None: any number.
+    """
     missing = size_class(rows.num_tokens) - rows.num_tokens
+    if max_num_requests is not None:
+        missing = min(missing, max_num_requests - rows.num_requests)
     num_requests, num_blocks = rows.block_table.shape
     width = max(MIN_TABLE_BLOCKS, 1 << (num_blocks - 1).bit_length())
     block_table = np.full((num_requests + missing, width), trash_block, np.int32)
@@ -262,6 +311,6 @@ def padded(rows: StepRows, trash_block: int) -> StepRows:
         slot_mapping=np.concatenate([rows.slot_mapping, zeros + trash_block * rows.block_size]),
         logits_indices=np.concatenate([rows.logits_indices, new_rows]),
         sample_requests=np.concatenate([rows.sample_requests, requests]),
-        state_reads=np.concatenate([rows.state_reads, zeros]),
-        state_writes=np.concatenate([rows.state_writes, zeros]),
+        state_reads=np.concatenate([rows.state_reads, zeros + TRASH_STATE]),
+        state_writes=np.concatenate([rows.state_writes, zeros + TRASH_STATE]),
     )

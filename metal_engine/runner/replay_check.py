@@ -16,6 +16,7 @@ import numpy as np
 from metal_engine.attention.backend import AttentionBackend
 from metal_engine.errors import one_line
 from metal_engine.kv_cache.rows import StepRows, step_rows
+from metal_engine.kv_cache.segments import NO_STATE
 from metal_engine.models.check import LOGITS_TOLERANCE
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.pending_step import forget_locals
@@ -36,7 +37,7 @@ def check_replay(
 ) -> None:
     """Have ``replay`` refuse what it does not compute as steps that are built do; to be called before any request.
 
-    Writes to the first blocks of the cache, which nobody reads.
+    Writes to the first blocks of the cache, and to the first slots of recurrent states; nobody reads either.
     """
     if replay.refusal is not None:
         return
@@ -75,16 +76,31 @@ def _largest_gap(
     """Of the steps that are replayed: the largest difference of logits, relative to their size; NaN where one is."""
     gaps = [0.0]
     num_rows = len(block_table)
+    pool, slots = model.pool, tuple(range(1, num_rows + 1))
+    replayed_states: list[mx.array] = []
     tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (num_steps, num_rows)).astype(np.int32)
     for step in range(num_steps):
-        rows = step_rows(block_table, np.full(num_rows, step, np.int32), [1] * num_rows, block_size)
+        reads = slots if step else (NO_STATE,) * num_rows
+        state_slots = np.array(reads, np.int32), np.array(slots, np.int32)
+        rows = step_rows(
+            block_table, np.full(num_rows, step, np.int32), [1] * num_rows, block_size, state_slots=state_slots
+        )
         input_ids = mx.array(tokens[step])
-        # Before the built one, so that it finds K and V of its tokens only where it writes them. It needs to know what
-        # layers ask of attention, which the first step shows. That shows little else: one key is all that a row sees.
-        replayed = _replayed(model, replay, input_ids, rows) if step else None
+        replayed = None
+        if step:  # the first one shows what layers ask of attention, and little else: a row sees one key
+            # Before the built one, so that it finds K and V of its tokens only where it writes them; and after the
+            # states that it has left itself.
+            built_states = pool.read_states(slots)
+            pool.put_states(slots, replayed_states)
+            replayed = _replayed(model, replay, input_ids, rows)
+            replayed_states = pool.read_states(slots)
+            pool.put_states(slots, built_states)
         built = _built(model, backend, replay, input_ids, rows)
-        if replayed is not None:
+        if replayed is None:
+            replayed_states = pool.read_states(slots)
+        else:
             gaps.append(float(np.abs(replayed - built).max() / (np.abs(built).max() or 1.0)))
+    pool.forget_states(set(slots))
     return float(np.max(gaps))
 
 

@@ -11,7 +11,6 @@ MARGIN_BYTES = GIB // 4
 # What :attr:`EngineConfig.replay` is where decode steps are replayed.
 REPLAYS = "on"
 # Why a model's decode steps are not.
-NO_REPLAY_WITH_STATES = "its layers carry recurrent states"
 NO_REPLAY_WITHOUT_KERNEL = "the kernel does not compute all of its attention"
 # Recurrent states of a request that a step has at hand beside its slots: what it goes on from, what it leaves, and a
 # copy on the way to another order of the requests.

@@ -11,7 +11,6 @@ from dataclasses import replace
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import (
-    NO_REPLAY_WITH_STATES,
     NO_REPLAY_WITHOUT_KERNEL,
     REPLAYS,
     AttentionLayers,
@@ -154,8 +153,6 @@ def _replay(args: EngineArgs, model: ModelInfo, attention_backend: str, attentio
         return "off"
     if args.num_ranks > 1:
         return "off: several ranks share the model"
-    if model.state_bytes_per_request:
-        return f"off: {NO_REPLAY_WITH_STATES}"
     if attention_layers.not_covered:
         return f"off: {NO_REPLAY_WITHOUT_KERNEL}"
     return REPLAYS

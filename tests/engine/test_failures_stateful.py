@@ -72,6 +72,11 @@ def asked() -> list[tuple[list[int], SamplingParams | PoolingParams]]:
     ]
 
 
+def model_of(architecture: str | None) -> dict[str, Any]:
+    """What :func:`tiny_engine` is told of a model; slots of states are as many as a server gives twelve requests."""
+    return {} if architecture is None else {"architecture": architecture, "num_state_slots": 36}
+
+
 @dataclass
 class Answer:
     """What comes of a request."""
@@ -101,9 +106,9 @@ class Answer:
 
 
 @functools.cache
-def prepared_and_alone() -> list[tuple[PreparedRequest, Answer]]:
+def prepared_and_alone(architecture: str | None) -> list[tuple[PreparedRequest, Answer]]:
     """Each request, and what an engine that has no other one answers step by step."""
-    engine = tiny_engine()
+    engine = tiny_engine(**model_of(architecture))
     found = []
     for prompt, params in asked():
         is_pooling = isinstance(params, PoolingParams)
@@ -121,6 +126,9 @@ def prepared_and_alone() -> list[tuple[PreparedRequest, Answer]]:
 class FailureMachine(RuleBasedStateMachine):
     """Faults wait for a call of the function that they are in: the next one, or the one after it."""
 
+    architecture: str | None = None
+    dispatch = "behind"
+
     @initialize(
         num_blocks=st.sampled_from([24, 128]),
         max_num_seqs=st.sampled_from([2, 4, 12]),
@@ -129,12 +137,17 @@ class FailureMachine(RuleBasedStateMachine):
         replay=st.booleans(),
     )
     def start_engine(self, num_blocks: int, max_num_seqs: int, budget: int, first: list[int], *, replay: bool) -> None:
-        self.known = prepared_and_alone()
+        self.known = prepared_and_alone(self.architecture)
         self.patch = pytest.MonkeyPatch()
         self.faults: dict[str, int] = {}  # where -> calls that go well before
         self.num_raised = 0
         self.engine = tiny_engine(
-            behind=True, replay=replay, num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+            **model_of(self.architecture),
+            **{self.dispatch: True},
+            replay=replay,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
         )
         self.runner: Any = self.engine._runner
         self.config = self.engine.scheduler.config
@@ -265,6 +278,13 @@ class FailureMachine(RuleBasedStateMachine):
         assert self.engine.stats.num_used_blocks == 0 and not self.runner._steps
 
 
+class RecurrentFailureMachine(FailureMachine):
+    """On layers that carry a state, which a step that is built twice would carry on twice."""
+
+    architecture = "qwen3_5"
+    dispatch = "ahead"
+
+
 # The health checks measure generation against execution; here execution is the point.
 _QUICK = settings(max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -273,7 +293,17 @@ class TestFailures(FailureMachine.TestCase):
     settings = _QUICK
 
 
+class TestRecurrentFailures(RecurrentFailureMachine.TestCase):
+    settings = settings(_QUICK, max_examples=8)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 class TestFailuresFull(FailureMachine.TestCase):
     settings = settings(_QUICK, max_examples=200, stateful_step_count=60)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+class TestRecurrentFailuresFull(RecurrentFailureMachine.TestCase):
+    settings = settings(_QUICK, max_examples=100, stateful_step_count=60)

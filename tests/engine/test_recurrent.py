@@ -54,19 +54,33 @@ WAYS = {
     "one ahead": {"ahead": True},
     "one ahead, preempted": {"ahead": True, "num_blocks": 24, "max_num_batched_tokens": 16},
     "few slots": {"num_state_slots": 6, "max_num_seqs": 6},
+    "replayed": {"replay": True},
+    "replayed, one ahead, preempted": {"replay": True, "ahead": True, "num_blocks": 24, "max_num_batched_tokens": 16},
+    "replayed, few slots": {"replay": True, "num_state_slots": 6, "max_num_seqs": 6},
 }
+FULL = [
+    (name, way) for name in ("lfm2", "granitemoehybrid", "falcon_h1") for way in ("replayed", "replayed, few slots")
+]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "way"),
+    [
+        pytest.param(name, way, marks=pytest.mark.full if (name, way) in FULL else ())
+        for name in ARCHITECTURES
+        for way in WAYS
+    ],
+)
 def test_answers_are_mlx_lms(architecture: str, way: str, own: dict[str, list[list[int]]]) -> None:
     engine = hybrid_engine(architecture, **WAYS[way])
     for _ in range(2):  # the second time, prompts begin with what the first has left
         answers = [token_ids(outputs) for outputs in run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])]
         assert answers == own[architecture]
+    if "replayed" in way:
+        assert engine.metrics.num_decode_forwards["replayed"] > 30
     if "preempted" in way:
         assert engine.scheduler.num_preemptions
-    assert engine.scheduler.states.slots.num_hits or way == "few slots"
+    assert engine.scheduler.states.slots.num_hits or "few slots" in way
     assert engine.scheduler.blocks.num_used_blocks == 0
 
 

@@ -51,11 +51,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "one ahead": {"ahead": True},
     "one ahead, preempted": {"ahead": True, "num_blocks": 26, "max_num_batched_tokens": 16},
     "few slots": {"num_state_slots": 12, "max_num_seqs": 6},
+    "replayed": {"replay": True, "max_num_seqs": 1},
+    "replayed, one ahead, preempted": {"replay": True, "ahead": True, "num_blocks": 26, "max_num_batched_tokens": 16},
 }
 QUICK = [(name, "one by one") for name in ARCHITECTURES] + [
     ("qwen3_5", way) for way in ("chunks of any size", "preempted", "one ahead, preempted", "few slots")
 ]
-QUICK += [("mamba", "preempted")]
+QUICK += [("mamba", "preempted"), *((name, "replayed") for name in ("qwen3_5", "mamba"))]
 FULL = [(name, way) for name in RECURRENT for way in WAYS if (name, way) not in QUICK]
 
 
@@ -71,6 +73,8 @@ def test_answers_are_mlx_lms(architecture: str, way: str, own: dict[str, list[li
     assert 0 < sum(metrics.num_accepted_tokens) < metrics.num_draft_tokens
     assert bool(engine.scheduler.num_preemptions) == ("preempted" in way)
     assert engine.scheduler.blocks.num_used_blocks == 0
+    if "replayed" in way:
+        assert engine.metrics.num_decode_forwards["replayed"] > 10
 
 
 def test_without_a_slot_to_spare_there_are_no_drafts(own: dict[str, list[list[int]]]) -> None:

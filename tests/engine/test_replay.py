@@ -18,6 +18,7 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import step_rows
+from metal_engine.kv_cache.segments import Slots
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner import replay
 from metal_engine.runner.pending_step import PendingStep
@@ -103,6 +104,7 @@ MODELS = [
     pytest.param("deepseek_v3", "auto", id="latents, experts"),
     pytest.param("llama", "int8", id="int8"),
     pytest.param("deepseek_v3", "int4", id="int4 latents"),
+    pytest.param("qwen3_next", "auto", id="recurrent"),
 ]
 
 
@@ -200,14 +202,6 @@ def test_verifications_of_drafts(ahead: bool) -> None:
 # --- what is built ---
 
 
-def test_recurrent_models_are_built() -> None:
-    expected = run(tiny(model_of("qwen3_next"), replay=False), PROMPTS, EACH)
-    engine = tiny(model_of("qwen3_next"))
-    assert run(engine, PROMPTS, EACH) == expected
-    assert engine.metrics.replay_refusal == "its layers carry recurrent states"
-    assert set(engine.metrics.num_decode_forwards) == {"refused"}
-
-
 class Evaluating(nn.Module):
     """A layer that looks at its numbers, which are not there yet in a trace."""
 
@@ -265,9 +259,9 @@ def test_a_trace_that_fails_at_first_is_the_last(dispatch: dict[str, bool], monk
     kept = replay_of(engine)
     function = kept._function
 
-    def failing(tables: Any) -> Any:
+    def failing(*step: Any) -> Any:
         fault.kind = "eval"
-        return function(tables)
+        return function(*step)
 
     monkeypatch.setattr(kept, "_function", failing)
     failed, outputs = run_with_fault(engine, fault, "", 1000)
@@ -414,6 +408,37 @@ def test_a_trace_that_raises_is_dropped(dispatch: dict[str, bool], caplog: pytes
     assert kept._traces == others
 
 
+@pytest.mark.parametrize("outcome", ["traced", "replayed"])
+def test_states_are_not_carried_on_twice(outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is built after all goes on from the states that there were before it was tried."""
+    expected = run(tiny(model_of("qwen3_next"), replay=False), PROMPTS, EACH)
+    engine = tiny(model_of("qwen3_next"), ahead=True)
+    run_trace, num_failed = DecodeReplay._run, 0
+
+    def failing(self: DecodeReplay, *args: Any) -> Any:
+        nonlocal num_failed
+        num_traces, logits = self._num_runs, run_trace(self, *args)
+        if num_failed or (outcome == "traced") != (self._num_runs > num_traces):
+            return logits
+        num_failed += 1
+        raise RuntimeError("too late")
+
+    monkeypatch.setattr(DecodeReplay, "_run", failing)
+    assert run(engine, PROMPTS, EACH) == expected
+    assert num_failed == 1 and engine.metrics.num_failed_steps == 0
+    assert (engine.metrics.replay_refusal is None) == (outcome == "replayed")
+
+
+def test_requests_that_begin_are_built() -> None:
+    """Prompts of one token: there is no state that they go on from."""
+    ones = [[i] for i in range(5)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    expected = run(tiny(model_of("qwen3_next"), replay=False), ones, greedy)
+    engine = tiny(model_of("qwen3_next"))
+    assert run(engine, ones, greedy) == expected
+    assert engine.metrics.num_decode_forwards == {"untraced": 1, "traced": 1, "replayed": 3}
+
+
 def test_steps_with_adapters_are_built(tmp_path: Path) -> None:
     weights = adapters.products(tiny_reference(), adapters.ALL, rank=2, seed=1)
     folder = adapters.write_mlx_lm(tmp_path / "one", weights)
@@ -457,6 +482,27 @@ def test_padded_rows_that_wrote_to_a_real_block_would_show(monkeypatch: pytest.M
     engine = tiny(model_of("llama"), **sizes)
     replay_of(engine)._trash_block = 0
     assert run(engine, nine, greedy) != expected
+
+
+def test_no_more_rows_are_padded_than_states_have_room() -> None:
+    """The step of nine is padded to the nine that may run at once, and not to ten."""
+    nine = [*PROMPTS, *PROMPTS[:3]]
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    sizes = {"max_num_seqs": 9, "budget": 256}
+    engine = tiny(model_of("qwen3_next"), **sizes)
+    assert run(engine, nine, greedy) == run(tiny(model_of("qwen3_next"), replay=False, **sizes), nine, greedy)
+    pending = [p for state in replay_of(engine)._pool._recurrent for each in state._pending.values() for p in each]
+    assert pending and all(p.values.shape[0] == len(p.slots) == 9 for p in pending)
+
+
+def test_padded_rows_that_left_a_state_in_a_real_slot_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    nine = [*PROMPTS, *PROMPTS[:3]]  # padded to ten
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    sizes = {"max_num_seqs": 10, "budget": 256}
+    expected = run(tiny(model_of("qwen3_next"), replay=False, **sizes), nine, greedy)
+    assert run(tiny(model_of("qwen3_next"), **sizes), nine, greedy) == expected
+    monkeypatch.setattr(replay, "TRASH_STATE", 1)
+    assert run(tiny(model_of("qwen3_next"), **sizes), nine, greedy) != expected
 
 
 # --- what is left behind ---
@@ -548,8 +594,8 @@ def peak_of_decoding(engine: EngineCore) -> int:
 class Keeps(StatePool):
     """A mutant: something holds the arrays that went into a trace."""
 
-    def hand_out(self) -> list[mx.array]:
-        arrays = super().hand_out()
+    def hand_out(self, *state_slots: Slots) -> list[mx.array]:
+        arrays = super().hand_out(*state_slots)
         self.kept = [array.reshape(-1) for array in arrays]
         return arrays
 

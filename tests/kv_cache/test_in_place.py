@@ -311,13 +311,19 @@ HYBRID = {
 NUM_SLOTS = 40
 
 
-def measure_states(num_ahead: int, *, has_drafts: bool = False) -> None:
+def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = False) -> None:
     """Peak memory of 200 steps, of requests that come, go on in one order, and leave one after the other.
 
     With drafts of which some are rejected, states go to other slots and back.
     """
     paged = PagedModel(random_model(HYBRID))
-    cache = CacheConfig(block_size=16, num_blocks=128, num_state_slots=NUM_SLOTS, enable_prefix_caching=True)
+    cache = CacheConfig(
+        block_size=16,
+        num_blocks=128,
+        num_state_slots=NUM_SLOTS,
+        enable_prefix_caching=True,
+        num_trash_blocks=int(replay),
+    )
     speculative = speculative_config(3, longest=2, shortest=1)
     config = SchedulerConfig(
         max_num_batched_tokens=24,
@@ -343,6 +349,7 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False) -> None:
     before = mx.get_active_memory()
     assert Loop(runner, scheduler, num_ahead).run() > (NUM_STEPS // 4 if has_drafts else NUM_STEPS)
     assert are_accepted == ({True, False} if has_drafts else set())
+    assert runner.replay is None or runner.replay.num_traces > 1
     running = 3 * paged.pool.bytes_per_request
     pool = NUM_SLOTS * paged.pool.bytes_per_request
     at_hand = (IN_FLIGHT_STATES + (IN_FLIGHT_STATES_OF_DRAFTS if has_drafts else 0) + 0.5) * running
@@ -356,8 +363,9 @@ ACTIVATIONS = 1 << 20
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
-def test_states_stay_in_place_over_200_steps(num_ahead: int) -> None:
-    measure_states(num_ahead)
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
+def test_states_stay_in_place_over_200_steps(num_ahead: int, replay: bool) -> None:
+    measure_states(num_ahead, replay=replay)
 
 
 @pytest.mark.parametrize("num_ahead", [0, pytest.param(1, marks=pytest.mark.full)], ids=["one by one", "one ahead"])

@@ -43,13 +43,16 @@ def one_by_one(engine: KVEngine, prompts: Sequence[list[int]] = PROMPTS, max_tok
     return [engine.run([prompt], max_tokens)[0] for prompt in prompts]
 
 
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
-def test_cold_then_after_a_restart(make: MakeEngine, plain: list[list[int]], ahead: bool) -> None:
-    first = make(model=hybrid(), ahead=ahead)
+def test_cold_then_after_a_restart(make: MakeEngine, plain: list[list[int]], ahead: bool, replay: bool) -> None:
+    first = make(model=hybrid(), ahead=ahead, replay=replay)
     check(plain, one_by_one(first))
     assert first.stats.states_loaded == 0 and first.stats.blocks_saved > 0
-    second = make(model=hybrid(), ahead=ahead)
+    second = make(model=hybrid(), ahead=ahead, replay=replay)
     check(plain, second.run(PROMPTS))
+    for engine in (first, second):
+        assert (engine.core.metrics.num_decode_forwards["replayed"] > 0) == replay
     stats = second.stats
     assert stats.states_loaded >= 6
     # Up to the last whole block before a prompt's end, where the first has left a state.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.build import build_engine
+from metal_engine.kv_cache.recurrent import RecurrentState
+from metal_engine.kv_cache.rows import TracedRows
 from metal_engine.kv_cache.writes import TracedWrites
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.replay import DecodeReplay
@@ -21,7 +24,9 @@ from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.engine.test_quantized_kv import model_of
 from tests.support.checkpoint_files import write_checkpoint
+from tests.support.tiny_engine import tiny_reference
 
+RECURRENT = ["qwen3_next", "mamba"]  # beside attention, and without any
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=64, max_model_len=64, max_num_seqs=8)
 
 
@@ -34,11 +39,11 @@ def checked(
     **sizes: int,
 ) -> tuple[DecodeReplay, PagedModel]:
     cache = CacheConfig(block_size=block_size, num_blocks=sizes.get("num_blocks", 8), num_trash_blocks=1)
-    mlx_lm_model = model_of(architecture)
+    mlx_lm_model = tiny_reference(architecture=architecture) if architecture == "mamba" else model_of(architecture)
     mlx_lm_model.set_dtype(dtype)
     model, backend = PagedModel(mlx_lm_model, kv_cache_dtype=kv_cache_dtype), PortableBackend()
-    model.pool.allocate(cache.num_blocks + 1, block_size)
-    replay = DecodeReplay(model, backend, trash_block=cache.num_blocks)
+    model.pool.allocate(cache.num_blocks + 1, block_size, SCHEDULER.max_num_seqs)
+    replay = DecodeReplay(model, backend, trash_block=cache.num_blocks, max_num_seqs=SCHEDULER.max_num_seqs)
     check_replay(model, backend, replay, SCHEDULER, cache)
     return replay, model
 
@@ -47,14 +52,17 @@ def checked(
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
-        *((name, mx.float32) for name in ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3")),
+        *((name, mx.float32) for name in ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", *RECURRENT)),
         *((name, mx.bfloat16) for name in ("llama", "gemma3_text")),  # of experts MLX's CPU backend has float32 only
     ],
 )
 def test_what_is_right_is_replayed(architecture: str, dtype: mx.Dtype, kv_cache_dtype: str) -> None:
     replay, model = checked(architecture, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     assert replay.refusal is None and replay.num_traces > 0
-    assert not any(array.shape[0] != 9 * 8 for state in model.pool.states for array in state.arrays.values())
+    lengths = {array.shape[0] for state in model.pool.states for array in state.arrays.values()}
+    assert lengths <= {9 * 8, 1 + SCHEDULER.max_num_seqs}
+    of_requests = [state for state in model.pool.states if isinstance(state, RecurrentState)]
+    assert not any(pending for state in of_requests for pending in state._pending.values())
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 1), (1, 8), (2, 2)])
@@ -62,11 +70,6 @@ def test_in_a_small_cache(num_blocks: int, block_size: int) -> None:
     """Of which one for one token has no second step to compare."""
     replay, _ = checked(num_blocks=num_blocks, block_size=block_size)
     assert replay.refusal is None and (replay.num_traces > 0) == (num_blocks * block_size > 1)
-
-
-def test_recurrent_models_are_left_alone() -> None:
-    replay, _ = checked("qwen3_next")
-    assert replay.refusal == "its layers carry recurrent states"
 
 
 def one_row_off(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -91,26 +94,50 @@ def no_number_later(forward: Callable[..., mx.array]) -> Callable[..., mx.array]
 def nowhere(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Writes to the trash block."""
 
-    def wrong(
-        self: PagedModel, input_ids: mx.array, positions: mx.array, written: TracedWrites, *rest: Any
-    ) -> mx.array:
-        return forward(self, input_ids, positions, TracedWrites(mx.full(written._slots.shape, 64, mx.int32)), *rest)
+    def wrong(self: PagedModel, input_ids: mx.array, positions: mx.array, rows: TracedRows, *rest: Any) -> mx.array:
+        writes = TracedWrites(mx.full(positions.shape, 64, mx.int32))
+        return forward(self, input_ids, positions, replace(rows, writes=writes), *rest)
 
     return wrong
 
 
 def other_slots(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    def wrong(
-        self: PagedModel, input_ids: mx.array, positions: mx.array, written: TracedWrites, *rest: Any
-    ) -> mx.array:
-        slots = mx.concatenate([written._slots[1:], written._slots[:1]])
-        return forward(self, input_ids, positions, TracedWrites(slots), *rest)
+    def wrong(self: PagedModel, input_ids: mx.array, positions: mx.array, rows: TracedRows, *rest: Any) -> mx.array:
+        slots: mx.array = rows.writes._slots  # type: ignore[attr-defined]
+        writes = TracedWrites(mx.concatenate([slots[1:], slots[:1]]))
+        return forward(self, input_ids, positions, replace(rows, writes=writes), *rest)
 
     return wrong
 
 
 def other_positions(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return lambda self, input_ids, positions, *rest: forward(self, input_ids, positions + positions // 2, *rest)
+
+
+def old_states(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Recurrent states stay as they were."""
+
+    def wrong(self: PagedModel, *args: Any) -> mx.array:
+        before = self.pool.snapshot()
+        logits = forward(self, *args)
+        for state, then in zip(self.pool.states, before, strict=True):
+            if isinstance(state, RecurrentState):
+                state.restore(then)
+        return logits
+
+    return wrong
+
+
+def states_of_others(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Each row leaves its recurrent state in the place of the next one."""
+
+    def wrong(self: PagedModel, input_ids: mx.array, *rest: Any) -> mx.array:
+        logits = forward(self, input_ids, *rest)
+        slots = tuple(range(1, input_ids.size + 1))
+        self.pool.put_states((*slots[1:], slots[0]), self.pool.read_states(slots))
+        return logits
+
+    return wrong
 
 
 WRONG = [not_a_number, no_number_later, nowhere, other_slots, other_positions]
@@ -133,6 +160,14 @@ def test_what_is_wrong_is_refused(
         replay, _ = checked(dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     assert replay.refusal is not None and "its logits are off from those of steps that are built by" in replay.refusal
     assert replay.refusal in caplog.text and replay.num_traces == 0
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize("make", [not_a_number, old_states, states_of_others])
+def test_wrong_states_are_refused(make: Callable[..., Any], architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedModel, "forward_of_arrays", make(PagedModel.forward_of_arrays))
+    replay, _ = checked(architecture)
+    assert replay.refusal is not None and "its logits are off from those of steps that are built by" in replay.refusal
 
 
 def test_a_step_that_fails_is_the_last(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from metal_engine.kv_cache.recurrent import RecurrentState, reads_of
-from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.rows import StepRows, TracedRows
 from metal_engine.kv_cache.segments import SegmentGroup, Segments
 from metal_engine.models.current_step import CurrentStep
 from metal_engine.recurrence.convolution import convolve_by_shifts, may_shift
@@ -46,7 +46,7 @@ class StateCache:
         self._step = step
         self._state = state
         self._names = list(state.spec.request_arrays)
-        self._put_in: dict[str, StepRows | None] = dict.fromkeys(self._names)
+        self._put_in: dict[str, StepRows | TracedRows | None] = dict.fromkeys(self._names)
         self._num_puts = dict.fromkeys(self._names, 0)
         self.convolved: set[str] = set()
 
@@ -62,8 +62,9 @@ class StateCache:
 
     @property
     def segments(self) -> Segments:
-        assert self._step.rows is not None
-        return self._step.rows.segments
+        rows = self._step.rows
+        assert rows is not None and rows.segments is not None
+        return rows.segments
 
     @property
     def num_writes(self) -> int:

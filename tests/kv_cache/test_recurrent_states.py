@@ -1,0 +1,52 @@
+"""Recurrent states of one layer, through any steps: each slot holds what its request has left there last."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal_engine.kv_cache.pool import StatePool
+from metal_engine.kv_cache.recurrent import RecurrentState
+from metal_engine.kv_cache.segments import TRASH_STATE
+from metal_engine.kv_cache.spec import ArraySpec, RecurrentSpec
+
+NUM_SLOTS = 6
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_steps_that_are_built_and_others_that_are_replayed(data: st.DataObject) -> None:
+    """A step adds one to the states that it goes on from; some are built in vain before they are built again."""
+    pool = StatePool.of([RecurrentSpec((ArraySpec((2,), mx.float32),))])
+    (state,) = pool.states
+    assert isinstance(state, RecurrentState)
+    pool.allocate(1, 1, NUM_SLOTS)
+    expected = {0: 0.0}  # by slot; those that nobody has written to are read by nobody
+    for step in range(data.draw(st.integers(1, 8), "steps")):
+        reads = tuple(data.draw(st.lists(st.sampled_from(sorted(expected)), min_size=1, max_size=4), "reads"))
+        slots = st.lists(st.integers(1, NUM_SLOTS), min_size=len(reads), max_size=len(reads), unique=True)
+        is_same = data.draw(st.booleans(), "in place") and 0 not in reads and len(set(reads)) == len(reads)
+        writes = reads if is_same else tuple(data.draw(slots, "writes"))
+        num_padded = data.draw(st.integers(0, 2), "padded")
+        padding = (TRASH_STATE,) * num_padded
+        if data.draw(st.booleans(), "is tried"):
+            before = pool.at_hand()
+            tried = pool.hand_out(reads + padding, writes + padding)
+            pool.take_back([values + 100 for values in tried], writes + padding)
+            pool.back_at_hand(before)
+        if data.draw(st.booleans(), "is replayed"):
+            (values,) = pool.hand_out(reads + padding, writes + padding)
+            assert values.shape == (len(reads) + num_padded, 2)
+            pool.take_back([values + 1], writes + padding)
+        else:
+            (values,) = state.take(next(iter(state.arrays)), [reads], [writes])
+            assert values is not None
+            state.put(next(iter(state.arrays)), writes, values + 1)
+        expected |= {write: expected[read] + 1 for read, write in zip(reads, writes, strict=True)}
+        if data.draw(st.booleans(), "is evaluated"):
+            pool.evaluate()
+        asked = sorted(expected)
+        (found,) = pool.read_states(tuple(asked))
+        np.testing.assert_array_equal(np.array(found)[:, 0], [expected[slot] for slot in asked], f"after step {step}")
