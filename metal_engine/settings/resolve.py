@@ -57,7 +57,7 @@ def resolve_config(
     scheduler = _scheduler(args, model, device, draft)
     max_num_seqs = scheduler.max_num_seqs
     step_bytes = measure_step(scheduler.max_num_batched_tokens, scheduler.max_sample_rows)
-    replay = _replay(args, model, attention_backend, attention_layers)
+    replay = _replay(args, attention_backend, attention_layers)
     num_trash_blocks = int(replay == REPLAYS)
     pool = pool_size(args, _with_draft(model, draft), device, max_num_seqs, step_bytes, num_trash_blocks)
     cache = CacheConfig(
@@ -94,7 +94,7 @@ def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> tu
     """
     scheduler = _scheduler(args, model, device, None)
     attention_backend = "mlx" if device.kind == "cpu" else "metal"  # where it takes more
-    num_trash_blocks = int(_replay(args, model, attention_backend, _NO_LAYERS) == REPLAYS)
+    num_trash_blocks = int(_replay(args, attention_backend, _NO_LAYERS) == REPLAYS)
     pool = pool_size(args, model, device, scheduler.max_num_seqs, 0, num_trash_blocks)
     kv_bytes = (pool.num_blocks + num_trash_blocks) * args.block_size * model.kv_bytes_per_token
     kv_bytes += pool.num_state_slots * model.state_bytes_per_request
@@ -146,7 +146,7 @@ def plans_ahead(args: EngineArgs, device_kind: str) -> bool:
     return device_kind != "cpu" and args.num_ranks == 1 and not has_draft_model
 
 
-def _replay(args: EngineArgs, model: ModelInfo, attention_backend: str, attention_layers: AttentionLayers) -> str:
+def _replay(args: EngineArgs, attention_backend: str, attention_layers: AttentionLayers) -> str:
     """Whether decode steps are replayed, as :attr:`EngineConfig.replay` has it."""
     # On a CPU a step takes so long that building it does not count; MLX's operations change with every length.
     if args.replay_decodes == "never" or (args.replay_decodes == "auto" and attention_backend != "metal"):

@@ -8,16 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import _get_classes
 
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.engine.core import EngineCore
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.recurrence.metal import MetalRecurrence
 from metal_engine.request import PreparedRequest
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig
+from tools.fixtures.architecture_parts import BASE
 from tools.fixtures.fake_engine import fake_config, tiny_tokenizer
 from tools.fixtures.tiny_models import TINY_LLAMA
 
@@ -30,6 +33,32 @@ SMOLLM2: dict[str, Any] = TINY_LLAMA | {
     "num_key_value_heads": 3,
     "vocab_size": 49152,
     "max_position_embeddings": 8192,
+}
+# Of Qwen3.5-0.8B's layers: gated delta nets but for every fourth, with attention.
+HYBRID: dict[str, Any] = {
+    **BASE,
+    "model_type": "qwen3_next",
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "intermediate_size": 3584,
+    "num_attention_heads": 8,
+    "head_dim": 256,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 8,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+    "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": 0,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 0,
+    "norm_topk_prob": True,
 }
 BLOCK_SIZE = 16
 
@@ -44,6 +73,7 @@ class Workload:
         num_blocks: of the KV cache, of 16 tokens.
         prompt_len: tokens of a prompt.
         max_tokens: of an answer.
+        config: of the model; None: the demo model's.
     """
 
     num_requests: int = 32
@@ -67,13 +97,27 @@ def make_model(config: dict[str, Any], *, quantized: bool = True) -> nn.Module:
     return model
 
 
+def paged_model(model: nn.Module) -> PagedModel:
+    """A model behind the paged cache, with the kernels that a Mac has.
+
+    Which arrays a recurrent layer's convolutions keep is found by comparing numbers, and there are none here: those of
+    the same shape are the same.
+    """
+    array_equal = mx.array_equal
+    mx.array_equal = lambda a, b: mx.array(a.shape == b.shape)  # type: ignore[assignment, misc]
+    try:
+        return PagedModel(model, recurrence=MetalRecurrence())
+    finally:
+        mx.array_equal = array_equal
+
+
 def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runner: Any) -> EngineCore:
     """An engine, with answers under way as ``workload`` says.
 
     Args:
         ahead: as ``--async-scheduling``.
         replay: whether decode steps are replayed.
-        runner: to :class:`ModelRunner`.
+        runner: to :class:`ModelRunner`. No step of a recurrent model goes behind another.
     """
     max_model_len = min(workload.prompt_len + workload.max_tokens + BLOCK_SIZE, 8192)
     settings = fake_config(
@@ -84,12 +128,19 @@ def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runn
         max_model_len=max_model_len,
         vocab_size=workload.model["vocab_size"],
     )
+    model = paged_model(make_model(workload.model))
     settings = replace(
         settings,
         scheduler=replace(settings.scheduler, async_scheduling=ahead),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=workload.num_blocks, num_trash_blocks=int(replay)),
+        cache=CacheConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=workload.num_blocks,
+            num_trash_blocks=int(replay),
+            num_state_slots=2 * settings.scheduler.max_num_seqs if model.pool.is_recurrent else 0,
+        ),
     )
-    model = PagedModel(make_model(workload.model))
+    if model.pool.is_recurrent:
+        runner["goes_behind"] = False
     made = ModelRunner(model, MetalBackend(), settings.scheduler, settings.cache, **runner)
     engine = EngineCore(settings, made, tiny_tokenizer())
     for i in range(workload.num_requests):

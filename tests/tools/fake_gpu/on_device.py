@@ -27,19 +27,20 @@ from metal_engine.runner.pending_step import PendingStep  # noqa: E402
 from metal_engine.scheduling.scheduler import Scheduler  # noqa: E402
 from tools.fake_gpu import host as of_host  # noqa: E402
 from tools.fake_gpu.measure import measure  # noqa: E402
-from tools.fake_gpu.workload import SMOLLM2, Workload, make_engine, make_model, prepare  # noqa: E402
+from tools.fake_gpu.workload import HYBRID, SMOLLM2, Workload, make_engine, make_model, prepare  # noqa: E402
 from tools.fixtures.architectures import configuration  # noqa: E402
 
 # 24 layers of 17 kernels: as many command buffers as with the demo model, at the limits below.
 TINY = SMOLLM2 | {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 TINY |= {"vocab_size": 256}
 WORKLOAD = Workload(num_requests=4, num_layers=24, num_blocks=4096, config=TINY, max_tokens=400)
+TINY_HYBRID = HYBRID | {"hidden_size": 128, "intermediate_size": 64, "vocab_size": 256}
 NUM_STEPS = 12
 
 
-def _engine(ahead: bool, settings: Settings, **runner: Any) -> EngineCore:
+def _engine(ahead: bool, settings: Settings, workload: Workload = WORKLOAD, **runner: Any) -> EngineCore:
     GPU.configure(settings)
-    engine = make_engine(WORKLOAD, ahead=ahead, **runner)
+    engine = make_engine(workload, ahead=ahead, **runner)
     arrays = [a for state in engine._runner._pool.states for a in state.arrays.values()]  # type: ignore[attr-defined]
     GPU.configure(replace(settings, pool_array_bytes=min(a.nbytes for a in arrays)))
     return engine
@@ -113,10 +114,12 @@ def decode(
     kernel_us: float = 5.0,
     hold: bool = False,
     replay: bool = False,
+    hybrid: bool = False,
 ) -> dict[str, Any]:
     """Steps of answers under way; ``hold``: somebody keeps the pool's arrays as each step finds them."""
     settings = Settings(kernel_us=kernel_us, max_ops=max_ops, max_mb=max_mb)
-    engine = _engine(ahead, settings, goes_behind=behind, replay=replay)
+    workload = replace(WORKLOAD, num_layers=8, config=TINY_HYBRID) if hybrid else WORKLOAD
+    engine = _engine(ahead, settings, workload, goes_behind=behind, replay=replay)
     held: list[Any] = []
 
     def before_step(step: int) -> None:
@@ -211,13 +214,12 @@ def order(behind: bool) -> dict[str, Any]:
     return {"seen": seen, "unfinished": unfinished}
 
 
-def host() -> dict[str, Any]:
+def host(hybrid: bool = False) -> dict[str, Any]:
     """What ``python -m tools.fake_gpu host`` prints, of few steps of a small model."""
     told = io.StringIO()
+    args = {"requests": 4, "layers": 4 if hybrid else 2, "steps": 12, "kernel_us": 1.0}
     with redirect_stdout(told):
-        status = of_host.run(
-            GPU, Namespace(requests=4, layers=2, steps=12, kernel_us=1.0, profile=None, no_figures=True)
-        )
+        status = of_host.run(GPU, Namespace(**args, hybrid=hybrid, profile=None, no_figures=True))
     return {"status": status, "told": told.getvalue().splitlines()}
 
 

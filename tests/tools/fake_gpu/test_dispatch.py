@@ -34,6 +34,13 @@ def test_after_the_end_few_command_buffers_do_no_harm(on_device: OnDevice) -> No
     assert counts["pool_copies"] == 0
 
 
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
+def test_states_that_are_carried_on_are_not_copied(on_device: OnDevice, replay: bool) -> None:
+    counts = on_device("decode", ahead=True, kernel_us=FAST, replay=replay, hybrid=True)
+    assert counts["forwards"].get("replayed", 0) >= (6 if replay else 0)
+    assert counts["pool_copies"] == 0
+
+
 @pytest.mark.parametrize("behind", [False, True], ids=["after the end", "behind"])
 def test_chunks_that_sample_nothing_are_written_in_place(on_device: OnDevice, behind: bool) -> None:
     """What is waited for of such a step holds all of the cache to its end: the next one is not dispatched behind it."""

@@ -57,8 +57,9 @@ def test_a_reference_to_the_old_pool_is_seen(on_device: OnDevice) -> None:
 # --- what it refuses ---
 
 
-def test_the_host_s_time_is_told_beside_mlx_lm_s(on_device: OnDevice) -> None:
-    found = on_device("host")
+@pytest.mark.parametrize("hybrid", [False, True], ids=["attention", "hybrid"])
+def test_the_host_s_time_is_told_beside_mlx_lm_s(on_device: OnDevice, hybrid: bool) -> None:
+    found = on_device("host", hybrid=hybrid)
     assert found["status"] == 0
     assert "100% were" in found["told"][0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found["told"] if line.startswith("| ")]
