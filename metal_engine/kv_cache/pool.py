@@ -102,6 +102,11 @@ class StatePool:
         return sum(state.spec.bytes_per_request for state in self.states)
 
     @property
+    def smallest_array_bytes(self) -> int:
+        """Bytes of the smallest array of tokens; 0 where there is none."""
+        return min((state.arrays[name].nbytes for state, name in self._of_tokens), default=0)
+
+    @property
     def is_allocated(self) -> bool:
         return any(state.arrays for state in self.states)
 
@@ -159,6 +164,18 @@ class StatePool:
         them all until the device has computed it.
         """
         return _after(self._arrays())
+
+    @property
+    def has_moved_states(self) -> bool:
+        """Whether the step built last has copied recurrent states, to slots or into another order."""
+        return any(state.has_moved for state in self._recurrent)
+
+    def left_states(self) -> mx.array:
+        """An array that is computed when the recurrent states are that the step built last has computed.
+
+        As :meth:`written`, but it holds no array that steps write to, unless :attr:`has_moved_states`.
+        """
+        return _after(array for state in self._recurrent for array in state.pending())
 
     def written_half_way(self) -> mx.array:
         """An array that is computed when a layer in the middle has been written to, and so those before it have.

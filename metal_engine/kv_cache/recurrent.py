@@ -71,6 +71,12 @@ class Moves:
     slots: mx.array | None
     taken: list[list[Rows] | None]
 
+    @property
+    def are_any(self) -> bool:
+        """Whether anything is copied: it is not where groups go on from pending arrays as they are."""
+        whole = (runs is None or (len(runs) == 1 and runs[0].index is None) for runs in self.taken)
+        return self.slots is not None or not all(whole)
+
 
 # Every array of every layer asks the same in a step, but for layers of another kind.
 @lru_cache(maxsize=8)
@@ -125,6 +131,12 @@ class RecurrentState:
         self.spec = spec
         self.arrays: dict[str, mx.array] = {}
         self._pending: dict[str, list[PendingStates]] = {}
+        self._has_moved: dict[str, bool] = {}
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the step built last has copied states, to slots or into another order."""
+        return any(self._has_moved.values())
 
     def allocate(self, num_blocks: int, block_size: int, num_state_slots: int) -> None:
         self.arrays = {
@@ -150,7 +162,7 @@ class RecurrentState:
         return {}
 
     def written(self) -> list[mx.array]:
-        return [*self.arrays.values(), *(p.values for pending in self._pending.values() for p in pending)]
+        return [*self.arrays.values(), *self.pending()]
 
     def hand_out(self, name: str, reads: Slots, writes: Slots) -> mx.array:
         """Give away the states from which a step of decodes goes on, [b, ...], until :meth:`take_back`."""
@@ -172,6 +184,10 @@ class RecurrentState:
         """Have the states that are to be in some slots, [b, ...], of the shape that :meth:`hand_out` gives."""
         self._pending[name] = [PendingStates(slots, values)]
 
+    def pending(self) -> list[mx.array]:
+        """The states that the step built last has computed."""
+        return [p.values for pending in self._pending.values() for p in pending]
+
     def take(self, name: str, reads: list[Slots | None], writes: list[Slots]) -> list[mx.array | None]:
         """The states from which a step's groups go on, each [b, ...]; called once in a step for each array.
 
@@ -182,6 +198,7 @@ class RecurrentState:
         """
         pending, self._pending[name] = self._pending.get(name, []), []
         moves = plan_moves(tuple(p.slots for p in pending), tuple(reads), tuple(writes))
+        self._has_moved[name] = moves.are_any
         values = [p.values for p in pending]
         if moves.slots is not None:
             array = self.arrays.pop(name)  # one owner at a time, so that the write is in place

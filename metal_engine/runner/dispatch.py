@@ -19,6 +19,7 @@ import numpy as np
 from metal_engine.device.streams import synchronize
 from metal_engine.errors import one_line
 from metal_engine.kv_cache.pool import StatePool
+from metal_engine.kv_cache.segments import NO_STATE
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
@@ -32,6 +33,8 @@ BEHIND = "each step behind the one before"
 AFTER = "each step after the end of the one before"
 _MAX_ROWS = 32
 _NUM_STEPS = 4
+# Recurrent states take no more, in those steps, than this part of an array of the cache.
+_STATES_SHARE = 8
 # Products that keep a Mac's GPU busy while the host dispatches two steps, for 40 ms of the fastest and 400 of the
 # slowest. They take 64 MiB, and little for what they put out.
 _BUSY_SHAPE = 512, 1 << 16
@@ -49,18 +52,23 @@ def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) 
         return f"{AFTER}: a CPU gains nothing behind it"
     if config.ranks:
         return f"{AFTER}: several ranks share the model"
-    if pool.is_recurrent:
-        return f"{AFTER}: layers carry states from token to token"
     scheduler, cache = config.scheduler, config.cache
     num_steps = min(_NUM_STEPS, scheduler.max_model_len, cache.num_blocks * cache.block_size)
     if num_steps < 2:
         return f"{AFTER}: a request has room for one step"
     blocks_of_one = -(-num_steps // cache.block_size)
     num_rows = min(_MAX_ROWS, scheduler.max_num_seqs, cache.num_blocks // blocks_of_one)
+    array_bytes = pool.smallest_array_bytes
+    if pool.is_recurrent:
+        # A step behind another adds its states to the memory at the peak; they must not pass for a copy.
+        num_rows = min(num_rows, array_bytes // (_STATES_SHARE * pool.bytes_per_request))
+        if num_rows < 1:
+            return f"{AFTER}: beside recurrent states so large, no copy of the KV cache would be seen"
     blocks = np.arange(num_rows * blocks_of_one).reshape(num_rows, blocks_of_one).tolist()
     refusal = runner.replay_refusal
     try:
         more = _more_bytes(runner, blocks, num_steps)
+        pool.forget_states(set(range(1, num_rows + 1)))
     except Exception as error:
         logger.exception("no step goes behind another: trying it failed")
         with suppress(Exception):  # what a stream keeps of the same error is not for the first request's step
@@ -68,7 +76,6 @@ def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) 
         if runner.replay is not None and refusal is None:
             runner.replay.start_anew()  # going behind may have been the cause of what it refuses now
         return f"{AFTER}: trying it behind failed: {type(error).__name__}: {one_line(error)}"
-    array_bytes = min((array.nbytes for state in pool.states for array in state.arrays.values()), default=0)
     logger.debug("two steps at a time take %d bytes more; an array of the cache has %d", more, array_bytes)
     # A copy adds an array, less what else went since the peak of steps one after the other.
     runner.goes_behind = more < array_bytes / 2
@@ -110,7 +117,7 @@ def _peak_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int, ma
                 step_id, num_scheduled_tokens=dict.fromkeys(req_ids, 1), sampled_req_ids=list(req_ids)
             )
             if step_id == 0:
-                plan.new_requests = list(map(_request, req_ids, blocks))
+                plan.new_requests = list(map(_request, req_ids, blocks, range(1, len(blocks) + 1)))
             if not under_way:
                 synchronize()
                 mx.clear_cache()
@@ -130,7 +137,7 @@ def _peak_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int, ma
             runner.forget(req_ids)
 
 
-def _request(request_id: str, block_ids: list[int]) -> NewRequestData:
+def _request(request_id: str, block_ids: list[int], state_slot: int) -> NewRequestData:
     return NewRequestData(
         request_id=request_id,
         token_ids=[0],
@@ -138,6 +145,7 @@ def _request(request_id: str, block_ids: list[int]) -> NewRequestData:
         num_computed_tokens=0,
         block_ids=block_ids,
         sampling_params=_GREEDY,
+        state_slots=(NO_STATE, state_slot),
     )
 
 

@@ -45,8 +45,7 @@ class ModelRunner:
         outlives_model: the thread goes on when the runner is closed: the weights go then, and the streams stay.
         share: how the ranks of a group come to the same tokens; None: there is one rank.
         goes_behind: dispatch steps behind others, where nothing of a step is against it.
-        in_parts: dispatch steps in two parts; None: those of a GPU, built ahead, of one rank, that read and write KV in
-            one order.
+        in_parts: dispatch steps in two parts; None: those of a GPU, built ahead, of one rank.
 
     Attributes:
         goes_behind: as above; it may change between steps.
@@ -79,8 +78,7 @@ class ModelRunner:
         self._draft_model = draft_model
         self._runs_ahead = scheduler_config.async_scheduling
         if in_parts is None:
-            is_simple = share is None and not model.pool.is_recurrent
-            in_parts = self._runs_ahead and is_simple and not computes_on_cpu()
+            in_parts = self._runs_ahead and share is None and not computes_on_cpu()
         self._in_parts = in_parts
         self._table = RequestTable(
             scheduler_config.max_num_seqs,
@@ -155,6 +153,7 @@ class ModelRunner:
         loads = self._kv_connector.take_loads() if self._kv_connector is not None else StepLoads()
         step = PendingStep(self.finish, plan.sampled_req_ids, sampling, pooling, before, loads, saves, drafting)
         step.decode_forward = decode_forward
+        step.moves_states = self._pool.has_moved_states
         step.shared = logits if self._share is not None else None
         if self._in_parts and is_built:
             step.first_part = self._pool.written_half_way()
@@ -275,10 +274,7 @@ class ModelRunner:
                 step.is_async = True
                 mx.async_eval(logits)  # the forward runs while the host computes masks
                 step.sampling.build(logits, is_dispatched=True)
-            # Without results, only intermediate chunks: what matters is the KV they leave behind. Recurrent states
-            # matter always: results depend on what a step reads of them, not on what it leaves.
-            is_kv_all = self._pool.is_recurrent or not step.results
-            step.root = [*step.results, *([self._pool.written()] if is_kv_all else [])]
+            step.root = [*step.results, *self._left_behind(step)]
             step.root += step.saves.arrays.values() if step.saves is not None else ()
             if step.first_part is not None:
                 step.is_async, first, step.first_part = True, step.first_part, None
@@ -289,6 +285,13 @@ class ModelRunner:
                 mx.async_eval(step.root)  # otherwise it is evaluated, and waited for, by result()
         except Exception as error:  # noqa: BLE001  (raised by result())
             step.error = error
+
+    def _left_behind(self, step: PendingStep) -> list[mx.array]:
+        """What a step leaves in the cache, as far as its results do not depend on that."""
+        if not step.results or step.moves_states:  # only intermediate chunks; or states that went to slots
+            return [self._pool.written()]
+        # Results depend on the recurrent states that a step reads, and not on those that it leaves.
+        return [self._pool.left_states()] if self._pool.is_recurrent else []
 
     def _load(self, step: PendingStep) -> None:
         """Write what a step loads into the KV cache as the step before has left it."""

@@ -30,6 +30,7 @@ class PendingStep:
         saves: KV that goes to a store.
         drafting: what the draft model has done for it; None if nothing.
         decode_forward: see :class:`metal_engine.step.ModelOutput`.
+        moves_states: whether it copies recurrent states, to slots or into another order.
         first_part: where it is to be dispatched in two parts, what the first one computes, until the dispatch.
         is_dispatched: whether it was given to the device, or could not be (``error``).
         root: what the device computes last, from the dispatch on.
@@ -49,6 +50,7 @@ class PendingStep:
     saves: StepSaves | None
     drafting: Drafting | None = None
     decode_forward: DecodeForward | None = None
+    moves_states: bool = False
     first_part: mx.array | None = None
     is_dispatched: bool = False
     root: list[mx.array] | None = None
@@ -68,11 +70,11 @@ class PendingStep:
         """Whether the device may have no other step.
 
         KV is written or read beside it; the host makes masks; all that it computes is KV, so that it holds all of that
-        to its end; or it failed.
+        to its end; it copies recurrent states, for which there is no room beside those of another step; or it failed.
         """
         has_saves = self.saves is not None and bool(self.saves.arrays)
         is_beside = has_saves or bool(self.loads) or self.sampling.has_masks
-        return is_beside or not self.results or self.error is not None
+        return is_beside or not self.results or self.moves_states or self.error is not None
 
     def dispatch_rest(self) -> None:
         """Give the device the second part, if it has the first alone. An error is kept for :meth:`result`."""

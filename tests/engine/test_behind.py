@@ -17,11 +17,12 @@ import pytest
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import RequestOutput, client_id
 from metal_engine.runner import dispatch as dispatch_module
+from metal_engine.runner import replay as replay_module
 from metal_engine.runner.dispatch import choose_dispatch
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
-from metal_engine.settings.config import DeviceInfo, RankInfo
+from metal_engine.settings.config import NO_REPLAY_WITHOUT_KERNEL, DeviceInfo, RankInfo
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import byte_ids
 
@@ -89,7 +90,7 @@ def test_the_same_outputs(sizes: str, architecture: str | None, monkeypatch: pyt
     seen = goes_behind(engine, monkeypatch)
     for ours, theirs in zip(run_all(engine, asked()), alone, strict=True):
         same(ours, theirs)
-    assert sum(seen) > 5
+    assert sum(seen) > 5 or architecture == "qwen3_next"  # blocks are small: most steps leave checkpoints, and go after
     assert (engine.stats.num_preemptions > 0) == (sizes == "preempted")
     assert engine.stats.num_used_blocks == 0
 
@@ -206,7 +207,7 @@ RANKS = (RankInfo(host="a", weight_bytes=1, peak_bytes=1, num_layers=2),) * 2
     [
         ({"device": replace(METAL, kind="cpu")}, {}, "a CPU gains nothing"),
         ({"ranks": RANKS}, {}, "several ranks share the model"),
-        ({}, {"architecture": "qwen3_next", "num_state_slots": 60}, "layers carry states from token to token"),
+        ({}, {"architecture": "mamba", "num_state_slots": 60}, "beside recurrent states so large"),
         ({}, {"max_model_len": 1}, "a request has room for one step"),
     ],
     ids=["cpu", "ranks", "recurrent", "one token"],
@@ -304,7 +305,8 @@ def test_a_check_that_fails_says_nothing_against_replaying(monkeypatch: pytest.M
     assert engine.metrics.num_decode_forwards["replayed"] > 3
 
 
-def test_what_cannot_be_replayed_is_known_before_any_step() -> None:
-    for replay in (False, True):
-        engine = tiny_engine(architecture="qwen3_next", num_state_slots=60, replay=replay)
-        assert engine.metrics.replay_refusal == ("its layers carry recurrent states" if replay else None)
+def test_what_cannot_be_replayed_is_known_before_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_module, "ReplayableBackend", str)  # which no backend is
+    for is_asked_for in (False, True):
+        engine = tiny_engine(replay=is_asked_for)
+        assert engine.metrics.replay_refusal == (NO_REPLAY_WITHOUT_KERNEL if is_asked_for else None)

@@ -127,7 +127,6 @@ class FailureMachine(RuleBasedStateMachine):
     """Faults wait for a call of the function that they are in: the next one, or the one after it."""
 
     architecture: str | None = None
-    dispatch = "behind"
 
     @initialize(
         num_blocks=st.sampled_from([24, 128]),
@@ -143,7 +142,7 @@ class FailureMachine(RuleBasedStateMachine):
         self.num_raised = 0
         self.engine = tiny_engine(
             **model_of(self.architecture),
-            **{self.dispatch: True},
+            behind=True,
             replay=replay,
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
@@ -282,7 +281,6 @@ class RecurrentFailureMachine(FailureMachine):
     """On layers that carry a state, which a step that is built twice would carry on twice."""
 
     architecture = "qwen3_5"
-    dispatch = "ahead"
 
 
 # The health checks measure generation against execution; here execution is the point.

@@ -10,6 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from metal_engine.engine.core import EngineCore
 from metal_engine.kv_cache.recurrent import RecurrentState
 from metal_engine.models.recurrent.state_cache import StateCache
+from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.checkpoints import RequestStates
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
@@ -56,10 +58,14 @@ WAYS = {
     "few slots": {"num_state_slots": 6, "max_num_seqs": 6},
     "replayed": {"replay": True},
     "replayed, one ahead, preempted": {"replay": True, "ahead": True, "num_blocks": 24, "max_num_batched_tokens": 16},
+    "behind": {"behind": True},
+    "replayed, behind, preempted": {"replay": True, "behind": True, "num_blocks": 24, "max_num_batched_tokens": 16},
     "replayed, few slots": {"replay": True, "num_state_slots": 6, "max_num_seqs": 6},
 }
 FULL = [
-    (name, way) for name in ("lfm2", "granitemoehybrid", "falcon_h1") for way in ("replayed", "replayed, few slots")
+    (name, way)
+    for name in ("lfm2", "granitemoehybrid", "falcon_h1")
+    for way in ("replayed", "replayed, few slots", "replayed, one ahead, preempted")
 ]
 
 
@@ -87,6 +93,26 @@ def test_answers_are_mlx_lms(architecture: str, way: str, own: dict[str, list[li
 def hybrid_engine(architecture: str, **config: object) -> EngineCore:
     defaults = {"num_state_slots": 32, "max_num_seqs": 8, "block_size": 4, "num_blocks": 256, "max_model_len": 512}
     return tiny_engine(architecture=architecture, **{**defaults, **config})
+
+
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
+def test_steps_that_copy_states_have_the_device_alone(replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one step reads of the slots' arrays, another would write to; and there is no room for one copy more."""
+    engine = hybrid_engine("qwen3_5", behind=True, replay=replay, block_size=16)
+    dispatch = ModelRunner._dispatch
+    seen = []
+
+    def noted(self: ModelRunner, step: PendingStep, *logits: mx.array) -> None:
+        others = [other for other in self._steps if other is not step and other.is_dispatched]
+        assert not (others and any(one.moves_states for one in (step, *others)))
+        seen.append((bool(others), step.moves_states))
+        dispatch(self, step, *logits)
+
+    monkeypatch.setattr(ModelRunner, "_dispatch", noted)
+    for _ in range(2):
+        outputs = run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])
+        assert [token_ids(o) for o in outputs] == [own_answer("qwen3_5", prompt) for prompt in PROMPTS]
+    assert seen.count((True, False)) > 5 and seen.count((False, True)) > 5
 
 
 # --- mistakes that these comparisons must see ---

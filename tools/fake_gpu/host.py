@@ -25,7 +25,7 @@ from metal_engine.device.command_buffers import command_buffer_limits
 from metal_engine.engine.async_engine import AsyncEngine, _Mailbox
 
 from .device import FakeGpu, Settings
-from .workload import HYBRID, SMOLLM2, Workload, make_engine, make_model
+from .workload import Workload, add_model_arguments, make_engine, make_model, workload_of
 
 # CPU time of the engine's thread where decode steps are replayed, of what it is where they are built.
 MAX_REPLAYED = 0.65
@@ -120,8 +120,7 @@ def measure(steppers: dict[str, Any], num_steps: int) -> dict[str, Times]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--layers", type=int, help="of the model; default: 30, or 24 of a hybrid one")
-    parser.add_argument("--hybrid", action="store_true", help="a model most of whose layers carry a recurrent state")
+    add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=240, help="timed steps of each")
     parser.add_argument("--kernel-us", type=float, default=20.0, help="device time of a kernel")
     parser.add_argument("--profile", choices=("built", "replayed"), help="print where its time goes instead")
@@ -130,9 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
     """Print the report. Returns the process's exit status: 1 where a figure is missed."""
-    config = HYBRID if args.hybrid else SMOLLM2
-    layers = args.layers or config["num_hidden_layers"]
-    workload = Workload(num_requests=args.requests, num_layers=layers, config=config)
+    workload = workload_of(args)
     limits = command_buffer_limits([workload.model], mx.device_info()["memory_size"], may_go_behind=True)
     assert limits.max_ops is not None  # the model is known
     gpu.configure(Settings(max_ops=limits.max_ops, max_mb=limits.max_mb, kernel_us=args.kernel_us))
@@ -151,7 +148,8 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
     forwards.clear()
     times = measure(steppers, max(args.steps, TURNS))
     print(
-        f"{args.requests} sequences, {layers} layers, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: "
+        f"{args.requests} sequences, {workload.num_layers} layers, "
+        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: "
         f"CPU time of the thread that steps, in us a step of {len(times['built'].whole)}. Of the replayed engine's "
         f"steps, {forwards['replayed'] / forwards.total():.0%} were.\n"
     )

@@ -16,7 +16,7 @@ from metal_engine.engine.core import EngineCore
 
 from .device import FakeGpu, Settings
 from .measure import Measured, count_kernels, measure
-from .workload import Workload, make_engine, prepare
+from .workload import Workload, add_model_arguments, make_engine, prepare, workload_of
 
 MIN_BUSY = 0.97
 MIN_BUSY_MIXED = 0.93
@@ -63,7 +63,7 @@ def measure_case(gpu: FakeGpu, case: Case, workload: Workload, gpu_ms: float, nu
     gpu.configure(settings)
     engine = make_engine(workload, ahead=case.ahead, replay=case.replay, goes_behind=case.behind)
     try:
-        pool_bytes = min(array.nbytes for state in engine._runner._pool.states for array in state.arrays.values())
+        pool_bytes = engine._runner._pool.smallest_array_bytes
         kernel_us = 1e3 * gpu_ms / count_kernels(gpu, engine)
         costs = replace(settings, encode_us=case.encode_us, view_us=0.15 * case.encode_us, kernel_us=kernel_us)
         gpu.configure(replace(costs, pool_array_bytes=pool_bytes))
@@ -112,7 +112,7 @@ def row(case: Case, measured: Measured) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=30)
+    add_model_arguments(parser)
     parser.add_argument("--num-blocks", type=int, default=8192, help="of 16 tokens: 25 M elements in an array of keys")
     parser.add_argument("--gpu-ms", type=float, default=12.0, help="device time of a step's kernels")
     parser.add_argument("--steps", type=int, default=100)
@@ -126,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
     """Print the report. Returns the process's exit status: 1 where a figure is missed."""
-    workload = Workload(num_requests=args.requests, num_layers=args.layers, num_blocks=args.num_blocks)
+    workload = replace(workload_of(args), num_blocks=args.num_blocks)
     ours = command_buffer_limits([workload.model], mx.device_info()["memory_size"], may_go_behind=True)
     limits = args.max_ops or ours.max_ops, args.max_mb or ours.max_mb
     cases = [
@@ -141,9 +141,10 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
         Case("behind", True, limits, True, is_mixed=True, replay=True),
     ]
     print(
-        f"A model of a GPU (tools/fake_gpu/README.md): {args.requests} requests, {args.layers} layers, kernels of "
-        f"{args.gpu_ms:g} ms a step, {args.num_blocks:,} blocks; means of {args.steps} steps, times in ms a step, load "
-        f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.\n\n{_HEADER}\n{'| --- ' * _HEADER.count(' | ')}| --- |"
+        f"A model of a GPU (tools/fake_gpu/README.md): {args.requests} requests, {workload.num_layers} layers, "
+        f"kernels of {args.gpu_ms:g} ms a step, {args.num_blocks:,} blocks; means of {args.steps} steps, times in ms a "
+        f"step, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.\n\n{_HEADER}\n"
+        f"{'| --- ' * _HEADER.count(' | ')}| --- |"
     )
     missed: list[str] = []
     host: dict[Case, float] = {}

@@ -5,6 +5,7 @@ Imports MLX: :func:`tools.fake_gpu.install` comes first.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,6 +89,18 @@ class Workload:
         return (self.config or SMOLLM2) | {"num_hidden_layers": self.num_layers}
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, help="of the model; default: 30, or 24 of a hybrid one")
+    parser.add_argument("--hybrid", action="store_true", help="a model most of whose layers carry a recurrent state")
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    """What ``--requests``, ``--layers`` and ``--hybrid`` ask for."""
+    config = HYBRID if args.hybrid else SMOLLM2
+    layers = args.layers or config["num_hidden_layers"]
+    return Workload(num_requests=args.requests, num_layers=layers, config=config)
+
+
 def make_model(config: dict[str, Any], *, quantized: bool = True) -> nn.Module:
     """The mlx-lm model that ``config`` describes, in 4 bits."""
     model_class, args_class = _get_classes(config)
@@ -117,7 +130,7 @@ def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runn
     Args:
         ahead: as ``--async-scheduling``.
         replay: whether decode steps are replayed.
-        runner: to :class:`ModelRunner`. No step of a recurrent model goes behind another.
+        runner: to :class:`ModelRunner`.
     """
     max_model_len = min(workload.prompt_len + workload.max_tokens + BLOCK_SIZE, 8192)
     settings = fake_config(
@@ -139,8 +152,6 @@ def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runn
             num_state_slots=2 * settings.scheduler.max_num_seqs if model.pool.is_recurrent else 0,
         ),
     )
-    if model.pool.is_recurrent:
-        runner["goes_behind"] = False
     made = ModelRunner(model, MetalBackend(), settings.scheduler, settings.cache, **runner)
     engine = EngineCore(settings, made, tiny_tokenizer())
     for i in range(workload.num_requests):

@@ -19,6 +19,7 @@ import numpy as np  # noqa: E402
 
 from metal_engine.device.command_buffers import kernels_of_step  # noqa: E402
 from metal_engine.engine.core import EngineCore  # noqa: E402
+from metal_engine.kv_cache.pool import StatePool  # noqa: E402
 from metal_engine.kv_cache.rows import step_rows  # noqa: E402
 from metal_engine.models.paged_model import PagedModel  # noqa: E402
 from metal_engine.runner.dispatch import choose_dispatch  # noqa: E402
@@ -35,14 +36,15 @@ TINY = SMOLLM2 | {"hidden_size": 128, "intermediate_size": 64, "num_attention_he
 TINY |= {"vocab_size": 256}
 WORKLOAD = Workload(num_requests=4, num_layers=24, num_blocks=4096, config=TINY, max_tokens=400)
 TINY_HYBRID = HYBRID | {"hidden_size": 128, "intermediate_size": 64, "vocab_size": 256}
+HYBRID_WORKLOAD = replace(WORKLOAD, num_layers=16, config=TINY_HYBRID)
 NUM_STEPS = 12
 
 
 def _engine(ahead: bool, settings: Settings, workload: Workload = WORKLOAD, **runner: Any) -> EngineCore:
     GPU.configure(settings)
     engine = make_engine(workload, ahead=ahead, **runner)
-    arrays = [a for state in engine._runner._pool.states for a in state.arrays.values()]  # type: ignore[attr-defined]
-    GPU.configure(replace(settings, pool_array_bytes=min(a.nbytes for a in arrays)))
+    pool: StatePool = engine._runner._pool  # type: ignore[attr-defined]
+    GPU.configure(replace(settings, pool_array_bytes=pool.smallest_array_bytes))
     return engine
 
 
@@ -118,7 +120,7 @@ def decode(
 ) -> dict[str, Any]:
     """Steps of answers under way; ``hold``: somebody keeps the pool's arrays as each step finds them."""
     settings = Settings(kernel_us=kernel_us, max_ops=max_ops, max_mb=max_mb)
-    workload = replace(WORKLOAD, num_layers=8, config=TINY_HYBRID) if hybrid else WORKLOAD
+    workload = HYBRID_WORKLOAD if hybrid else WORKLOAD
     engine = _engine(ahead, settings, workload, goes_behind=behind, replay=replay)
     held: list[Any] = []
 
@@ -129,12 +131,13 @@ def decode(
         engine.step()
     engine.metrics.num_decode_forwards.clear()
     measured = measure(GPU, engine, NUM_STEPS, before_step)
-    array_bytes = GPU.settings.pool_array_bytes
+    array_bytes, bytes_per_request = GPU.settings.pool_array_bytes, engine._runner._pool.bytes_per_request  # type: ignore[attr-defined]
     return {
         "forwards": engine.metrics.num_decode_forwards,
         **asdict(measured.counts),
         "commits_per_step": measured.counts.commits / NUM_STEPS,
         "peak_arrays": measured.peak_bytes / array_bytes,
+        "peak_states": measured.peak_bytes / (WORKLOAD.num_requests * bytes_per_request) if hybrid else 0.0,
         "num_arrays": 2 * WORKLOAD.num_layers,
     }
 
@@ -156,18 +159,17 @@ def prefill(behind: bool) -> dict[str, Any]:
     return {**asdict(GPU.counts()), "num_steps": engine.num_steps - num_steps}
 
 
-def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False) -> dict[str, Any]:
+def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False, hybrid: bool = False) -> dict[str, Any]:
     """What is chosen for a model at the start, and how its steps go then, on a device that is slower than the host."""
     GPU.configure(Settings(us_per_mb=100.0, max_ops=max_ops, max_mb=4096))
-    engine = make_engine(replace(WORKLOAD, num_requests=0, num_blocks=num_blocks), ahead=True, replay=replay)
+    workload = HYBRID_WORKLOAD if hybrid else WORKLOAD
+    engine = make_engine(replace(workload, num_requests=0, num_blocks=num_blocks), ahead=True, replay=replay)
     runner: Any = engine._runner
     # Not within the check: what the first steps take more than others would hide what those copy.
     mx.eval(runner._model.model.parameters(), [list(state.arrays.values()) for state in runner._pool.states])
     mx.synchronize()
-    arrays = [a for state in runner._pool.states for a in state.arrays.values()]
-    GPU.configure(replace(GPU.settings, pool_array_bytes=min(a.nbytes for a in arrays)))
+    GPU.configure(replace(GPU.settings, pool_array_bytes=runner._pool.smallest_array_bytes))
     GPU.counts(reset=True)
-    del arrays
     config = replace(engine.config, device=replace(engine.config.device, kind="metal"))
     dispatch = choose_dispatch(runner, runner._pool, config)
     is_clean = not runner._steps and not runner._table._index_of

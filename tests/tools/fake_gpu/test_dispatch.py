@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from metal_engine.settings.config import IN_FLIGHT_STATES
 from tests.tools.fake_gpu.conftest import OnDevice
 
 # Kernels of 5 us: the device waits for the host; of 300: the host for the device, which MLX's throttle sees to.
@@ -35,10 +36,16 @@ def test_after_the_end_few_command_buffers_do_no_harm(on_device: OnDevice) -> No
 
 
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
-def test_states_that_are_carried_on_are_not_copied(on_device: OnDevice, replay: bool) -> None:
-    counts = on_device("decode", ahead=True, kernel_us=FAST, replay=replay, hybrid=True)
+@pytest.mark.parametrize("behind", [False, True], ids=["after the end", "behind"])
+@pytest.mark.parametrize("kernel_us", [FAST, SLOW])
+def test_where_states_are_carried_on_nothing_is_copied(
+    on_device: OnDevice, kernel_us: float, behind: bool, replay: bool
+) -> None:
+    counts = on_device("decode", ahead=True, behind=behind, kernel_us=kernel_us, replay=replay, hybrid=True)
     assert counts["forwards"].get("replayed", 0) >= (6 if replay else 0)
     assert counts["pool_copies"] == 0
+    assert counts["commits_per_step"] >= 14
+    assert counts["peak_states"] < IN_FLIGHT_STATES - 1  # one was there before
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["after the end", "behind"])
@@ -47,6 +54,19 @@ def test_chunks_that_sample_nothing_are_written_in_place(on_device: OnDevice, be
     counts = on_device("prefill", behind=behind)
     assert counts["num_steps"] > 12
     assert counts["pool_copies"] == 0
+
+
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
+def test_a_check_at_the_start_chooses_where_states_are_carried_on(on_device: OnDevice, replay: bool) -> None:
+    """Behind where a step has enough command buffers, and not where it has few, or the cache is small."""
+    for max_ops, num_blocks in ((24, 1 << 16), (60, 1 << 16), (24, 1 << 8)):
+        chosen = on_device("choose", max_ops=max_ops, num_blocks=num_blocks, replay=replay, hybrid=True)
+        assert chosen["goes_behind"] == ((max_ops, num_blocks) == (24, 1 << 16))
+        assert chosen["is_clean"] and chosen["replays"] == replay
+        if num_blocks == 1 << 8:
+            assert "beside recurrent states so large" in chosen["dispatch"]
+        else:
+            assert chosen["goes_behind"] == (chosen["pool_copies"] == 0)
 
 
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
