@@ -165,6 +165,11 @@ class StatePool:
         """
         return _after(self._arrays())
 
+    def begin_step(self) -> None:
+        """Called before a step is built."""
+        for state in self._recurrent:
+            state.has_moved = False
+
     @property
     def has_moved_states(self) -> bool:
         """Whether the step built last has copied recurrent states, to slots or into another order."""

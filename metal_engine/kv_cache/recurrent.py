@@ -125,18 +125,14 @@ class RecurrentState:
 
     Attributes:
         arrays: by name, [1 + num_slots, ...]; the row of ``NO_STATE`` stays zeros.
+        has_moved: whether states have been copied, to slots or into another order, since it was last set to False.
     """
 
     def __init__(self, spec: RecurrentSpec) -> None:
         self.spec = spec
         self.arrays: dict[str, mx.array] = {}
         self._pending: dict[str, list[PendingStates]] = {}
-        self._has_moved: dict[str, bool] = {}
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether the step built last has copied states, to slots or into another order."""
-        return any(self._has_moved.values())
+        self.has_moved = False
 
     def allocate(self, num_blocks: int, block_size: int, num_state_slots: int) -> None:
         self.arrays = {
@@ -198,7 +194,7 @@ class RecurrentState:
         """
         pending, self._pending[name] = self._pending.get(name, []), []
         moves = plan_moves(tuple(p.slots for p in pending), tuple(reads), tuple(writes))
-        self._has_moved[name] = moves.are_any
+        self.has_moved = self.has_moved or moves.are_any
         values = [p.values for p in pending]
         if moves.slots is not None:
             array = self.arrays.pop(name)  # one owner at a time, so that the write is in place

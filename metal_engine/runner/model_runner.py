@@ -142,6 +142,7 @@ class ModelRunner:
         Returns the step, and the logits that it samples from if its sampling is still to be built.
         """
         self._table.take_in(plan)
+        self._pool.begin_step()
         drafting = self._draft(plan)
         drafted = plan if drafting is None else plan.with_drafts(drafting)
         sampling, pooling, logits, decode_forward = self._build(drafted)

@@ -52,6 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "one ahead, preempted": {"ahead": True, "num_blocks": 26, "max_num_batched_tokens": 16},
     "few slots": {"num_state_slots": 12, "max_num_seqs": 6},
     "replayed": {"replay": True, "max_num_seqs": 1},
+    "replayed, behind": {"replay": True, "behind": True, "max_num_seqs": 1},
     "replayed, one ahead, preempted": {"replay": True, "ahead": True, "num_blocks": 26, "max_num_batched_tokens": 16},
 }
 QUICK = [(name, "one by one") for name in ARCHITECTURES] + [
@@ -75,6 +76,17 @@ def test_answers_are_mlx_lms(architecture: str, way: str, own: dict[str, list[li
     assert engine.scheduler.blocks.num_used_blocks == 0
     if "replayed" in way:
         assert engine.metrics.num_decode_forwards["replayed"] > 10
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "mamba"])
+def test_verifications_are_replayed_as_long_as_they_are(architecture: str, own: dict[str, list[list[int]]]) -> None:
+    """Three requests of five rows each: there is room for a fourth, and for a row, but none has one row."""
+    answers = answers_of(architecture, own)
+    engine = speculating(architecture, answers, rightness=1.0, replay=True, max_num_seqs=4)
+    for _ in range(2):
+        outputs = run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS[:3]])
+        assert [token_ids(o) for o in outputs] == answers[:3]
+    assert engine.metrics.num_decode_forwards["replayed"] > 4
 
 
 def test_without_a_slot_to_spare_there_are_no_drafts(own: dict[str, list[list[int]]]) -> None:

@@ -435,8 +435,9 @@ def test_requests_that_begin_are_built() -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     expected = run(tiny(model_of("qwen3_next"), replay=False), ones, greedy)
     engine = tiny(model_of("qwen3_next"))
-    assert run(engine, ones, greedy) == expected
-    assert engine.metrics.num_decode_forwards == {"untraced": 1, "traced": 1, "replayed": 3}
+    for _ in range(2):  # the first step of all is built anyway
+        assert run(engine, ones, greedy) == expected
+    assert engine.metrics.num_decode_forwards == {"untraced": 2, "traced": 1, "replayed": 7}
 
 
 def test_steps_with_adapters_are_built(tmp_path: Path) -> None:

@@ -333,6 +333,8 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = F
         speculative=speculative if has_drafts else None,
     )
     runner = ModelRunner(paged, PortableBackend(), config, cache)
+    if runner.replay is not None:
+        runner.replay._trace_at = 1
     scheduler = Scheduler(config, cache)
     are_accepted: set[bool] = set()  # all drafts of a request in a step
     if has_drafts:
@@ -369,8 +371,9 @@ def test_states_stay_in_place_over_200_steps(num_ahead: int, replay: bool) -> No
 
 
 @pytest.mark.parametrize("num_ahead", [0, pytest.param(1, marks=pytest.mark.full)], ids=["one by one", "one ahead"])
-def test_states_stay_in_place_with_drafts(num_ahead: int) -> None:
-    measure_states(num_ahead, has_drafts=True)
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
+def test_states_stay_in_place_with_drafts(num_ahead: int, replay: bool) -> None:
+    measure_states(num_ahead, has_drafts=True, replay=replay)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])

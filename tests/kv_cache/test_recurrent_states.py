@@ -15,6 +15,20 @@ from metal_engine.kv_cache.spec import ArraySpec, RecurrentSpec
 NUM_SLOTS = 6
 
 
+def test_padded_rows_go_on_with_the_array_that_they_are_in() -> None:
+    """Or each step would gather all states anew."""
+    pool = StatePool.of([RecurrentSpec((ArraySpec((2,), mx.float32),))])
+    pool.allocate(1, 1, NUM_SLOTS)
+    slots = (2, 5, 3, TRASH_STATE, TRASH_STATE)
+    for step in range(3):
+        pool.begin_step()
+        pool.take_back(pool.hand_out(slots, slots), slots)
+        assert pool.has_moved_states == (step == 0)
+    fewer = (2, 5, TRASH_STATE, TRASH_STATE)
+    pool.take_back(pool.hand_out(fewer, fewer), fewer)
+    assert pool.has_moved_states
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_steps_that_are_built_and_others_that_are_replayed(data: st.DataObject) -> None:

@@ -44,12 +44,14 @@ def one_by_one(engine: KVEngine, prompts: Sequence[list[int]] = PROMPTS, max_tok
 
 
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
-@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
-def test_cold_then_after_a_restart(make: MakeEngine, plain: list[list[int]], ahead: bool, replay: bool) -> None:
-    first = make(model=hybrid(), ahead=ahead, replay=replay)
+@pytest.mark.parametrize("dispatch", [{}, {"ahead": True}, {"behind": True}], ids=["one by one", "one ahead", "behind"])
+def test_cold_then_after_a_restart(
+    make: MakeEngine, plain: list[list[int]], dispatch: dict[str, bool], replay: bool
+) -> None:
+    first = make(model=hybrid(), **dispatch, replay=replay)
     check(plain, one_by_one(first))
     assert first.stats.states_loaded == 0 and first.stats.blocks_saved > 0
-    second = make(model=hybrid(), ahead=ahead, replay=replay)
+    second = make(model=hybrid(), **dispatch, replay=replay)
     check(plain, second.run(PROMPTS))
     for engine in (first, second):
         assert (engine.core.metrics.num_decode_forwards["replayed"] > 0) == replay

@@ -75,6 +75,7 @@ class Workload:
         prompt_len: tokens of a prompt.
         max_tokens: of an answer.
         config: of the model; None: the demo model's.
+        prefix_caching: whether blocks, and recurrent states at their ends, are kept for later prompts.
     """
 
     num_requests: int = 32
@@ -83,6 +84,7 @@ class Workload:
     prompt_len: int = 60
     max_tokens: int = 2000
     config: dict[str, Any] | None = None
+    prefix_caching: bool = False
 
     @property
     def model(self) -> dict[str, Any]:
@@ -92,13 +94,16 @@ class Workload:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="of the model; default: 30, or 24 of a hybrid one")
     parser.add_argument("--hybrid", action="store_true", help="a model most of whose layers carry a recurrent state")
+    parser.add_argument("--enable-prefix-caching", action="store_true", help="keep what later prompts may begin with")
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
-    """What ``--requests``, ``--layers`` and ``--hybrid`` ask for."""
+    """What ``--requests`` and the arguments of the model ask for."""
     config = HYBRID if args.hybrid else SMOLLM2
     layers = args.layers or config["num_hidden_layers"]
-    return Workload(num_requests=args.requests, num_layers=layers, config=config)
+    return Workload(
+        num_requests=args.requests, num_layers=layers, config=config, prefix_caching=args.enable_prefix_caching
+    )
 
 
 def make_model(config: dict[str, Any], *, quantized: bool = True) -> nn.Module:
@@ -149,7 +154,8 @@ def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runn
             block_size=BLOCK_SIZE,
             num_blocks=workload.num_blocks,
             num_trash_blocks=int(replay),
-            num_state_slots=2 * settings.scheduler.max_num_seqs if model.pool.is_recurrent else 0,
+            enable_prefix_caching=workload.prefix_caching,
+            num_state_slots=3 * settings.scheduler.max_num_seqs if model.pool.is_recurrent else 0,
         ),
     )
     made = ModelRunner(model, MetalBackend(), settings.scheduler, settings.cache, **runner)

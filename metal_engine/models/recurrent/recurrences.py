@@ -55,13 +55,15 @@ _SIGNATURES: dict[Recurrence, _Signature] = {
 
 def _by_segments(original: Recurrence, signature: _Signature) -> Recurrence:
     parameters = inspect.signature(original).parameters
-    names = list(parameters)
+    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     compute = signature.in_chunks or original
 
     def recurrence(*args: Any, **kwargs: Any) -> tuple[mx.array, mx.array]:
+        if len(args) > len(positional) or not kwargs.keys() <= parameters.keys():
+            return original(*args, **kwargs)  # which says what is wrong
         # By hand: inspect takes a tenth of what a step of decodes costs the host.
-        arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
+        arguments = defaults | dict(zip(positional, args, strict=False)) | kwargs
         placeholder = arguments.get(signature.state)
         if isinstance(placeholder, WatchedState):
             placeholder.note_recurrence()

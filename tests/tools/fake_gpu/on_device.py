@@ -221,7 +221,9 @@ def host(hybrid: bool = False) -> dict[str, Any]:
     told = io.StringIO()
     args = {"requests": 4, "layers": 4 if hybrid else 2, "steps": 12, "kernel_us": 1.0}
     with redirect_stdout(told):
-        status = of_host.run(GPU, Namespace(**args, hybrid=hybrid, profile=None, no_figures=True))
+        status = of_host.run(
+            GPU, Namespace(**args, hybrid=hybrid, enable_prefix_caching=hybrid, profile=None, no_figures=True)
+        )
     return {"status": status, "told": told.getvalue().splitlines()}
 
 
