@@ -15,8 +15,9 @@ NO_REPLAY_WITHOUT_KERNEL = "the kernel does not compute all of its attention"
 # Recurrent states of a request that a step has at hand beside its slots: what it goes on from, what it leaves, and a
 # copy on the way to another order of the requests.
 IN_FLIGHT_STATES = 3
-# And with drafts: what was before them, on its way to its slot, and what rejected ones have left.
-IN_FLIGHT_STATES_OF_DRAFTS = 2
+# And with drafts: what was before them, on its way to its slot; what rejected ones have left; and, where verifications
+# are replayed, what each request leaves by itself before a trace gives it back as one array.
+IN_FLIGHT_STATES_OF_DRAFTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -260,6 +260,7 @@ def test_steps_that_load_or_save_run_alone(make: MakeEngine, monkeypatch: pytest
 
     monkeypatch.setattr(runner, "_dispatch", checked)
     engine.run([*PROMPTS, make_prompt(50, 60)], 20)
+    engine.run([make_prompt(9, 61)], 30)  # alone, it fills a block in one of eight steps
     assert min(num_loading, num_saving, num_behind) > 0
 
 

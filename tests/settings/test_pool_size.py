@@ -120,16 +120,21 @@ def test_one_block_is_too_little_where_one_is_for_padding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state_bytes", "args", "replay"),
+    ("args", "replay"),
     [
-        (0, {"tensor_parallel_size": 2, "replay_decodes": "always"}, "off: several ranks share the model"),
-        (MIB, {}, "off: its layers carry recurrent states"),
-        (0, {"replay_decodes": "never"}, "off"),
+        ({"tensor_parallel_size": 2, "replay_decodes": "always"}, "off: several ranks share the model"),
+        ({"replay_decodes": "never"}, "off"),
     ],
 )
-def test_where_nothing_is_replayed(state_bytes: int, args: dict[str, Any], replay: str) -> None:
-    config = resolved(state_bytes=state_bytes, **args)
+def test_where_nothing_is_replayed(args: dict[str, Any], replay: str) -> None:
+    config = resolved(state_bytes=0, **args)
     assert (config.replay, config.cache.num_trash_blocks) == (replay, 0)
+
+
+@pytest.mark.parametrize("state_bytes", [0, MIB], ids=["attention", "recurrent"])
+def test_where_steps_are_replayed_one_block_is_for_padding(state_bytes: int) -> None:
+    config = resolved(state_bytes=state_bytes)
+    assert (config.replay, config.cache.num_trash_blocks) == ("on", 1)
 
 
 def test_on_a_cpu_nothing_is_replayed_unless_asked_for() -> None:
