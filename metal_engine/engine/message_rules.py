@@ -25,7 +25,11 @@ class MessageRules:
 
     @cached_property
     def takes_system_later(self) -> bool:
-        """Whether a system message may come after others."""
+        """True if a system message may follow messages of other roles, and the template leaves it there.
+
+        A template that collects system messages at the front changes the prefix with each new one, so that no
+        cached block matches.
+        """
         return self._takes("system", "user", "system") and self._takes("user", "assistant", "system", "user")
 
     @cached_property
@@ -34,10 +38,11 @@ class MessageRules:
         return self._takes("user", "user")
 
     def _takes(self, *roles: str) -> bool:
-        """Whether the template writes every message of such a conversation."""
+        """Return True if the template writes every message of such a conversation, in the given order."""
         messages = [{"role": role, "content": f"content{i}of{role}"} for i, role in enumerate(roles)]
         try:
             text = self._render(messages)
         except ValueError:
             return False
-        return all(message["content"] in text for message in messages)
+        places = [text.find(message["content"]) for message in messages]
+        return -1 not in places and places == sorted(places)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from metal_engine.engine.message_rules import MessageRules
+from metal_engine.server.openai.message_order import in_accepted_order
 from tests.support.chat_templates import GEMMA, LLAMA, QWEN
 from tools.fixtures.fake_engine import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -22,6 +23,11 @@ LEAVES_OUT = (
     "{% for m in messages %}{% if loop.first or m.role in ['user', 'assistant', 'tool'] %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
 )
+# As templates do that build one system block: it has all system messages, wherever they stand.
+SYSTEM_TO_FRONT = (
+    "<|im_start|>system\n{% for m in messages if m.role == 'system' %}{{ m.content }}\n{% endfor %}<|im_end|>\n"
+    "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + LEAVES_OUT
 
 
@@ -35,6 +41,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system 
         (SYSTEM_FIRST, False, False, True),
         (ALTERNATING, False, True, False),
         (LEAVES_OUT, False, False, True),
+        (SYSTEM_TO_FRONT, True, False, True),
         (NO_SYSTEM, False, False, True),
         (None, False, False, False),
     ],
@@ -43,6 +50,22 @@ def test_rules(template: str | None, again: bool, later: bool, user: bool) -> No
     tokenizer = tiny_tokenizer(template)
     rules = tokenizer.message_rules
     assert (rules.takes_system_again, rules.takes_system_later, rules.takes_user_again) == (again, later, user)
+
+
+def test_later_system_messages_leave_the_prefix_alone() -> None:
+    """A prompt with a later system message begins with the prompt of the turn before."""
+    tokenizer = tiny_tokenizer(SYSTEM_TO_FRONT)
+    turns = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "system", "content": "Reminder."},
+        {"role": "user", "content": "more"},
+    ]
+    prompts = [
+        tokenizer.apply_chat_template(in_accepted_order(turns[:count], tokenizer.message_rules)) for count in (2, 5)
+    ]
+    assert prompts[1][: len(prompts[0])] == prompts[0]
 
 
 def test_a_template_is_tried_once() -> None:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _TOLD = "the model's chat template takes no tools: the system's message describes them, and calls are found in the text"
 _DROPPED = "dropping the line x-anthropic-billing-header from system texts: it differs from request to request"
 _REORDERED = (
-    "the model's chat template refuses messages in the order in which a request has them: system messages join the "
+    "the model's chat template does not keep messages in the order of the request: system messages join the "
     "first one, or the user's text where they stand; so do messages of the user that follow each other"
 )
 # Templates and schemas make JSON of all tools in one call: 10 ms, and 40 MiB where a character is beyond U+FFFF.
