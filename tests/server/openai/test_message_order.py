@@ -83,4 +83,4 @@ def test_over_http(caplog: pytest.LogCaptureFixture) -> None:
             expected = tokenizer.apply_chat_template(TURNED["system first"][1])
             assert answer.json()["usage"]["prompt_tokens"] == len(expected)
         served.settle()
-    assert sum("chat template refuses messages in the order" in record.message for record in caplog.records) == 1
+    assert sum("chat template does not keep messages in the order" in record.message for record in caplog.records) == 1
