@@ -23,7 +23,8 @@ from metal_engine.answers.results import (
     generation_result,
     read_answers,
 )
-from metal_engine.answers.tool_plan import Tool, ToolPlan
+from metal_engine.answers.told_tools import with_instructions
+from metal_engine.answers.tool_plan import Tool, ToolPlan, plan_tools
 from metal_engine.build import build_engine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
@@ -126,28 +127,34 @@ class LLM:
 
         Args:
             sampling_params: one for all, or one for each conversation.
-            tools: functions that the model may call, in OpenAI's form.
+            tools: functions that the model may call, in OpenAI's form. If the chat template takes no tools, a system
+                message describes them. With the ``tool_call_parser`` ``none``, calls stay in the text.
             use_tqdm: show a progress bar.
             lora_request: as in :meth:`generate`.
             template_kwargs: variables of the chat template.
 
         Raises:
             ConfigError: the format of the model's tool calls or reasoning is not known here.
-            ValueError: a conversation can never be served; nothing has been generated then.
+            ValueError: a conversation can never be served, or the model cannot be given these tools; nothing has been
+                generated then.
             RuntimeError: a step failed, or the engine has stopped.
         """
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        plan = ToolPlan(shown=list(tools), parsed=list(tools))
-        if tools:
+        answer_format = self._answer_format(self._tool_call_parser if tools else "none")
+        plan = self._tool_plan(tools, answer_format)
+        if plan.shown:
             template_kwargs["tools"] = plan.shown
+        if plan.instructions is not None:
+            conversations = [with_instructions(list(c), plan.instructions) for c in conversations]
         prompts = [self.tokenizer.apply_chat_template(list(c), **template_kwargs) for c in conversations]
         continues = bool(template_kwargs.get("continue_final_message"))
-        answer_format = self._answer_format(self._tool_call_parser if tools else "none")
-        answers = [
-            ChatAnswers.for_prompt(answer_format, plan, prompt, self.tokenizer.decode, continues=continues)
-            for prompt in prompts
-        ]
         params = self._params_for(prompts, sampling_params)
+        answers = [
+            ChatAnswers.for_prompt(answer_format, plan, prompt, self.tokenizer.decode, continues=continues).under(
+                one.structured_outputs
+            )
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
         if any(one.needs_special_tokens for one in answers):
             with_special = {id(one): one.changed(skip_special_tokens=False) for one in params}
             params = [with_special[id(one)] for one in params]  # those that shared one still do
@@ -184,6 +191,13 @@ class LLM:
             assert vector is not None
             results.append(EmbeddingResult(request.prompt_token_ids, EmbeddingOutput(vector.tolist())))
         return results
+
+    def _tool_plan(self, tools: Sequence[Tool], answer_format: AnswerFormat) -> ToolPlan:
+        """Return how tools are used. Raises ParameterError if the model cannot be given these tools."""
+        takes_tools = self.tokenizer.template_takes_tools
+        if tools and takes_tools and not answer_format.finds_calls:
+            return ToolPlan(shown=list(tools))
+        return plan_tools(tools, "auto", answer_format, template_takes_tools=takes_tools, auto_tool_choice=True)
 
     def _answer_format(self, tool_call_parser: str) -> AnswerFormat:
         # Loads MLX, so not before the engine has put its BLAS in place.

@@ -13,6 +13,8 @@ import pytest
 from tokenizers import AddedToken
 
 from metal_engine import llm as llm_module
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.tool_plan import plan_tools
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.llm import LLM
@@ -203,6 +205,46 @@ def test_a_chat_whose_format_the_tokenizer_tells(monkeypatch: pytest.MonkeyPatch
         assert [(c.name, c.arguments) for c in result.tool_calls] == [("find_trains", '{"city": "Rome"}')]
     assert generated.text == 'hmYes.find_trains{"city": "Rome"}'
     assert (generated.content, generated.reasoning, generated.tool_calls) == (None, None, ())
+
+
+CALL = '<tool_call>{"name": "find_trains", "arguments": {"city": "Rome"}}</tool_call>'
+
+
+def test_a_template_without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system message describes the tools, as the server's does."""
+    tokenizer = tiny_tokenizer()
+    with answering(monkeypatch, script(f"Well. {CALL}"), tokenizer, reasoning_parser="none") as llm:
+        for messages in (USER, [{"role": "system", "content": "Be kind."}, *USER]):
+            (result,) = llm.chat(messages, SamplingParams(max_tokens=1000), tools=TOOLS, use_tqdm=False)
+            assert result.content == "Well."
+            assert [(call.name, call.arguments) for call in result.tool_calls] == [("find_trains", '{"city": "Rome"}')]
+            told = plan_tools(TOOLS, "auto", AnswerFormat(), template_takes_tools=False, auto_tool_choice=True)
+            assert told.instructions is not None
+            prompt = tokenizer.decode(result.prompt_token_ids)
+            assert told.instructions in prompt and ("Be kind.\n\n" in prompt) == (len(messages) > 1)
+
+
+def test_calls_that_stay_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=1000)
+    with answering(monkeypatch, script(CALL), tool_call_parser="none", reasoning_parser="none") as llm:
+        (result,) = llm.chat(USER, params, tools=TOOLS, use_tqdm=False)
+        assert (result.content, result.tool_calls) == (CALL, ())
+        assert "find_trains" in llm.tokenizer.decode(result.prompt_token_ids)
+    with (
+        answering(monkeypatch, script(CALL), tiny_tokenizer(), tool_call_parser="none") as llm,
+        pytest.raises(ValueError, match=r"tools need a model .* --tool-call-parser"),
+    ):
+        llm.chat(USER, params, tools=TOOLS, use_tqdm=False)
+
+
+def test_a_grammar_where_the_template_begins_the_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer("{{ messages[0].content }}<think>")
+    free = SamplingParams(max_tokens=1000)
+    forced = free.changed(structured_outputs=StructuredOutputsParams(json_object=True))
+    with answering(monkeypatch, script('{"a": 1}'), tokenizer, reasoning_parser="think") as llm:
+        with_grammar, without = llm.chat([USER, USER], [forced, free], use_tqdm=False)
+    assert (with_grammar.content, with_grammar.reasoning) == ('{"a": 1}', None)
+    assert (without.content, without.reasoning) == ("", '{"a": 1}')
 
 
 def test_vectors_of_texts_and_tokens(llm: LLM) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from metal_engine.answers.answer_format import AnswerFormat, begins_in_reasoning
 from metal_engine.answers.deltas import AnswerDelta
@@ -12,7 +12,8 @@ from metal_engine.answers.harmony import HarmonySplitter
 from metal_engine.answers.mark_splitter import MarkSplitter
 from metal_engine.answers.splitter import Splitter
 from metal_engine.answers.told_tools import told_format
-from metal_engine.answers.tool_plan import ToolPlan
+from metal_engine.answers.tool_plan import NO_TOOLS, ToolPlan
+from metal_engine.sampling_params import StructuredOutputsParams
 
 # Tokens at the end of a prompt that tell whether its template has begun the reasoning.
 _PROMPT_END_TOKENS = 64
@@ -101,11 +102,33 @@ class ChatAnswers:
         prompt_end = decode(prompt[-_PROMPT_END_TOKENS:])
         return cls(answer_format, plan, begins_in_reasoning(marks, prompt_end, continues=continues))
 
+    def under(self, grammar: StructuredOutputsParams | None) -> ChatAnswers:
+        """Return the answers to the same prompt if a grammar holds from their first token.
+
+        The grammar decides whether the model can write a mark:
+
+        - JSON, and texts to choose from, have no marks. The whole answer is content.
+        - A regular expression or a context-free grammar may spell marks out. The answer begins as reasoning only if
+          the grammar spells out the mark that ends reasoning.
+        """
+        if grammar is None or self.plan.forced:
+            return self
+        spelled = grammar.regex or grammar.grammar
+        if spelled is None:
+            return ChatAnswers(AnswerFormat(), NO_TOOLS)
+        marks = self.format.reasoning
+        return replace(self, in_reasoning=self.in_reasoning and marks is not None and marks.end in spelled)
+
     @property
     def needs_special_tokens(self) -> bool:
         """Whether the answers can be read only from text that has its special tokens."""
-        reads_marks = bool(self.plan.parsed) or self.format.reasoning is not None
-        return self.format.special and reads_marks and not self.plan.forced
+        return self.format.special and self._has_marks and not self.plan.forced
+
+    @property
+    def _has_marks(self) -> bool:
+        """True if a mark in the text begins or ends something."""
+        finds_calls = bool(self.plan.parsed) and self.format.tool is not None
+        return finds_calls or self.format.reasoning is not None
 
     def reader(self, *, incremental: bool) -> AnswerReader:
         """A reader for one answer.
@@ -119,7 +142,7 @@ class ChatAnswers:
         plan = self.plan
         if plan.forced:
             return ForcedCallSplitter(plan.name, parallel=plan.parallel)
-        if not plan.parsed and self.format.reasoning is None:
+        if not self._has_marks:
             return Splitter()
         make = HarmonySplitter if self.format.harmony else MarkSplitter
         return make(

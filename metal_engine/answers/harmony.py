@@ -57,6 +57,7 @@ def harmony_format(*, calls: bool = True) -> AnswerFormat:
         reasoning=ReasoningMarks(f"{_CHANNEL}analysis{_MESSAGE}", _END),
         special=True,
         harmony=True,
+        finds_calls=calls,
     )
 
 

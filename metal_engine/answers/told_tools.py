@@ -61,6 +61,14 @@ def instructions(tools: Sequence[Tool], parser: ToolParser | None) -> str:
     return f"{listed}{how}Its result follows. Where no function is needed, just answer."
 
 
+def with_instructions(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Return a conversation whose system message ends with a text. Adds a system message if none is first."""
+    own, others = "", messages
+    if messages and messages[0].get("role") == "system" and isinstance(messages[0].get("content"), str):
+        own, others = messages[0]["content"], messages[1:]
+    return [{"role": "system", "content": f"{own}\n\n{text}".lstrip()}, *others]
+
+
 def forced_instructions(tools: Sequence[Tool], name: str | None) -> str:
     """What the model is told of tools that it must call: those of a list of calls, or the one of that name."""
     functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)

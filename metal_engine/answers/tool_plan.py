@@ -93,6 +93,6 @@ def plan_tools(
     if not template_takes_tools and answer_format.finds_calls:
         return ToolPlan(told=listed, parsed=listed, parallel=parallel, parser=answer_format.tool)
     if answer_format.tool is None:
-        problem = "need a model whose format of tool calls is known; start the server with --tool-call-parser"
+        problem = "need a model whose format of tool calls is known: name the format with --tool-call-parser"
         raise ParameterError("tools", problem)
     return ToolPlan(shown=listed, parsed=listed, parallel=parallel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,11 +11,12 @@ from hypothesis import strategies as st
 
 from metal_engine.answers.answer_format import AnswerFormat, ReasoningMarks, begins_in_reasoning
 from metal_engine.answers.chat_answers import AnswerReader, ChatAnswers
-from metal_engine.answers.deltas import AnswerDelta, CallStart, assemble
+from metal_engine.answers.deltas import AnswerDelta, CallStart, TextDelta, assemble
 from metal_engine.answers.harmony import harmony_format
 from metal_engine.answers.tool_plan import NO_TOOLS, ToolPlan, plan_tools
 from metal_engine.errors import ParameterError
-from tests.support.splitting import THINK, answer_format
+from metal_engine.sampling_params import StructuredOutputsParams
+from tests.support.splitting import THINK, answer_format, cuts
 from tests.support.tool_formats import TOOLS
 
 PARSED = ToolPlan(shown=TOOLS, parsed=TOOLS)
@@ -146,6 +148,44 @@ def test_a_forced_answer_has_no_reasoning() -> None:
     reader = ChatAnswers(AnswerFormat(reasoning=THINK), forced, in_reasoning=True).reader(incremental=True)
     assert isinstance(reader.add('{"city": "<think>"}', [3, 18], "stop")[0], CallStart)
     assert reader.num_reasoning_tokens == 0 and reader.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "content", "reasoning"),
+    [
+        ({"json": {"type": "object"}}, '{"a": "<think>"}', '{"a": "<think>"}', None),
+        ({"json_object": True}, "{}", "{}", None),
+        ({"choice": ("yes", "no")}, "yes", "yes", None),
+        ({"regex": "[ab]+"}, "abba", "abba", None),
+        ({"grammar": 'start: "a"+'}, "aa", "aa", None),
+        # The grammar spells out the mark that ends reasoning.
+        ({"regex": r"[a-z ]+</think>\d+"}, "hm hm</think>7", "7", "hm hm"),
+    ],
+)
+def test_answers_under_a_grammar_are_never_empty(
+    given: dict[str, Any], text: str, content: str, reasoning: str | None
+) -> None:
+    """The prompt has begun the reasoning, and the grammar does not let the model end it."""
+    known = answer_format("json_tools")
+    answers = ChatAnswers.for_prompt(known, PARSED, [], lambda ids: "assistant\n<think>\n")
+    assert answers.in_reasoning and answers.under(None) is answers
+    for incremental in (False, True):
+        for parts in cuts(text):
+            reader = answers.under(StructuredOutputsParams(**given)).reader(incremental=incremental)
+            deltas = [delta for part in parts for delta in reader.add(part, ())]
+            answer = assemble(deltas + reader.add("", (), "stop"))
+            assert (answer.content, answer.reasoning, answer.tool_calls) == (content, reasoning, ())
+
+
+def test_a_forced_answer_has_a_grammar_of_its_own() -> None:
+    forced = ChatAnswers(AnswerFormat(reasoning=THINK), ToolPlan(shown=TOOLS, forced=True), in_reasoning=True)
+    assert forced.under(StructuredOutputsParams(json_object=True)) is forced
+
+
+def test_tools_without_marks_to_look_for() -> None:
+    """If the format of calls is not known, all text is content."""
+    reader = ChatAnswers(AnswerFormat(), PARSED).reader(incremental=True)
+    assert reader.add("<tool_call>", (), "stop") == [TextDelta("content", "<tool_call>")]
 
 
 def test_choices_that_do_not_fit() -> None:

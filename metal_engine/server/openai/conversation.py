@@ -125,6 +125,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
                 raise invalid(str(error), param="tools") from error
             # What the client wants content to be does not matter: there is none.
             return params.changed(structured_outputs=StructuredOutputsParams(json=schema))
+        self._answers = self._answers.under(params.structured_outputs)
         if self._answers.needs_special_tokens:
             return params.changed(skip_special_tokens=False)
         return params

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from metal_engine.answers.answer_format import ToolParser
-from metal_engine.answers.told_tools import written_calls, written_result
+from metal_engine.answers.told_tools import with_instructions, written_calls, written_result
 from metal_engine.engine.chat_template import RESERVED_NAMES
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import short
@@ -45,8 +45,7 @@ def template_messages(
     if as_text:
         result = _with_calls_as_text(result, parser)
     if instructions is not None:
-        own = result.pop(0)["content"] if result[0]["role"] == "system" else ""
-        result.insert(0, {"role": "system", "content": f"{own}\n\n{instructions}".lstrip()})
+        return with_instructions(result, instructions)
     return result
 
 
