@@ -1,4 +1,4 @@
-"""How a model writes tool calls and reasoning into its text. mlx-lm has the parsers of tool calls."""
+"""How a model writes tool calls and reasoning into its text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class ToolParser(Protocol):
-    """One format of tool calls; mlx-lm's ``tool_parsers`` modules have this shape.
+    """Parser of one format of tool calls. mlx-lm's ``tool_parsers`` modules have this shape, too.
 
     Attributes:
         tool_call_start: what a call begins with.
@@ -19,12 +19,29 @@ class ToolParser(Protocol):
     tool_call_end: str
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> Any:
-        """The call between the two marks, or a list of several: objects with ``name`` and ``arguments``.
+        """Return the call between the two marks, or a list of calls: objects with ``name`` and ``arguments``.
+
+        A text in the list is content that the model wrote beside its calls.
 
         Raises:
             Exception: of any type, for a text that is not a call.
         """
         ...
+
+
+@dataclass(frozen=True)
+class BareOpening:
+    """Text with which a call begins if the model leaves out the opening mark.
+
+    Attributes:
+        before: text before the tool's name.
+        after: text behind the tool's name.
+        only_first: True if the call must be the first text of the content.
+    """
+
+    before: str
+    after: str
+    only_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,9 +58,9 @@ class AnswerFormat:
 
     Attributes:
         tool: parses tool calls; None if their format is not known, or if they are to be left in the text.
-        call_head: matches what a call's text begins with, up to where its arguments begin; its group ``name`` is the
-            tool's name. None for formats that do not write the arguments as a JSON object with nothing of
-            consequence after it.
+        call_head: pattern for the start of a call, up to its arguments. The group ``name`` is the tool's name, an
+            optional group ``id`` the call's id. None if the arguments are not one JSON object at the end of the call.
+        bare: opening of a call without its mark. None if calls are looked for only behind marks.
         reasoning: None if the model does not reason, or if reasoning is to be left in the text.
         special: whether marks are special tokens. Text without special tokens would lack them.
         harmony: whether the format is gpt-oss's (:mod:`metal_engine.answers.harmony`).
@@ -52,6 +69,7 @@ class AnswerFormat:
 
     tool: ToolParser | None = None
     call_head: Pattern[str] | None = None
+    bare: BareOpening | None = None
     reasoning: ReasoningMarks | None = None
     special: bool = False
     harmony: bool = False

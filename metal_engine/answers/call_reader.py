@@ -65,7 +65,7 @@ class CallReader:
                 return []
             begun = self._begun = _BegunCall(self._num_started, found["name"], found.end())
             self._num_started += 1
-            deltas.append(CallStart(begun.index, new_call_id(), begun.name))
+            deltas.append(CallStart(begun.index, found.groupdict().get("id") or new_call_id(), begun.name))
         if arguments := begun.read(body):
             deltas.append(ArgumentsDelta(begun.index, arguments))
         return deltas
@@ -74,35 +74,44 @@ class CallReader:
         """Returns what is new of a call that has ended; its whole text, as content, if it is not a call.
 
         Args:
-            before: white space before the call, part of its text.
+            before: text before the body that is part of the call's text: white space, and the mark that began it.
             end: the mark that ended it.
             complete: whether it can be a call: its text was not cut off.
             truncated: whether the answer was cut off.
         """
         deltas = self.read_more(body)
         begun, self._begun = self._begun, None
-        calls: list[ToolCall] = []
+        items: list[ToolCall | str] = []
         problem = "it was cut off"
         if complete:
             try:
-                calls = self._parsed(body)
+                items = self._parsed(body)
                 problem = "there is none in it"
-                if begun is not None and calls and not begun.is_same(calls[0]):
-                    calls, problem = [], f"it began as a call of {begun.name}"
+                if begun is not None and items and not begun.is_same(items[0]):
+                    items, problem = [], f"it differs from the call of {begun.name} that has been given out"
             except Exception as error:  # noqa: BLE001  (whatever a parser makes of what a model wrote)
                 problem = f"{type(error).__name__}: {error}"
-        if not calls and begun is not None and truncated:
+        is_call = any(isinstance(item, ToolCall) for item in items)
+        if not is_call and begun is not None and truncated:
             logger.warning("the arguments of a call of %s were cut off", begun.name)
             return deltas
-        if not calls:
-            text = before + self._parser.tool_call_start + body + end
+        if not is_call:
+            text = before + body + end
             logger.warning("a malformed tool call is given as text: %s: %.200r", problem, text)
             return [*deltas, TextDelta("content", text)]
         if begun is not None:
             deltas.append(ArgumentsDelta(begun.index, "}"))
             self.num_calls += 1
-            calls = calls[1:]
-        for call in calls:
+            items = items[1:]
+        return deltas + self._given_out(items)
+
+    def _given_out(self, items: Sequence[ToolCall | str]) -> list[AnswerDelta]:
+        """Return the deltas of whole calls, and of text beside them."""
+        deltas: list[AnswerDelta] = []
+        for call in items:
+            if isinstance(call, str):
+                deltas.append(TextDelta("content", call))
+                continue
             if self._num_started and not self._parallel:
                 logger.info("left out a call of %s: parallel_tool_calls is false", call.name)
                 continue
@@ -112,16 +121,24 @@ class CallReader:
             self.num_calls += 1
         return deltas
 
-    def _parsed(self, body: str) -> list[ToolCall]:
-        """The calls in a text. Raises an exception of any type if it is no call, or a call of another tool."""
+    def _parsed(self, body: str) -> list[ToolCall | str]:
+        """Return the calls in a text, and text beside them.
+
+        Raises:
+            Exception: the text is not a call, or calls another tool. The parser decides on the type.
+        """
         parsed = self._parser.parse_tool_call(body, self._tools)
-        return [self._checked(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+        items = parsed if isinstance(parsed, list) else [parsed]
+        stripped = [item.strip() if isinstance(item, str) else self._checked(item) for item in items]
+        return [item for item in stripped if item != ""]
 
     def _checked(self, call: Any) -> ToolCall:
         """A parsed call. Raises ValueError if it is not a call of one of the tools."""
         name, arguments = call["name"], call.get("arguments", {})
         if name not in self._names:
             raise ValueError(f"there is no tool {short(name)}")
+        if isinstance(arguments, str):  # JSON within JSON
+            arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             raise ValueError(f"the arguments are no object: {short(arguments)}")
         given_id = call.get("id")
@@ -152,9 +169,9 @@ class _BegunCall:
         self._arguments.append(more)
         return more
 
-    def is_same(self, call: ToolCall) -> bool:
+    def is_same(self, call: ToolCall | str) -> bool:
         """Whether what was given out is this call."""
-        if not self._reader.done or call.name != self.name:
+        if isinstance(call, str) or not self._reader.done or call.name != self.name:
             return False
         own = json.loads("".join(self._arguments) + "}")
         return bool(own == json.loads(call.arguments))

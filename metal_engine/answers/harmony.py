@@ -28,7 +28,8 @@ _ENDS = (_END, _CALL, _RETURN, _START)  # the last should not come, but begins a
 _HEADER_BEGINNINGS = (_START, _CHANNEL, _MESSAGE, "to=")
 _NAME = re.compile(re.escape(_CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_CALL_TEXT = re.compile(r"functions\.([^<]+)" + re.escape(_MESSAGE) + "(.*)", re.DOTALL)
+# Models sometimes leave out the namespace of the recipient.
+_CALL_TEXT = re.compile(r"(?:functions\.)?([^<]+)" + re.escape(_MESSAGE) + "(.*)", re.DOTALL)
 # The beginning of a header: it has a mark or a recipient, or the beginning of a mark.
 _HEADER = re.compile(r"\s*((<\|(start|channel)\|>|to=)(<\|\w+\|>|to=\S*+|\w|\s)*+)?(<(\|\w*\|?)?)?")
 
@@ -53,7 +54,7 @@ def harmony_format(*, calls: bool = True) -> AnswerFormat:
     """The format; ``calls`` says whether tool calls are parsed."""
     return AnswerFormat(
         tool=HarmonyCalls() if calls else None,
-        call_head=re.compile(r"functions\.(?P<name>[^<]{1,256})" + re.escape(_MESSAGE) + r"\s*(?=\{)"),
+        call_head=re.compile(r"(?:functions\.)?(?P<name>[^<]{1,256})" + re.escape(_MESSAGE) + r"\s*(?=\{)"),
         reasoning=ReasoningMarks(f"{_CHANNEL}analysis{_MESSAGE}", _END),
         special=True,
         harmony=True,

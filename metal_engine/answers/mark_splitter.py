@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.answer_format import AnswerFormat, BareOpening
 from metal_engine.answers.call_reader import CallReader
 from metal_engine.answers.deltas import AnswerDelta, TextDelta, joined
 from metal_engine.answers.splitter import Splitter, overlap
@@ -33,6 +34,7 @@ class MarkSplitter(Splitter):
         self.reasoning_bounds: list[int] = [0] if in_reasoning else []
         self._tool = tool = answer_format.tool if tools else None
         self._calls: CallReader | None = None
+        self._bare: _BareOpenings | None = None
         reasoning = answer_format.reasoning
         # By state, the marks that may come next and change it.
         self._marks: dict[str, list[str]] = {"content": [], "reasoning": [], "call": []}
@@ -44,11 +46,13 @@ class MarkSplitter(Splitter):
             self._calls = CallReader(tool, tools, parallel=parallel, head=head)
             self._marks["content"].append(tool.tool_call_start)
             self._marks["call"].append(tool.tool_call_end or tool.tool_call_start)
+            if answer_format.bare is not None:
+                self._bare = _BareOpenings(answer_format.bare, [tool["function"]["name"] for tool in tools])
         self._state: Literal["content", "reasoning", "call"] = "reasoning" if in_reasoning else "content"
         self._text = ""  # taken, and not given out
         self._end = 0  # of the text taken, in characters of the answer
         self._after_mark = in_reasoning
-        self._before_call = ""  # white space
+        self._before_call = ""  # white space and the opening mark
 
     @property
     def num_calls(self) -> int:  # type: ignore[override]
@@ -92,6 +96,10 @@ class MarkSplitter(Splitter):
             at = self._text.find(mark, max(searched - len(mark) + 1, 0))
             if at >= 0:
                 found.append((at, mark))
+        if self._bare is not None and self._state == "content":
+            at = self._bare.find(self._text, searched)
+            if at >= 0:
+                found.append((at, ""))  # the opening is part of the call
         return min(found, default=None)
 
     def _cross(self, before: str, mark: str) -> list[AnswerDelta]:
@@ -100,15 +108,19 @@ class MarkSplitter(Splitter):
         if state == "call":
             assert self._tool is not None
             if not self._tool.tool_call_end:  # the mark begins the next call
-                return self._end_call(before, "")
+                deltas = self._end_call(before, "")
+                self._before_call = mark
+                return deltas
             self._state, self._after_mark = "content", True
             return self._end_call(before, mark)
         if self._after_mark:
             before = before.lstrip()
         shown = before.rstrip()
-        is_call = self._tool is not None and state == "content" and mark == self._tool.tool_call_start
+        if self._bare is not None and state == "content" and shown:
+            self._bare.pass_content()
+        is_call = self._tool is not None and state == "content" and mark in ("", self._tool.tool_call_start)
         if is_call:
-            self._state, self._before_call = "call", before[len(shown) :]
+            self._state, self._before_call = "call", before[len(shown) :] + mark
         else:
             self._state = "content" if state == "reasoning" else "reasoning"
             self.reasoning_bounds.append(self._end - len(self._text))
@@ -120,11 +132,15 @@ class MarkSplitter(Splitter):
         assert self._state != "call"
         text = self._text
         held = max(overlap(text, mark) for mark in self._marks[self._state])
+        if self._bare is not None and self._state == "content":
+            held = max(held, self._bare.overlap(text))
         end = len(text[: len(text) - held].rstrip())
         begin = len(text) - len(text.lstrip()) if self._after_mark else 0
         if end <= begin:
             return []
         self._after_mark = False
+        if self._bare is not None and self._state == "content":
+            self._bare.pass_content()
         self._text = text[end:]
         return [TextDelta(self._state, text[begin:end])]
 
@@ -132,6 +148,42 @@ class MarkSplitter(Splitter):
         assert self._calls is not None
         before, self._before_call = self._before_call, ""
         deltas = self._calls.read_to_end(before, body, end, complete=complete, truncated=truncated)
+        if self._bare is not None:
+            self._bare.pass_content()
         if any(isinstance(delta, TextDelta) for delta in deltas):
             self._after_mark = False
         return deltas
+
+
+class _BareOpenings:
+    """Openings of calls without a mark, one for each tool."""
+
+    def __init__(self, opening: BareOpening, names: Sequence[str]) -> None:
+        self._before = opening.before
+        self._only_first = opening.only_first
+        self._openings = [f"{opening.before}{name}{opening.after}" for name in names]
+        self._longest = max(map(len, self._openings))
+        self._pattern = re.compile("|".join(map(re.escape, self._openings)))
+        self._is_possible = True
+
+    def pass_content(self) -> None:
+        """Record that content or a call precedes the next text."""
+        self._is_possible = not self._only_first
+
+    def find(self, text: str, searched: int) -> int:
+        """Return the place of the first opening, -1 if there is none. ``searched`` characters were looked at before."""
+        if not self._is_possible:
+            return -1
+        found = self._pattern.search(text, max(searched - self._longest + 1, 0))
+        if found is None or (self._only_first and text[: found.start()].strip()):
+            return -1
+        return found.start()
+
+    def overlap(self, text: str) -> int:
+        """Return the length of the end of a text that more text may make an opening."""
+        if not self._is_possible:
+            return 0
+        at = text.rfind(self._before, max(len(text) - self._longest, 0))
+        if at >= 0 and any(opening.startswith(text[at:]) for opening in self._openings):
+            return len(text) - at
+        return overlap(text, self._before)

@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from metal_engine.answers.answer_format import AnswerFormat, ToolParser
+from metal_engine.answers.tool_parsers.json_calls import JSON_CALL_HEAD, JSON_CALLS
 
 Tool = dict[str, Any]
-
-# What a call that is a JSON object begins with, up to its arguments.
-JSON_CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL)
-
-
-class JSONCalls:
-    """Calls as most open models were taught them: JSON between marks, one call or a list of them.
-
-    Small models take the arguments' name from a schema, or quote them; both are understood.
-    """
-
-    tool_call_start = "<tool_call>"
-    tool_call_end = "</tool_call>"
-
-    def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """The calls in a text. Raises an exception of any type if there are none."""
-        parsed = json.loads(text)
-        return [self._call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
-
-    def _call(self, given: Any) -> dict[str, Any]:
-        arguments = given["arguments"] if "arguments" in given else given.get("parameters", {})
-        return {"name": given["name"], "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
-
-
-JSON_CALLS = JSONCalls()
 
 
 def told_format(answer_format: AnswerFormat) -> AnswerFormat:
@@ -49,7 +24,7 @@ def instructions(tools: Sequence[Tool], parser: ToolParser | None) -> str:
     """What the model is told of tools that it may call.
 
     Args:
-        parser: of its own format of calls; None for :data:`JSON_CALLS`.
+        parser: parser of the model's own format of calls; None for ``JSON_CALLS``.
     """
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     listed = f"You may call functions to help the user. They are, as JSON:\n<tools>\n{functions}\n</tools>\n\n"

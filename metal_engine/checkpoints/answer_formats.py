@@ -1,9 +1,11 @@
-"""Finds the format of a model's answers: its tokenizer tells, or the settings name it. mlx-lm has the parsers."""
+"""Finds the format of a model's answers: its tokenizer tells, or the settings name it.
+
+mlx-lm has most of the parsers; what they would lose, the engine's own parsers and checks keep.
+"""
 
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,8 +13,12 @@ from mlx_lm import tokenizer_utils
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine.answers import harmony
-from metal_engine.answers.answer_format import AnswerFormat, ReasoningMarks
-from metal_engine.answers.told_tools import JSON_CALL_HEAD
+from metal_engine.answers.answer_format import AnswerFormat, BareOpening, ReasoningMarks, ToolParser
+from metal_engine.answers.tool_parsers.json_calls import JSON_CALL_HEAD, JSON_CALLS
+from metal_engine.answers.tool_parsers.mistral import MISTRAL_CALL_HEAD, MistralCalls
+from metal_engine.answers.tool_parsers.pythonic import PythonicCalls
+from metal_engine.answers.tool_parsers.qwen3_coder import Qwen3CoderCalls
+from metal_engine.answers.tool_parsers.whole_calls import checked
 from metal_engine.errors import ConfigError, short
 from metal_engine.settings.format_names import (
     HARMONY_PARSERS,
@@ -23,9 +29,17 @@ from metal_engine.settings.format_names import (
     TOOL_PARSER_CHOICES,
 )
 
-# For mlx-lm's parsers that take the arguments as a JSON object, which can be passed on as the model writes it: what
-# a call begins with, up to its arguments.
-_CALL_HEADS = {"json_tools": JSON_CALL_HEAD, "mistral": re.compile(r"\s*(?P<name>[\w-]{1,256})\s*\[ARGS\]\s*(?=\{)")}
+# Parsers in the place of mlx-lm's, by mlx-lm's names.
+_OWN_PARSERS: dict[str, ToolParser] = {
+    "json_tools": JSON_CALLS,
+    "mistral": MistralCalls(),
+    "pythonic": PythonicCalls(),
+    "qwen3_coder": Qwen3CoderCalls(),
+}
+# Starts of calls, up to the arguments, for formats that have the arguments as one JSON object.
+_CALL_HEADS = {"json_tools": JSON_CALL_HEAD, "mistral": MISTRAL_CALL_HEAD}
+# Starts of calls whose opening mark models leave out.
+_BARE_OPENINGS = {"pythonic": BareOpening("[", "(", only_first=True), "qwen3_coder": BareOpening("<function=", ">")}
 
 
 def find_answer_format(
@@ -56,18 +70,22 @@ def find_answer_format(
     return AnswerFormat(
         tool=tool,
         call_head=None if name is None else _CALL_HEADS.get(name),
+        bare=None if name is None else _BARE_OPENINGS.get(name),
         reasoning=None if marks is None else ReasoningMarks(*marks),
         special=_any_special(tokenizer, texts),
         finds_calls=tool_call_parser != "none",
     )
 
 
-def _tool_parser(name: str) -> Any:
-    """mlx-lm's module for a format of tool calls, a :class:`metal_engine.answers.answer_format.ToolParser`."""
+def _tool_parser(name: str) -> ToolParser:
+    """Return the parser of a format of tool calls, by mlx-lm's name for it."""
+    if name in _OWN_PARSERS:
+        return _OWN_PARSERS[name]
     try:
-        return importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+        module: Any = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
     except ModuleNotFoundError as error:
         raise _no_parser(name) from error
+    return checked(name, module)
 
 
 def _no_parser(name: Any) -> ConfigError:

@@ -42,6 +42,10 @@ RECORDED: list[tuple[str, str, str, list[Call]]] = [
      f"<|message|>{ARGUMENTS}<|call|>{NEXT} to=functions.find_trains<|channel|>commentary<|message|>"
      '{"city": "Rome"}', "Let me look.", "", [WEATHER, TRAINS]),
     (f"<|channel|>commentary<|message|>One.<|end|>{NEXT}{FINAL}", "One.\n\nIt is: 2 <| 3. ", "", []),
+    # The recipient lacks its namespace.
+    (f"<|channel|>commentary to=get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>", "", "", [WEATHER]),
+    (f"<|start|>assistant to=find_trains<|channel|>analysis code<|message|>{json.dumps(TRAINS[1])}<|call|>",
+     "", "", [TRAINS]),
     # What a grammar forces, or a prefill goes on with, has no header.
     (' {"a": "to=x"} ', ' {"a": "to=x"} ', "", []),
     ("to Rome<|end|>", "to Rome", "", []),
@@ -80,6 +84,8 @@ MALFORMED = [
     "<|channel|>commentary to=functions.no_such_tool<|message|>{}<|call|>",
     "<|channel|>commentary to=functions.get_weather<|message|>[1]<|call|>",
     "<|channel|>commentary to=browser.search<|message|>{}<|call|>",
+    "<|channel|>commentary to=tools.get_weather<|message|>{}<|call|>",
+    "<|channel|>commentary to=python<|message|>print(1)<|call|>",
 ]
 
 

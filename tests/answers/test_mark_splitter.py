@@ -94,7 +94,7 @@ def test_only_calls_of_tools_begin() -> None:
     for text in (
         '<tool_call>{"name": "no_such_tool", "arguments": {"city": "Rome"}}</tool_call>',
         '<tool_call>{"name": "find_trains", "arguments": [1]}</tool_call>',
-        '<tool_call>{"name": "find_trains", "arguments": "{}"}</tool_call>',
+        '<tool_call>{"name": "find_trains", "arguments": "city"}</tool_call>',
     ):
         (content,) = deltas(MarkSplitter(answer_format("json_tools"), TOOLS, incremental=True), text)
         assert content == TextDelta("content", text)
@@ -136,7 +136,13 @@ def test_a_call_left_open_by_a_model_that_has_finished() -> None:
 BAD_CALLS = [
     '{"name": "no_such_tool", "arguments": {}}',
     '{"name": "get_weather", "arguments": [1]}',
-    '{"name": "get_weather", "arguments": "{}"}',
+    '{"name": "get_weather", "arguments": "city"}',
+    '{"name": "get_weather", "arguments": "[1]"}',
+    '{"name": "get_weather", "arguments": "{\\"city\\": NaN}"}',
+    '{"name": "get_weather", "arguments": {"city": "Rome"}, "parameters": {"city": "Rome"}}',
+    '{"name": "get_weather", "args": {"city": "Rome"}}',
+    '{"name": "get_weather", "arguments": {"city": "Rome"}} {"name": "find_trains"',
+    '{"name": "get_weather", "arguments": {"city": "Rome"}} and text',
     '{"name": "get_weather", "arguments": {"city": NaN}}',
     '{"name": 5, "arguments": {}}',
     '{"name": ["get_weather"], "arguments": {}}',

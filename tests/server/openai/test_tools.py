@@ -15,6 +15,9 @@ import pytest
 from tokenizers import AddedToken
 
 from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.tool_parsers.json_calls import JSONCalls
+from metal_engine.answers.tool_parsers.mistral import MistralCalls
+from metal_engine.answers.tool_parsers.pythonic import PythonicCalls
 from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ConfigError
@@ -294,18 +297,18 @@ def test_parsers_are_chosen_from_the_tokenizer() -> None:
     hermes = "{% if tools %}<tool_call>{{ tool_call.name }}{% endif %}"
     for hf, tool, marks, special in [
         (tokenizer_with(), None, None, False),
-        (tokenizer_with(template=hermes), "json_tools", None, False),
+        (tokenizer_with(template=hermes), JSONCalls, None, False),
         (tokenizer_with("<think>", "</think>"), None, ("<think>", "</think>"), False),
         (tokenizer_with("[THINK]", "[/THINK]", special=True), None, ("[THINK]", "[/THINK]"), True),
-        (tokenizer_with("[TOOL_CALLS]", template="{{ tools }}[TOOL_CALLS]", special=True), "mistral", None, True),
-        (tokenizer_with("<|tool_call_start|>", "<|tool_call_end|>"), "pythonic", None, False),
+        (tokenizer_with("[TOOL_CALLS]", template="{{ tools }}[TOOL_CALLS]", special=True), MistralCalls, None, True),
+        (tokenizer_with("<|tool_call_start|>", "<|tool_call_end|>"), PythonicCalls, None, False),
     ]:
         chosen = find_answer_format(hf)
-        assert (chosen.tool.__name__.split(".")[-1] if chosen.tool else None) == tool  # type: ignore[union-attr]
+        assert (None if chosen.tool is None else type(chosen.tool)) is tool
         assert (chosen.reasoning and (chosen.reasoning.start, chosen.reasoning.end)) == marks
         assert chosen.special == special
     named = find_answer_format(tokenizer_with(), "hermes", "qwen3")
-    assert named.tool.__name__.endswith("json_tools") and named.reasoning == THINK  # type: ignore[union-attr]
+    assert isinstance(named.tool, JSONCalls) and named.reasoning == THINK
     off = find_answer_format(tokenizer_with("<think>", "</think>", template=hermes), "none", "none")
     assert off == AnswerFormat(finds_calls=False)
     for wrong in (("qwen3", "auto"), ("auto", "hermes")):

@@ -1,0 +1,57 @@
+"""Tool calls as JSON objects between marks, the form that most open models were taught."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+# Start of a call that is a JSON object, up to the call's arguments.
+JSON_CALL_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
+)
+_BETWEEN = re.compile(r"[\s,;]*")
+# Keys that an object without arguments may have beside its name.
+_LABELS = frozenset({"name", "id", "type", "index"})
+_DECODER = json.JSONDecoder()
+
+
+class JSONCalls:
+    """Parser of calls that are JSON: one or several objects, or lists of objects."""
+
+    tool_call_start = "<tool_call>"
+    tool_call_end = "</tool_call>"
+
+    def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
+        """Return the calls in a text. Raises an exception of any type if the text has anything else."""
+        calls: list[dict[str, Any]] = []
+        at = _BETWEEN.match(text).end()  # type: ignore[union-attr]  # matches anything
+        while at < len(text):
+            some, at = decoded_calls(text, at)
+            calls += some
+            at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
+        return calls
+
+
+JSON_CALLS = JSONCalls()
+
+
+def decoded_calls(text: str, at: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the calls of the JSON value at a place in a text, and the place behind the value.
+
+    Raises:
+        Exception: of any type, if there is no JSON value, or if the value is not a call or a list of calls.
+    """
+    value, end = _DECODER.raw_decode(text, at)
+    return [_call(one) for one in (value if isinstance(value, list) else [value])], end
+
+
+def _call(given: Any) -> dict[str, Any]:
+    """Return a call with its arguments under one key. Models take the key ``parameters`` from JSON schemas."""
+    keys = [key for key in ("arguments", "parameters") if key in given]
+    if len(keys) > 1:
+        raise ValueError("it has both arguments and parameters")
+    if not keys and not given.keys() <= _LABELS:
+        raise ValueError("it has neither arguments nor parameters")
+    arguments = given[keys[0]] if keys else {}
+    return {"name": given["name"], "arguments": arguments, "id": given.get("id")}

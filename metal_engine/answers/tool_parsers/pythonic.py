@@ -1,0 +1,48 @@
+"""Tool calls as a Python list of calls: ``[get_weather(city="Rome", days=3), find_trains()]``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+# A string literal. Models write line breaks in it as they are, which Python does not allow.
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"' + r"|'(?:[^'\\]|\\.)*+'", re.DOTALL)
+_ESCAPE_OR_BREAK = re.compile(r"(\\.)|\n", re.DOTALL)
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+class PythonicCalls:
+    """Parser of lists of calls whose arguments are keywords and literals."""
+
+    tool_call_start = "<|tool_call_start|>"
+    tool_call_end = "<|tool_call_end|>"
+
+    def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
+        """Return the calls in a text. Raises an exception of any type if the text has anything else."""
+        parsed = ast.parse(_STRING.sub(_escaped, text.strip()), mode="eval").body
+        if not isinstance(parsed, ast.List):
+            raise ValueError("it is not a list")
+        return [_call(node) for node in parsed.elts]
+
+
+def _escaped(literal: re.Match[str]) -> str:
+    return _ESCAPE_OR_BREAK.sub(lambda found: found[1] or r"\n", literal[0])
+
+
+class _JSONNames(ast.NodeTransformer):
+    """Replaces ``true``, ``false`` and ``null``, which models write in nested values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+
+
+def _call(node: ast.expr) -> dict[str, Any]:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("it is not a call with keyword arguments")
+    arguments: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("an argument has no name")
+        arguments[keyword.arg] = ast.literal_eval(_JSONNames().visit(keyword.value))
+    return {"name": ast.unparse(node.func), "arguments": arguments}

@@ -1,0 +1,147 @@
+"""Qwen3-Coder's tool calls: functions and parameters as tags.
+
+<function=NAME>
+<parameter=city>
+Rome
+</parameter>
+</function>
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from typing import Any
+
+_FUNCTION = re.compile(r"<function=\s*([^\s<>]+)\s*>")
+_PARAMETER = re.compile(r"<parameter=\s*([^\s<>]+)\s*>")
+_STRAY = re.compile(r"(?:\s|</?tool_call>|</parameter>|</function>)*+")
+_SPACE = re.compile(r"(?:\s|</parameter>)*+")
+_OPENING, _CLOSING, _FUNCTION_END = "<parameter=", "</parameter>", "</function>"
+_PAIRS = ((_OPENING, _CLOSING), ("<function=", _FUNCTION_END))
+# Text behind a tag that really ends a function, rather than being part of a value.
+_AFTER_FUNCTION = r"\s*(?:<function=|</?tool_call>|\Z)"
+
+# Names that clients take from Python.
+_ALIASES = {
+    "str": "string", "text": "string", "int": "integer", "float": "number", "bool": "boolean",
+    "dict": "object", "list": "array",
+}  # fmt: skip
+
+
+class Qwen3CoderCalls:
+    """Parser of the functions in a text; text beside them is content.
+
+    A tag that the model left out is understood if the next tag shows where the value ends.
+    """
+
+    tool_call_start = "<tool_call>"
+    tool_call_end = "</tool_call>"
+
+    def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any] | str]:
+        """Return the calls in a text, and the text beside them. Raises ValueError if one cannot be read."""
+        properties = {tool["function"]["name"]: _properties(tool) for tool in tools or ()}
+        items: list[dict[str, Any] | str] = []
+        at = _end_of(_STRAY, text, 0)
+        while (found := _FUNCTION.search(text, at)) is not None:
+            items.append(text[at : found.start()])
+            arguments, at = _arguments(text, found.end(), properties.get(found[1], {}))
+            items.append({"name": found[1], "arguments": arguments})
+            at = _end_of(_STRAY, text, at)
+        return [*items, text[at:]]
+
+
+def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Return where a pattern ends that matches at any place."""
+    found = pattern.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def _properties(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return the schemas of a tool's parameters, by their names."""
+    properties = (tool["function"].get("parameters") or {}).get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def _arguments(text: str, at: int, properties: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the arguments of a function whose opening tag ends at a place, and where the function ends."""
+    ends = _value_end(properties)
+    arguments: dict[str, Any] = {}
+    while True:
+        at = _end_of(_SPACE, text, at)
+        if text.startswith(_FUNCTION_END, at):
+            return arguments, at + len(_FUNCTION_END)
+        if at == len(text) or text.startswith(("<function=", "<tool_call>"), at):
+            return arguments, at
+        found = _PARAMETER.match(text, at)
+        if found is None or found[1] in arguments:
+            raise ValueError("it has text between parameters, or a parameter twice")
+        end = ends.search(text, found.end())
+        if end is None:
+            raise ValueError(f"the parameter {found[1][:100]} has no end")
+        value = text[found.end() : end.start()]
+        if any(value.count(opening) != value.count(closing) for opening, closing in _PAIRS):
+            raise ValueError(f"the parameter {found[1][:100]} has several possible ends")
+        value = value.removeprefix("\n").removesuffix("\n")
+        arguments[found[1]] = _typed(value, properties.get(found[1]))
+        at = end.start()
+
+
+def _value_end(properties: dict[str, Any]) -> re.Pattern[str]:
+    """Return a pattern for the end of a value: the closing tag, or the tag after one that is missing.
+
+    A value may have tags too, such as a piece of text about this format. Only a closing tag that another tag of the
+    call follows is the end, and only the opening tag of a parameter that the tool has.
+    """
+    closing = rf"{_CLOSING}(?=\s*(?:{_OPENING}|{_CLOSING}|{_FUNCTION_END}|<function=|\Z))"
+    names = "|".join(map(re.escape, properties))
+    opening = rf"|{_OPENING}\s*(?:{names})\s*>" if names else ""
+    return re.compile(rf"{closing}{opening}|{_FUNCTION_END}(?={_AFTER_FUNCTION})")
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """Return a value of a type that its schema names; the text itself if there is no such value."""
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
+        return text
+    stripped = text.strip()
+    if stripped.lower() in ("null", "none") and ("null" in kinds or "string" not in kinds):
+        return None
+    if stripped.lower() in ("true", "false") and "boolean" in kinds:
+        return stripped.lower() == "true"
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(stripped)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+        if isinstance(value, float) and value.is_integer() and "integer" in kinds:
+            value = int(value)
+        if _is_of(value, kinds):
+            return value
+    return text
+
+
+def _kinds(schema: Any) -> set[str]:
+    """Return the JSON types that a schema allows, as far as it names them."""
+    if not isinstance(schema, dict):
+        return {"string"}
+    named = schema.get("type")
+    kinds = {named} if isinstance(named, str) else {kind for kind in named or () if isinstance(kind, str)}
+    for keyword in ("anyOf", "oneOf"):
+        for option in schema.get(keyword) or ():
+            kinds |= _kinds(option)
+    return {_ALIASES.get(kind.lower(), kind.lower()) for kind in kinds} or {"string", "object", "array"}
+
+
+def _is_of(value: Any, kinds: set[str]) -> bool:
+    """Return True if a value other than a string has one of the JSON types."""
+    if isinstance(value, bool):
+        return "boolean" in kinds
+    if isinstance(value, int):
+        return bool(kinds & {"integer", "number"})
+    if isinstance(value, float):
+        return "number" in kinds and math.isfinite(value)
+    return (isinstance(value, dict) and "object" in kinds) or (isinstance(value, list) and "array" in kinds)

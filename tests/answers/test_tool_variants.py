@@ -1,0 +1,66 @@
+"""Calls that a model writes beside its format: read whole wherever the text is cut, or left in the content."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from metal_engine.answers.deltas import TextDelta
+from metal_engine.answers.mark_splitter import MarkSplitter
+from tests.support.splitting import answer_format, cuts, run
+from tests.support.tool_formats import TOOLS
+from tests.support.tool_variants import UNREADABLE, VARIANTS
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("thought", ["", "I <must> look.\n"])
+@pytest.mark.parametrize("incremental", [False, True])
+def test_variants_are_calls(name: str, thought: str, incremental: bool) -> None:
+    recorded = VARIANTS[name]
+    text = f"<think>\n{thought}</think>\n\n{recorded.text}" if thought else recorded.text
+    for parts in cuts(text):
+        splitter = MarkSplitter(answer_format(recorded.parser), TOOLS, incremental=incremental)
+        content, reasoning, calls, ids = run(splitter, parts)
+        assert (content, reasoning, calls) == (recorded.content, thought.strip(), recorded.calls), parts
+        assert splitter.num_calls == len(calls)
+        assert not recorded.ids or ids == recorded.ids
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_that_are_cut_off(name: str) -> None:
+    """An answer that the token limit ends has whole calls and text; nothing is lost."""
+    recorded = VARIANTS[name]
+    for end in range(len(recorded.text)):
+        text = recorded.text[:end]
+        for parts in ([text], list(text)):
+            splitter = MarkSplitter(answer_format(recorded.parser), TOOLS)
+            content, _, calls, _ = run(splitter, parts, truncated=True)
+            assert calls == recorded.calls[: len(calls)]
+            assert calls or content == text
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_cannot_be_read_is_content(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    parser, text = UNREADABLE[name]
+    for parts in cuts(text):
+        for truncated in (False, True):
+            splitter = MarkSplitter(answer_format(parser), TOOLS)
+            assert run(splitter, parts, truncated) == (text, "", [], []), parts
+            assert splitter.num_calls == 0
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_one_call_of_several_objects(parallel: bool) -> None:
+    recorded = VARIANTS["hermes two objects"]
+    for incremental in (False, True):
+        for parts in cuts(recorded.text):
+            splitter = MarkSplitter(answer_format("json_tools"), TOOLS, parallel=parallel, incremental=incremental)
+            assert run(splitter, parts)[2] == recorded.calls[: 2 if parallel else 1]
+
+
+def test_an_opening_of_no_tool_is_not_held_back() -> None:
+    splitter = MarkSplitter(answer_format("qwen3_coder"), TOOLS)
+    assert splitter.add("See <function=get_") == [TextDelta("content", "See")]
+    assert splitter.add("news> here.") == [TextDelta("content", " <function=get_news> here.")]
