@@ -57,10 +57,28 @@ def read(
     return deltas, counts
 
 
-FORMATS = [(answer_format("json_tools"), FRAGMENTS), (harmony_format(), CHANNELS)]
+TAGS = [
+    "<tool_call>", "</tool_call>", "<function=find_trains>", "<function=", "other>", "</function>", "<parameter=city>",
+    "<parameter=days>", "</parameter>", "Rome", "3", "\n", "<", "<think>", "</think>", "x",
+]  # fmt: skip
+LISTS = [
+    '[find_trains(city="Rome")]', "[find_trains(", "[find_", "days=3", ")]", "[", ", ", "\n", "x", "<think>",
+    "</think>", "<|tool_call_start|>", "<|tool_call_end|>",
+]  # fmt: skip
+HEADERS = [
+    "[TOOL_CALLS]", "find_trains", "[CALL_ID]", "abc", "[ARGS]", '{"city": "Rome"}', '{"city": ', " ", "\n", "[", "x",
+    '[{"name": "find_trains", "arguments": {}}]', "<think>", "</think>",
+]  # fmt: skip
+FORMATS = {
+    "marks": (answer_format("json_tools"), FRAGMENTS),
+    "harmony": (harmony_format(), CHANNELS),
+    "qwen3_coder": (answer_format("qwen3_coder"), TAGS),
+    "pythonic": (answer_format("pythonic"), LISTS),
+    "mistral": (answer_format("mistral"), HEADERS),
+}
 
 
-@pytest.mark.parametrize(("known", "fragments"), FORMATS, ids=["marks", "harmony"])
+@pytest.mark.parametrize(("known", "fragments"), FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("plan", [NO_TOOLS, PARSED], ids=["plain", "tools"])
 @settings(max_examples=300, deadline=None)
 @given(

@@ -64,3 +64,10 @@ def test_an_opening_of_no_tool_is_not_held_back() -> None:
     splitter = MarkSplitter(answer_format("qwen3_coder"), TOOLS)
     assert splitter.add("See <function=get_") == [TextDelta("content", "See")]
     assert splitter.add("news> here.") == [TextDelta("content", " <function=get_news> here.")]
+
+
+@pytest.mark.parametrize("quoted", ["'\\", '"\\', "'", '"\\"'])
+def test_open_strings_are_searched_once(quoted: str) -> None:
+    """A quadratic search would take minutes."""
+    text = f"[find_trains({quoted * 100_000}\\"
+    assert run(MarkSplitter(answer_format("pythonic"), TOOLS), [text])[:3] == (text, "", [])

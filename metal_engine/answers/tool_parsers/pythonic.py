@@ -6,8 +6,9 @@ import ast
 import re
 from typing import Any
 
-# A string literal. Models write line breaks in it as they are, which Python does not allow.
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"' + r"|'(?:[^'\\]|\\.)*+'", re.DOTALL)
+# A string literal, to the end of the text if it is not closed: a search from each quote would take quadratic time.
+# Models write line breaks in literals as they are, which Python does not allow.
+_STRING = re.compile(r"""(["'])(?:(?!\1)[^\\]|\\(?:.|\Z))*+(?:\1|\Z)""", re.DOTALL)
 _ESCAPE_OR_BREAK = re.compile(r"(\\.)|\n", re.DOTALL)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
