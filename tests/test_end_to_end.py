@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import platform
 import random
 import re
 import signal
@@ -36,8 +38,8 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def server(demo_path: Path) -> Iterator[str]:
-    """`metal-engine serve demo` on a free port; ends on SIGINT with status 0."""
+def process(demo_path: Path) -> Iterator[tuple[str, int]]:
+    """`metal-engine serve demo` on a free port: its URL and process id; ends on SIGINT with status 0."""
     port = free_port()
     command = [sys.executable, "-m", "metal_engine", "serve", "demo", "--port", str(port), *SMALL]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -51,12 +53,18 @@ def server(demo_path: Path) -> Iterator[str]:
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline, "the server did not come up"
             time.sleep(0.2)
-    yield url
+    yield url, process.pid
     process.send_signal(signal.SIGINT)
     _, log = process.communicate(timeout=60)
     assert process.returncode == 0, log
     assert "Traceback" not in log, log
     assert "OpenBLAS" in log or sys.platform == "darwin", log
+
+
+@pytest.fixture(scope="module")
+def server(process: tuple[str, int]) -> str:
+    """The URL of that server."""
+    return process[0]
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +79,26 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(demo_path: Path) -> Iterator[LLM]:
     with LLM("demo", num_gpu_blocks_override=512, max_num_batched_tokens=128, max_num_seqs=8) as llm:
         yield llm
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
+def test_memory_of_large_bodies_is_returned(process: tuple[str, int]) -> None:
+    """Texts of 4 kB each, which the allocator takes from its arena, in bodies of 12 MB that are refused."""
+    url, pid = process
+
+    def resident() -> int:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    httpx.post(f"{url}/v1/completions", json={"prompt": "Rome", "max_tokens": 4}, timeout=60).raise_for_status()
+    before = resident()
+    body = {"prompt": [f"{i:04}" * 1000 for i in range(3000)], "max_tokens": 1}
+    refused = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    assert refused.status_code == 400, refused.text
+    assert resident() > before + (48 << 20)  # kept, for now
+    deadline = time.monotonic() + 120
+    while resident() > before + (24 << 20):
+        assert time.monotonic() < deadline, f"{(resident() - before) >> 20} MiB more than before"
+        time.sleep(0.2)
 
 
 def test_chat_completion(server: str) -> None:

@@ -16,6 +16,7 @@ from metal_engine.cli.launch import launch
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import MODEL_HELP, NO_MODEL, command
 from metal_engine.cli.ps import ps
+from metal_engine.device.allocator import keep_freed_memory
 from metal_engine.distributed.launch import is_follower
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
@@ -42,6 +43,7 @@ app.add_typer(bench, name="bench")
 def serve(args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs, models: tuple[str, ...]) -> None:
     """Serve a model, or several, over an OpenAI-compatible API."""
     set_up_logging(server_args.log_level, server_args.log_format)
+    keep_freed_memory()  # before anything that starts a thread is imported
     if len(models) > 1 or registry_args.is_wanted:
         from metal_engine.cli.serve_several import serve_several
 

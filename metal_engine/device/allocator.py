@@ -1,4 +1,4 @@
-"""What the system's allocator keeps of memory that was freed."""
+"""Settings of glibc's allocator for a server: which freed memory it keeps, and when it returns that to the system."""
 
 from __future__ import annotations
 
@@ -6,21 +6,37 @@ import ctypes
 import os
 import platform
 
-# Parameters of glibc's mallopt, and the variables with which users set them.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-_MAX_KEPT_BYTES = 1 << 20
+VARIABLES = ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+# Parameters of mallopt, and their values.
+_SETTINGS = {
+    # One arena for all threads: malloc_trim returns free memory at the end of the main arena only.
+    "M_ARENA_MAX": (-8, 1),
+    # Map each larger block on its own. 32 MiB is the most that glibc accepts.
+    "M_MMAP_THRESHOLD": (-3, 32 << 20),
+    # Keep up to this much at the arena's end: it is more than a step of the demo model frees.
+    "M_TRIM_THRESHOLD": (-1, 256 << 20),
+}
+
+
+def _has_own_settings() -> bool:
+    return platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in VARIABLES)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep the memory that a step frees, so that the next step need not fault it in again.
+
+    Call it before the process starts threads. Pair it with :func:`give_back_freed_memory`. Settings in the environment
+    take precedence. Does nothing with other allocators.
+    """
+    if _has_own_settings():
+        return
+    libc = ctypes.CDLL(None)
+    for parameter, value in _SETTINGS.values():
+        libc.mallopt(parameter, value)
 
 
 def give_back_freed_memory() -> None:
-    """Have glibc keep 1 MiB at the end of each of its arenas, and take blocks from 1 MiB on from the system one by one.
-
-    Without this it learns from the first large body that is freed: from then on each thread's arena serves blocks of up
-    to 32 MiB, and keeps up to 64 MiB for later. What the environment sets stays. Other allocators, such as macOS's,
-    are left alone.
-    """
-    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in VARIABLES):
-        return
-    libc = ctypes.CDLL(None)
-    for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-        libc.mallopt(parameter, _MAX_KEPT_BYTES)
+    """Return all free memory of glibc to the system. Takes some milliseconds. Does nothing with other allocators."""
+    if not _has_own_settings():
+        ctypes.CDLL(None).malloc_trim(0)

@@ -13,8 +13,8 @@ from metal_engine.settings.config import MARGIN_BYTES, EngineConfig
 _CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
-# Freed buffers that MLX keeps on a CPU: what it keeps by itself, and what the demo model's prefill of 512 tokens needs.
-# A server gives others back to the system (allocator.py), which costs 0.2 s for such a prefill without this.
+# Bytes of freed buffers that MLX keeps on a CPU: MLX's own default, and the need of the demo model's prefill of 512
+# tokens. glibc keeps larger buffers (allocator.py).
 _CPU_CACHE_BYTES = 32 << 20, 64 << 20
 
 

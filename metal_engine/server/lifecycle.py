@@ -23,12 +23,16 @@ class Lifecycle:
 
     Args:
         cut_requests: ends every request, now and from now on, with a message.
+
+    Attributes:
+        num_active: number of POST requests whose answer is not complete.
+        num_begun: number of POST requests so far.
     """
 
     def __init__(self, cut_requests: Callable[[str], None], workers: Workers) -> None:
         self._cut_requests = cut_requests
         self._workers = workers
-        self._num_active = 0  # generating requests whose answer is not complete
+        self.num_active = self.num_begun = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -43,11 +47,11 @@ class Lifecycle:
         """
         self.draining = True
         self._workers.drop(Weight.COMPILING)
-        if self._num_active:
+        if self.num_active:
             message = "shutting down: %d requests may finish within %g s; a second signal stops at once"
-            logger.warning(message, self._num_active, timeout)
+            logger.warning(message, self.num_active, timeout)
         if not await self._idle_within(timeout):
-            logger.warning("cut %d requests that did not finish within %g s", self._num_active, timeout)
+            logger.warning("cut %d requests that did not finish within %g s", self.num_active, timeout)
             await self.cut_all()
         self._end()
 
@@ -78,7 +82,8 @@ class Lifecycle:
             if self.draining:
                 await error_response(shutting_down(), scope)(scope, receive, send)
                 return
-            self._num_active += 1
+            self.num_active += 1
+            self.num_begun += 1
             self._idle.clear()
             try:
                 await app(scope, receive, send)
@@ -87,8 +92,8 @@ class Lifecycle:
                 if not self.cut:
                     raise
             finally:
-                self._num_active -= 1
-                if not self._num_active:
+                self.num_active -= 1
+                if not self.num_active:
                     self._idle.set()
 
         return counted

@@ -21,7 +21,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from metal_engine.answers.answer_format import AnswerFormat
-from metal_engine.device.allocator import give_back_freed_memory
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ConfigError, ModelLoadError
@@ -35,6 +34,7 @@ from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.listen import Listener
 from metal_engine.server.status.registry_routes import Discover
 from metal_engine.server.status.stats_log import log_stats
+from metal_engine.server.upkeep import keep_up
 from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ServerArgs
 
@@ -123,6 +123,7 @@ class Server(uvicorn.Server):
         self.servers = cast(list[Any], acceptors)
         self.started = True
         self._spawn(self._watch_engine())
+        self._spawn(keep_up(self._lifecycle, self._models.workers))
         if self._log_stats_interval:
             self._spawn(log_stats(self._models, self._log_stats_interval))
         self._on_ready()
@@ -300,7 +301,6 @@ def _run(server: Server, listener: Listener, shut_down: Callable[[float], bool])
     # What is loaded stays: the collector would look through it now and then, for 50 ms that no thread can interrupt.
     gc.collect()
     gc.freeze()
-    give_back_freed_memory()
     try:
         server.run(sockets=[listener.socket])
     except OSError as error:

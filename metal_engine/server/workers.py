@@ -38,7 +38,11 @@ class Weight(enum.Enum):
 
 
 class Workers:
-    """Runs work in threads; drops what nobody waits for any more. Belongs to the event loop."""
+    """Runs work in threads, and drops work whose client has disconnected. Belongs to the event loop.
+
+    Attributes:
+        num_heavy: number of pieces of heavy work so far.
+    """
 
     def __init__(self) -> None:
         self._pools = {
@@ -47,6 +51,12 @@ class Workers:
         }
         self._under_way: dict[threading.Event, tuple[Weight, Future[Any]]] = {}
         self._dropped: set[Weight] = set()
+        self.num_heavy = 0
+
+    @property
+    def is_heavy_under_way(self) -> bool:
+        """True while heavy work runs or is queued."""
+        return any(weight is Weight.HEAVY for weight, _ in self._under_way.values())
 
     async def run(self, weight: Weight, work: Callable[..., T], *args: object) -> T:
         """Returns ``work(*args)``. Cancelling takes it out of the queue, or makes
@@ -58,6 +68,7 @@ class Workers:
         context.run(asker_left.set, left)
         future: Future[T] = self._pools[weight].submit(context.run, _unless_left, work, *args)
         self._under_way[left] = weight, future
+        self.num_heavy += weight is Weight.HEAVY
         try:
             return await asyncio.wrap_future(future)
         except Cancelled as cancelled:  # dropped

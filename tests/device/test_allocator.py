@@ -1,4 +1,4 @@
-"""Memory that was freed is given back."""
+"""Settings of the allocator: steps reuse freed memory, and a call returns it to the system."""
 
 from __future__ import annotations
 
@@ -13,38 +13,59 @@ import pytest
 from metal_engine.device.allocator import VARIABLES
 
 ROOT = Path(__file__).parents[2]
-KEPT = """
-import os, sys, threading
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
+# A thread allocates as steps do, then as a large body does. Prints page faults of the steps after the first, and bytes
+# that stay resident of the body, before and after memory is given back.
+PROGRAM = """
+import ctypes, os, resource, threading
 from pathlib import Path
-from metal_engine.device.allocator import give_back_freed_memory
+from metal_engine.device.allocator import give_back_freed_memory, keep_freed_memory
+
+keep_freed_memory()
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-def serve():
-    bytearray(20 << 20)  # a large body
+def step():
+    blocks = [bytearray(size << 20) for size in (3, 5, 20)]
+    return sum(map(len, blocks))
+
+def work():
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        step()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    give_back_freed_memory()
     before = resident()
-    parts = [bytearray(4_000) for _ in range(8_000)]
+    parts = [bytearray(4_000) for _ in range(12_000)]
     del parts
     print(resident() - before)
-
-if sys.argv[1] == "give back":
     give_back_freed_memory()
-thread = threading.Thread(target=serve)
+    print(resident() - before)
+
+thread = threading.Thread(target=work)
 thread.start()
 thread.join()
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
-@pytest.mark.parametrize(
-    ("argument", "variables", "most"),
-    [("give back", {}, 2 << 20), ("keep", {}, None), ("give back", {"MALLOC_TRIM_THRESHOLD_": "90000000"}, None)],
-)
-def test_a_thread_keeps_little_of_what_it_has_freed(argument: str, variables: dict[str, str], most: int | None) -> None:
-    """By itself glibc keeps it all, once a large block has been freed; and where the environment says so."""
+def run(variables: dict[str, str]) -> list[int]:
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | variables
-    command = [sys.executable, "-c", KEPT, argument]
+    command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    kept = int(done.stdout)
-    assert kept > 24 << 20 if most is None else kept < most
+    return [int(line) for line in done.stdout.split()]
+
+
+def test_steps_reuse_memory_and_what_is_left_is_given_back() -> None:
+    num_faults, kept, left = run({})
+    assert num_faults < 100
+    assert kept > 40 << 20
+    assert left < 2 << 20
+
+
+def test_settings_in_the_environment_stay() -> None:
+    """Every block from 1 MiB on is mapped and faulted in anew: 28 MiB a step."""
+    num_faults, _, left = run({"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)})
+    assert num_faults > 10 * (28 << 20) // 4096 // 2
+    assert left > 40 << 20

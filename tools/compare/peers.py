@@ -95,11 +95,13 @@ class Running:
     url: str
     command: tuple[str, ...]
     log: Path
+    pid: int
 
 
-def command_of(name: str, model: Path, port: int, extra: Sequence[str] = ()) -> tuple[str, ...]:
+def command_of(name: str, model: Path | str, port: int, extra: Sequence[str] = ()) -> tuple[str, ...]:
     if name == OURS:
-        command = (sys.executable, "-m", "metal_engine", "serve", str(model), "--port", str(port))
+        # -P: the package comes from PYTHONPATH, and not from the folder that the tool is run in.
+        command = (sys.executable, "-P", "-m", "metal_engine", "serve", str(model), "--port", str(port))
     else:
         peer = PEERS[name]
         values = {"bin": peer.folder / "bin", "model": model, "port": port}
@@ -108,12 +110,15 @@ def command_of(name: str, model: Path, port: int, extra: Sequence[str] = ()) -> 
 
 
 @contextmanager
-def running(name: str, model: Path, *, same_blas: bool, extra: Sequence[str] = ()) -> Iterator[Running]:
+def running(
+    name: str, model: Path | str, *, same_blas: bool, extra: Sequence[str] = (), root: Path = ROOT
+) -> Iterator[Running]:
     """A server on a free port, stopped at the end with all its processes.
 
     Args:
         same_blas: whether a peer gets our OpenBLAS preloaded; else each starts as it was installed.
         extra: more arguments for its command.
+        root: the checkout that our own server runs from.
 
     Raises:
         RuntimeError: it does not come up; the message has the end of its log.
@@ -121,7 +126,7 @@ def running(name: str, model: Path, *, same_blas: bool, extra: Sequence[str] = (
     port = free_port()
     command = command_of(name, model, port, extra)
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
-    env["PYTHONPATH"] = str(ROOT) if name == OURS else ""
+    env["PYTHONPATH"] = str(root) if name == OURS else ""
     if same_blas and name != OURS and sys.platform == "linux":
         env["LD_PRELOAD"] = str(standard_copy(find_packaged(), cache_dir() / "blas"))
     # A name that nobody can have put a link under.
@@ -133,7 +138,7 @@ def running(name: str, model: Path, *, same_blas: bool, extra: Sequence[str] = (
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_until_up(name, process, url, log)
-        yield Running(name, url, command, log)
+        yield Running(name, url, command, log, process.pid)
     finally:
         _stop(process)
 

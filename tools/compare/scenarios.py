@@ -44,7 +44,7 @@ class Scenario:
     show: tuple[str, ...] = field(default=("output_throughput", "median_ttft_ms", "median_tpot_ms"))
 
 
-def _random(
+def random_requests(
     tokenizer: PromptTokenizer, seed: int, count: int, input_len: int, output_len: int, prefix: str = ""
 ) -> list[BenchRequest]:
     rng = np.random.default_rng(seed)
@@ -53,12 +53,12 @@ def _random(
     return [BenchRequest(text, output_len, len(tokenizer.encode(text))) for text in texts]
 
 
-def _at_once(name: str, requests: list[BenchRequest], at: float = 0.0, most: int | None = None) -> Group:
+def at_once(name: str, requests: list[BenchRequest], at: float = 0.0, most: int | None = None) -> Group:
     return Group(name, requests, [at] * len(requests), most)
 
 
 def _sixteen(tokenizer: PromptTokenizer, seed: int) -> list[list[Group]]:
-    return [[_at_once("all", _random(tokenizer, seed, 16, 150, 32))]]
+    return [[at_once("all", random_requests(tokenizer, seed, 16, 150, 32))]]
 
 
 def _sonnet(tokenizer: PromptTokenizer, seed: int, count: int, rate: float, most: int) -> list[list[Group]]:
@@ -69,25 +69,25 @@ def _sonnet(tokenizer: PromptTokenizer, seed: int, count: int, rate: float, most
 
 
 def _one_stream(tokenizer: PromptTokenizer, seed: int) -> list[list[Group]]:
-    return [[_at_once("all", _random(tokenizer, seed, 4, 150, 64), most=1)]]
+    return [[at_once("all", random_requests(tokenizer, seed, 4, 150, 64), most=1)]]
 
 
 def _shared_prefix(tokenizer: PromptTokenizer, seed: int) -> list[list[Group]]:
     prefix = random_text(tokenizer, np.random.default_rng(1000 + seed), 1000)
     return [
-        [_at_once("cold", _random(tokenizer, seed, 8, 50, 32, prefix))],
-        [_at_once("warm", _random(tokenizer, 500 + seed, 8, 50, 32, prefix))],
+        [at_once("cold", random_requests(tokenizer, seed, 8, 50, 32, prefix))],
+        [at_once("warm", random_requests(tokenizer, 500 + seed, 8, 50, 32, prefix))],
     ]
 
 
 def _short_behind_long(tokenizer: PromptTokenizer, seed: int) -> list[list[Group]]:
-    long = _at_once("long", _random(tokenizer, seed, 4, 1500, 16))
-    return [[long, _at_once("short", _random(tokenizer, 500 + seed, 1, 5, 16), at=0.5)]]
+    long = at_once("long", random_requests(tokenizer, seed, 4, 1500, 16))
+    return [[long, at_once("short", random_requests(tokenizer, 500 + seed, 1, 5, 16), at=0.5)]]
 
 
 def _long_arrive(tokenizer: PromptTokenizer, seed: int) -> list[list[Group]]:
-    running = _at_once("running", _random(tokenizer, seed, 8, 30, 96))
-    long = Group("long", _random(tokenizer, 500 + seed, 2, 1500, 8), [3.0, 6.0])
+    running = at_once("running", random_requests(tokenizer, seed, 8, 30, 96))
+    long = Group("long", random_requests(tokenizer, 500 + seed, 2, 1500, 8), [3.0, 6.0])
     return [[running, long]]
 
 

@@ -47,7 +47,7 @@ def demo_directory() -> Path:
     return folder
 
 
-async def _run_phase(args: BenchServeArgs, model: str, groups: Sequence[Group]) -> dict[str, list[RequestRecord]]:
+async def run_groups(args: BenchServeArgs, model: str, groups: Sequence[Group]) -> dict[str, list[RequestRecord]]:
     async with BenchClient(args, model) as client:
         start = time.perf_counter()
 
@@ -79,7 +79,7 @@ def measure(scenario: Scenario, server: Running, model: Path, seed: int) -> Resu
     warm_up = Group("warm-up", warm_ups, [0.0] * len(warm_ups), 1)
     groups: dict[str, Any] = {}
     for phase in ([warm_up], *phases):
-        for name, records in asyncio.run(_run_phase(args, str(model), phase)).items():
+        for name, records in asyncio.run(run_groups(args, str(model), phase)).items():
             failed = [r.error for r in records if r.error]
             if failed:
                 raise RuntimeError(f"{server.name} failed {len(failed)} of {len(records)} in {name}: {failed[0]}")

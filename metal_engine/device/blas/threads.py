@@ -1,0 +1,90 @@
+"""The number of threads of OpenBLAS, while other programs use the cores as well (Linux)."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from metal_engine.device.blas.dynamic_linker import symbol_address
+from metal_engine.device.blas.load import blas_in_use
+
+logger = logging.getLogger(__name__)
+
+_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+# Fields of a line of /proc/stat, in clock ticks: user, system, irq, softirq and steal. Programs with a positive nice
+# value (field 1) yield to this process.
+_BUSY_FIELDS = (0, 2, 5, 6, 7)
+# The BLAS gives a core up if other programs use more of it than this.
+_SHARE_LEFT_TO_OTHERS = 0.5
+
+
+def busy_seconds(path: Path = Path("/proc/stat")) -> float:
+    """Return the seconds for which this process's cores have been busy so far, summed over these cores."""
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    rows = [line.split() for line in path.read_text().splitlines()]
+    ticks = sum(int(row[1 + field]) for row in rows if row and row[0] in cores for field in _BUSY_FIELDS)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class BlasThreads:
+    """Adapts the number of BLAS threads to the cores that other programs leave free.
+
+    A product ends when its last thread ends, and the other threads spin meanwhile. If another program holds the core of
+    one thread, all wait for the system to run it again: with every core taken, one thread is several times faster.
+
+    Args:
+        most: number of threads if no other program runs.
+        set_threads: sets the number of threads of products that start from now on.
+        busy: see :func:`busy_seconds`.
+        own: returns the seconds of processor time that this process has used so far.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        set_threads: Callable[[int], object],
+        busy: Callable[[], float] = busy_seconds,
+        own: Callable[[], float] = time.process_time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.threads = most
+        self._most = most
+        self._set_threads = set_threads
+        self._busy, self._own, self._clock = busy, own, clock
+        self._last = clock(), busy(), own()
+
+    def follow(self) -> None:
+        """Set the number of threads from the load since the last call. Call it about once a second."""
+        before, self._last = self._last, (self._clock(), self._busy(), self._own())
+        seconds, busy, own = (now - then for now, then in zip(self._last, before, strict=True))
+        if seconds <= 0:
+            return
+        others = max(busy - own, 0.0) / seconds
+        threads = max(1, min(self._most, int(self._most - others + _SHARE_LEFT_TO_OTHERS)))
+        if threads != self.threads:
+            logger.debug("%d BLAS threads: other programs use %.1f cores", threads, others)
+            self._set_threads(threads)
+            self.threads = threads
+
+
+def blas_threads() -> BlasThreads | None:
+    """Return the adaptation for the BLAS in use. None unless it is OpenBLAS, with two or more threads.
+
+    A number of threads that is set in the environment stays.
+    """
+    if sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
+        return None
+    path = blas_in_use()
+    if path is None:
+        return None
+    library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    if symbol_address(library, "openblas_set_num_threads") is None:
+        return None
+    most = library.openblas_get_num_threads()
+    return BlasThreads(most, library.openblas_set_num_threads) if most > 1 else None

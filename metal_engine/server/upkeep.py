@@ -1,0 +1,53 @@
+"""Work that a server does now and then beside requests: it returns freed memory, and adapts the BLAS to the load."""
+
+from __future__ import annotations
+
+import asyncio
+
+from metal_engine.device.allocator import give_back_freed_memory
+from metal_engine.device.blas.threads import blas_threads
+from metal_engine.server.lifecycle import Lifecycle
+from metal_engine.server.workers import Workers
+
+_POLL_SECONDS = 1.0
+# After the last request: memory is kept while a conversation goes on.
+_IDLE_POLLS = 10
+# Between two large bodies that follow each other: the next step must fault its memory in again.
+_BUSY_POLLS = 5
+
+
+class FreedMemory:
+    """Decides when the allocator returns freed memory to the system. :meth:`is_due` is called about once a second."""
+
+    def __init__(self, lifecycle: Lifecycle, workers: Workers) -> None:
+        self._lifecycle = lifecycle
+        self._workers = workers
+        self._returned = self._counts()
+        self._num_idle_polls = 0
+        self._polls_since = 0
+
+    def _counts(self) -> tuple[int, int]:
+        return self._lifecycle.num_begun, self._workers.num_heavy
+
+    def is_due(self) -> bool:
+        """Return True after large bodies, and when the server has been idle, if requests came since the last time."""
+        self._polls_since += 1
+        self._num_idle_polls = 0 if self._lifecycle.num_active else self._num_idle_polls + 1
+        counts = self._counts()
+        had_large = counts[1] != self._returned[1] and not self._workers.is_heavy_under_way
+        is_idle = counts != self._returned and self._num_idle_polls >= _IDLE_POLLS
+        if not is_idle and not (had_large and self._polls_since >= _BUSY_POLLS):
+            return False
+        self._returned, self._polls_since = counts, 0
+        return True
+
+
+async def keep_up(lifecycle: Lifecycle, workers: Workers) -> None:
+    """Return freed memory and adapt the number of BLAS threads, forever."""
+    memory, threads = FreedMemory(lifecycle, workers), blas_threads()
+    while True:
+        await asyncio.sleep(_POLL_SECONDS)
+        if threads is not None:
+            threads.follow()
+        if memory.is_due():
+            await asyncio.to_thread(give_back_freed_memory)

@@ -1,0 +1,66 @@
+"""When a server returns freed memory to the system."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from metal_engine.server.lifecycle import Lifecycle
+from metal_engine.server.upkeep import FreedMemory
+from metal_engine.server.workers import Workers
+
+
+@dataclass
+class Server:
+    """What the decision depends on, of a server's requests and of its threads."""
+
+    num_active: int = 0
+    num_begun: int = 0
+    num_heavy: int = 0
+    is_heavy_under_way: bool = False
+
+    @property
+    def memory(self) -> FreedMemory:
+        return FreedMemory(cast(Lifecycle, self), cast(Workers, self))
+
+
+def polls_until_due(memory: FreedMemory, most: int = 30) -> int | None:
+    return next((i + 1 for i in range(most) if memory.is_due()), None)
+
+
+def test_a_server_without_requests_returns_nothing() -> None:
+    assert polls_until_due(Server().memory) is None
+
+
+def test_an_idle_server_returns_memory_once() -> None:
+    server = Server()
+    memory = server.memory
+    server.num_begun = server.num_active = 1
+    assert polls_until_due(memory) is None  # busy
+    server.num_active = 0
+    assert polls_until_due(memory) == 10
+    assert polls_until_due(memory) is None
+
+
+def test_requests_that_follow_each_other_keep_memory() -> None:
+    server = Server()
+    memory = server.memory
+    for _ in range(5):
+        server.num_begun += 1
+        assert polls_until_due(memory, most=9) is None
+        server.num_active = 1
+        assert not memory.is_due()
+        server.num_active = 0
+
+
+def test_a_large_body_is_returned_while_the_server_is_busy() -> None:
+    server = Server()
+    memory = server.memory
+    server.num_active = server.num_begun = server.num_heavy = 1
+    server.is_heavy_under_way = True
+    assert polls_until_due(memory) is None
+    server.is_heavy_under_way = False
+    assert polls_until_due(memory) == 1
+    server.num_heavy += 1
+    assert polls_until_due(memory) == 5  # not after each of many
+    assert polls_until_due(memory) is None
