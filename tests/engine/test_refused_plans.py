@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_drops_stay_when_the_connector_cannot_be_planned_for(monkeypatch: pytest
     expected = run(engine, [[5, 7, 9]], GREEDY)
 
     class Failing:
-        failed_loads: dict[str, str] = {}
+        failed_loads: ClassVar[dict[str, str]] = {}
 
         def build_connector_meta(self, saves: Any) -> None:
             raise RuntimeError("no metadata")
