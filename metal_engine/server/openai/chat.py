@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from metal_engine.answers.deltas import AnswerDelta, CallStart, TextDelta
-from metal_engine.engine.long_text import TextTooLongError
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import TokenLogprobs
 from metal_engine.server.errors import invalid_prompt
@@ -44,7 +43,7 @@ class ChatEndpoint(Conversation):
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         try:
             return tokenizer.encode(text, add_special_tokens=False)
-        except TextTooLongError as error:
+        except ValueError as error:
             raise invalid_prompt(error, "prediction") from error
 
     def response(self, generation: Generation) -> BaseModel:
