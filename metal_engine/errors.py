@@ -100,6 +100,11 @@ class ContextLengthError(PromptError):
         self.name = name
 
 
+def is_rust_panic(error: BaseException) -> bool:
+    """True if an error is a panic of Rust code. Its type is not an Exception, and cannot be imported."""
+    return not isinstance(error, Exception) and type(error).__name__ == "PanicException"
+
+
 def one_line(error: BaseException, limit: int = 200) -> str:
     """An error's message as one line of bounded length; the name of its type if it has no message."""
     text = " ".join(str(error).split()) or type(error).__name__

@@ -33,15 +33,13 @@ from metal_engine.checkpoints.hub import fetch_tokenizer
 from metal_engine.checkpoints.names import DEMO_MODEL, is_local
 from metal_engine.checkpoints.pooling import check_causal, find_reranker, gguf_pooler, read_pooler
 from metal_engine.checkpoints.tokenizer import load_tokenizer
-from metal_engine.errors import ConfigError, ModelLoadError, one_line
+from metal_engine.errors import ConfigError, ModelLoadError, is_rust_panic, one_line
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo, PoolerConfig, RerankerConfig
 from metal_engine.settings.fields import format_size
 
 logger = logging.getLogger(__name__)
 
-# What a panic in `tokenizers` becomes in Python: no Exception, and of a type that cannot be imported.
-_RUST_PANIC = "PanicException"
 # Some tokenizers are made without complaint and panic when they are used.
 _TRIED_TEXT = "A text, 2 lines:\né"
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -118,7 +116,7 @@ def load(
     except (ModelLoadError, ConfigError):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != _RUST_PANIC:
+        if not isinstance(error, Exception) and not is_rust_panic(error):
             raise
         logger.debug("loading %s", args.model, exc_info=True)
         problem = f"{type(error).__name__}: {one_line(error)}"

@@ -147,7 +147,8 @@ class Group:
         """On rank 0: a runner whose steps all ranks run, none of which takes as long as that."""
         step_watch = StepWatch(self._watch, self._links, step_seconds)
         step_watch.start()
-        return LeaderRunner(runner, self._links, self._watch, step_watch)
+        kill_left = (lambda: None) if self._local is None else self._local.kill_left
+        return LeaderRunner(runner, self._links, self._watch, step_watch, kill_left)
 
     def follow(self, runner: ModelRunner) -> None:
         """On the others: run rank 0's steps until it ends. Raises what :func:`follow` raises."""
@@ -197,6 +198,8 @@ def open_group(args: EngineArgs) -> Group:
         logger.info("started %d more ranks on this machine", args.num_ranks - 1)
     _joined.append(flag)
     watch = LossWatch(rank, FOLLOWER_GRACE_SECONDS if rank else LEADER_GRACE_SECONDS)
+    if local is not None:
+        watch.at_end(local.kill)
     atexit.register(watch.leave_the_end)
     try:
         host = leader_host(flag)

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -36,6 +37,8 @@ _life_lines: list[IO[str]] = []
 _leader_lines: list[int] = []
 # For a rank to end as rank 0 tells it, which may be the last that rank 0 does.
 _LAST_SECONDS = 1.0
+# For a rank to end after rank 0 has told it to; beyond that it is killed.
+_OWN_END_SECONDS = 10.0
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -109,6 +112,20 @@ class LocalRanks:
         """End those that have not joined; those that have are told by rank 0."""
         for process in self.processes:
             process.terminate()
+        self.kill_left()
+
+    def kill_left(self) -> None:
+        """Kill the ranks that do not end by themselves in a few seconds, such as stopped ones."""
+        deadline = time.monotonic() + _OWN_END_SECONDS
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0))
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the ranks that have not ended: a stopped one would stay, with its memory, when rank 0 has gone."""
+        for process in self.processes:
+            process.kill()
 
     def end(self) -> None:
         """Remove what they were started with. They end when rank 0 tells them, or has gone."""

@@ -20,13 +20,24 @@ class LeaderRunner:
 
     A plan is sent when its graph is built, so none that is refused is sent, and before any of it is evaluated, which
     may wait for the other ranks.
+
+    Args:
+        kill_left: kills the ranks that rank 0 has started and that do not end when they are told to.
     """
 
-    def __init__(self, runner: ModelRunner, links: Sequence[Link], watch: LossWatch, step_watch: StepWatch) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        links: Sequence[Link],
+        watch: LossWatch,
+        step_watch: StepWatch,
+        kill_left: Callable[[], None] = lambda: None,
+    ) -> None:
         self._runner = runner
         self._links = links
         self._watch = watch
         self._step_watch = step_watch
+        self._kill_left = kill_left
 
     @property
     def replay_refusal(self) -> str | None:
@@ -97,6 +108,7 @@ class LeaderRunner:
             self._send(Kind.QUIT)
         finally:
             self._runner.close()
+            self._kill_left()
 
 
 class LeaderStep:

@@ -43,6 +43,7 @@ class LossWatch:
         self._is_lost = threading.Event()
         self._is_told = threading.Event()
         self._tells: list[Callable[[RunnerLostError], None]] = []
+        self._at_end: Callable[[], None] = lambda: None
 
     def tell(self, tell: Callable[[RunnerLostError], None]) -> None:
         """Call a function with the error, in another thread, when a rank is lost; at once if one has been."""
@@ -51,6 +52,10 @@ class LossWatch:
             error = self.error
         if error is not None:
             tell(error)
+
+    def at_end(self, act: Callable[[], None]) -> None:
+        """Call a function last, before a loss ends this process."""
+        self._at_end = act
 
     def lose(self, message: str) -> None:
         """A rank is lost: tell everybody, and end. What comes after the first is not heard."""
@@ -72,7 +77,10 @@ class LossWatch:
     def _end(self, deadline: float) -> None:
         self._is_told.wait(_TELLING_SECONDS)
         time.sleep(max(deadline - time.monotonic(), 0))
-        os._exit(1)
+        try:
+            self._at_end()
+        finally:
+            os._exit(1)
 
     def leave_the_end(self) -> None:
         """At the end of the interpreter: where a rank is lost, the process ends as :meth:`lose` has it end.

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 
 from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.chat_template import Message, RenderedTooLongError, texts_of_template
+from metal_engine.engine.long_text import panics_refused
 from metal_engine.engine.template_sandbox import STAND_INS
 from metal_engine.engine.word_cache import limit_word_cache
 from metal_engine.sizes import parts
@@ -227,7 +228,8 @@ class ControlTokens:
         for start in range(0, len(text), step):
             piece = text[start : start + step + self._longest * 4]
             try:
-                normalized = self._backend.normalizer.normalize_str(piece)
+                with panics_refused():
+                    normalized = self._backend.normalizer.normalize_str(piece)
             except TypeError:  # a lone surrogate, which encoding refuses
                 return False
             if self._normalized.search(normalized):

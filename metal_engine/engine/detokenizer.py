@@ -17,38 +17,69 @@ _CONTEXT_TOKENS = 4
 _MAX_INCOMPLETE_TOKENS = 3
 
 
+_INCOMPLETE = "\ufffd"  # how a decoder shows bytes that are not a whole character
+
+
 class Detokenizer:
-    """Token ids to text, one token at a time; holds back bytes that do not make a whole character yet."""
+    """Token ids to text, one token at a time. Bytes of an incomplete character are held back, whole characters not."""
 
     def __init__(self, backend: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
-        # A decoder whose context ends within a character would repeat the whole context with the first new
-        # text. So the context ends before that character, and its tokens follow as if they were new.
+        # Tokens that ended the last text of the stream, and the tokens since, whose text the stream holds back.
+        self._context: tuple[int, ...] = ()
+        self._held: list[int] = []
+        self._shown = ""  # whole characters of the held tokens' text, which have been returned
+        # A stream whose context ends within a character would repeat the whole context with the first new text. So the
+        # context ends before that character, and the later tokens are added as if they were new.
         end = self._end_of_text(prompt_token_ids)
-        self._stream = DecodeStream(
-            ids=list(prompt_token_ids[max(end - _CONTEXT_TOKENS, 0) : end]), skip_special_tokens=skip_special_tokens
-        )
-        for token_id in prompt_token_ids[end:]:
+        context = tuple(prompt_token_ids[max(end - _CONTEXT_TOKENS, 0) : end])
+        if not self._decode(context).endswith(_INCOMPLETE):
+            self._context, context = context, ()
+        self._stream = DecodeStream(ids=list(self._context), skip_special_tokens=skip_special_tokens)
+        for token_id in (*context, *prompt_token_ids[end:]):
             self.add(token_id)
 
     def _end_of_text(self, token_ids: Sequence[int]) -> int:
-        """How many leading tokens make whole characters."""
+        """Return the number of leading tokens that make whole characters."""
         shortest = max(len(token_ids) - _MAX_INCOMPLETE_TOKENS, 0)
         for end in range(len(token_ids), shortest, -1):
-            context = list(token_ids[max(end - _CONTEXT_TOKENS, 0) : end])
-            text = self._backend.decode(context, skip_special_tokens=self._skip_special_tokens)
-            if not text.endswith("\ufffd"):
+            if not self._decode(token_ids[max(end - _CONTEXT_TOKENS, 0) : end]).endswith(_INCOMPLETE):
                 return end
         return shortest
 
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
+        return text
+
     def add(self, token_id: int) -> str:
-        """The text that ``token_id`` completes; empty while a character is incomplete."""
+        """Return the text that ``token_id`` completes. It is empty while a character is incomplete."""
         try:
-            return self._stream.step(self._backend, token_id) or ""
+            text = self._stream.step(self._backend, token_id)
         except Exception as error:  # noqa: BLE001  (tokenizers raises a bare Exception from Rust)
             # Seen upstream with ids that decode differently once more context is there. The stream cannot go
             # on from its own state, so it starts over at this token; at most one character is misjudged.
             logger.warning("detokenizer restarted at token %d: %s", token_id, error)
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-            return self._stream.step(self._backend, token_id) or ""
+            self._context, self._held, self._shown = (), [], ""
+            text = self._stream.step(self._backend, token_id)
+        if not text:
+            return self._whole_characters(token_id)
+        if self._held:
+            text = text[len(self._shown) :]
+            self._held, self._shown = [], ""
+        self._context = (token_id,)
+        return text
+
+    def _whole_characters(self, token_id: int) -> str:
+        """Return the whole characters of a token whose text the stream holds back.
+
+        The stream holds back all text while the last character is incomplete.
+        """
+        self._held.append(token_id)
+        before, text = self._decode(self._context), self._decode((*self._context, *self._held))
+        if not text.startswith(before):  # the decoder needs the rest of the character to spell the ones before it
+            return ""
+        whole = text[len(before) :].rstrip(_INCOMPLETE)
+        new, self._shown = whole[len(self._shown) :], max(self._shown, whole, key=len)
+        return new

@@ -7,10 +7,12 @@ A tokenizer needs up to 260 bytes for each byte of its text. Its batch functions
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unicodedata import category
 
 from metal_engine.cancellation import check_cancelled
+from metal_engine.errors import is_rust_panic, one_line
 
 # Characters encoded in one call, in ASCII and beyond it: 10 and 33 MiB.
 _AT_ONCE_ASCII = 1 << 17
@@ -48,6 +50,7 @@ def encode(backend: Any, text: str, *, add_special_tokens: bool, max_tokens: int
         TextTooLongError: there are more tokens, or the text is long and has no place to cut.
         Cancelled: nobody waits for it any more.
         TypeError: the text is not valid Unicode.
+        ValueError: the tokenizer panics at the text.
     """
     at_once = _AT_ONCE_ASCII if text.isascii() else _AT_ONCE
     if len(text) <= at_once:
@@ -63,8 +66,20 @@ def encode(backend: Any, text: str, *, add_special_tokens: bool, max_tokens: int
 
 
 def _ids(backend: Any, text: str, add_special_tokens: bool = False) -> list[int]:
-    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    with panics_refused():
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
+
+
+@contextmanager
+def panics_refused() -> Iterator[None]:
+    """Raise ValueError for a panic of the tokenizer: some texts take its regular expressions past their limits."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_rust_panic(error):
+            raise
+        raise ValueError(f"the model's tokenizer cannot tokenize this text ({one_line(error)})") from error
 
 
 def around(backend: Any) -> tuple[list[int], list[int]]:

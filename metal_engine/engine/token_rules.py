@@ -97,8 +97,11 @@ class TokenRulesMaker:
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """A word's tokens, at the beginning of a text and, if that is another first token, after a space."""
         word = word.lstrip()
-        plain = tuple(self._tokenizer.encode(word, add_special_tokens=False))
-        spaced = tuple(self._tokenizer.encode(" " + word, add_special_tokens=False))
+        try:
+            plain = tuple(self._tokenizer.encode(word, add_special_tokens=False))
+            spaced = tuple(self._tokenizer.encode(" " + word, add_special_tokens=False))
+        except ValueError as error:
+            raise ParameterError("bad_words", f"has a word that cannot be tokenized: {error}") from error
         if not plain:
             raise ParameterError("bad_words", "has a word without any token")
         spellings = [plain]

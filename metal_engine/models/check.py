@@ -3,7 +3,6 @@ the model's own forward over its own cache."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,8 +20,7 @@ from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.models.check_rounding import ComparingBackend, noting
 from metal_engine.models.own_forward import own_logits
 from metal_engine.models.paged_model import PagedModel
-
-logger = logging.getLogger(__name__)
+from metal_engine.models.refusals import forward_fails
 
 _NUM_TOKENS = 16  # of a request at least, and half a small block more than a block
 _BLOCK_SIZE = 8
@@ -159,17 +157,6 @@ def _largest_gap(paged: PagedModel, logits: list[np.ndarray], requests: _Request
             scale = np.abs(expected).max()
             gaps.append(np.abs(found[request] - expected).max() / (scale if scale > 0 else 1.0))
     return float(np.max(gaps))
-
-
-def forward_fails(error: Exception) -> UnsupportedModelError:
-    """What to raise for an error of a packed forward. Logs a text of many lines, such as a compiler's, in full.
-
-    MLX raises a RuntimeError for what a device cannot do, such as experts in half precision on a CPU.
-    """
-    first, *others = f"{type(error).__name__}: {error}".splitlines()
-    if others:
-        logger.error("a packed forward fails: %s", "\n".join([first, *others]))
-    return UnsupportedModelError(f"its forward does not run over a paged cache ({first})")
 
 
 def _first_length(paged: PagedModel, least: int) -> int:

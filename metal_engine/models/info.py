@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -36,7 +37,7 @@ def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
         num_params=get_total_parameters(loaded.model),
         weight_bytes=sum(array.nbytes for array in parameters),
         default_sampling=loaded.default_sampling,
-        pooler=loaded.pooler,
+        pooler=replace(loaded.pooler, problem=loaded.pooler.problem or paged.hidden_problem),
         reranker=loaded.reranker,
         can_generate=loaded.can_generate,
     )

@@ -35,7 +35,8 @@ from metal_engine.models.layer_cache import LayerCache, layer_cache
 from metal_engine.models.recurrent.install import install_states
 from metal_engine.models.recurrent.recording import RecordingState
 from metal_engine.models.recurrent.state_cache import StateCache
-from metal_engine.models.seam import open_model
+from metal_engine.models.refusals import forward_fails, refuse_half_experts
+from metal_engine.models.seam import hidden_states_problem, open_model
 from metal_engine.recurrence.metal import MetalRecurrence
 
 
@@ -69,6 +70,7 @@ class PagedModel:
         windows: sizes of the sliding windows that layers use.
         vocab_size: number of logits of a row.
         adapters: the layers that adapters add to, after :meth:`adapt`.
+        hidden_problem: reason to refuse embeddings: the rows of ``hidden_indices`` are not hidden states. Else None.
     """
 
     def __init__(
@@ -87,10 +89,16 @@ class PagedModel:
         self.layer_caches = [layer_cache(self._step, state) for state in self.pool.states]
         by_recorder = dict(zip(map(id, opened.recorders), self.layer_caches, strict=True))
         self._caches = map_caches(lambda recorder: by_recorder[id(recorder)], opened.caches)
+        self.hidden_problem: str | None = None
         if not is_sketch:
             pairs = zip(opened.recorders, self.layer_caches, strict=True)
-            for output in opened.outputs if self.pool.is_recurrent else ():
-                mx.eval(output)  # states are looked at; what ranks of a pipeline send for them, they send with this
+            refuse_half_experts(model)
+            try:
+                for output in opened.outputs if self.pool.is_recurrent else ():
+                    mx.eval(output)  # install_states reads the states; ranks of a pipeline exchange data for them here
+                self.hidden_problem = hidden_states_problem(model, opened)
+            except RuntimeError as error:
+                raise forward_fails(error) from error
             states = [(r, c) for r, c in pairs if isinstance(r, RecordingState) and isinstance(c, StateCache)]
             install_states(states, opened.trace, whole_modules=whole_modules)
         quantized = [state.spec for state in self.pool.states if isinstance(state.spec, QuantizedKVSpec)]

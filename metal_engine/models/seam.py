@@ -6,9 +6,8 @@ record what its layers do with them; what does not fit is refused with the reaso
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -27,8 +26,7 @@ from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionO
 from metal_engine.models.recurrent.recording import CallTrace, RecordingState
 from metal_engine.models.recurrent.recurrences import REPLACEMENTS as RECURRENCES
 from metal_engine.models.softcap import open_softcapped_layers
-
-logger = logging.getLogger(__name__)
+from metal_engine.models.trunk import Trunk, hidden_problem, select_rows_before_head
 
 # mlx-lm's caches that are neither keys and values of every token nor arrays of each request, in words. Others are
 # refused too.
@@ -45,12 +43,14 @@ class OpenedModel:
         trace: of the modules that kept recurrent state.
         windows: sizes of the sliding windows in use, in tokens.
         outputs: logits of what was run, one after the other, [2, 1, vocab_size] each; not computed yet.
+        trunk: the module whose output the LM head is given.
     """
 
     caches: CacheTree
     trace: CallTrace
     windows: frozenset[int]
     outputs: list[mx.array]
+    trunk: Trunk | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -102,8 +102,14 @@ def open_model(model: nn.Module, step: CurrentStep) -> OpenedModel:
             raise UnsupportedModelError(
                 f"layer {layer} computes attention in a way of its own, not with mlx-lm's shared function"
             )
-    _select_rows_before_head(model, step)
-    return opened
+    trunk = select_rows_before_head(model, step, lambda: _recorders(model, CallTrace()))
+    return replace(opened, trunk=trunk)
+
+
+def hidden_states_problem(model: nn.Module, opened: OpenedModel) -> str | None:
+    """Return why an opened model's hidden states cannot be told, or None. Computes its LM head."""
+    assert opened.trunk is not None
+    return hidden_problem(model, opened.trunk, opened.vocab_size, lambda: _recorders(model, CallTrace()))
 
 
 def recorded(model: nn.Module) -> list[Recorder]:
@@ -196,48 +202,3 @@ def _record(model: nn.Module) -> OpenedModel:
         raise UnsupportedModelError(f"its forward does not run over a KV cache ({problem})") from error
     windows = (recorder.windows for recorder in leaves(caches) if isinstance(recorder, RecordingCache))
     return OpenedModel(caches, trace, frozenset().union(*windows), outputs)
-
-
-# --- the rows that go through the LM head ---
-
-
-def _select_rows_before_head(model: nn.Module, step: CurrentStep) -> None:
-    """Make the trunk return only the rows whose logits are needed, so that only they go through the head.
-
-    The trunk is the innermost module around the layers that is called as a whole: found by trying.
-    """
-    for module in _modules_around(model, model.layers[0]):
-        original_class = type(module)
-        module.__class__ = _selecting(original_class, step)
-        step.logits_indices = mx.array([1])
-        try:
-            if model(mx.zeros((2, 1), mx.int32), cache=_recorders(model, CallTrace())).shape[0] == 1:
-                return
-        except (TypeError, ValueError, AttributeError, IndexError) as error:
-            # Its output is no array, or whatever follows needs all rows.
-            logger.debug("%s is no trunk: %s", original_class.__name__, error)
-        finally:
-            step.logits_indices = None
-        module.__class__ = original_class
-    raise UnsupportedModelError("it has no separate trunk and LM head")
-
-
-def _modules_around(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
-    """The modules that contain ``layer``, innermost first; neither the model nor the layer itself."""
-    path = next(name for name, module in model.named_modules() if module is layer)
-    by_name = dict(model.named_modules())
-    parts = path.split(".")
-    names = [".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
-    return [by_name[name] for name in names if name in by_name]
-
-
-def _selecting(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:
-    call: Callable[..., mx.array] = cls.__call__
-
-    def select(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
-        hidden = call(self, *args, **kwargs)  # [N, 1, hidden_size]
-        if step.hidden_indices is not None:
-            step.hidden = hidden[step.hidden_indices]
-        return hidden if step.logits_indices is None else hidden[step.logits_indices]  # [R, 1, hidden_size]
-
-    return type(cls.__name__, (cls,), {"__call__": select})

@@ -142,9 +142,9 @@ class Scheduler:
             self.speculation.add_drafts(plan, budget, self.running)
         self._publish_prefixes()
         if plan.num_scheduled_tokens:  # an empty plan is not executed, so it must not carry the drops off
-            plan.dropped_req_ids, self._dropped = self._dropped, []
             if self.connector is not None:
                 plan.kv_connector_metadata = self.connector.build_connector_meta(self.states.take_saves())
+            plan.dropped_req_ids, self._dropped = self._dropped, []
         return plan
 
     def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:
@@ -281,6 +281,8 @@ class Scheduler:
     def failed(self, plan: SchedulerOutput | None = None) -> None:
         """Forget what hangs on a step that has failed, or will not be run; None: on all that have not ended."""
         self.prefix_cache.forget()  # it shared blocks that may never be written
+        if plan is not None:  # the runner may not have taken its drops in
+            self._dropped += [r for r in plan.dropped_req_ids if r not in self.held_by_runner]
         if self.speculation is not None:
             self.speculation.failed(plan)
 

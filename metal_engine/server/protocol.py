@@ -75,6 +75,8 @@ class GenerationBody(RequestModel):
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     use_speculation: bool | None = None
     kv_transfer_params: KVTransferParams | None = None
     user: str | None = None
@@ -264,8 +266,8 @@ class PromptLogprob(BaseModel):
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
-# Clients never see it.
-_Placeholder = SkipJsonSchema[Placeholder]
+_Placeholder = SkipJsonSchema[Placeholder]  # clients never see it
+_TokenIds = Annotated[list[int] | _Placeholder | None, Field(exclude_if=lambda value: value is None)]
 
 
 class CompletionChoice(BaseModel):
@@ -277,6 +279,8 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | _Placeholder | None = None
+    prompt_token_ids: _TokenIds = None
+    token_ids: _TokenIds = None
 
 
 class KVTransferHandover(BaseModel):
@@ -335,6 +339,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | _Placeholder | None = None
     finish_reason: ChatFinishReason
     stop_reason: str | int | None = None
+    token_ids: _TokenIds = None
 
 
 class ChatCompletion(_Answer):
@@ -342,6 +347,7 @@ class ChatCompletion(_Answer):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | _Placeholder | None = None
+    prompt_token_ids: _TokenIds = None
 
 
 class FunctionCallDelta(TypedDict, total=False):
@@ -372,11 +378,13 @@ class ChatChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishReason | None = None
     stop_reason: str | int | None = None
+    token_ids: _TokenIds = None
 
 
 class ChatCompletionChunk(_Answer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
+    prompt_token_ids: _TokenIds = None
 
 
 class ErrorDetail(BaseModel):

@@ -8,11 +8,17 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from metal_engine.engine.output_processor import OutputProcessor, StopStrings
+from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import Request, RequestOutput, TokenLogprobs, merge_outputs
 from metal_engine.sampling_params import SamplingParams
-from tools.fixtures.fake_engine import EOS, byte_ids, tiny_tokenizer
+from tests.support.tokenizers import chat_tokenizer
+from tools.fixtures.fake_engine import EOS, byte_ids, byte_tokens, tiny_tokenizer
 
 tokenizer = cache(tiny_tokenizer)
 
@@ -121,6 +127,62 @@ def test_a_prompt_that_ends_within_a_character_is_not_repeated(text: str, at: in
     pieces = [detokenizer.add(token) for token in ids[at:]]
     whole = len(bytes(ids[:at]).decode(errors="ignore"))  # characters that the prompt has in full
     check_pieces(pieces, text[whole:])
+
+
+def tokens_of(*spellings: bytes) -> tuple[Tokenizer, list[int]]:
+    """A byte-level tokenizer with a token for each spelling, and their ids."""
+    tokens = byte_tokens()
+    own = ["".join(tokens[byte] for byte in spelling) for spelling in spellings]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys([*tokens, *own]))}
+    backend = BackendTokenizer(BPE(vocab=vocab, merges=[]))
+    backend.decoder = ByteLevelDecoder()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend)), [vocab[token] for token in own]
+
+
+def test_whole_characters_do_not_wait_for_half_a_one() -> None:
+    made, (half, rest) = tokens_of(b" Gr\xc3", b"\xb6n")
+    detokenizer = made.detokenizer([65], True)
+    assert [detokenizer.add(token) for token in [half] * 3] == [" Gr", "\ufffd Gr", "\ufffd Gr"]
+    assert [detokenizer.add(token) for token in (rest, half, rest)] == ["ön", " Gr", "ön"]
+
+
+@given(
+    cuts=st.lists(st.integers(1, 60), max_size=12),
+    at=st.integers(0, 100),
+    text=st.text("aé日😀 ", min_size=1, max_size=15),
+)
+@example(cuts=[3, 5], at=1, text="Grön")
+@example(cuts=[4, 8, 12], at=3, text="日日日日")
+def test_a_prompt_ends_within_any_token(cuts: list[int], at: int, text: str) -> None:
+    """Tokens of several bytes, cut anywhere: each character is shown once, as soon as it is whole."""
+    raw = text.encode()
+    places = sorted({0, len(raw), *(c for c in cuts if c < len(raw))})
+    pieces = [raw[a:b] for a, b in pairwise(places)]
+    made, ids = tokens_of(*pieces)
+    at %= len(ids)
+    detokenizer, before = made.detokenizer(ids[:at], True), b"".join(pieces[:at])
+    for i in range(at, len(ids)):
+        whole = len(before.decode(errors="ignore"))
+        before += pieces[i]
+        assert detokenizer.add(ids[i]) == before.decode(errors="ignore")[whole:]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace_first", "prepending", "unigram"])
+def test_whole_characters_of_several_kinds_of_decoders(kind: str) -> None:
+    made = Tokenizer(chat_tokenizer(kind, ""))
+    ids = made.encode("the é日<|im_end|> 😀😀the日ab é")
+    for start in range(len(ids)):
+        detokenizer = made.detokenizer(ids[:start], True)
+        shown = wholes(made, ids[:start])
+        for end in range(start, len(ids)):
+            shown += detokenizer.add(ids[end])
+            assert shown == wholes(made, ids[: end + 1])
+
+
+def wholes(made: Tokenizer, ids: list[int]) -> str:
+    """The text of the tokens up to the last whole character."""
+    texts = (made.decode(ids[:end], skip_special_tokens=True) for end in range(len(ids), -1, -1))
+    return next(text for text in texts if not text.endswith("\ufffd"))
 
 
 @given(prompt=st.lists(st.integers(0, 255), max_size=8), ids=st.lists(st.integers(0, 255), max_size=20))

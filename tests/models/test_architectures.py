@@ -129,13 +129,26 @@ def test_half_precision_passes_the_check_at_load(model_type: str, dtype: mx.Dtyp
         check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
 
 
-def test_what_the_device_cannot_do_is_a_refusal_too() -> None:
+@pytest.mark.parametrize("model_type", ["mixtral", "phixtral", "qwen3_next", "granitemoehybrid"])
+def test_what_the_device_cannot_do_is_refused_with_the_flag_to_change(model_type: str) -> None:
     """MLX has no products of experts in half precision on a CPU."""
     if mx.metal.is_available():
         pytest.skip("there it has")
-    paged = PagedModel(random_model(configuration("mixtral"), dtype=mx.bfloat16))
-    with pytest.raises(UnsupportedModelError, match="float32"):
-        check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        PagedModel(random_model(configuration(model_type), dtype=mx.bfloat16))
+    assert str(refusal.value) == "its experts are in bfloat16, and MLX on a CPU needs --dtype float32 for them"
+
+
+def test_what_fails_while_a_model_is_opened_is_a_refusal_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of recurrent layers are computed then."""
+
+    def fail(*arrays: mx.array) -> None:
+        raise RuntimeError("the device cannot do it")
+
+    model = random_model(configuration("mamba2"))
+    monkeypatch.setattr(mx, "eval", fail)
+    with pytest.raises(UnsupportedModelError, match="the device cannot do it"):
+        PagedModel(model)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

@@ -16,7 +16,7 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, TokenLogprobs
 from metal_engine.server.errors import SHUTTING_DOWN, APIError, engine_dead, invalid
 from metal_engine.server.generation.logprobs import num_entries, prompt_logprobs_json
-from metal_engine.server.json_parts import JSONParts, Placeholder
+from metal_engine.server.json_parts import JSONParts, Placeholder, ids_json
 from metal_engine.server.logs import note
 from metal_engine.server.protocol import FinishReason, KVTransferHandover
 from metal_engine.server.usage import CompletionTokensDetails, PredictedTokensDetails, PromptTokensDetails, Usage
@@ -43,6 +43,7 @@ class Choice:
     Attributes:
         echo: the prompt's text, if it is wanted back.
         reader: reads the answer; None if it is plain text.
+        token_ids: generated tokens, the one that ended generation included.
         token_ends: where the text of each token ends in the choice's text.
         latest: the last output, which has the counts of tokens.
         deltas: what the whole text comes to, after :meth:`Generation.finish`.
@@ -53,6 +54,7 @@ class Choice:
     echo: str | None = None
     reader: AnswerReader | None = None
     texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     token_ends: list[int] = field(default_factory=list)
     deltas: list[AnswerDelta] = field(default_factory=list)
     text_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -79,6 +81,7 @@ class Choice:
         """Takes an output; ``keep`` is whether its text will be wanted again."""
         if keep:
             self.texts.append(output.text)
+            self.token_ids += output.token_ids
             self.token_ends += output.token_ends
             self.text_logprobs += output.text_logprobs or ()
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
@@ -97,6 +100,8 @@ class Generation:
         echoes: each prompt's text, where it is wanted back.
         is_echo_only: whether nothing but the prompts' texts is wanted.
         shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
+        shows_token_ids: whether the token ids of prompts and outputs are part of the answer.
+        spells_ids: whether log probabilities name tokens by their ids.
         reader: makes a reader for a choice's answer; None if answers are plain text.
         choices: what each sequence has come to; complete once :meth:`outputs` is exhausted.
         first_output_time: when the first output came, by :func:`time.monotonic`.
@@ -114,6 +119,8 @@ class Generation:
     is_echo_only: bool
     shows_prompt_logprobs: bool
     reader: Callable[[], AnswerReader | None]
+    shows_token_ids: bool = False
+    spells_ids: bool = False
 
     def __post_init__(self) -> None:
         self._timed_out = False
@@ -216,7 +223,8 @@ class Generation:
         num_tokens = sum(choice.latest.num_output_tokens for choice in self.choices)
         num_prompt = sum(len(choice.prompt_logprobs or ()) for choice in self.choices)
         entries = num_entries(num_tokens, self.params.logprobs) + num_entries(num_prompt, self.params.prompt_logprobs)
-        return num_tokens + entries > _LONG
+        num_ids = sum(len(choice.prompt_token_ids) for choice in self.choices) if self.shows_token_ids else 0
+        return num_tokens + entries + num_ids > _LONG
 
     def read(self) -> None:
         """Reads the answers whole, once they are complete."""
@@ -279,6 +287,10 @@ class Generation:
         if not self.shows_prompt_logprobs or choice.prompt_logprobs is None:
             return None
         return self.parts.add(prompt_logprobs_json(self.tokenizer, choice.prompt_logprobs))
+
+    def token_ids(self, ids: list[int]) -> Placeholder | None:
+        """Token ids of a prompt or an output, if they are wanted. Called in the order of the answer's fields."""
+        return self.parts.add(ids_json(ids)) if self.shows_token_ids else None
 
 
 def failure(engine: AsyncEngine, output: RequestOutput, timed_out: float | None) -> APIError:

@@ -56,22 +56,26 @@ def completion_logprobs(
     tokens: Sequence[TokenLogprobs | None],
     offsets: Sequence[int],
     first_token_id: int | None = None,
+    *,
+    spells_ids: bool = False,
 ) -> CompletionLogprobs:
     """For ``/v1/completions``; the sampled token is always among the alternatives.
 
     Args:
         offsets: where the text of each token begins, in characters.
         first_token_id: the token of an entry that is None, as the first of a prompt is.
+        spells_ids: name tokens by their ids.
     """
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets))
     for token in tokens:
         token_id = first_token_id if token is None else token.token_id
         assert token_id is not None
-        result.tokens.append(_completion_text(tokenizer, token_id))
+        result.tokens.append(_id_name(token_id) if spells_ids else _completion_text(tokenizer, token_id))
         result.token_logprobs.append(None if token is None else _finite(token.logprob))
         alternatives: dict[str, float] = {}
         for other, logprob in [] if token is None else [*token.top, (token_id, token.logprob)]:
-            alternatives.setdefault(_completion_text(tokenizer, other), _finite(logprob))
+            name = _id_name(other) if spells_ids else _completion_text(tokenizer, other)
+            alternatives.setdefault(name, _finite(logprob))
         result.top_logprobs.append(alternatives if token is not None else None)
     return result
 
@@ -81,23 +85,29 @@ def completion_logprobs_json(
     tokens: Sequence[TokenLogprobs | None],
     offsets: Sequence[int],
     first_token_id: int | None = None,
+    *,
+    spells_ids: bool = False,
 ) -> bytes:
     """:func:`completion_logprobs` of any number of tokens, as JSON."""
     names = list(CompletionLogprobs.model_fields)
     parts: dict[str, list[bytes]] = {name: [] for name in names}
     for part in _slices(tokens):
-        made = completion_logprobs(tokenizer, tokens[part], offsets[part], first_token_id)
+        made = completion_logprobs(tokenizer, tokens[part], offsets[part], first_token_id, spells_ids=spells_ids)
         for name in names:
             parts[name].append(_JSON.dump_json(getattr(made, name)))
     return b"{" + b",".join(b'"%b":%b' % (name.encode(), array(parts[name])) for name in names) + b"}"
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """For ``/v1/chat/completions``."""
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], *, spells_ids: bool = False) -> ChatLogprobs:
+    """For ``/v1/chat/completions``; ``spells_ids`` as in :func:`completion_logprobs`."""
 
     def fields(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
-        return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
+        return {
+            "token": _id_name(token_id) if spells_ids else _text(data),
+            "logprob": _finite(logprob),
+            "bytes": list(data),
+        }
 
     content = []
     for token in tokens:
@@ -106,9 +116,10 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> Chat
     return ChatLogprobs(content=content)
 
 
-def chat_logprobs_json(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> bytes:
+def chat_logprobs_json(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], *, spells_ids: bool = False) -> bytes:
     """:func:`chat_logprobs` of any number of tokens, as JSON."""
-    content = array(_JSON.dump_json(chat_logprobs(tokenizer, tokens[part]).content) for part in _slices(tokens))
+    made = (chat_logprobs(tokenizer, tokens[part], spells_ids=spells_ids) for part in _slices(tokens))
+    content = array(_JSON.dump_json(part.content) for part in made)
     return b'{"content":%b,"refusal":null}' % content
 
 
@@ -142,6 +153,11 @@ def _by_id(tokenizer: Tokenizer, token: TokenLogprobs) -> dict[str, PromptLogpro
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST)
+
+
+def _id_name(token_id: int) -> str:
+    """A token as vLLM names it for ``return_tokens_as_token_ids``."""
+    return f"token_id:{token_id}"
 
 
 def _completion_text(tokenizer: Tokenizer, token_id: int) -> str:

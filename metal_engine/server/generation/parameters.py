@@ -27,7 +27,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("top_logprobs", "xtc_probability", "mirostat", "dry_multiplier"), (0,)),
     **dict.fromkeys(("best_of", "length_penalty", "typical_p", "repeat_penalty"), (1,)),
     **dict.fromkeys(("echo", "use_beam_search", "continue_final_message"), (False,)),
-    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
     **dict.fromkeys(("spaces_between_special_tokens", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("tools", "functions", "documents", "logits_processors"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),

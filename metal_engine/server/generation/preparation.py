@@ -34,6 +34,8 @@ from metal_engine.server.workers import Weight, Workers
 MAX_SEQUENCES = 2048
 # Log probabilities of prompts in a stream, which are one event, encoded in the event loop: 5 ms.
 MAX_STREAMED_ENTRIES = 1 << 12
+# Token ids of a prompt in a stream, which are part of one event: 10 ms.
+MAX_STREAMED_IDS = 1 << 18
 # Tokens of a text that is counted or truncated: four times the context and some, a million at most.
 _MORE_TOKENS = 1 << 16
 MAX_TOKENS = 1 << 20
@@ -188,6 +190,8 @@ async def prepare(
         is_echo_only=echoes is not None and body.max_tokens == 0,
         shows_prompt_logprobs=body.prompt_logprobs is not None,
         reader=endpoint.reader,
+        shows_token_ids=bool(body.return_token_ids),
+        spells_ids=bool(body.return_tokens_as_token_ids),
     )
 
 
@@ -252,6 +256,9 @@ class _Preparation(Generic[BodyT]):
         params = sampling_params(body, config.model.default_sampling)
         if params.n > 1 and not endpoint.has_choices:
             raise invalid(" must be 1: the answer is one message", where="n")
+        for name in ("return_token_ids", "return_tokens_as_token_ids"):
+            if getattr(body, name) and not endpoint.has_choices:
+                raise invalid(" is not supported here", where=name, code="unsupported_parameter")
         tokenizer = served.tokenizer_beyond_context
         if body.truncate_prompt_tokens is None:
             tokenizer = served.engine.tokenizer.limited(config.scheduler.max_model_len)
@@ -288,4 +295,8 @@ class _Preparation(Generic[BodyT]):
         if num_prompt_entries > limit:
             field = body.logprobs_field if body.prompt_logprobs is None else "prompt_logprobs"
             raise invalid(f" of the prompts are {num_prompt_entries}, and may be {limit} at most", where=field)
+        if body.return_token_ids and body.stream and max(map(len, prompts)) > MAX_STREAMED_IDS:
+            raise invalid(
+                f" of prompts of more than {MAX_STREAMED_IDS} tokens: not in a stream", where="return_token_ids"
+            )
         self.echoes = self._endpoint.echoes(body, prompts, engine.tokenizer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from metal_engine.answers.deltas import AnswerDelta, CallStart, TextDelta
-from metal_engine.engine.long_text import TextTooLongError
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import TokenLogprobs
 from metal_engine.server.errors import invalid_prompt
@@ -44,7 +43,7 @@ class ChatEndpoint(Conversation):
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         try:
             return tokenizer.encode(text, add_special_tokens=False)
-        except TextTooLongError as error:
+        except ValueError as error:
             raise invalid_prompt(error, "prediction") from error
 
     def response(self, generation: Generation) -> BaseModel:
@@ -58,6 +57,7 @@ class ChatEndpoint(Conversation):
                     logprobs=self._all_logprobs(generation, choice),
                     finish_reason=self.chat_finish_reason(choice.num_calls, choice.finish_reason),
                     stop_reason=choice.stop_reason,
+                    token_ids=generation.token_ids(choice.token_ids),
                 )
             )
         return ChatCompletion(
@@ -65,6 +65,7 @@ class ChatEndpoint(Conversation):
             choices=choices,
             usage=generation.usage,
             prompt_logprobs=generation.prompt_logprobs(generation.choices[0]),
+            prompt_token_ids=generation.token_ids(generation.choices[0].prompt_token_ids),
             kv_transfer_params=generation.kv_handover,
         )
 
@@ -72,25 +73,34 @@ class ChatEndpoint(Conversation):
     def _all_logprobs(generation: Generation, choice: Choice) -> Placeholder | None:
         if generation.params.logprobs is None:
             return None
-        return generation.parts.add(chat_logprobs_json(generation.tokenizer, choice.text_logprobs))
+        json = chat_logprobs_json(generation.tokenizer, choice.text_logprobs, spells_ids=generation.spells_ids)
+        return generation.parts.add(json)
 
     def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
         index, output, deltas = arrived
         reason = finish_reason(output)
-        if not (first or reason is not None or usage is not None or output.text_logprobs):
+        shows_ids = generation.shows_token_ids
+        if not (first or reason is not None or usage is not None or output.text_logprobs or shows_ids):
             return b"".join(self._plain(generation, index, delta) for delta in deltas)
         told: list[Delta] = [{"role": "assistant", "content": ""}] if first else []
         told += [_delta(delta) for delta in deltas]
         if output.text_logprobs and not deltas:  # tokens without text of their own
             told.append({"content": ""})
+        elif output.token_ids and shows_ids and not deltas:
+            told.append({})
         choices = [ChatChunkChoice(index=index, delta=delta) for delta in told]
         if output.text_logprobs:
             choices[-1].logprobs = _logprobs(generation, output.text_logprobs)
+        if output.token_ids and shows_ids:
+            choices[-1].token_ids = output.token_ids
         if reason is not None:
             told_reason = self.chat_finish_reason(generation.choices[index].num_calls, reason)
             last = ChatChunkChoice(index=index, delta={}, finish_reason=told_reason, stop_reason=output.stop_reason)
             choices.append(last)
-        return b"".join(sse(_chunk(generation, [choice], usage)) for choice in choices)
+        chunks = [_chunk(generation, [choice], usage) for choice in choices]
+        if first and shows_ids:
+            chunks[0].prompt_token_ids = generation.choices[index].prompt_token_ids
+        return b"".join(map(sse, chunks))
 
     def _plain(self, generation: Generation, index: int, delta: AnswerDelta) -> bytes:
         """Encode one delta without role, usage or log probabilities: the common case."""
@@ -110,7 +120,11 @@ class ChatEndpoint(Conversation):
 
 
 def _logprobs(generation: Generation, tokens: list[TokenLogprobs]) -> ChatLogprobs | None:
-    return None if generation.params.logprobs is None else chat_logprobs(generation.tokenizer, tokens)
+    return (
+        None
+        if generation.params.logprobs is None
+        else chat_logprobs(generation.tokenizer, tokens, spells_ids=generation.spells_ids)
+    )
 
 
 def _delta(delta: AnswerDelta) -> Delta:

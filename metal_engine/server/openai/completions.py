@@ -82,7 +82,9 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
             logprobs = None
             if has_logprobs:
                 told = self._told_logprobs(generation, choice, choice, first=True)
-                logprobs = generation.parts.add(completion_logprobs_json(generation.tokenizer, *told))
+                logprobs = generation.parts.add(
+                    completion_logprobs_json(generation.tokenizer, *told, spells_ids=generation.spells_ids)
+                )
             choices.append(
                 CompletionChoice(
                     index=choice.index,
@@ -91,6 +93,8 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.stop_reason,
                     prompt_logprobs=generation.prompt_logprobs(choice),
+                    prompt_token_ids=generation.token_ids(choice.prompt_token_ids),
+                    token_ids=generation.token_ids(choice.token_ids),
                 )
             )
         answer = _completion(generation, choices, generation.usage)
@@ -101,21 +105,24 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
         index, output, _ = arrived
         choice = generation.choices[index]
         text = (choice.echo or "") + output.text if first else output.text
-        if not text and not output.text_logprobs and not output.finished:
+        shows_ids = generation.shows_token_ids
+        if not text and not output.text_logprobs and not output.finished and not shows_ids:
             return b""
         has_logprobs = bool(output.text_logprobs) or (first and output.text_logprobs is not None)
-        if not (output.finished or has_logprobs or usage is not None):
+        if not (output.finished or has_logprobs or usage is not None or shows_ids):
             return self._template(generation, index).fill(text)
         logprobs = None
         if has_logprobs:
             told = self._told_logprobs(generation, choice, output, first)
-            logprobs = completion_logprobs(generation.tokenizer, *told)
+            logprobs = completion_logprobs(generation.tokenizer, *told, spells_ids=generation.spells_ids)
         chunk = CompletionChoice(
             index=index,
             text=text,
             logprobs=logprobs,
             finish_reason=finish_reason(output),
             stop_reason=output.stop_reason,
+            prompt_token_ids=choice.prompt_token_ids if shows_ids and first else None,
+            token_ids=output.token_ids if shows_ids else None,
         )
         return sse(_completion(generation, [chunk], usage))
 

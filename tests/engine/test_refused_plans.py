@@ -1,0 +1,55 @@
+"""Requests that ended leave the runner, though the plan that says so is never carried out."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+
+from metal_engine.runner.batch import RequestTable
+from metal_engine.sampling_params import SamplingParams
+from tests.support.running import run
+from tests.support.tiny_engine import tiny_engine
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_requests_that_ended_are_dropped_though_the_next_plan_is_not_taken_in(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine(ahead=ahead, max_num_seqs=2)
+    prompts = [[5, 7, 9], [3, 1, 4, 1, 5]]
+    expected = run(engine, prompts, GREEDY)  # the drops of these two come with the next plan
+    take_in = RequestTable.take_in
+
+    def fail(table: RequestTable, plan: Any) -> None:
+        monkeypatch.setattr(RequestTable, "take_in", take_in)
+        assert len(plan.dropped_req_ids) == 2
+        raise RuntimeError("refused before anything is taken in")
+
+    monkeypatch.setattr(RequestTable, "take_in", fail)
+    engine.add_request("lost", engine.prepare([1, 2], GREEDY))
+    assert [output.finish_reason for output in engine.step()] == ["error"]
+    assert run(engine, prompts, GREEDY) == expected
+    engine.scheduler.check_integrity()
+
+
+def test_drops_stay_when_the_connector_cannot_be_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(max_num_seqs=1)
+    expected = run(engine, [[5, 7, 9]], GREEDY)
+
+    class Failing:
+        failed_loads: ClassVar[dict[str, str]] = {}
+
+        def build_connector_meta(self, saves: Any) -> None:
+            raise RuntimeError("no metadata")
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "connector", Failing())
+        engine.add_request("lost", engine.prepare([1, 2], GREEDY))
+        assert [output.finish_reason for output in engine.step()] == ["error"]
+    assert run(engine, [[5, 7, 9]], GREEDY) == expected

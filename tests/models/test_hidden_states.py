@@ -1,0 +1,111 @@
+"""Hidden states of every architecture in the table, against those that mlx-lm's own forward gives to its LM head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import gpt2
+from mlx_lm.models.cache import make_prompt_cache
+
+from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.checkpoints.loader import LoadedModel
+from metal_engine.engine.pooling import resolve_pooling
+from metal_engine.errors import ParameterError
+from metal_engine.kv_cache.rows import step_rows
+from metal_engine.kv_cache.segments import NO_STATE
+from metal_engine.models.info import model_info
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.pooling_params import PoolingParams
+from tools.fixtures.architectures import SUPPORTED, VOCAB_SIZE, configuration
+from tools.fixtures.tiny_models import random_model
+
+BLOCK_SIZE = 4
+LENGTHS = (7, 5)
+TRUNKS = ("model", "transformer", "backbone")
+# Architectures whose mlx-lm trunk does not end at the final norm.
+FINAL_NORMS = {"gemma3n": "model.language_model.norm", "gpt_neox": "model.final_layer_norm", "phixtral": "lm_head.ln"}
+
+
+def own_hidden_states(model: nn.Module, model_type: str, tokens: np.ndarray) -> np.ndarray:
+    """The output of mlx-lm's trunk, [T, hidden_size], in mlx-lm's own forward over its own cache."""
+    modules = dict(model.named_modules())
+    prefix = "language_model." if "language_model" in modules else ""
+    name = FINAL_NORMS.get(model_type) or next(prefix + name for name in TRUNKS if prefix + name in modules)
+    module, cls = modules[name], type(modules[name])
+    outputs = []
+
+    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outputs.append(cls.__call__(self, *args, **kwargs))
+        return outputs[-1]
+
+    module.__class__ = type(cls.__name__, (cls,), {"__call__": noted})
+    try:
+        model(mx.array(tokens)[None], cache=make_prompt_cache(model))
+    finally:
+        module.__class__ = cls
+    (output,) = outputs
+    return np.array(output[0])
+
+
+def packed_hidden_states(paged: PagedModel, tokens: list[np.ndarray]) -> np.ndarray:
+    """Hidden states of the tokens of several requests in one step, [N, hidden_size]. No row goes through the head."""
+    max_blocks = -(-max(map(len, tokens)) // BLOCK_SIZE)
+    table = np.arange(len(tokens) * max_blocks, dtype=np.int32).reshape(len(tokens), max_blocks)[:, ::-1]
+    paged.pool.allocate(table.size, BLOCK_SIZE, len(tokens))
+    starts, lengths = np.zeros(len(tokens), np.int32), list(map(len, tokens))
+    slots = np.arange(1, len(tokens) + 1, dtype=np.int32)
+    rows = step_rows(table, starts, lengths, BLOCK_SIZE, state_slots=(np.full_like(slots, NO_STATE), slots))
+    none, every = mx.zeros((0,), mx.int32), mx.arange(sum(lengths))
+    input_ids = mx.array(np.concatenate(tokens).astype(np.int32))
+    logits, hidden = paged.forward(input_ids, rows, PortableBackend().for_step(rows), none, every)
+    assert logits.shape[0] == 0 and hidden is not None
+    return np.array(hidden)
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED)
+def test_hidden_states_are_those_before_the_head(model_type: str) -> None:
+    model = random_model(configuration(model_type))
+    rng = np.random.default_rng(3)
+    tokens = [rng.integers(0, VOCAB_SIZE, n) for n in LENGTHS]
+    expected = np.concatenate([own_hidden_states(model, model_type, ids) for ids in tokens])
+    paged = PagedModel(model)
+    assert paged.hidden_problem is None
+    found = packed_hidden_states(paged, tokens)
+    assert found.shape == expected.shape and expected.shape[-1] != VOCAB_SIZE
+    for own, row in zip(expected, found, strict=True):
+        assert np.abs(own - row).max() / np.abs(own).max() < 1e-4
+
+
+class HeadWithNorm(gpt2.Model):
+    """A model whose last norm is not a module."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        hidden = mx.fast.rms_norm(self.model(inputs, cache), None, 1e-6)
+        return self.model.wte.as_linear(hidden)
+
+
+def test_a_model_that_normalizes_after_its_trunk_gives_no_hidden_states() -> None:
+    config = configuration("gpt2")
+    model = HeadWithNorm(gpt2.ModelArgs.from_dict(config))
+    problem = PagedModel(model).hidden_problem
+    assert problem is not None and "normalized once more" in problem
+    assert PagedModel(random_model(config)).hidden_problem is None
+
+
+def test_a_trunk_as_wide_as_the_vocabulary_gives_no_hidden_states() -> None:
+    """The output might be the logits. The model still generates."""
+    paged = PagedModel(random_model({**configuration("llama"), "vocab_size": 32}))
+    assert paged.hidden_problem is not None and "as wide as its logits" in paged.hidden_problem
+
+
+def test_embeddings_are_refused_with_the_reason() -> None:
+    config = {**configuration("llama"), "vocab_size": 32}
+    loaded = LoadedModel(random_model(config), config, None, frozenset(), "x")  # type: ignore[arg-type]
+    info = model_info(loaded, PagedModel(loaded.model))
+    with pytest.raises(ParameterError, match="gives no embeddings here: the output of its Linear is as wide"):
+        resolve_pooling(PoolingParams(), info)
+    assert resolve_pooling(PoolingParams(token_ids=(1, 2)), info).token_ids == (1, 2)
