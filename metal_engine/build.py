@@ -15,7 +15,7 @@ from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.adapters import AdapterRegistry
-from metal_engine.engine.chat_template import read_chat_template
+from metal_engine.engine.chat_template import check_templates, read_chat_template, templates_of
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import WHOLE_DEVICE, DeviceShare
 from metal_engine.engine.tokenizer import Tokenizer
@@ -115,7 +115,8 @@ def _build(
         check_memory(facts, args, device_info(blas))  # now that others have given back what they had
 
     divide = ranks.load_share if args.num_ranks > 1 else None
-    loaded = loader.load(args, before, check, claim, divide=divide, look=ranks.same_files)
+    check_tokenizer = _check_chat_template if chat_template is None else lambda tokenizer: None
+    loaded = loader.load(args, before, check, claim, check_tokenizer, divide=divide, look=ranks.same_files)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
     try:
@@ -195,11 +196,22 @@ def _assemble(
         if config.scheduler.async_scheduling:
             config = replace(config, dispatch=choose_dispatch(runner, paged.pool, config))
     ranks.follow(runner)
-    tokenizer = Tokenizer(
-        loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
-    )
+    try:
+        tokenizer = Tokenizer(
+            loaded.tokenizer, loaded.eos_token_ids, allow_special_tokens_in_content=args.allow_special_tokens_in_content
+        )
+    except RecursionError as error:
+        raise ModelLoadError(f"the control tokens of {loaded.name} are too long or too many to search for") from error
     leader = ranks.lead(runner)
     return EngineCore(config, leader or runner, tokenizer, scheduler_side, adapters, leader)
+
+
+def _check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises ModelLoadError for a tokenizer whose chat template cannot be used."""
+    try:
+        check_templates(templates_of(tokenizer))
+    except ValueError as error:
+        raise ModelLoadError(f"{error}: name another with --chat-template") from error
 
 
 def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[str, int]) -> AdapterRegistry:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as BackendTokenizer
 
+from metal_engine.checkpoints.tokenizer_file import check_tokenizer_file
 from metal_engine.errors import ConfigError
 
 
@@ -46,6 +47,7 @@ def load_prompt_tokenizer(name: str) -> PromptTokenizer:
         return PromptTokenizer(load_gguf_tokenizer(gguf).backend_tokenizer)
     try:
         if path.is_dir():
+            check_tokenizer_file(path / "tokenizer.json")
             return PromptTokenizer(BackendTokenizer.from_file(str(path / "tokenizer.json")))
         return PromptTokenizer(BackendTokenizer.from_pretrained(name))
     except Exception as error:  # tokenizers raises nothing more specific

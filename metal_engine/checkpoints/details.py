@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from metal_engine.checkpoints import checkpoint
@@ -58,7 +59,7 @@ def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> 
     problem: str | None = None
     try:
         if not model.is_complete:
-            raise ModelLoadError(f"half-downloaded: `metal-engine pull {model.name}` gets the rest")
+            raise ModelLoadError(f"half-downloaded: `metal-engine pull {quote(model.name)}` gets the rest")
         if model.path.suffix == ".gguf":
             quantization = gguf_models([model.path.name])[0].quantization
             header = read_gguf_header(model.path)

@@ -19,6 +19,7 @@ from metal_engine.cli.options import one_line_errors
 from metal_engine.errors import ConfigError, short
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.fields import ENV_PREFIX
+from metal_engine.settings.model_names import problem_of_name
 
 # Clients refuse to start without a key.
 PLACEHOLDER_KEY = "metal-engine"
@@ -136,9 +137,12 @@ def find_server(url: str, api_key: str, start: str) -> RunningServer:
     try:
         # Of a model that has not been loaded, it is not known how much it takes in.
         card = next((one for one in answer["data"] if one["max_model_len"] is not None), answer["data"][0])
-        return RunningServer(url, api_key or PLACEHOLDER_KEY, str(card["id"]), int(card["max_model_len"]))
+        server = RunningServer(url, api_key or PLACEHOLDER_KEY, str(card["id"]), int(card["max_model_len"]))
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError("--url", f"{url} does not answer as a metal-engine server does") from error
+    if problem := problem_of_name(server.model):
+        raise ConfigError("--url", f"{url} has a model whose name {problem}")
+    return server
 
 
 def get_json(url: str, headers: dict[str, str]) -> Any:

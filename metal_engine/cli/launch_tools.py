@@ -89,8 +89,8 @@ def _codex(server: RunningServer) -> list[str]:
         f"{provider}.wire_api": "responses",
         "web_search": "disabled",
     }
-    # A TOML text is written as JSON's.
-    values = {name: json.dumps(text) for name, text in texts.items()}
+    # A TOML text is written as JSON's, but it has no pairs of escaped surrogates.
+    values = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
     values["model_context_window"] = str(server.max_model_len)
     values |= {f"features.{name}": "false" for name in ("apps", "image_generation", "multi_agent", "plugins")}
     return [argument for name, value in values.items() for argument in ("-c", f"{name}={value}")]

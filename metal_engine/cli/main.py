@@ -20,6 +20,7 @@ from metal_engine.device.allocator import keep_freed_memory
 from metal_engine.distributed.launch import is_follower
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
+from metal_engine.settings.model_names import problem_of_name
 from metal_engine.settings.several import RegistryArgs
 
 app = typer.Typer(
@@ -69,6 +70,8 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
 
     args.refuse_with_ranks("--lora-dir", server_args.lora_dir)
     names = server_args.served_model_name or (args.model,)
+    if not server_args.served_model_name and (problem := problem_of_name(args.model)):
+        raise ConfigError("MODEL", f"{problem} with --served-model-name")
     with _naming_the_model(args), listen(server_args) as listener:  # before the model: a port in use is noticed at once
         engine = AsyncEngine(lambda: build_engine(args))
         with quit_on_signals():

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -121,7 +122,7 @@ def _show(model: _Name, download_dir: _DownloadDir = None, as_json: _JSON = Fals
         cached = find_cached(model, download_dir)
         args = EngineArgs(model=cached.name if cached else model, download_dir=download_dir)
         if cached is None and model == DEMO_MODEL:
-            raise ModelLoadError(f"{model} is not in the cache: `metal-engine pull {model}` downloads it")
+            raise ModelLoadError(f"{model} is not in the cache: `metal-engine pull {quote(model)}` downloads it")
         if cached is None and is_local(model):
             raise ConfigError(None, f"{model} is a path: `show` takes a repository, here or on the hub")
         details = cached_details(cached, args, device) if cached else remote_details(args, device)

@@ -13,6 +13,7 @@ from metal_engine.engine.model_entry import ModelSource, RunningModel, Start
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ConfigError, NoRoomError
 from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.model_names import check_name, problem_of_name
 from metal_engine.settings.pool_size import pool_flag
 from metal_engine.settings.several import RegistryArgs, args_of_one, models_memory
 
@@ -41,6 +42,8 @@ def serve_several(
         raise ConfigError("--lora-dir", "is for one model that stays, not for those that come and go")
     if len(set(models)) < len(models):
         raise ConfigError(None, "a MODEL is named twice")
+    for name in models:
+        check_name("MODEL", name)
     found = {} if registry_args.models_dir is None else models_in(Path(registry_args.models_dir))
     if not (models or found):
         raise ConfigError("--models-dir", f"{registry_args.models_dir} has no model, and no MODEL is named")
@@ -201,6 +204,9 @@ def _model_at(path: Path, name: str, passed_over: list[str]) -> dict[str, Path]:
         str(path).encode()
     except (OSError, UnicodeEncodeError) as error:
         passed_over.append(_reason(path, error))
+        return {}
+    if problem := problem_of_name(name):
+        passed_over.append(problem)
         return {}
     return {name: path}
 

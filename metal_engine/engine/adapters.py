@@ -16,6 +16,7 @@ import numpy as np
 from metal_engine.adapter import Adapter, AdapterTargets
 from metal_engine.checkpoints.adapters import AdapterFile, open_adapter
 from metal_engine.errors import AdapterError
+from metal_engine.settings.model_names import problem_of_name
 
 Weights = tuple[np.ndarray, np.ndarray]  # a [inputs, rank], b [rank, outputs]; float32
 SetWeights = Callable[[int, Mapping[str, Weights | None]], Iterator[int]]
@@ -79,8 +80,11 @@ class AdapterRegistry:
                 slot is free it takes that one's, which no request may have then; meanwhile there is none of that name.
 
         Raises:
-            AdapterError: it cannot be read, does not fit the model, its name is taken, or no slot is free.
+            AdapterError: the files cannot be read or do not fit the model; the name is taken or has a character that is
+                not visible; no slot is free.
         """
+        if problem := problem_of_name(name):
+            raise AdapterError(f"the name {problem}", "lora_name")
         with self._loading:
             if name in self._adapters and not in_place:
                 message = f"the LoRA adapter {name!r} has already been loaded; load_inplace replaces it"

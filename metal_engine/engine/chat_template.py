@@ -26,6 +26,10 @@ from metal_engine.errors import ConfigError
 _WORK = 1 << 28
 _WORK_PER_SIZE = 64
 
+# Limits on the characters of all chat templates of a tokenizer, and on the nodes of a template's syntax tree. Published
+# templates have a third at most. The compiler needs up to 10 KiB of memory for each node.
+_MAX_SOURCE, _MAX_NODES = 1 << 17, 1 << 14
+
 # Names a message's reasoning goes by; templates read any of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Stands for the end of a last message that is to be continued.
@@ -106,11 +110,43 @@ def compiled(source: str) -> jinja2.Template:
         return _compiled(source)
 
 
+def templates_of(hf_tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the sources of a tokenizer's chat templates by name."""
+    template = hf_tokenizer.chat_template
+    return template if isinstance(template, dict) else {"default": template or ""}
+
+
+def check_templates(templates: Mapping[str, Any]) -> None:
+    """Refuse chat templates that take long or much memory to compile.
+
+    This accepts a template with a syntax error. Requests that need the template get that error.
+
+    Args:
+        templates: sources by name.
+
+    Raises:
+        ValueError: one is too large, nested too deeply, or not a text.
+    """
+    if not all(isinstance(source, str) for source in templates.values()):
+        raise ValueError("the chat template is not a text")
+    if sum(map(len, templates.values())) > _MAX_SOURCE:
+        raise ValueError(f"the chat template has more than {_MAX_SOURCE:,} characters")
+    for source in templates.values():
+        try:
+            num_nodes = sum(1 for _ in syntax_tree(source).find_all(nodes.Node))
+        except RecursionError as error:
+            raise ValueError("the chat template is nested too deeply") from error
+        except (jinja2.TemplateError, ValueError):  # ValueError: a number of more digits than Python reads
+            continue
+        if num_nodes > _MAX_NODES:
+            raise ValueError(f"the chat template has {num_nodes:,} expressions and statements, {_MAX_NODES:,} at most")
+
+
 def texts_of_template(source: str) -> tuple[list[str], list[str]]:
     """Texts that a template has in its source: all of them, and those that it looks for in what it is given."""
     try:
         tree = syntax_tree(source)
-    except jinja2.TemplateError:
+    except (jinja2.TemplateError, ValueError):
         return [], []
     texts = [node.data for node in tree.find_all(nodes.TemplateData)]
     texts += _constants(tree)
@@ -254,9 +290,14 @@ def read_chat_template(given: str) -> str:
             reason = error.strerror if isinstance(error, OSError) else "not a text file"
             raise ConfigError("--chat-template", f"cannot read --chat-template {given}: {reason}") from error
     try:
+        check_templates({"default": text})
         # Extensions that templates of published models use.
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
     except jinja2.TemplateSyntaxError as error:
         if "generation" not in str(error):  # a tag of transformers' own
             raise ConfigError("--chat-template", f"is not valid Jinja: line {error.lineno}: {error.message}") from error
+    except RecursionError as error:
+        raise ConfigError("--chat-template", "is nested too deeply") from error
+    except ValueError as error:
+        raise ConfigError("--chat-template", f"cannot be used: {error}") from error
     return text

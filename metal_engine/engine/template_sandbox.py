@@ -18,25 +18,32 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
+from jinja2.sandbox import (
+    ImmutableSandboxedEnvironment,
+    SandboxedEnvironment,
+    SandboxedEscapeFormatter,
+    SandboxedFormatter,
+)
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 
-from metal_engine.engine.template_budget import (
+from metal_engine.engine.template_budget import STEP, TemplateBudgetError, check_bits, current_budget, length
+from metal_engine.engine.template_growth import (
     FILTER_GROWTH,
+    LINEAR_TEXT_METHODS,
     METHOD_GROWTH,
-    STEP,
-    check_bits,
-    current_budget,
+    dated,
     formatted,
-    length,
     number,
+    widths,
 )
 
 # Characters that may stand in for others while a template is rendered: symbols that hardly any text has, which no case,
 # no trimming and no quoting changes (Braille, Sutton's sign writing, Byzantine notes). Braille is first: Python keeps
 # a text with the others in twice the memory.
-STAND_INS = "".join(map(chr, (*range(0x2801, 0x2900), *range(0x1D800, 0x1DA00), *range(0x1D000, 0x1D0F6))))
+_STAND_IN_RANGES = (range(0x2801, 0x2900), range(0x1D800, 0x1DA00), range(0x1D000, 0x1D0F6))
+STAND_INS = "".join(chr(code) for codes in _STAND_IN_RANGES for code in codes)
 
 # These read all that a value holds; other filters and tests just its length, or nothing of it.
 _DEEP = frozenset(
@@ -49,6 +56,8 @@ _DEEP = frozenset(
     }
 )  # fmt: skip
 _FREE = frozenset({"length", "count", "default", "d", "first", "last", "attr", "safe"})
+# Arguments that jinja2 adds to calls within loops and blocks, and takes away again before the call.
+_OF_JINJA = ("_loop_vars", "_block_vars")
 # No template has use for them, and nobody has bounded them.
 _LEFT_OUT_FILTERS = ("urlize", "pprint")
 
@@ -69,9 +78,16 @@ def _bounded(name: str, function: Callable[..., Any], growth: Callable[..., int]
                 pay(value)
         if growth is not None:
             budget.spend(4 * growth(*listed[first:], **kwargs))
-        return function(*listed, **kwargs)
+        return _paid(function(*listed, **kwargs))
 
     return bounded
+
+
+def _paid(result: Any) -> Any:
+    """Return the value. Spend the length of a new text: escaping may write 12 characters for each character."""
+    if isinstance(result, str):
+        current_budget().spend(2 * len(result))
+    return result
 
 
 def _each(items: Iterable[Any]) -> Iterator[Any]:
@@ -135,6 +151,9 @@ class _Counted(NodeTransformer):
             node.node = _through("_glanced", node.node)
         return node
 
+    def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier) -> nodes.Node:
+        raise jinja2.TemplateSyntaxError("autoescape is not for chat templates", node.lineno)
+
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
         node.key = _through("_weighed", node.key)
@@ -196,7 +215,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.globals |= {
             "raise_exception": _raise_exception,
-            "strftime_now": lambda format: datetime.datetime.now().strftime(format),
+            "strftime_now": _strftime_now,
             "dict": dict,
             "namespace": TemplateNamespace,
         }
@@ -207,6 +226,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = current_budget()
+        budget.spend(4 * STEP)
         method = getattr(__obj, "__wrapped__", __obj)
         owner = getattr(method, "__self__", None)
         if isinstance(__obj, LoopContext):
@@ -220,10 +240,31 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             (budget.read if reads else budget.glance)(value)
         if isinstance(owner, list | tuple):
             budget.read(owner)
-        growth = METHOD_GROWTH.get(getattr(method, "__name__", "")) if owner is not None else None
-        if growth is not None:
-            budget.spend(4 * growth(owner, *args, **kwargs))
-        return super().call(__context, __obj, *args, **kwargs)
+        name = getattr(method, "__name__", "")
+        if owner is not None and name in METHOD_GROWTH:
+            given = {key: value for key, value in kwargs.items() if key not in _OF_JINJA}
+            budget.spend(4 * METHOD_GROWTH[name](owner, *args, **given))
+        elif isinstance(owner, str | bytes) and name not in LINEAR_TEXT_METHODS:
+            raise TemplateBudgetError(f"the chat template may not use {name!r} of a text")
+        result = super().call(__context, __obj, *args, **kwargs)
+        return _paid(result) if isinstance(owner, str) else result
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if super().wrap_str_format(value) is None:
+            return None
+        text = value.__self__
+        is_escaped = isinstance(text, Markup)
+        formatter = _EscapingFormatter(self, escape=text.escape) if is_escaped else _SpendingFormatter(self)
+
+        @wraps(value)
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            if value.__name__ == "format_map":
+                (kwargs,), args = args, ()
+            current_budget().read(text)
+            kind: type[str] = type(text)
+            return kind(formatter.vformat(text, args, kwargs))
+
+        return bounded
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         budget = current_budget()
@@ -238,9 +279,30 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        if not isinstance(argument, str | int):
-            current_budget().read(argument)
+        current_budget().read(argument)
         return super().getitem(obj, argument)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        current_budget().spend(2 * STEP)
+        return super().getattr(obj, attribute)
+
+
+class _SpendingFormatter(SandboxedFormatter):
+    """A formatter for ``str.format`` that spends the cost of each field, once the field's width is known."""
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        current_budget().read(value)
+        return super().convert_field(value, conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        budget = current_budget()
+        budget.read(value)
+        budget.spend(4 * (length(value) + len(format_spec) + widths(format_spec)))
+        return super().format_field(value, format_spec)
+
+
+class _EscapingFormatter(_SpendingFormatter, SandboxedEscapeFormatter):
+    """The same for texts that are escaped for HTML."""
 
 
 class TemplateNamespace(Namespace):
@@ -263,6 +325,11 @@ def _check_name(name: Any) -> None:
         raise jinja2.exceptions.SecurityError(f"a chat template cannot set {name!r} on a namespace")
 
 
+def _strftime_now(format: str) -> str:
+    current_budget().spend(dated(format))
+    return datetime.datetime.now().strftime(format)
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -279,4 +346,5 @@ def to_json(
     return _BEYOND_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
 
 
-_BEYOND_ASCII = re.compile(f"[^\x00-\x7f{STAND_INS}]+")
+# Ranges: among single characters each would be compared with each.
+_BEYOND_ASCII = re.compile(f"[^\x00-\x7f{''.join(f'{chr(one[0])}-{chr(one[-1])}' for one in _STAND_IN_RANGES)}]+")

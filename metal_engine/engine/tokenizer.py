@@ -206,9 +206,7 @@ class Tokenizer:
 
     @property
     def _templates(self) -> dict[str, str]:
-        """The chat templates by name."""
-        template = self.hf_tokenizer.chat_template
-        return template if isinstance(template, dict) else {"default": template or ""}
+        return chat_template.templates_of(self.hf_tokenizer)
 
     @cached_property
     def info(self) -> dict[str, Any]:

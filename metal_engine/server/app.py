@@ -24,11 +24,12 @@ from metal_engine.server.lora import add_lora_routes
 from metal_engine.server.middleware.gate import limit_body, only_probes_if_spare, require_api_key
 from metal_engine.server.middleware.hosts import allow_hosts, checks_hosts
 from metal_engine.server.middleware.observe import observe
+from metal_engine.server.middleware.origins import own_origins_only
 from metal_engine.server.middleware.strict_json import StrictJSONRoute
 from metal_engine.server.ollama.routes import add_ollama_routes
 from metal_engine.server.openai.responses import ResponseStore
 from metal_engine.server.openai.routes import add_openai_routes
-from metal_engine.server.page.routes import add_page
+from metal_engine.server.page.routes import WATCH, add_page
 from metal_engine.server.pooling.routes import add_pooling_routes
 from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
@@ -116,6 +117,7 @@ def _add_lora(app: FastAPI, served: ServedModel, args: ServerArgs) -> None:
 def _add_gates(app: FastAPI, args: ServerArgs, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
     # The last one added is the first to see a request.
     app.add_middleware(limit_body, max_bytes=args.max_body_size, read_seconds=args.timeout_read)
+    app.add_middleware(own_origins_only, args=args, guarded_paths=(WATCH,))
     if args.api_key:
         app.add_middleware(require_api_key, api_keys=args.api_key)
     if args.allowed_origins:

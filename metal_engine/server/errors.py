@@ -98,6 +98,12 @@ def model_not_found(model: str, served: Sequence[str]) -> APIError:
     return APIError(404, message, param="model", code="model_not_found")
 
 
+def model_not_loaded() -> APIError:
+    """A 503 for a request that loads no model and names one that is not loaded."""
+    problem = "the model is not loaded, and a GET request does not load it: send a prompt first"
+    return APIError(503, problem, param="model", code="model_not_loaded")
+
+
 SHUTTING_DOWN = "shutting_down"
 
 

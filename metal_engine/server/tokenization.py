@@ -11,7 +11,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from metal_engine.server.errors import invalid, invalid_prompt, validated
+from metal_engine.server.errors import invalid, invalid_prompt, model_not_loaded, validated
 from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.json_parts import JSONParts, Placeholder, array
@@ -91,7 +91,9 @@ def add_tokenization_routes(app: FastAPI, models: Models) -> None:
 
     @app.get("/tokenizer_info", tags=["tokens"], response_model=TokenizerInfo)
     async def tokenizer_info(request: Request) -> Response:
-        served = await models.use(request, request.query_params.get("model"))
+        served = models.find_loaded(request.query_params.get("model"))
+        if served is None:  # a GET loads nothing: any web page can have a browser send it
+            raise model_not_loaded()
         return Response(await served.workers.run(Weight.LIGHT, _info, served), media_type="application/json")
 
 

@@ -15,6 +15,7 @@ from metal_engine.settings import rank_args, step_args
 from metal_engine.settings.fields import Settings, setting
 from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 from metal_engine.settings.lora_args import ENABLE_LORA, LORA, LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, LoRAArgs
+from metal_engine.settings.model_names import check_name
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "metal", "mlx")
@@ -353,6 +354,8 @@ class ServerArgs(Settings):
             raise ConfigError("--allowed-hosts", "must not be empty")
         if any(not name.strip() for name in self.served_model_name):
             raise ConfigError("--served-model-name", "must not be empty")
+        for name in self.served_model_name:
+            check_name("--served-model-name", name)
 
 
 @dataclass(frozen=True, kw_only=True)

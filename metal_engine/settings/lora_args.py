@@ -9,6 +9,7 @@ from typing import Any
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.fields import Setting, Settings, read_object, setting
+from metal_engine.settings.model_names import check_name
 
 LORA = "LoRA adapters"
 MODULES = "--lora-modules"
@@ -122,4 +123,6 @@ def _module(text: str) -> LoRAModule:
         module = LoRAModule(name.strip(), path.strip())
     if not module.name or not module.path or len(module.name) > MAX_NAME:
         raise ConfigError(MODULES, f"must be name=path, or JSON with name and path, got {text[:MAX_NAME]!r}")
+    for name in (module.name, module.base_model_name or ""):
+        check_name(MODULES, name)
     return module

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 
+from metal_engine.build import build_engine
 from metal_engine.checkpoints import checkpoint, files
 from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.checkpoints.files import read_json
@@ -23,7 +24,7 @@ from metal_engine.cli.options import one_line_errors
 from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
-from tests.support.checkpoint_files import CONFIG, write_checkpoint, write_tokenizer
+from tests.support.checkpoint_files import CONFIG, EOS, VOCAB_SIZE, write_checkpoint, write_tokenizer
 
 Damage = Callable[[Path], object]
 DEVICE = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)
@@ -76,6 +77,29 @@ def edit_tokenizer(**entries: Any) -> Damage:
     return damage
 
 
+def edit_model(**words: int) -> Damage:
+    """More words in the tokenizer's vocabulary."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        content = json.loads(path.read_text())
+        content["model"]["vocab"] |= words
+        path.write_text(json.dumps(content))
+
+    return damage
+
+
+def added(token_id: int, content: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": content, "special": True, **flags}
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+DOUBLE = replace({"String": "a"}, "aa")
+PADDED = {"direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "!", "pad_to_multiple_of": None}
 # A special token that the table beside it does not have.
 BROKEN_TEMPLATE = {
     "type": "TemplateProcessing",
@@ -121,6 +145,32 @@ CASES: dict[str, tuple[Damage, str]] = {
     "a window in words": (configure(sliding_window="wide"), "which is no size"),
     "section is a list": (configure(text_config=[1]), "text_config is no JSON object"),
     "quantization is a text": (configure(quantization_config="4 bits"), "quantization_config is no JSON object"),
+    "an id of 2^31": (edit_model(word=1 << 31), "has the token id 2147483648"),
+    "an added id of 2^31": (edit_tokenizer(added_tokens=[added(1 << 31, "<x>")]), "has the token id 2147483648"),
+    "padding to 2^31": (edit_tokenizer(padding={**PADDED, "strategy": {"Fixed": 1 << 31}}), "pads texts to more than"),
+    "8.4 million entries": (
+        write("tokenizer.json", '{"x": [' + "0," * (1 << 23) + "0,0]}"),
+        "more than 8388608 entries",
+    ),
+    "normalizers that double": (
+        edit_tokenizer(normalizer={"type": "Sequence", "normalizers": [DOUBLE] * 20}),
+        "a normalizer that may make 1.05e+06 characters of one",
+    ),
+    "normalizers within normalizers": (
+        edit_tokenizer(
+            normalizer={"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [DOUBLE] * 3}] * 3}
+        ),
+        "a normalizer that may make 512 characters of one",
+    ),
+    "a normalizer between characters": (
+        edit_tokenizer(normalizer=replace({"Regex": ""}, "b" * 100)),
+        "a normalizer that may make 101 characters of one",
+    ),
+    "a normalizer that prepends": (edit_tokenizer(normalizer={"type": "Prepend", "prepend": "b" * 100}), "make 101"),
+    "decoders that double": (
+        edit_tokenizer(decoder={"type": "Sequence", "decoders": [DOUBLE] * 20}),
+        "a decoder that may make 1.05e+06 characters of one",
+    ),
     "tokenizer that panics when made": (
         edit_tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
         "not as those of a model (PanicException",
@@ -171,6 +221,80 @@ def test_large_files_are_not_read(good: Path, tmp_path: Path, name: str) -> None
 def test_no_more_tensors_than_models_have(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_MAX_TENSORS", 3)
     assert "no model has as many" in refused(good)
+
+
+def test_tensors_of_all_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path, num_shards=3)
+    num_tensors = len(list(checkpoint.stored_tensors(checkpoint.weight_files(folder))))
+    monkeypatch.setattr(checkpoint, "_MAX_TENSORS", num_tensors)
+    load(EngineArgs(model=str(folder)), DEVICE)
+    monkeypatch.setattr(checkpoint, "_MAX_TENSORS", num_tensors - 1)
+    assert f"have {num_tensors} tensors" in refused(folder)
+
+
+PUBLISHED_RULES = [
+    [{"type": "Prepend", "prepend": "\u2581"}, replace({"String": " "}, "\u2581")],
+    [replace({"String": "``"}, '"'), {"type": "NFKD"}, {"type": "Lowercase"}, replace({"Regex": " {2,}"}, " ")],
+    [{"type": "NFC"}, replace({"Regex": r"\s+"}, " "), {"type": "Strip", "strip_left": True, "strip_right": True}],
+    [replace({"String": "\t"}, "    "), replace({"String": "\r\n"}, "\n"), {"type": "StripAccents"}],
+]
+
+
+@pytest.mark.parametrize("rules", PUBLISHED_RULES)
+def test_normalizers_of_published_tokenizers_are_taken(good: Path, tmp_path: Path, rules: list[Any]) -> None:
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    edit_tokenizer(normalizer={"type": "Sequence", "normalizers": rules})(folder)
+    assert load(EngineArgs(model=str(folder)), DEVICE).tokenizer.encode("ab") != []
+
+
+def built(folder: Path, **settings: Any) -> str:
+    """Return the error message of `build_engine` for a checkpoint that it refuses."""
+    with pytest.raises((ModelLoadError, ConfigError)) as caught:
+        build_engine(EngineArgs(model=str(folder), kv_cache_memory_bytes=1 << 20, **settings))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    return str(caught.value)
+
+
+TEMPLATES: dict[str, tuple[Any, str]] = {
+    "100,000 parentheses": ("{{" + "(" * 60_000 + "1" + ")" * 60_000 + "}}", "nested too deeply"),
+    "a long sum": ("{{ a" + " + a" * 5000 + " }}", "nested too deeply"),
+    "14 MB": ("{{a}}" * 2_800_000, "more than 131,072 characters"),
+    "many expressions": ("{{a}}" * 20_000, "20,001 expressions and statements"),
+    "several large ones": (
+        [{"name": name, "template": "x" * 70_000} for name in ("default", "tool_use")],
+        "more than 131,072 characters",
+    ),
+    "no text": (5, "is not a text"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chat_templates_that_cannot_be_compiled(good: Path, tmp_path: Path, name: str) -> None:
+    template, words = TEMPLATES[name]
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    write_tokenizer(folder, chat_template=template)
+    problem = built(folder)
+    assert words in problem and "--chat-template" in problem
+    if isinstance(template, str):
+        path = tmp_path / "given.jinja"
+        path.write_text(template)
+        assert words in built(good, chat_template=str(path))
+        build_engine(EngineArgs(model=str(folder), kv_cache_memory_bytes=1 << 20, chat_template="{{ messages }}"))
+
+
+def test_numbers_of_5000_digits_in_a_chat_template(good: Path, tmp_path: Path) -> None:
+    """Requests are told that the template is wrong, as with other errors of syntax."""
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    write_tokenizer(folder, chat_template="{{ " + "9" * 5000 + " }}")
+    engine = build_engine(EngineArgs(model=str(folder), kv_cache_memory_bytes=1 << 20))
+    with pytest.raises(ValueError, match="the chat template refused the messages"):
+        engine.tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_a_control_token_of_5000_characters(good: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    edit_tokenizer(added_tokens=[added(VOCAB_SIZE - 1, EOS), added(VOCAB_SIZE, "<" + "x" * 5000 + ">")])(folder)
+    assert "control tokens" in built(folder)
 
 
 def test_json_as_deep_as_may_be(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tools.fixtures.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 4096
-NAME = "org/a model's name"
+NAME = 'org/a model\'s $(touch hurt) `touch hurt` "name" \\ 🦙'
 # Prints its arguments and its environment as one line of JSON.
 FAKE = f"""#!{sys.executable}
 import json, os, sys
@@ -109,6 +109,7 @@ def test_a_shell_takes_what_is_printed(server: Served, path: Path, tool: str) ->
     arguments, environment = json.loads(done.stdout)
     assert expected(tool, server.url).items() <= environment.items()
     check_config(tool, environment, arguments, server.url)
+    assert not Path("hurt").exists()
 
 
 @pytest.mark.parametrize(("tool", "how"), [("claude", ["--exec"]), ("codex", ["--", "exec", "-m", "say 'hi'"])])
@@ -141,6 +142,15 @@ def test_what_is_wrong_is_one_line(server: Served, path: Path) -> None:
         assert result.exit_code == 1 and result.stdout == "", arguments
         lines = [line for line in result.stderr.splitlines() if not line.startswith("note:")]
         assert len(lines) == 1 and lines[0].startswith("error: ") and wanted in lines[0], result.stderr
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\u202eb", "a\x1b[2J"])
+def test_a_name_that_is_not_visible_is_not_printed(path: Path, name: str) -> None:
+    """The server that answers may be another program."""
+    with serve(names=(name,)) as served:
+        result = run("claude", "--url", served.url)
+    assert result.exit_code == 1 and result.stdout == "" and "not visible" in result.stderr
+    assert result.stderr.rstrip("\n").isascii() and result.stderr.rstrip("\n").isprintable()
 
 
 def test_a_server_without_keys(path: Path) -> None:

@@ -110,6 +110,8 @@ def test_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
     for arguments, problem in [
         ([one, two, "--served-model-name", "x"], "--served-model-name is for one model"),
         ([one, one], "a MODEL is named twice"),
+        (["a\u202eb"], "choose another name with --served-model-name"),
+        ([one, "a\u202eb"], "MODEL 'a\\u202eb' has the character U+202E"),
         (["--models-dir", str(tmp_path / "none")], "cannot read --models-dir"),
         (["--models-dir", str(tmp_path)], "has no model, and no MODEL is named"),
         ([one, two, "--async-scheduling"], "--async-scheduling is for one model"),
@@ -128,7 +130,16 @@ def test_folders_that_are_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A name that is no text, a folder that may not be read: the log names them once, and the others are served."""
-    for name in (b"good", b"caf\xe9", b"org/in", b"caf\xe8 org/in", b"closed/in", b"half/closed", b"half/in"):
+    for name in (
+        b"good",
+        b"bad\nname",
+        b"caf\xe9",
+        b"org/in",
+        b"caf\xe8 org/in",
+        b"closed/in",
+        b"half/closed",
+        b"half/in",
+    ):
         folder = tmp_path / os.fsdecode(name)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text("{}")
@@ -152,6 +163,7 @@ def test_folders_that_are_passed_over(
         "/closed'",
         "half/closed'",
         "Permission denied",
+        "bad\\nname' has the character U+000A",
     ):
         assert line.count(part) >= 1, part
     assert models_in(tmp_path, warns=False) and len(caplog.messages) == 1

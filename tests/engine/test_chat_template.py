@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
+import tracemalloc
 from contextvars import copy_context
 from typing import Any
 
@@ -67,6 +69,12 @@ DOUBLED = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x =
 NESTED = "{% set ns = namespace(x=['a'], y=['a']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}" + (
     "{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
 )
+THRICE = "{% for i in range(3) %}{% set y = EXPR %}{% endfor %}"
+# 16,000 characters, made for little.
+LONG = (
+    "{% set ns = namespace(s='x' * 1000) %}{% for i in range(4) %}{% set ns.s = ns.s.replace('x', 'xx') %}{% endfor %}"
+    + ("{% set s = ns.s %}")
+)
 COSTLY = {
     "loops": LOOP,
     "loops over a list": "{% set r = range(90000) | list %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
@@ -113,6 +121,29 @@ COSTLY = {
     "nested counted": NESTED + "{{ [ns.x].count(ns.y) }}",
     "a namespace shown": NESTED + "{{ (ns ~ '') | length }}",
     "sum": "{{ ((range(90000) | batch(1) | list) | sum(start=[])) | length }}",
+    "a range joined": THRICE.replace("EXPR", "range(99999) | join"),
+    "large integers": "{{ 2 ** 5000 // 3 }}",
+    "wordwrap": LONG + "{{ s | wordwrap(1) | length }}",
+    "striptags method": LONG + "{{ (s.replace('x', '<>') | safe).striptags() }}",
+    "strip": LONG + "{{ s.strip(s.replace('x', 'y') ~ 'x') | length }}",
+    "trim": LONG + "{{ s | trim(s.replace('x', 'y') ~ 'x') | length }}",
+    "other line breaks": "{{ ('a\r' * 1000) | indent(10 ** 5) | length }}",
+    "replace in a list": LONG + "{{ range(9999) | list | replace('1', s) | length }}",
+    "replace a number": LONG + "{{ s.replace('x', '1') | replace(1, s) | length }}",
+    "join by a list": LONG + "{{ range(9999) | join([s]) | length }}",
+    "join keys": LONG + "{{ dict.fromkeys(range(9999)).keys() | join(s) | length }}",
+    "separators": LONG + "{{ ([1] * 1000) | tojson(separators=(s, 'b')) | length }}",
+    "separators of members": LONG + "{{ dict.fromkeys(range(999)) | tojson(separators=('b', s)) | length }}",
+    "dates": LONG + "{{ strftime_now(s.replace('x', '%9d')) | length }}",
+    "paths of attributes": "{{ range(9999) | map(attribute='a.' * 99 ~ 'a', default={}) | list | length }}",
+    "escapes": LONG + "{% set l = s.replace('x', '<') %}{% for i in range(99) %}{% set y = l | e %}{% endfor %}",
+    "escapes in JSON": LONG + (
+        "{% set l = s.replace('x', '\x00') %}{% for i in range(99) %}{% set y = l | tojson %}{% endfor %}"
+    ),
+    "words": LONG + "{% for i in range(30) %}{% set y = s | wordcount %}{% endfor %}",
+    "entities": LONG + (
+        "{% set l = s.replace('x', '&lt;') | safe %}{% for i in range(9) %}{% set y = l.unescape() %}{% endfor %}"
+    ),
 }  # fmt: skip
 
 
@@ -121,6 +152,59 @@ def test_what_would_take_long_is_refused(source: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(chat_template, "_WORK", 1 << 23)  # the same, sooner
     with pytest.raises(ValueError, match=r"took too long|too large|may not"):
         tiny_tokenizer(source).apply_chat_template([{"role": "user", "content": "x"}], n=1)
+
+
+WIDE = {
+    "percent star": "{{ '%*d' % (3 * 10 ** 8, 1) }}",
+    "precision of a star": "{{ '%.*f' % (3 * 10 ** 8, 1.0) }}",
+    "bytes of a star": "{{ '%*d' | format(3 * 10 ** 8, 1) }}",
+    "nested": "{{ '{:{}}'.format(1, 3 * 10 ** 8) }}",
+    "nested text": "{{ '{:{}}'.format('x', '300000000') }}",
+    "nested digits": "{{ '{:{}{}{}}'.format('x', 300, '000', '000') }}",
+    "nested zeros": "{{ '{:3{}}'.format('x', '00000000') }}",
+    "attribute": "{% set f = '{:{}}' | attr('format') %}{{ f(1, 3 * 10 ** 8) }}",
+    "map": "{{ '{a:{b}}'.format_map({'a': 1, 'b': 3 * 10 ** 8}) }}",
+    "escaped": "{{ ('{:{}}' | safe).format(1, 3 * 10 ** 8) }}",
+    "separators": "{{ ([1] * 3000) | tojson(separators=('a' * 99999, 'b')) }}",
+    "dates": "{{ strftime_now('%999999d' * 99999) }}",
+}
+
+
+@pytest.mark.parametrize("source", WIDE.values(), ids=WIDE)
+def test_wide_texts_are_refused_before_they_are_made(source: str) -> None:
+    """The budget is that of a real request. Peak memory stays far below the size of the text."""
+    tokenizer = tiny_tokenizer(source)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="took too long or wrote too much"):
+            tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+FORMATS = """{{ '{:>9}|{:{}}|{:0{w}d}'.format('a', 'b', 5, 3, w=4) }} {{ '%5d|%-5s|%*d' % (3, 'c', 7, 42) }}
+{{ '%d' % 1700000000000 }} {{ '{}'.format(1700000000000) }} {{ '{:,.2f}'.format(1234567.891) }} {{ '%.3f%%' % 1.5 }}
+{{ '{a[0]} {b.c!r}'.format(a=[1], b={'c': 'd'}) }} {{ '{x}'.format_map({'x': 1}) }} {{ ('<{}>' | safe).format('<') }}
+{{ '%s %s' | format('a', [1, {'b': none}]) }} {{ '%(a)s %(a)3s' | format(a='x') }} {{ '%(a)s' % {'a': 1.5} }}
+{{ {'a': [1, 'é']} | tojson(separators=(',', ':')) }} {{ {'a': [1, 'é']} | tojson(indent=2, ensure_ascii=true) }}
+{{ 'a b'.split() | join(', ') }} {{ 'x-y'.partition('-') }} {{ '  a '.strip() ~ 'xax'.strip('x') ~ 'a\nb' | indent(2) }}
+{{ 2 ** 64 }} {{ 10 ** 18 % 97 }} {{ range(5) | sum }} {{ range(3) | join('-') }} {{ 'a b c' | wordwrap(3) }}"""
+
+
+def test_formats_write_what_jinja_writes() -> None:
+    tokenizer: Any = tiny_tokenizer(FORMATS).hf_tokenizer
+    chat = [{"role": "user", "content": "x"}]
+    assert written(tokenizer, chat, {}) == tokenizer.apply_chat_template(chat, tokenize=False)
+    dated = tiny_tokenizer("{{ strftime_now('%d %b %Y') }}").hf_tokenizer
+    datetime.datetime.strptime(written(dated, chat, {}), "%d %b %Y")
+
+
+def test_a_template_cannot_have_its_output_escaped() -> None:
+    """Escaping happens after the output is paid for."""
+    tokenizer = tiny_tokenizer("{% autoescape true %}{{ messages[0].content }}{% endautoescape %}")
+    with pytest.raises(ValueError, match="autoescape"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "<"}])
 
 
 def test_what_a_request_drives_is_refused_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,15 @@ def test_malformed_adapters_are_refused_and_harm_nobody(served: Served, root: Pa
     assert load(served, "b", "b").status_code == 200 and answer(served, "b") == answers["b"]
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a\0", "sql\u202etxt", "\x1b[2J"])
+def test_names_have_only_visible_characters(served: Served, name: str) -> None:
+    response = load(served, name, "b")
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "lora_name") and "not visible" in error["message"]
+    assert error["message"].isascii() and error["message"].isprintable()
+    assert load(served, "a$(cmd) 'b'", "b").status_code == 200
+
+
 def test_no_room(served: Served) -> None:
     assert load(served, "b", "b").status_code == 200
     response = load(served, "b2", "b")

@@ -211,6 +211,22 @@ def test_health_names_models_to_those_with_the_key() -> None:
         assert told["name"] == "hidden-name" and told["error"] == model.problem
 
 
+def test_no_get_loads_a_model(several: SeveralFakes) -> None:
+    """Any web page can have a browser send a GET: a picture is enough."""
+    app: Any = several.served.server.config.app
+    paths = {route.path for route in app.routes if "GET" in (getattr(route, "methods", None) or ())}
+    assert {"/tokenizer_info", "/watch", "/v1/models/{model_id:path}"} <= paths
+    for path in paths:
+        filled = path.replace("{model_id:path}", "b").replace("{name:path}", "b").replace("{response_id}", "b")
+        for query in ("", "?model=b", "?model=b&seconds=0"):
+            if path != "/watch" or "seconds" in query:
+                several.served.get(filled + query)
+    assert set(several.served.states().values()) == {"unloaded"}
+    error = several.served.get("/tokenizer_info?model=b").json()["error"]
+    assert error["code"] == "model_not_loaded"
+    assert several.served.get("/tokenizer_info?model=d").status_code == 404
+
+
 def test_a_model_that_is_looked_at(several: SeveralFakes) -> None:
     served = several.served
     assert served.get("/watch?seconds=0").json()["error"]["code"] == "model_not_loaded"

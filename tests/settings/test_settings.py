@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,28 @@ def test_bad_server_settings_name_the_flag(arguments: dict[str, Any], flag: str)
     with pytest.raises(ConfigError, match=flag) as caught:
         ServerArgs(**arguments)
     assert caught.value.flag is not None and caught.value.flag in str(caught.value)
+
+
+HIDDEN_NAMES = ["a\nb", "a\0b", "a\x1b[31m", "a\x7f", "invoice\u202efdp", "a\u2066b", "a\u200bb", "a\u2028b", "\ud800"]
+VISIBLE_NAMES = ["demo", "org/model-7B@rev:Q4_K_M", "a name", "a$(cmd)'\"`;", "Übung", "模型", "🦙"]
+
+
+@pytest.mark.parametrize("name", HIDDEN_NAMES)
+def test_names_have_only_visible_characters(name: str) -> None:
+    code = next(f"U+{ord(char):04X}" for char in name if not char.isprintable())
+    for make, flag in (
+        (lambda: ServerArgs(served_model_name=("b", name)), "--served-model-name"),
+        (lambda: EngineArgs(model="m", lora_modules=(f"x{name}x=path",)), "--lora-modules"),
+        (lambda: EngineArgs(model="m", lora_modules={name: "path"}), "--lora-modules"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(code)) as caught:
+            make()
+        assert caught.value.flag == flag and str(caught.value).isascii() and "\n" not in str(caught.value)
+
+
+def test_visible_names() -> None:
+    assert ServerArgs(served_model_name=tuple(VISIBLE_NAMES)).served_model_name == tuple(VISIBLE_NAMES)
+    assert EngineArgs(model="m", lora_modules=dict.fromkeys(VISIBLE_NAMES, "path")).num_slots() == len(VISIBLE_NAMES)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])

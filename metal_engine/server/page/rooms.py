@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.model_entry import RunningModel
-from metal_engine.server.errors import APIError
+from metal_engine.server.errors import model_not_loaded
 from metal_engine.server.generation.models import Models, SeveralModels
 from metal_engine.server.page.viewers import Viewers
 
@@ -27,7 +27,7 @@ class Rooms:
         loaded = self._models.loaded
         served = self._models.find_loaded(model) if model is not None else loaded[0] if loaded else None
         if served is None:
-            raise APIError(503, "the model is not loaded", param="model", code="model_not_loaded")
+            raise model_not_loaded()
         if served.engine not in self._viewers:
             self._viewers[served.engine] = Viewers(served.engine, served.names)
         return self._viewers[served.engine]

@@ -18,6 +18,8 @@ from metal_engine.server.page.rooms import Rooms
 from metal_engine.server.status.pages import LINKS
 from metal_engine.server.status.routes import get_and_head
 
+# Path of the stream; each of its clients takes one of few places, so pages of other origins may not read it.
+WATCH = "/watch"
 # Of `seconds`: a day.
 _MAX_SECONDS = 86_400.0
 
@@ -39,7 +41,7 @@ def add_page(app: FastAPI, models: Models, lifecycle: Lifecycle, keep_alive: flo
             raise APIError(404, "Not Found")
         return files[name].response(request.headers.get("if-none-match", ""))
 
-    @app.get("/watch", include_in_schema=False)  # a stream without end, which programs that try schemas would wait for
+    @app.get(WATCH, include_in_schema=False)  # a stream without end, which programs that try schemas would wait for
     async def watch(
         request: Request, seconds: Annotated[float | None, Query(ge=0, le=_MAX_SECONDS)] = None
     ) -> Response:

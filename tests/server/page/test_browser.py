@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -338,6 +341,35 @@ def test_names_are_text(browser: Browser) -> None:
         page.click("#connect-open")
         assert '"model":"<b>&amp;"' in page.locator("#connect-list pre").first.inner_text()
         assert served.url in page.locator("#connect-list").inner_text()
+
+
+def test_lines_for_a_shell_have_names_as_texts(browser: Browser, tmp_path: Path) -> None:
+    name = "a$(touch hurt) `touch hurt` 'b' \"c\" \\ ;touch hurt"
+    with serve(names=(name,)) as served, page_of(browser, served) as page:
+        page.click("#connect-open")
+        shown = dict(
+            zip(*(page.locator(f"#connect-list {tag}").all_inner_texts() for tag in ("h3", "pre")), strict=True)
+        )
+
+    def told(lines: str) -> list[str]:
+        done = subprocess.run(["/bin/bash", "-c", lines], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.split("\0")[:-1]
+
+    told_words = "() { printf '%s\\0' \"$@\"; }\n"
+    command = told("curl" + told_words + shown["curl"])
+    assert json.loads(command[-1])["model"] == name and command[0] == f"{served.url}/v1/chat/completions"
+    for kind in ("OpenAI", "Anthropic"):
+        lines = shown[f"Any tool that speaks {kind}'s API"]
+        assert told(f"{lines}\nprintf '%s\\0' \"${kind.upper()}_MODEL\"") == [name]
+    (call,) = [
+        node
+        for node in ast.walk(ast.parse(shown["Python, with openai"]))
+        if isinstance(node, ast.keyword) and node.arg == "model"
+    ]
+    assert ast.literal_eval(call.value) == name
+    for tool in ("Claude Code", "Codex", "opencode", "aider"):
+        assert name not in shown[tool]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_keyboard_is_enough(page: Page, served: Served) -> None:

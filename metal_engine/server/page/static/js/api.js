@@ -37,7 +37,7 @@ export function setKey(given) {
 
 /** A request; its body, if it has one, is JSON. Throws ApiError unless the answer is a success. */
 export async function request(path, { body, signal } = {}) {
-  const headers = {};
+  const headers = { "x-metal-engine-page": "1" }; // a page of another origin cannot send it
   if (key) headers.authorization = `Bearer ${key}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   let response;

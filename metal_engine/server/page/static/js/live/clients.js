@@ -3,18 +3,21 @@
 import { hasKey } from "../api.js";
 import { byId, copyButton, el } from "../dom.js";
 
+/** A text as one word of a shell. */
+const quote = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+
 function lines(model) {
-  const { origin } = location;
+  const origin = quote(location.origin);
   const [key, header, before] = hasKey()
     ? ["YOUR_KEY", " -H 'Authorization: Bearer YOUR_KEY'", "METAL_ENGINE_API_KEY=YOUR_KEY "]
     : ["none", "", ""];
   const launch = (tool) => `${before}metal-engine launch ${tool} --exec --url ${origin}`;
   const body = JSON.stringify({ model, messages: [{ role: "user", content: "Hello" }] });
   return [
-    ["curl", `curl ${origin}/v1/chat/completions${header} -H 'Content-Type: application/json' -d '${body.replaceAll("'", "'\\''")}'`],
+    ["curl", `curl ${quote(`${location.origin}/v1/chat/completions`)}${header} -H 'Content-Type: application/json' -d ${quote(body)}`],
     [
       "Python, with openai",
-      `from openai import OpenAI\n\nclient = OpenAI(base_url=${JSON.stringify(`${origin}/v1`)}, api_key="${key}")\n` +
+      `from openai import OpenAI\n\nclient = OpenAI(base_url=${JSON.stringify(`${location.origin}/v1`)}, api_key="${key}")\n` +
         `answer = client.chat.completions.create(\n    model=${JSON.stringify(model)}, messages=[{"role": "user", "content": "Hello"}]\n)\n` +
         "print(answer.choices[0].message.content)",
     ],
@@ -22,8 +25,8 @@ function lines(model) {
     ["Codex", launch("codex")],
     ["opencode", launch("opencode")],
     ["aider", launch("aider")],
-    ["Any tool that speaks OpenAI's API", `OPENAI_BASE_URL=${origin}/v1\nOPENAI_API_KEY=${key}\nOPENAI_MODEL=${model}`],
-    ["Any tool that speaks Anthropic's API", `ANTHROPIC_BASE_URL=${origin}\nANTHROPIC_AUTH_TOKEN=${key}\nANTHROPIC_MODEL=${model}`],
+    ["Any tool that speaks OpenAI's API", `OPENAI_BASE_URL=${quote(`${location.origin}/v1`)}\nOPENAI_API_KEY=${key}\nOPENAI_MODEL=${quote(model)}`],
+    ["Any tool that speaks Anthropic's API", `ANTHROPIC_BASE_URL=${origin}\nANTHROPIC_AUTH_TOKEN=${key}\nANTHROPIC_MODEL=${quote(model)}`],
     ["Any tool that speaks Ollama's API", `OLLAMA_HOST=${origin}`],
   ];
 }

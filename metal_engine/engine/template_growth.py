@@ -1,0 +1,178 @@
+"""Costs of what filters and methods of a chat template make beyond the size of their arguments, in characters.
+
+A growth is called with the arguments of its filter or method, once their own size is paid for. A number counts as what
+it can make: a width of a million is a million characters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from metal_engine.engine.template_budget import STEP, TemplateBudgetError, current_budget, items_of, length
+
+Growth = Callable[..., int]
+
+# Digits of a width that are read: more of them are beyond every budget.
+_MAX_DIGITS = 18
+# Characters of a float at most, and of an integer at least, without a width.
+_FLOAT_CHARS, _INT_CHARS = 330, 20
+# The C library's buffer for a date, in bytes for each character of its format: Python gives up beyond.
+_DATE_BYTES = 256
+
+
+def number(value: Any) -> int:
+    return abs(value) if isinstance(value, int) else 0
+
+
+def widths(text: str) -> int:
+    """Sum of the numbers that a format has in its text."""
+    return sum(int(digits[:_MAX_DIGITS]) for digits in re.findall(r"\d+", text))
+
+
+def _text(value: Any) -> str:
+    """The text that a filter makes of a value."""
+    return value if isinstance(value, str) else str(value)
+
+
+def _padded(text: Any, width: Any = 80, *_: Any, **__: Any) -> int:
+    return number(width)
+
+
+def _replaced(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> int:
+    text, old = _text(text), _text(old)
+    return (text.count(old) if old else len(text) + 1) * len(_text(new))
+
+
+def _joined(separator: Any, items: Any = (), *_: Any, **__: Any) -> int:
+    return length(items) * len(_text(separator))
+
+
+def _indented(text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
+    return (len(_text(text).splitlines()) + 1) * (number(width) or length(width))
+
+
+def _wrapped(text: Any, width: Any = 79, break_long_words: Any = True, wrapstring: Any = None, *_: Any) -> int:
+    """The text with line breaks. Each break copies the rest of a long word."""
+    num_chars = len(_text(text))
+    return num_chars * length(wrapstring or "\n") + num_chars**2 // max(1, number(width))
+
+
+def _summed(items: Any, attribute: Any = None, start: Any = 0) -> int:
+    return STEP * length(items) ** 2 if length(start) or isinstance(start, list | tuple) else 0
+
+
+def _sorted(items: Any, *_: Any, **__: Any) -> int:
+    return STEP * length(items) * 32
+
+
+def _listed(items: Any, *_: Any, **__: Any) -> int:
+    return 4 * length(items)
+
+
+def _sliced(items: Any, slices: Any, *_: Any, **__: Any) -> int:
+    return STEP * number(slices) + _listed(items)
+
+
+def _by_words(text: Any, *_: Any, **__: Any) -> int:
+    """Each word is an object of Python, and may be a single character."""
+    return 16 * length(text)
+
+
+def _unescaped(text: Any) -> int:
+    return STEP * text.count("&")
+
+
+def _stripped(text: Any, chars: Any = None, *_: Any, **__: Any) -> int:
+    """Each character of a text is sought among some others."""
+    return len(_text(text)) * length(chars) // 16
+
+
+def _stripped_of_tags(text: Any) -> int:
+    """Each tag that is cut out copies the rest of the text."""
+    text = _text(text)
+    return len(text) * text.count("<")
+
+
+def formatted(text: Any, given: Any) -> int:
+    """Text made by ``%``: widths in the text or, for ``*``, given as numbers; values as often as there are places."""
+    if not isinstance(text, str | bytes):
+        return 0
+    spelled = text if isinstance(text, str) else text.decode("latin-1")
+    total, numbers = _totals(given)
+    places = spelled.count("%")
+    stars = numbers if "*" in spelled else 0
+    # A place takes one value of several; but a single one, and one with a name, may be taken by every place.
+    values = total if isinstance(given, tuple) else places * total
+    return widths(spelled) + stars + values + places * STEP
+
+
+def _totals(value: Any) -> tuple[int, int]:
+    """Size of a value as text, and the sum of the numbers in it. Spends what looking at the value takes."""
+    total, numbers, waiting = 0, 0, [value]
+    budget = current_budget()
+    while waiting:
+        item = waiting.pop()
+        items = items_of(item)
+        budget.spend(STEP)
+        if items is not None:
+            waiting += items
+        elif isinstance(item, int):
+            numbers += abs(item)
+            total += item.bit_length() // 3
+        else:
+            total += _FLOAT_CHARS if isinstance(item, float) else length(item)
+        total += _INT_CHARS
+    return total, numbers
+
+
+def dated(form: Any) -> int:
+    """Memory for a date: its length is found by trying larger and larger buffers."""
+    return _DATE_BYTES * length(form)
+
+
+def _json(value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, *_: Any) -> int:
+    """Blanks before the lines of JSON, and separators: one of each kind for an item."""
+    width = number(indent) or length(indent)
+    between = sum(len(_text(one)) for one in separators) if length(separators) else 2
+    total, waiting = 0, [(value, 1)]
+    budget = current_budget()
+    while waiting:
+        item, depth = waiting.pop()
+        items = items_of(item) or ()
+        budget.spend(STEP * len(items))
+        total += (depth * width + between) * (len(items) + 1)
+        waiting += [(each, depth + 1) for each in items]
+    return total
+
+
+def _refused(*_: Any, **__: Any) -> int:
+    raise TemplateBudgetError("the chat template does what it may not")
+
+
+FILTER_GROWTH: dict[str, Growth] = {
+    "batch": lambda items, linecount, *_: number(linecount), "center": _padded, "dictsort": _sorted,
+    "format": lambda text, *args, **kwargs: formatted(text, kwargs or args), "groupby": _sorted, "indent": _indented,
+    "join": lambda items, d="", *_, **__: _joined(d, items), "list": _listed, "replace": _replaced,
+    "round": lambda value, precision=0, *_: number(precision) ** 2, "slice": _sliced, "sort": _sorted,
+    "striptags": _stripped_of_tags, "sum": _summed, "title": _by_words, "tojson": _json, "trim": _stripped,
+    "unique": _sorted, "wordcount": _by_words, "wordwrap": _wrapped,
+}  # fmt: skip
+# Methods by name. Methods of texts that are in neither table are refused.
+METHOD_GROWTH: dict[str, Growth] = {
+    "center": _padded, "ljust": _padded, "rjust": _padded, "zfill": _padded, "replace": _replaced, "join": _joined,
+    "expandtabs": lambda text, tabsize=8: length(text) * number(tabsize), "split": _by_words, "rsplit": _by_words,
+    "splitlines": _by_words, "unescape": _unescaped, "strip": _stripped, "lstrip": _stripped, "rstrip": _stripped,
+    "striptags": _stripped_of_tags,
+    "fromkeys": lambda kind, keys=(), *_: STEP * length(keys), "from_bytes": _refused, "to_bytes": _refused,
+}  # fmt: skip
+# Their time and result are in proportion to what they read. Formats spend by themselves.
+LINEAR_TEXT_METHODS = frozenset(
+    {
+        "capitalize", "casefold", "count", "endswith", "escape", "find", "format", "format_map", "index", "isalnum",
+        "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace",
+        "istitle", "isupper", "lower", "partition", "removeprefix", "removesuffix", "rfind", "rindex", "rpartition",
+        "startswith", "swapcase", "title", "upper",
+    }
+)  # fmt: skip

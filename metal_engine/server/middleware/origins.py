@@ -1,0 +1,62 @@
+"""Refuses requests that a web page of another origin has a browser send, where they could have an effect.
+
+Such a page cannot read the response. But a browser sends some requests without asking the server first: pictures, forms
+and scripts. Browsers mark them in ``Sec-Fetch-Site``, which no page can change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from metal_engine.server.errors import APIError, error_response
+from metal_engine.settings.args import ServerArgs
+
+# Every origin, in --allowed-origins.
+ANY = "*"
+# Header of all requests of the server's own page. A page of another origin cannot send it without a CORS preflight.
+FROM_OWN_PAGE = "x-metal-engine-page"
+# Methods without an effect, except on the paths that `own_origins_only` is given.
+_READS = frozenset({"GET", "HEAD", "OPTIONS"})
+# The page itself, and what the user typed into the address bar.
+_OWN_SITES = frozenset({"same-origin", "none"})
+
+
+def own_origins_only(app: ASGIApp, args: ServerArgs, guarded_paths: Collection[str]) -> ASGIApp:
+    """``app``, without the requests of other origins' pages that could have an effect.
+
+    Args:
+        args: its ``allowed_origins`` may send everything.
+        guarded_paths: paths whose GET has an effect.
+    """
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            is_read = scope["method"] in _READS
+            if (not is_read or scope["path"] in guarded_paths) and not _is_own(scope, args.allowed_origins, is_read):
+                await error_response(_refusal(), scope)(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return checked
+
+
+def _is_own(scope: Scope, allowed: Collection[str], is_read: bool) -> bool:
+    """Return True unless a page of an origin that is not allowed has a browser send this request."""
+    headers = Headers(scope=scope)
+    if ANY in allowed or headers.get("origin") in allowed:
+        return True
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site in _OWN_SITES
+    # Without TLS, browsers send Sec-Fetch-Site to this machine only. From elsewhere the page's own header has to show
+    # that a read is the page's. Writes have a body, which must be JSON: other origins cannot send that.
+    is_browser = headers.get("user-agent", "").startswith("Mozilla/")
+    return not (is_read and is_browser) or FROM_OWN_PAGE in headers
+
+
+def _refusal() -> APIError:
+    problem = "a web page of another origin may not send this request; start the server with --allowed-origins ORIGIN"
+    return APIError(403, f"{problem} to allow that", code="origin_not_allowed", headers={"connection": "close"})

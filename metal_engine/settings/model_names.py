@@ -1,0 +1,23 @@
+"""Checks the names of models and adapters: answers, logs, web pages and shell lines carry them."""
+
+from __future__ import annotations
+
+from metal_engine.errors import ConfigError
+
+
+def problem_of_name(name: str) -> str:
+    """Return what is wrong with a name; "" if nothing is.
+
+    A name may have any character that is visible, and spaces. Control characters can forge lines of a log or end a
+    line of a shell. Formatting characters, such as U+202E, make a name look like another one.
+    """
+    hidden = next((char for char in name if not char.isprintable()), None)
+    if hidden is None:
+        return ""
+    return f"{name[:60]!a} has the character U+{ord(hidden):04X}, which is not visible: choose another name"
+
+
+def check_name(flag: str, name: str) -> None:
+    """Raises ConfigError for a name of ``flag`` that has characters that are not visible."""
+    if problem := problem_of_name(name):
+        raise ConfigError(flag, problem)
