@@ -52,7 +52,7 @@ def keep(page: Page, title: str, *answers: str) -> None:
 
 
 def test_text_that_is_too_much_for_markdown_is_shown_as_it_is(browser: Browser) -> None:
-    """And the page goes on, though it shows that conversation from its start."""
+    """A kept conversation with such texts leaves the page usable, from its first load."""
     with serve(script("**yes**")) as served, page_of(browser, served) as page:
         keep(page, "hostile", *TOO_MUCH.values())
         assert page.locator(".message.assistant .body.plain").all_text_contents() == list(TOO_MUCH.values())

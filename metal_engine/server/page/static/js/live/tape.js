@@ -15,6 +15,7 @@ const MIN_ROW = 3;
 const GAP = 7; // stands for any time without steps
 const MAX_ROWS = 400;
 const AXIS = 44; // for the times on the right
+const SPACE = 5; // behind a bar, with the mark of its sample
 const FRESH = 1;
 const SAMPLES = 2;
 
@@ -48,6 +49,7 @@ export class Tape {
 
   add(rows) {
     for (const row of rows) {
+      row.bars = row.segments.filter((segment) => !isDecode(segment)).length;
       row.gap = row.idle > 0.5 ? GAP : 0;
       row.dots = row.segments.filter(isDecode).reduce((sum, [, tokens]) => sum + tokens, 0);
       // Requests are forgotten when they end; the tape still names them.
@@ -117,13 +119,13 @@ export class Tape {
 
   /** Where a row's segments are: [left, right, segment]. */
   *places(row, width, dot) {
-    const scale = (width - AXIS - dot * row.dots - 8) / this.mostTokens;
+    const scale = (width - AXIS - dot * row.dots - SPACE * row.bars - 3) / this.mostTokens;
     let left = 0;
     for (const segment of row.segments) {
       const tokens = segment[1];
       const right = left + (isDecode(segment) ? dot * tokens : Math.max(tokens * scale, 4));
       yield [left, right, segment];
-      left = right + (isDecode(segment) ? 0 : 5);
+      left = right + (isDecode(segment) ? 0 : SPACE);
     }
   }
 
@@ -144,7 +146,7 @@ export class Tape {
     const interval = INTERVALS.find((one) => one * scale >= MIN_INTERVAL) ?? INTERVALS.at(-1);
     for (let seconds = interval; seconds * scale < height - 8; seconds += interval) {
       const y = height - seconds * scale;
-      context.fillRect(width - AXIS + 32, y, 5, 1);
+      context.fillRect(width - AXIS + 36, y, 5, 1);
       context.fillText(`${seconds} s`, width - AXIS + 4, y + 3);
     }
   }
