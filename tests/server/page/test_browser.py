@@ -100,7 +100,8 @@ def test_stop_ends_the_request(page: Page, served: Served) -> None:
     wait_for_answer(page)
     wait_until(lambda: not served.core.has_requests, "the request to end")
     served.runner.step_time = 0.0
-    assert texts(page, ".message.assistant .problem") == ["stopped"]
+    assert texts(page, ".message.assistant .ending") == ["stopped"]
+    assert page.locator(".message.assistant .problem").count() == 0  # only errors are red
     text = page.locator(".message.assistant .body").inner_text()
     page.reload()
     assert page.locator(".message.assistant .body").inner_text() == text
@@ -116,7 +117,7 @@ def test_a_reload_in_the_middle_ends_the_request_and_keeps_what_there_was(page: 
     page.reload()
     wait_until(lambda: not served.core.has_requests, "the request to end")
     served.runner.step_time = 0.0
-    assert texts(page, ".message.assistant .problem") == ["the page was closed"]
+    assert texts(page, ".message.assistant .ending") == ["the page was closed"]
     assert page.locator(".message.user .body").inner_text() == "Go on"
     assert page.locator(".message.assistant .body").inner_text()
 
@@ -152,6 +153,7 @@ def test_conversations_are_kept_and_deleted(browser: Browser) -> None:
         assert texts(page, "#conversations option")[0] == "Two"
         page.select_option("#conversations", label="One")
         assert texts(page, ".message.user .body") == ["One"]
+        page.click("#conversation-more summary")
         page.click("#conversation-delete")
         assert texts(page, ".message.user .body") == ["Two"]
         assert "One" not in texts(page, "#conversations option")
@@ -284,9 +286,15 @@ def test_demonstrations(browser: Browser) -> None:
         page.click("#demo-eight")
         wait_for_status(page, "Eight questions shared")
         assert len(served.runner.seen_params) == 8
+        assert page.locator("#demo-progress").is_hidden()
+        served.runner.seen_params.clear()
+        served.runner.step_time = 0.01
         page.click("#demo-long")
         wait_for_status(page, "went through")
-        assert "A prompt of 2,000 tokens" in page.locator("#demo-status").inner_text()
+        said = page.locator("#demo-status").inner_text()
+        assert "A prompt of 1,024 tokens" in said and "A step has room for 256" in said and "4 chats got" in said
+        assert [params.max_tokens for params in served.runner.seen_params] == [128] * 4 + [24]  # the chats come first
+        wait_until(lambda: not served.core.has_requests, "the chats to end")
         served.runner.step_time = 0.05
         page.click("#demo-eight")
         wait_for_status(page, "0 of 8")

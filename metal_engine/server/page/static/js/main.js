@@ -20,9 +20,11 @@ const blocks = new Blocks(byId("blocks"), byId("blocks-now"), byId("blocks-text"
 const history = new History(byId("charts"));
 let facts = null; // the last snapshot, with the stats of the last frame
 
-const chat = new Chat(new Settings(), {
+const settings = new Settings();
+const chat = new Chat(settings, {
   request: (serverId) => (serverId === null ? null : pool.find(`${serverId}-0`)),
   colour: (request) => colour(request.key),
+  model: () => models.picked ?? facts?.models[0],
 });
 const demos = new Demos(() => facts);
 setUpClients(() => models.picked ?? facts?.models[0] ?? "MODEL");
@@ -30,6 +32,7 @@ setUpClients(() => models.picked ?? facts?.models[0] ?? "MODEL");
 /** Show nothing of an engine: the model that is looked at has none. */
 function forget() {
   facts = null;
+  settings.follow(null);
   byId("model").textContent = models.picked;
   document.title = `${models.picked} · metal-engine`;
   byId("memory").hidden = true;
@@ -62,6 +65,7 @@ const stream = new LiveStream({
     const { models, model, limits } = snapshot;
     byId("model").textContent = `${models[0]} · ${model.type}, ${model.dtype}, ${count(limits.max_model_len)} tokens of context`;
     document.title = `${models[0]} · metal-engine ${snapshot.version}`;
+    settings.follow(model.sampling);
     showMemory(snapshot);
     pool.begin(snapshot);
     tape.begin(snapshot);

@@ -31,6 +31,7 @@ export class Answer {
         const told = { begun: (id) => (this.serverId = id), loading: () => this.changed("loading") };
         for await (const chunk of chunks("/v1/chat/completions", options, this.abort.signal, told)) {
           if (chunk.usage) message.usage = chunk.usage;
+          if (chunk.model) message.model = chunk.model;
           for (const { delta, finish_reason: reason } of chunk.choices) {
             if (reason) message.reason = reason;
             if (!this.take(delta)) continue;
@@ -43,8 +44,9 @@ export class Answer {
       });
       message.state = "done";
     } catch (error) {
-      message.state = "stopped";
-      message.problem = error.name === "AbortError" ? "stopped" : error.message;
+      const isStopped = error.name === "AbortError";
+      message.state = isStopped ? "stopped" : "failed";
+      message.problem = isStopped ? "stopped" : error.message;
     }
     if (first) message.figures = figures(message.usage, (first - started) / 1000, (last - first) / 1000);
     this.changed("end");

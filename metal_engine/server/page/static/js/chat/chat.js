@@ -1,14 +1,21 @@
 // The chat: which conversation is open, its messages, and answers on their way.
 
-import { byId, el } from "../dom.js";
+import { byId } from "../dom.js";
 import { Answer } from "./answer.js";
+import { Library } from "./library.js";
 import { MessageView } from "./message_view.js";
-import { deleteConversation, listConversations, openConversation, saveConversation } from "./store.js";
+import { openConversation, saveConversation } from "./store.js";
+import { suggestions } from "./suggestions.js";
 
 const SAVE_SECONDS = 1;
+// After an answer was laid out, this many times as long passes before it is again: long ones leave time for all else.
+const REST = 4;
 
 export class Chat {
-  /** `live` finds an answer's request in the engine: progress(serverId), and colour(serverId). */
+  /**
+   * `live` tells of the engine: request(serverId) is an answer's request there, colour(request) its colour, model() the name
+   * of the model that answers.
+   */
   constructor(settings, live) {
     this.settings = settings;
     this.live = live;
@@ -17,6 +24,8 @@ export class Chat {
     this.views = new Map();
     this.list = byId("messages");
     this.prompt = byId("prompt");
+    this.rest = 0; // milliseconds before the next layout
+    this.library = new Library(this);
     this.open(openConversation());
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -32,37 +41,17 @@ export class Chat {
     addEventListener("pagehide", () => (this.isLeaving = true));
     addEventListener("pageshow", () => (this.isLeaving = false));
     byId("stop").addEventListener("click", () => this.answer?.stop());
-    byId("conversation-new").addEventListener("click", () => this.open(openConversation(null)));
-    byId("conversation-delete").addEventListener("click", () => this.delete());
-    byId("conversations").addEventListener("change", (event) => this.open(openConversation(event.target.value)));
   }
-
-  // --- conversations ---
 
   open(conversation) {
     this.answer?.stop();
     this.conversation = conversation;
     this.show();
-    this.showList();
-  }
-
-  delete() {
-    if (!this.conversation.isEmpty && !confirm("Delete this conversation?")) return;
-    this.answer?.stop();
-    deleteConversation(this.conversation.id);
-    this.open(openConversation(listConversations()[0]?.id ?? null));
+    this.library.show();
   }
 
   save() {
     if (!saveConversation(this.conversation)) this.announce("This conversation is too long to be kept in the browser.");
-  }
-
-  showList() {
-    const listed = listConversations();
-    if (!listed.some((one) => one.id === this.conversation.id)) listed.unshift(this.conversation);
-    const options = listed.map((one) => el("option", { value: one.id, textContent: one.title }));
-    byId("conversations").replaceChildren(...options);
-    byId("conversations").value = this.conversation.id;
   }
 
   // --- messages ---
@@ -79,7 +68,7 @@ export class Chat {
       path.map((message) => [message.id, new MessageView(message, this.conversation.place(message), actions)]),
     );
     const shown = [...this.views.values()].map((view) => view.element);
-    this.list.replaceChildren(...(shown.length ? shown : [el("p", { className: "empty", textContent: "Nothing has been said yet." })]));
+    this.list.replaceChildren(...(shown.length ? shown : [suggestions((text) => this.ask(null, text))]));
     this.list.scrollTop = this.list.scrollHeight;
   }
 
@@ -113,11 +102,12 @@ export class Chat {
     this.answer?.stop();
     const { conversation } = this;
     const body = { messages: [...this.settings.system, ...conversation.upTo(last)], ...this.settings.parameters };
-    const message = conversation.add(last, { role: "assistant", content: "", reasoning: "", calls: [], state: "running" });
+    const empty = { role: "assistant", content: "", reasoning: "", calls: [], state: "running" };
+    const message = conversation.add(last, { ...empty, model: this.live.model() });
     const answer = new Answer(message, conversation, (part) => this.changed(answer, part));
     this.answer = this.last = answer;
     this.show();
-    this.showList();
+    this.library.show();
     this.save();
     this.views.get(message.id).waiting({});
     this.showSending();
@@ -143,14 +133,17 @@ export class Chat {
     }
   }
 
-  /** Markdown is laid out once for each of the screen's frames, however fast tokens come. */
+  /** Markdown is laid out once for each of the screen's frames at most, however fast tokens come. */
   drawSoon(view) {
     if (!view || this.drawing) return;
     this.drawing = true;
-    requestAnimationFrame(() => {
+    const draw = () => {
       this.drawing = false;
+      const started = performance.now();
       this.draw(view);
-    });
+      this.rest = REST * (performance.now() - started);
+    };
+    setTimeout(() => requestAnimationFrame(draw), this.rest);
   }
 
   draw(view) {

@@ -3,14 +3,19 @@
 let numMade = 0;
 const newId = () => `${Date.now().toString(36)}-${(numMade += 1)}-${Math.random().toString(36).slice(2, 8)}`;
 
+const MAX_TITLE = 60;
+
 /**
- * Messages by id. A message: {id, parent, role, content, children, chosen} and, of an answer, {reasoning, calls,
- * figures, state, problem}; `chosen` is the child that is shown. The root is a message without a role.
+ * Messages by id. A message: {id, parent, role, content, children, chosen} and, of an answer, {model, reasoning, calls,
+ * figures, state, problem}; `chosen` is the child that is shown. The root is a message without a role. An answer's state is
+ * "running", "done", "stopped" (on purpose) or "failed"; `problem` says why the last two ended.
  */
 export class Conversation {
   constructor(saved = null) {
     this.id = saved?.id ?? newId();
     this.title = saved?.title ?? "New conversation";
+    this.isNamed = saved?.isNamed ?? false; // by the user: a first message that is edited leaves the title as it is
+    this.isDeleted = false;
     this.messages = saved?.messages ?? { root: { id: "root", children: [], chosen: null } };
   }
 
@@ -35,8 +40,14 @@ export class Conversation {
     this.messages[id] = { children: [], chosen: null, ...message, id, parent: above.id };
     above.children.push(id);
     above.chosen = id;
-    if (message.role === "user" && above.id === "root") this.title = message.content.trim().slice(0, 60) || "…";
+    const isFirst = message.role === "user" && above.id === "root";
+    if (isFirst && !this.isNamed) this.title = message.content.trim().slice(0, MAX_TITLE) || "…";
     return this.messages[id];
+  }
+
+  rename(title) {
+    this.title = title.slice(0, MAX_TITLE);
+    this.isNamed = true;
   }
 
   parentOf(message) {

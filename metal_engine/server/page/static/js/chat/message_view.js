@@ -1,9 +1,9 @@
 // A message on the page: its text, what can be done with it, what it took.
 
-import { count, duration, el } from "../dom.js";
+import { copyButton, count, duration, el } from "../dom.js";
 import { rendered } from "./markdown.js";
 
-const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
+const NAMES = { user: "You", tool: "Tool" };
 
 /**
  * An element for a message that knows how to show its newest state.
@@ -25,8 +25,10 @@ export class MessageView {
     this.calls = el("div");
     this.wait = el("div", { className: "waiting", hidden: true });
     this.foot = el("div", { className: "foot" });
-    const who = el("div", { className: "who" }, message.role === "assistant" ? this.dot : null, NAMES[message.role]);
-    this.element = el("article", { className: `message ${message.role}`, "aria-label": NAMES[message.role] });
+    this.name = el("span");
+    const who = el("div", { className: "who" }, message.role === "assistant" ? this.dot : null, this.name);
+    this.element = el("article", { className: `message ${message.role}` });
+    this.isPlain = false; // its Markdown could not be laid out
     const parts = message.role === "assistant" ? [this.reasoningPart, this.body, this.calls, this.wait] : [this.body];
     this.element.append(who, ...parts, this.foot);
     this.update();
@@ -35,8 +37,10 @@ export class MessageView {
   /** Show the message as it is now. */
   update() {
     const { message } = this;
+    this.name.textContent = NAMES[message.role] ?? message.model ?? "Model";
+    this.element.setAttribute("aria-label", this.name.textContent);
     if (message.role === "assistant") {
-      this.body.replaceChildren(rendered(message.content));
+      this.showContent();
       this.reasoningPart.hidden = !message.reasoning;
       this.reasoning.textContent = message.reasoning;
       const isThinking = message.state === "running" && !message.content;
@@ -47,6 +51,14 @@ export class MessageView {
     }
     if (message.state !== "running") this.waiting(null);
     this.showFoot();
+  }
+
+  /** Show the text as Markdown. What is too slow once stays plain text, so it takes the time only once. */
+  showContent() {
+    const shown = this.isPlain ? null : rendered(this.message.content);
+    this.isPlain = shown === null;
+    this.body.classList.toggle("plain", this.isPlain);
+    this.body.replaceChildren(shown ?? this.message.content);
   }
 
   /** How far the prompt is: tokens computed of all, or that the model is being loaded; null once there is text. */
@@ -106,10 +118,13 @@ export class MessageView {
     if (message.role === "user") parts.push(button("Edit", "Edit and send again", () => this.edit()));
     if (message.role === "assistant" && message.state !== "running") {
       parts.push(button("Again", "Answer again", () => actions.again(message)));
+      if (message.content) parts.push(copyButton(() => message.content, "this answer"));
     }
     if (message.figures) parts.push(el("span", { className: "figures", textContent: figuresText(message) }));
     if (message.reason === "length") parts.push("cut at the token limit");
-    if (message.problem) parts.push(el("span", { className: "problem", textContent: message.problem }));
+    if (this.isPlain) parts.push("shown as plain text: its Markdown is too much to lay out");
+    const ending = message.state === "failed" ? "problem" : "ending";
+    if (message.problem) parts.push(el("span", { className: ending, textContent: message.problem }));
     this.foot.replaceChildren(...parts);
   }
 

@@ -1,4 +1,4 @@
-// How answers are made: sampling, a system prompt, tools. What is left empty is the server's default.
+// How answers are made: sampling, a system prompt, tools. The model's default stands for a setting that is left empty.
 
 import { byId, el } from "../dom.js";
 import { loadSettings, saveSettings } from "./store.js";
@@ -13,16 +13,21 @@ const NUMBERS = [
   ["presence_penalty", "Presence penalty", -2, 2, 0.1],
   ["repetition_penalty", "Repetition penalty", 0.1, 2, 0.05],
 ];
+// Sent for a model that recommends no temperature: at the server's 1.0, small models answer nonsense.
+const TEMPERATURE = 0.7;
 const EFFORTS = ["", "none", "low", "medium", "high"];
 
 export class Settings {
   constructor() {
     this.values = loadSettings();
+    this.recommended = null; // what the model recommends, by name; null while no model is loaded
+    this.inputs = {};
     const form = byId("settings");
     const change = (name, value) => {
       if (value === "") delete this.values[name];
       else this.values[name] = value;
       saveSettings(this.values);
+      this.show();
     };
     const field = (name, title, input, className = "") => {
       input.value = this.values[name] ?? "";
@@ -31,7 +36,7 @@ export class Settings {
       return input;
     };
     for (const [name, title, min, max, step] of NUMBERS) {
-      field(name, title, el("input", { type: "number", min, max, step, placeholder: "default" }));
+      this.inputs[name] = field(name, title, el("input", { type: "number", min, max, step, placeholder: "default" }));
     }
     const options = EFFORTS.map((one) => el("option", { value: one, textContent: one || "default" }));
     field("reasoning_effort", "Reasoning", el("select", {}, ...options));
@@ -39,6 +44,7 @@ export class Settings {
     this.tools = field("tools", "Tools, as OpenAI's JSON list", el("textarea", { rows: 2, spellcheck: false }), "wide");
     this.tools.addEventListener("input", () => this.tools.setCustomValidity(isList(this.tools.value) ? "" : "This is no JSON list."));
     form.addEventListener("submit", (event) => event.preventDefault());
+    this.show();
     const open = byId("settings-open");
     open.addEventListener("click", () => {
       form.hidden = !form.hidden;
@@ -46,9 +52,35 @@ export class Settings {
     });
   }
 
+  /** Follow the recommended sampling of another model; null if no model is loaded. */
+  follow(recommended) {
+    this.recommended = recommended;
+    this.show();
+  }
+
+  /** The page's own defaults: a temperature for a model that recommends none. */
+  get own() {
+    return this.recommended && this.recommended.temperature === undefined ? { temperature: TEMPERATURE } : {};
+  }
+
+  /** Show the sampling that is in effect: below the message field, and in empty settings. */
+  show() {
+    const groups = { yours: [], "the model's": [], "the page's": [] };
+    for (const [name, title] of NUMBERS) {
+      const given = this.recommended?.[name] ?? this.own[name];
+      this.inputs[name].placeholder = given ?? "default";
+      const whose = this.values[name] !== undefined ? "yours" : this.recommended?.[name] !== undefined ? "the model's" : "the page's";
+      const value = this.values[name] ?? given;
+      if (value !== undefined) groups[whose].push(`${title.toLowerCase()} ${value}`);
+    }
+    const said = Object.entries(groups).filter(([, parts]) => parts.length);
+    const text = said.map(([whose, parts]) => `${parts.join(", ")} (${whose})`).join("; ");
+    byId("sampling").textContent = text && `Sampling: ${text}`;
+  }
+
   /** The parameters of a request that these settings ask for. */
   get parameters() {
-    const found = {};
+    const found = { ...this.own };
     for (const [name] of NUMBERS) if (this.values[name] !== undefined) found[name] = Number(this.values[name]);
     if (this.values.reasoning_effort) found.reasoning_effort = this.values.reasoning_effort;
     if (this.values.tools && isList(this.values.tools)) found.tools = JSON.parse(this.values.tools);

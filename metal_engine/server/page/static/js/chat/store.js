@@ -34,6 +34,26 @@ export function listConversations() {
   return found.sort((a, b) => b.time - a.time);
 }
 
+const AROUND = 40; // characters on either side of a match
+
+/** Return the conversations that have a text in their title or a message, as {id, title, excerpt}, the latest first. */
+export function searchConversations(text) {
+  const wanted = text.toLowerCase();
+  const found = [];
+  for (const { id, title } of listConversations()) {
+    const contents = Object.values(read(PREFIX + id).messages).map((message) => message.content ?? "");
+    const match = wanted ? contents.find((content) => content.toLowerCase().includes(wanted)) : undefined;
+    if (match === undefined && !title.toLowerCase().includes(wanted)) continue;
+    found.push({ id, title, excerpt: match === undefined ? "" : excerpt(match, match.toLowerCase().indexOf(wanted)) });
+  }
+  return found;
+}
+
+function excerpt(text, at) {
+  const [start, end] = [Math.max(at - AROUND, 0), at + 2 * AROUND];
+  return `${start ? "…" : ""}${text.slice(start, end)}${end < text.length ? "…" : ""}`;
+}
+
 /** The conversation that was open, or a new one. Answers that were under way when the page ended stay as they were. */
 export function openConversation(id = localStorage.getItem(CURRENT)) {
   const conversation = new Conversation(id ? read(PREFIX + id) : null);
@@ -46,10 +66,10 @@ export function openConversation(id = localStorage.getItem(CURRENT)) {
 
 /** Keep a conversation; the oldest ones give way where there is no room. Returns whether it is kept. */
 export function saveConversation(conversation) {
-  if (conversation.isEmpty) return true;
+  if (conversation.isEmpty || conversation.isDeleted) return true;
   localStorage.setItem(CURRENT, conversation.id);
-  const { id, title, messages } = conversation;
-  const text = JSON.stringify({ id, title, messages, time: Date.now() });
+  const { id, title, isNamed, messages } = conversation;
+  const text = JSON.stringify({ id, title, isNamed, messages, time: Date.now() });
   const others = listConversations().filter((one) => one.id !== id);
   for (const one of others.splice(MAX_CONVERSATIONS - 1)) deleteConversation(one.id);
   while (true) {

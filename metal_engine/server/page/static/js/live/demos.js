@@ -8,7 +8,10 @@ const QUESTIONS = [
   "How does bread rise?", "What makes a violin sound?", "Why do leaves turn red?", "How far away is the moon?",
 ];
 const WORDS = "river stone lamp winter engine paper garden signal copper bridge violet harbor thunder silver meadow".split(" ");
-const LONG_PROMPT = 2000;
+// A long prompt has this many times the tokens of a step, and arrives while this many chats go on.
+const LONG_STEPS = 4;
+const CHATS = 4;
+const CHAT_TOKENS = 128;
 // A pool with room for more than this many tokens takes too long to fill for a demonstration.
 const FILLABLE = 60_000;
 const MAX_REQUESTS = 16;
@@ -37,6 +40,13 @@ export class Demos {
     byId("demo-status").textContent = text;
   }
 
+  /** Show how many tokens there are of at most `max`. Not announced: it changes with each token. */
+  progress(value, max, more = "") {
+    byId("demo-progress").hidden = false;
+    Object.assign(byId("demo-bar"), { value, max });
+    byId("demo-counts").textContent = `${count(value)} of ${count(max)} tokens${more}`;
+  }
+
   async run(demo) {
     this.abort = new AbortController();
     this.isRunning = true;
@@ -50,43 +60,78 @@ export class Demos {
       this.abort.abort();
       this.isRunning = false;
       this.refresh();
+      byId("demo-progress").hidden = true;
       byId("demo-stop").hidden = true;
     }
   }
 
   /**
-   * Stream the answers to prompts, each of which is a request of its own to the engine; returns what it took.
+   * Stream the answers to prompts, each of which is a request of its own to the engine. Yields {choices, tokens}: the
+   * choices of a chunk, and the tokens of all answers so far.
    *
-   * They go as one body, since browsers open few connections to a server.
+   * All prompts go as one body, since browsers open few connections to a server.
    */
-  async stream(prompts, options, what) {
-    const started = performance.now();
-    let [done, tokens] = [0, 0];
-    const body = { ...options, prompt: prompts, stream_options: { include_usage: true } };
-    this.say(`${what}: 0 of ${prompts.length} are done.`);
+  async *answers(prompts, options) {
+    const body = { ...options, prompt: prompts, stream_options: { include_usage: true, continuous_usage_stats: true } };
+    let tokens = 0;
     for await (const { choices, usage } of chunks("/v1/completions", body, this.abort.signal)) {
-      done += choices.filter((choice) => choice.finish_reason).length;
       tokens = usage?.completion_tokens ?? tokens;
-      if (choices.some((choice) => choice.finish_reason)) this.say(`${what}: ${done} of ${prompts.length} are done.`);
+      yield { choices, tokens };
+    }
+  }
+
+  /** Answer prompts, and show how far they are; `more()` is text for the progress. Returns a text with tokens and time. */
+  async together(prompts, options, what, more) {
+    const started = performance.now();
+    const most = prompts.length * options.max_tokens;
+    let [done, all] = [0, 0];
+    this.say(`${what}: 0 of ${prompts.length} are done.`);
+    for await (const { choices, tokens } of this.answers(prompts, options)) {
+      const ended = choices.filter((choice) => choice.finish_reason).length;
+      [done, all] = [done + ended, tokens];
+      this.progress(tokens, most, more?.());
+      if (ended) this.say(`${what}: ${done} of ${prompts.length} are done.`);
     }
     const seconds = (performance.now() - started) / 1000;
-    return `${count(tokens)} tokens in ${seconds.toFixed(1)} s, ${Math.round(tokens / seconds)} a second`;
+    return `${count(all)} tokens in ${seconds.toFixed(1)} s, ${Math.round(all / seconds)} a second`;
+  }
+
+  /** Token ids of the first questions, in the model's chat template. */
+  questions(number) {
+    const asked = QUESTIONS.slice(0, number);
+    return Promise.all(asked.map((content) => this.tokens({ messages: [{ role: "user", content }] })));
   }
 
   async eight() {
     const { limits } = this.facts();
-    const prompts = await Promise.all(QUESTIONS.map((content) => this.tokens({ messages: [{ role: "user", content }] })));
     const most = Math.min(48, Math.floor(limits.max_model_len / 4));
-    const told = await this.stream(prompts, { max_tokens: most }, "Eight questions");
+    const told = await this.together(await this.questions(8), { max_tokens: most }, "Eight questions");
     this.say(`Eight questions shared their steps: ${told}.`);
   }
 
   async long() {
-    const room = this.facts().limits.max_model_len - 32;
-    const prompt = await this.prompt(Math.min(LONG_PROMPT, room));
+    const { limits, pool } = this.facts();
+    const budget = limits.max_num_batched_tokens;
+    const questions = await this.questions(Math.max(Math.min(CHATS, limits.max_num_seqs - 1), 1));
+    const chatTokens = Math.min(CHAT_TOKENS, Math.floor(limits.max_model_len / 4));
+    const taken = questions.reduce((sum, one) => sum + one.length + chatTokens + pool.block_size, 0);
+    const room = Math.min(limits.max_model_len - 32, pool.num_blocks * pool.block_size - taken);
+    const prompt = await this.prompt(Math.max(Math.min(LONG_STEPS * budget, room), 1));
     const what = `A prompt of ${count(prompt.length)} tokens`;
-    const told = await this.stream([prompt], { max_tokens: 24 }, what);
-    this.say(`${what} went through, a chunk in each step: ${told}.`);
+    this.say(`${questions.length} chats begin.`);
+    const chats = new Chats(this.answers(questions, { max_tokens: chatTokens, ignore_eos: true }), questions.length);
+    await chats.started;
+    this.say(`${what} goes through, beside ${questions.length} chats.`);
+    const [started, before] = [performance.now(), chats.tokens];
+    for await (const { tokens } of this.answers([prompt], { max_tokens: 24 })) {
+      if (!tokens) continue;
+      const seconds = (performance.now() - started) / 1000;
+      this.say(
+        `${what} went through in ${seconds.toFixed(1)} s. A step has room for ${count(budget)}. ` +
+          `Meanwhile ${questions.length} chats got ${count(chats.tokens - before)} tokens.`,
+      );
+      return; // the rest of its answer, and of the chats, is stopped
+    }
   }
 
   async fill() {
@@ -107,10 +152,11 @@ export class Demos {
     const prompts = [];
     for (let i = 0; i < requests; i += 1) prompts.push(await this.prompt(Math.max(Math.floor(each / 2), 1)));
     const before = facts.stats.preemptions;
+    const preempted = () => (this.facts() ?? facts).stats.preemptions - before;
     const options = { max_tokens: Math.max(each - prompts[0].length, 1), ignore_eos: true };
-    const told = await this.stream(prompts, options, `${requests} requests for more room than there is`);
-    const preemptions = (this.facts() ?? facts).stats.preemptions - before;
-    this.say(`The cache was full: ${count(preemptions)} preemptions, and every request got its whole answer (${told}).`);
+    const what = `${requests} requests for more room than there is`;
+    const told = await this.together(prompts, options, what, () => `, ${count(preempted())} preemptions`);
+    this.say(`The cache was full: ${count(preempted())} preemptions, and every request got its whole answer (${told}).`);
   }
 
   /** Token ids of a text that nobody has sent before. */
@@ -121,5 +167,24 @@ export class Demos {
 
   async tokens(body) {
     return (await (await request("/tokenize", { body: forModel(body), signal: this.abort.signal })).json()).tokens;
+  }
+}
+
+/** Chats that go on in the background. `started` resolves when every chat has a token, or when all have ended. */
+class Chats {
+  constructor(answers, number) {
+    this.tokens = 0;
+    this.begun = new Set();
+    this.started = new Promise((resolve, reject) => {
+      this.read(answers, number, resolve).then(resolve, reject);
+    });
+  }
+
+  async read(answers, number, start) {
+    for await (const { choices, tokens } of answers) {
+      this.tokens = tokens;
+      for (const { index } of choices) this.begun.add(index);
+      if (this.begun.size === number) start();
+    }
   }
 }

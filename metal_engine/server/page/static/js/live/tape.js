@@ -4,11 +4,18 @@ import { count, duration } from "../dom.js";
 import { inspect, View } from "./canvas.js";
 import { colour, styled } from "./colours.js";
 
-const PIXELS_PER_SECOND = 60;
+const PIXELS_PER_SECOND = 60; // at most
+// The slowest of the latest steps takes this share of the view's height at most, so the steps beside it stay in sight.
+const SLOWEST_SHARE = 0.25;
+const LATEST = 40;
+// Seconds between two times on the right, and the pixels that they need.
+const INTERVALS = [1, 2, 5, 10, 20, 60, 120, 300, 600];
+const MIN_INTERVAL = 50;
 const MIN_ROW = 3;
 const GAP = 7; // stands for any time without steps
 const MAX_ROWS = 400;
 const AXIS = 44; // for the times on the right
+const SPACE = 5; // behind a bar, with the mark of its sample
 const FRESH = 1;
 const SAMPLES = 2;
 
@@ -42,7 +49,7 @@ export class Tape {
 
   add(rows) {
     for (const row of rows) {
-      row.height = Math.max(MIN_ROW, PIXELS_PER_SECOND * row.seconds);
+      row.bars = row.segments.filter((segment) => !isDecode(segment)).length;
       row.gap = row.idle > 0.5 ? GAP : 0;
       row.dots = row.segments.filter(isDecode).reduce((sum, [, tokens]) => sum + tokens, 0);
       // Requests are forgotten when they end; the tape still names them.
@@ -52,20 +59,29 @@ export class Tape {
     if (rows.length) this.view.redraw();
   }
 
-  /** Rows that are seen, newest first, each with the top of its place. */
+  /** Pixels for a second in a view of this height. */
+  scale(height) {
+    const slowest = Math.max(...this.rows.slice(-LATEST).map((row) => row.seconds), 0);
+    return Math.min(PIXELS_PER_SECOND, (SLOWEST_SHARE * height) / slowest);
+  }
+
+  /** Rows that are seen, newest first, each with the top of its place and its height. */
   *seen(height) {
+    const scale = this.scale(height);
     let top = height;
     for (let i = this.rows.length - 1; i >= 0 && top > 0; i -= 1) {
-      top -= this.rows[i].height;
-      yield [this.rows[i], top];
-      top -= this.rows[i].gap;
+      const row = this.rows[i];
+      const tall = Math.max(MIN_ROW, scale * row.seconds);
+      top -= tall;
+      yield [row, top, tall];
+      top -= row.gap;
     }
   }
 
   draw(context, width, space) {
     const dot = this.dotWidth(width, space);
-    for (const [row, top] of this.seen(space)) {
-      const height = Math.max(row.height - 1, 1.5);
+    for (const [row, top, tall] of this.seen(space)) {
+      const height = Math.max(tall - 1, 1.5);
       for (const [left, right, segment] of this.places(row, width, dot)) {
         const [key, , , flags] = segment;
         context.fillStyle = colour(key);
@@ -103,13 +119,13 @@ export class Tape {
 
   /** Where a row's segments are: [left, right, segment]. */
   *places(row, width, dot) {
-    const scale = (width - AXIS - dot * row.dots - 8) / this.mostTokens;
+    const scale = (width - AXIS - dot * row.dots - SPACE * row.bars - 3) / this.mostTokens;
     let left = 0;
     for (const segment of row.segments) {
       const tokens = segment[1];
       const right = left + (isDecode(segment) ? dot * tokens : Math.max(tokens * scale, 4));
       yield [left, right, segment];
-      left = right + (isDecode(segment) ? 0 : 5);
+      left = right + (isDecode(segment) ? 0 : SPACE);
     }
   }
 
@@ -126,29 +142,31 @@ export class Tape {
   drawAxis(context, width, height) {
     context.fillStyle = styled("--quiet");
     context.font = "10px system-ui, sans-serif";
-    for (let seconds = 1; seconds * PIXELS_PER_SECOND < height - 8; seconds += 1) {
-      const y = height - seconds * PIXELS_PER_SECOND;
-      context.fillRect(width - AXIS + 30, y, 5, 1);
-      if (seconds % 2 === 0) context.fillText(`${seconds} s`, width - AXIS + 10, y + 3);
+    const scale = this.scale(height);
+    const interval = INTERVALS.find((one) => one * scale >= MIN_INTERVAL) ?? INTERVALS.at(-1);
+    for (let seconds = interval; seconds * scale < height - 8; seconds += interval) {
+      const y = height - seconds * scale;
+      context.fillRect(width - AXIS + 36, y, 5, 1);
+      context.fillText(`${seconds} s`, width - AXIS + 4, y + 3);
     }
   }
 
   drawChosen(context, width, height, dot) {
-    for (const [row, top] of this.seen(height)) {
+    for (const [row, top, tall] of this.seen(height)) {
       if (row !== this.chosen.row) continue;
       const place = [...this.places(row, width, dot)][this.chosen.index];
       if (!place) return;
       context.strokeStyle = styled("--text");
       context.lineWidth = 1.5;
-      context.strokeRect(place[0], top, place[1] - place[0], row.height);
+      context.strokeRect(place[0], top, place[1] - place[0], tall);
     }
   }
 
   hit(x, y) {
     const { clientWidth: width, clientHeight: height } = this.view.canvas;
     const dot = this.dotWidth(width, height);
-    for (const [row, top] of this.seen(height)) {
-      if (y < top || y > top + row.height) continue;
+    for (const [row, top, tall] of this.seen(height)) {
+      if (y < top || y > top + tall) continue;
       const index = [...this.places(row, width, dot)].findIndex(([left, right]) => x >= left && x <= right);
       return { row, index: Math.max(index, 0) };
     }

@@ -1,0 +1,23 @@
+// A conversation as a file.
+
+import { el } from "../dom.js";
+
+const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
+
+/** Return the shown branch of a conversation as Markdown. */
+export function toMarkdown(conversation) {
+  const parts = [`# ${conversation.title}`];
+  for (const { role, model, content, calls = [] } of conversation.path) {
+    parts.push(`## ${model ?? NAMES[role]}`, content);
+    for (const { name, text } of calls) parts.push(`Call of ${name}:\n\n    ${text.replaceAll("\n", "\n    ")}`);
+  }
+  return `${parts.filter(Boolean).join("\n\n")}\n`;
+}
+
+/** Have the browser save a text as a file. Signs that file systems refuse become spaces in its name. */
+export function download(name, text) {
+  const address = URL.createObjectURL(new Blob([text], { type: "text/markdown" }));
+  const link = el("a", { href: address, download: name.replace(/[\s\\/:*?"<>|\p{C}]+/gu, " ").trim() });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(address), 1000);
+}

@@ -1,0 +1,77 @@
+"""The live view in a real browser: colours, slow steps, and how far a demonstration is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.browsing import browser_or_skip, page_of
+from tests.support.serving import Served, serve
+from tools.fixtures.fake_engine import fake_config
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.browser
+
+COLOURS = """async () => {
+    const { colour, styled } = await import("/page/js/live/colours.js");
+    return [Array.from({ length: 8 }, (_, key) => colour(key)), styled("--panel")];
+}"""
+SLOW_STEPS = """async () => {
+    const { tape } = await import("/page/js/main.js");
+    const row = (step) => ({ step, steps: 1, seconds: 8, idle: 0, segments: [[1, 64, 0, 1]] });
+    tape.add(Array.from({ length: 9 }, (_, step) => row(step)));
+    const height = tape.view.canvas.clientHeight;
+    return [[...tape.seen(height)].length, tape.scale(height), tape.scale(1e9)];
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    yield from browser_or_skip()
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of #rrggbb, as WCAG defines it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_eight_requests_have_eight_colours(browser: Browser, served: Served, scheme: str) -> None:
+    with page_of(browser, served, color_scheme=scheme) as page:
+        colours, ground = page.evaluate(COLOURS)
+    assert len(set(colours)) == 8
+    for colour in colours:
+        light, dark = sorted((luminance(colour), luminance(ground)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 3, colour
+
+
+def test_slow_steps_leave_room_for_others(browser: Browser, served: Served) -> None:
+    with page_of(browser, served) as page:
+        assert page.evaluate(SLOW_STEPS)[0] >= 4
+        num_seen, scale, most = page.evaluate(SLOW_STEPS)
+        assert num_seen <= 5 and 0 < scale < most == 60
+
+
+def test_a_demonstration_shows_how_far_it_is(browser: Browser) -> None:
+    config = fake_config(num_blocks=64, block_size=4, max_model_len=128)
+    with serve(config=config, step_time=0.01) as served, page_of(browser, served) as page:
+        page.click("#demo-fill")
+        page.wait_for_function("() => document.querySelector('#demo-bar').value > 20")
+        served.runner.running.clear()  # in the middle
+        bar, said = page.locator("#demo-bar"), page.locator("#demo-counts")
+        most = int(bar.get_attribute("max") or 0)
+        assert 0 < bar.evaluate("bar => bar.position") < 1
+        page.wait_for_timeout(300)
+        assert said.inner_text().endswith("preemptions") and f" of {most} tokens" in said.inner_text().replace(
+            ",", "", 1
+        )
+        served.runner.step_time = 0.0
+        served.runner.running.set()
+        page.wait_for_selector("#demo-progress", state="hidden")
+        assert "every request got its whole answer" in page.locator("#demo-status").inner_text()
