@@ -7,7 +7,6 @@ import inspect
 import threading
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -19,7 +18,6 @@ from transformers.utils import get_json_schema
 from metal_engine.cancellation import Cancelled
 from metal_engine.engine.template_budget import STEP, Budget, TemplateBudgetError, spending
 from metal_engine.engine.template_sandbox import BoundedEnvironment, syntax_tree
-from metal_engine.errors import ConfigError
 
 # A rendering may take some seconds whatever the messages are, and then in proportion to them: templates pass over a
 # text some ten times.
@@ -238,25 +236,3 @@ def _cut(rendered: str, final: str) -> str:
     is_whole = rendered.startswith(_CONTINUE_HERE, at)
     # Where the template trims messages, the text was to end without blanks.
     return rendered[:at] if is_whole else rendered[:at].rstrip()
-
-
-def read_chat_template(given: str) -> str:
-    """The chat template that ``--chat-template`` names: the content of a file, or the Jinja text itself.
-
-    Raises:
-        ConfigError: it is neither, or no valid Jinja.
-    """
-    text = given
-    if "{{" not in given and "{%" not in given:
-        try:
-            text = Path(given).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text file"
-            raise ConfigError("--chat-template", f"cannot read --chat-template {given}: {reason}") from error
-    try:
-        # Extensions that templates of published models use.
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
-    except jinja2.TemplateSyntaxError as error:
-        if "generation" not in str(error):  # a tag of transformers' own
-            raise ConfigError("--chat-template", f"is not valid Jinja: line {error.lineno}: {error.message}") from error
-    return text

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from math import inf
-from urllib.parse import urlsplit
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings import rank_args, step_args
@@ -353,43 +352,3 @@ class ServerArgs(Settings):
             raise ConfigError("--allowed-hosts", "must not be empty")
         if any(not name.strip() for name in self.served_model_name):
             raise ConfigError("--served-model-name", "must not be empty")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatArgs(Settings):
-    """Settings of ``metal-engine chat`` beside the engine's."""
-
-    url: str | None = setting(
-        None,
-        "Address of the server to talk to. Default: http://127.0.0.1:8000 if a server there serves MODEL, else the "
-        "model is loaded into this process.",
-    )
-    api_key: str | None = setting(None, "Key to send to the server.", secret=True)
-    system: str | None = setting(None, "System prompt.")
-    temperature: float | None = setting(
-        None, "Sampling temperature; 0 is greedy. Default: what the model recommends, else 0.7; a server has its own."
-    )
-    top_p: float | None = setting(
-        None,
-        "Sample from the most likely tokens whose probability reaches this together. Default: what the model "
-        "recommends, else 0.95; a server has its own.",
-    )
-    max_tokens: int | None = setting(None, "Longest answer in tokens. Default: as many as fit.", kind="count")
-    log_level: str = setting(
-        "warning", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.url is not None and not _is_address(self.url):
-            raise ConfigError("--url", f"must be like http://127.0.0.1:8000 or https://example.org, got {self.url!r}")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise ConfigError("--api-key", "must be printable ASCII")
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
-        return False

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from metal_engine.cli.main import app
-from metal_engine.cli.serve_several import models_in
+from metal_engine.cli.models_dir import models_in
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
