@@ -67,13 +67,14 @@ def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
     except ParameterError as error:
         raise ConfigError(flag(error.name), error.message) from error
     _announce(f"Loading {args.model} into this process, which takes its own memory for weights and KV cache.")
+    from metal_engine.engine.default_sampling import default_sampling_text
     from metal_engine.llm import LLM
 
     with LLM(**vars(args)) as llm:
         defaults = llm.config.model.default_sampling or _SAMPLING
-        params = SamplingParams(**{"max_tokens": None, **defaults, **given})
-        model = LoadedModel(llm, params)
-        _note(f"Talking to {model.name}.")
+        sampling = {"max_tokens": None, **defaults, **given}
+        model = LoadedModel(llm, SamplingParams(**sampling))
+        _note(f"Talking to {model.name}, with {default_sampling_text(sampling)}.")
         return _talk(model, chat_args)
 
 

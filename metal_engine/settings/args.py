@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings import rank_args, step_args
+from metal_engine.settings import memory_args, rank_args, step_args
 from metal_engine.settings.fields import Settings, setting
 from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 from metal_engine.settings.lora_args import ENABLE_LORA, LORA, LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, LoRAArgs
@@ -30,7 +30,7 @@ GIB = 1 << 30
 # Among the names that a model is served by: every other name.
 ANY_NAME = "*"
 # Headings in `--help` and in docs/cli.md, below which the settings stand.
-MODEL, MEMORY, SCHEDULING, KV_TRANSFER = "Model", "Memory", step_args.SCHEDULING, "KV transfer"
+MODEL, MEMORY, SCHEDULING, KV_TRANSFER = "Model", memory_args.MEMORY, step_args.SCHEDULING, "KV transfer"
 SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "Server", "Security", "Limits", "Answers", "Logging"
 
 
@@ -113,6 +113,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         gt=0,
         le=1,
     )
+    wire_memory: bool = memory_args.WIRE_MEMORY
     attention_backend: str = setting(
         "auto",
         "What computes attention: metal (our kernel, or an error), mlx (MLX's operations), or auto: our kernel for the "
