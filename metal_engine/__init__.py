@@ -5,6 +5,7 @@ Importing the package loads neither MLX nor a model; the names below load what t
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
+
+# Keep transformers from warning at import that PyTorch is missing: this package works without PyTorch.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
 __all__ = [
     "LLM",
     "LoRARequest",

@@ -15,7 +15,8 @@ from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.adapters import AdapterRegistry
-from metal_engine.engine.chat_template import check_templates, read_chat_template, templates_of
+from metal_engine.engine.chat_template import templates_of
+from metal_engine.engine.chat_template_file import check_templates, read_chat_template
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import WHOLE_DEVICE, DeviceShare
 from metal_engine.engine.tokenizer import Tokenizer

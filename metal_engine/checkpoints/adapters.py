@@ -116,6 +116,21 @@ def _read(file: Any, tensor: StoredTensor, offset: int) -> np.ndarray:
     return np.frombuffer(data, "<f2" if tensor.dtype == "F16" else "<f4").astype(np.float32).reshape(tensor.shape)
 
 
+def check_adapter_folder(folder: Path, within: Path | None = None) -> None:
+    """Check that an adapter's folder and configuration exist.
+
+    Args:
+        within: directory that must contain the files after links are followed. None allows any directory.
+
+    Raises:
+        AdapterError: the folder or the file is missing, or is outside ``within``.
+    """
+    if not _inside(folder, within).is_dir():
+        raise AdapterError(f"{folder} is not a directory: an adapter is one, with {CONFIG} in it")
+    if not _inside(folder / CONFIG, within).is_file():
+        raise AdapterError(f"{folder} has no {CONFIG}: not an adapter")
+
+
 def open_adapter(folder: Path, targets: AdapterTargets, within: Path | None = None) -> AdapterFile:
     """Check an adapter against a model, by its configuration and the header of its weights.
 
@@ -136,10 +151,7 @@ def open_adapter(folder: Path, targets: AdapterTargets, within: Path | None = No
 
 
 def _open(folder: Path, targets: AdapterTargets, within: Path | None) -> AdapterFile:
-    if not _inside(folder, within).is_dir():
-        raise AdapterError(f"{folder} is not a directory: an adapter is one, with {CONFIG} in it")
-    if not _inside(folder / CONFIG, within).is_file():
-        raise AdapterError(f"{folder} has no {CONFIG}: not an adapter")
+    check_adapter_folder(folder, within)
     config = read_json(folder / CONFIG, _MAX_JSON_BYTES)
     is_peft = "peft_type" in config
     if not is_peft and not isinstance(config.get("lora_parameters"), dict):

@@ -32,7 +32,8 @@ from metal_engine.checkpoints.look import (
     read_remote_config,
     remote_facts,
 )
-from metal_engine.checkpoints.names import DEMO_MODEL, HubName, is_local, parse_hub_name
+from metal_engine.checkpoints.named_paths import check_model_name
+from metal_engine.checkpoints.names import DEMO_MODEL, HubName, parse_hub_name
 from metal_engine.checkpoints.pooling import check_causal
 from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.settings.args import EngineArgs
@@ -61,15 +62,12 @@ def find_model(args: EngineArgs, device: DeviceInfo, check: Check) -> FoundModel
     """
     if args.model == DEMO_MODEL:
         return FoundModel(fetch_demo_model(), DEMO_MODEL)
+    check_model_name(args.model)
     path = Path(args.model).expanduser()
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelLoadError(f"no such file: {path}")
         return FoundModel(path, path.stem)
     if path.is_dir():
         return FoundModel(path, args.model)
-    if is_local(args.model):
-        raise ModelLoadError(f"{args.model} is neither a directory nor a .gguf file")
     name = hub_name(args)
 
     def look(repo: HubRepo) -> None:

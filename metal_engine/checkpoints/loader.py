@@ -30,6 +30,7 @@ from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.checkpoints.headless import EmbeddingWeights
 from metal_engine.checkpoints.hub import fetch_tokenizer
+from metal_engine.checkpoints.named_paths import generation_config_folder, local_tokenizer
 from metal_engine.checkpoints.names import DEMO_MODEL, is_local
 from metal_engine.checkpoints.pooling import check_causal, find_reranker, gguf_pooler, read_pooler
 from metal_engine.checkpoints.tokenizer import load_tokenizer
@@ -276,23 +277,15 @@ def _quantization(config: dict[str, Any]) -> str:
 
 def _generation_config(args: EngineArgs, own: dict[str, Any] | None) -> dict[str, Any]:
     """Returns what ``--generation-config`` names: the checkpoint's own, nothing, or another folder's."""
-    if args.generation_config == "auto":
-        return own or {}
-    if args.generation_config == "vllm":
-        return {}
-    folder = Path(args.generation_config).expanduser()
-    if not (folder / "generation_config.json").is_file():
-        raise ModelLoadError(f"{folder} has no generation_config.json (--generation-config)")
-    return checkpoint.read_generation_config(folder)
+    folder = generation_config_folder(args.generation_config)
+    if folder is not None:
+        return checkpoint.read_generation_config(folder)
+    return own or {} if args.generation_config == "auto" else {}
 
 
 def _other_tokenizer(args: EngineArgs) -> PreTrainedTokenizerFast:
     """The tokenizer that ``--tokenizer`` names: a directory, or a repository on the hub."""
     assert args.tokenizer is not None
-    folder = Path(args.tokenizer).expanduser()
-    if not folder.is_dir():
-        if folder.exists() or args.tokenizer.startswith((".", "/", "~")):
-            raise ModelLoadError(f"{args.tokenizer} is not a directory (--tokenizer)")
-        folder = fetch_tokenizer(args.tokenizer, args.download_dir)
+    folder = local_tokenizer(args.tokenizer) or fetch_tokenizer(args.tokenizer, args.download_dir)
     check_small_files(folder)
     return load_tokenizer(folder, trust_remote_code=args.trust_remote_code)

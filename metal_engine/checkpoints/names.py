@@ -39,6 +39,13 @@ def is_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.endswith(".gguf") or Path(name).expanduser().exists()
 
 
+def is_ollama_name(name: str) -> bool:
+    """True for a name such as ``qwen3:8b``: no owner, and a tag that is not a quantization."""
+    parsed = parse_hub_name(name)
+    tag = parsed.quantization
+    return "/" not in parsed.repo and tag is not None and _QUANTIZATION.fullmatch(tag) is None
+
+
 def did_you_mean(name: str, known: list[str]) -> str:
     """``; did you mean X?`` for the known name that is most like ``name``, or is it without the owner; else nothing."""
     repo = parse_hub_name(name).repo.lower()

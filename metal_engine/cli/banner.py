@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from metal_engine.engine.default_sampling import default_sampling_text
 from metal_engine.engine.model_entry import ModelEntry, RunningModel
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.settings.config import EngineConfig, ModelInfo, RankInfo, SpeculativeConfig
@@ -41,6 +42,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         f"{scheduler.max_num_seqs} for requests{before_drafts}, the others for checkpoints",
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "
         f"{scheduler.max_num_batched_tokens:,} tokens a step",
+        "sampling": _sampling(model),
         "speculation": "",
         "dispatch": config.dispatch,
         "commands": f"command buffers of {config.command_buffers}",
@@ -53,6 +55,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         )
     else:
         del facts["speculation"]
+    if not model.can_generate:
+        del facts["sampling"]
     if not config.dispatch:
         del facts["dispatch"]
     if config.command_buffers is None:
@@ -98,7 +102,16 @@ def _loaded(entry: ModelEntry, running: RunningModel) -> str:
     """A loaded model: its name, what it takes, in what it keeps keys and values."""
     model = running.engine.config.model
     kv = f", KV cache in {model.kv_dtype}" if model.kv_bytes_per_token else ""
-    return f"{entry.name} ({format_size(entry.num_bytes)}{kv})"
+    sampling = f", {default_sampling_text(model.default_sampling)}" if model.can_generate else ""
+    return f"{entry.name} ({format_size(entry.num_bytes)}{kv}{sampling})"
+
+
+def _sampling(model: ModelInfo) -> str:
+    """Return the sampling of requests that set no parameters, and its origin."""
+    text = default_sampling_text(model.default_sampling)
+    if model.default_sampling:
+        return f"{text} by default, as the model recommends"
+    return f"{text} by default. No generation_config.json is in use; set --generation-config to a folder with one"
 
 
 def _ranks(ranks: tuple[RankInfo, ...]) -> str:

@@ -24,11 +24,15 @@ from metal_engine.cli.chat_answerers import (
 from metal_engine.cli.chat_input import Input, history_path, open_input
 from metal_engine.cli.chat_output import AnswerView
 from metal_engine.cli.options import NO_MODEL
+from metal_engine.cli.server_address import base_url, find_card, first_key
 from metal_engine.errors import ConfigError, ParameterError
-from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.fields import flag
 
 _OWNER = "metal-engine"
+# Styles of notes on a terminal.
+_DIM, _BOLD = "2", "1"
 # What a chat samples with where neither the user nor the checkpoint says anything.
 _SAMPLING = {"temperature": 0.7, "top_p": 0.95}
 
@@ -53,23 +57,24 @@ def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
     if server is not None:
         _note(f"Talking to {server.name}; the server's own settings hold.")
         return _talk(server, chat_args)
-    if not args.model:
-        raise ConfigError(None, f"{NO_MODEL}; no server answers at {_default_url()} (--url names another)")
-    if sys.stderr.isatty():  # elsewhere, an error is the only line
-        _note(f"Loading {args.model} into this process ...")
-    from metal_engine.llm import LLM
+    from metal_engine.cli.early_checks import check_engine_args
     from metal_engine.sampling_params import SamplingParams
 
+    check_engine_args(args)
     given = _given_sampling(chat_args)
     try:
-        SamplingParams(**given)  # before the model: what is wrong is noticed at once
+        SamplingParams(**given)
     except ParameterError as error:
         raise ConfigError(flag(error.name), error.message) from error
+    _announce(f"Loading {args.model} into this process, which takes its own memory for weights and KV cache.")
+    from metal_engine.engine.default_sampling import default_sampling_text
+    from metal_engine.llm import LLM
+
     with LLM(**vars(args)) as llm:
         defaults = llm.config.model.default_sampling or _SAMPLING
-        params = SamplingParams(**{"max_tokens": None, **defaults, **given})
-        model = LoadedModel(llm, params)
-        _note(f"Talking to {model.name}.")
+        sampling = {"max_tokens": None, **defaults, **given}
+        model = LoadedModel(llm, SamplingParams(**sampling))
+        _note(f"Talking to {model.name}, with {default_sampling_text(sampling)}.")
         return _talk(model, chat_args)
 
 
@@ -82,38 +87,49 @@ def _talk(answerer: Answerer, chat_args: ChatArgs) -> bool:
 
 
 def _find_server(chat_args: ChatArgs, args: EngineArgs) -> RunningServer | None:
-    """The server that ``--url`` names; without it, ours at the default address if it serves the model.
+    """Return the server at ``--url``, or our server at ``--host`` and ``--port`` if it serves the model.
 
-    A user who gives settings of the engine wants an engine with these, and so none that runs already.
+    Return None, after a note with the reason, if this process must load the model. Settings of the engine exclude a
+    running server.
+
+    Raises:
+        ConfigError: the server at ``--url`` cannot be used, or no server answers and no model is named.
     """
-    url = chat_args.url or _default_url()
-    if chat_args.url is None and args != EngineArgs(model=args.model):
+    url = base_url(chat_args.host, chat_args.port, chat_args.url)
+    key = first_key(chat_args.api_key) or None
+    has_settings = args != EngineArgs(model=args.model)
+    if chat_args.url is None and has_settings and args.model:
+        _announce("Flags of the engine are given, so no running server is used.")
         return None
     try:
-        models = served_models(url, chat_args.api_key)
+        cards = served_models(url, key)
+        card = _usable_card(cards, url, args.model, is_any_server=chat_args.url is not None)
     except ServerError as error:
         if chat_args.url is not None:
             raise ConfigError("--url", f"{error} (--url)") from error
-        if not error.is_absent:
-            _note(f"{error}.")
+        if not args.model:
+            raise ConfigError(None, f"{NO_MODEL}; {error} (--port or --url names another server)") from error
+        _announce(f"No running server is used: {error}.")
         return None
-    if chat_args.url is None and _OWNER not in models.values():
-        return None
-    if not models or (args.model and args.model not in models):
-        served = ", ".join(models) or "nothing"
-        if chat_args.url is not None:
-            raise ConfigError("--url", f"{url} (--url) serves {served}, not {args.model}")
-        _note(f"The server at {url} serves {served}.")
-        return None
-    if chat_args.url is not None and args != EngineArgs(model=args.model):
+    if has_settings:
         _note("Settings of the engine have no effect on a server that runs already.")
-    body = {"model": args.model or next(iter(models)), **_given_sampling(chat_args)}
-    return RunningServer(url, body, chat_args.api_key)
+    return RunningServer(url, {"model": card["id"], **_given_sampling(chat_args)}, key)
 
 
-def _default_url() -> str:
-    server = ServerArgs()
-    return f"http://{server.host}:{server.port}"
+def _usable_card(cards: list[dict[str, Any]], url: str, model: str, *, is_any_server: bool) -> dict[str, Any]:
+    """Return the entry of ``/v1/models`` to talk to. Raise ServerError if this server cannot be used.
+
+    Args:
+        model: the user's MODEL; empty for any.
+        is_any_server: whether the server may be another program than ours.
+    """
+    if not is_any_server and all(card.get("owned_by") != _OWNER for card in cards):
+        raise ServerError(f"{url} is not a metal-engine server")
+    card = find_card(cards, model)
+    if card is None:
+        served = ", ".join(one["id"] for one in cards) or "nothing"
+        raise ServerError(f"{url} serves {served}, not {model or 'a model'}")
+    return card
 
 
 def _given_sampling(chat_args: ChatArgs) -> dict[str, Any]:
@@ -121,12 +137,17 @@ def _given_sampling(chat_args: ChatArgs) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(chat_args, name)) is not None}
 
 
-def _note(text: str) -> None:
+def _note(text: str, style: str = _DIM) -> None:
     """Tell the user something that is no part of an answer."""
     # A server's words may hold a terminal's control characters.
     text = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
     is_styled = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    print(f"\x1b[2m{text}\x1b[22m" if is_styled else text, file=sys.stderr, flush=True)
+    print(f"\x1b[{style}m{text}\x1b[22m" if is_styled else text, file=sys.stderr, flush=True)
+
+
+def _announce(text: str) -> None:
+    """Tell the user what costs memory or time, in bold type."""
+    _note(text, _BOLD)
 
 
 # --- the conversation ---

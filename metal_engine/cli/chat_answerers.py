@@ -46,15 +46,7 @@ class AnswerError(Exception):
 
 
 class ServerError(Exception):
-    """A server cannot be asked; the message says why.
-
-    Attributes:
-        is_absent: whether nothing listens there.
-    """
-
-    def __init__(self, message: str, *, is_absent: bool = False) -> None:
-        super().__init__(message)
-        self.is_absent = is_absent
+    """A failed request to a server, or a server without the model; the message has the reason."""
 
 
 class Answerer(Protocol):
@@ -128,8 +120,8 @@ class RunningServer:
             raise AnswerError(f"{self._url} does not answer: {one_line(error)}") from error
 
 
-def served_models(url: str, api_key: str | None = None) -> dict[str, str]:
-    """The models of a server: name -> who owns it, in the server's order.
+def served_models(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
+    """Return a server's entries of ``/v1/models``, each with an ``id``, in the server's order.
 
     Raises:
         ServerError: it cannot be reached, or does not speak OpenAI's API.
@@ -140,9 +132,9 @@ def served_models(url: str, api_key: str | None = None) -> dict[str, str]:
             if response.status in (401, 403):
                 raise ServerError(f"{url} refuses: {_problem(response)}")
             cards = json.loads(response.read(_MAX_BODY))["data"]
-            return {str(card["id"]): str(card.get("owned_by")) for card in cards}
+            return [{**card, "id": str(card["id"])} for card in cards]
     except ConnectionRefusedError as error:
-        raise ServerError(f"no server at {url}", is_absent=True) from error
+        raise ServerError(f"no server answers at {url}") from error
     except (OSError, http.client.HTTPException) as error:
         raise ServerError(f"{url} does not answer: {one_line(error)}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -10,6 +10,8 @@ from rich.cells import cell_len
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 _TAB = 8
+# Width of a line on a terminal of unknown size, in columns.
+_WIDTH = 80
 
 
 class WordWrapper:
@@ -122,6 +124,7 @@ class AnswerView:
 
     def _width(self) -> int:
         try:
-            return max(1, os.get_terminal_size(self._out.fileno()).columns)
+            # A terminal of unknown size reports 0 columns.
+            return os.get_terminal_size(self._out.fileno()).columns or _WIDTH
         except OSError:
-            return 80
+            return _WIDTH

@@ -16,16 +16,15 @@ import typer
 
 from metal_engine.cli.launch_tools import TOOLS, RunningServer, Tool
 from metal_engine.cli.options import one_line_errors
+from metal_engine.cli.server_address import ApiKey, Host, Port, Url, base_url, find_card, first_key
 from metal_engine.errors import ConfigError, short
 from metal_engine.settings.args import ServerArgs
-from metal_engine.settings.fields import ENV_PREFIX
 from metal_engine.settings.model_names import problem_of_name
 
 # Clients refuse to start without a key.
 PLACEHOLDER_KEY = "metal-engine"
 _SECONDS = 5
 _MAX_ANSWER = 1 << 20
-_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def launch(
@@ -34,34 +33,10 @@ def launch(
         list[str] | None,
         typer.Argument(help="Run the tool with these, as in `-- -p hello`.", metavar="[-- ARGS]", show_default=False),
     ] = None,
-    host: Annotated[
-        str,
-        typer.Option(
-            help=f"Where the server listens. Default: {ServerArgs.host}.",
-            metavar="TEXT",
-            envvar=f"{ENV_PREFIX}HOST",
-            show_envvar=False,
-        ),
-    ] = ServerArgs.host,
-    port: Annotated[
-        int,
-        typer.Option(
-            help=f"Its port. Default: {ServerArgs.port}.", metavar="N", envvar=f"{ENV_PREFIX}PORT", show_envvar=False
-        ),
-    ] = ServerArgs.port,
-    url: Annotated[
-        str | None, typer.Option(help="Its URL, instead of --host and --port.", metavar="URL", show_default=False)
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Its key, if it has one; better given in METAL_ENGINE_API_KEY.",
-            envvar=f"{ENV_PREFIX}API_KEY",
-            metavar="TEXT",
-            show_envvar=False,
-            show_default=False,
-        ),
-    ] = None,
+    host: Host = ServerArgs.host,
+    port: Port = ServerArgs.port,
+    url: Url = None,
+    api_key: ApiKey = None,
     exec_: Annotated[bool, typer.Option("--exec", help="Run the tool, instead of printing its environment.")] = False,
 ) -> None:
     """Point a coding tool at a server that runs: print its environment, or run it.
@@ -73,7 +48,7 @@ def launch(
             raise ConfigError(None, f"there is no tool {short(tool)}: choose {', '.join(TOOLS)}")
         wanted = TOOLS[tool]
         start = "metal-engine serve demo" + (f" --port {port}" if port != ServerArgs.port and url is None else "")
-        server = find_server(base_url(host, port, url), (api_key or "").split(",")[0].strip(), start)
+        server = find_server(base_url(host, port, url), first_key(api_key), start)
         path = shutil.which(wanted.program)
         missing = f"{wanted.program} is not installed: {wanted.install}"
         if server.max_model_len < wanted.prompt_tokens:
@@ -103,16 +78,6 @@ def shell_lines(tool: Tool, server: RunningServer) -> list[str]:
     return lines
 
 
-def base_url(host: str, port: int, url: str | None) -> str:
-    """Where the server is, without ``/v1``. Raises ConfigError for what is no URL."""
-    if url is None:
-        host = _ANYWHERE.get(host, host)
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError("--url", f"must begin with http:// or https://, got {short(url)}")
-    return url.rstrip("/").removesuffix("/v1")
-
-
 def find_server(url: str, api_key: str, start: str) -> RunningServer:
     """Ask a server for its model.
 
@@ -135,10 +100,9 @@ def find_server(url: str, api_key: str, start: str) -> RunningServer:
             raise ConfigError(None, message) from error
         raise ConfigError("--url", f"{url} does not answer as a metal-engine server does") from error
     try:
-        # Of a model that has not been loaded, it is not known how much it takes in.
-        card = next((one for one in answer["data"] if one["max_model_len"] is not None), answer["data"][0])
+        card = find_card(answer["data"], "") or {}
         server = RunningServer(url, api_key or PLACEHOLDER_KEY, str(card["id"]), int(card["max_model_len"]))
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError("--url", f"{url} does not answer as a metal-engine server does") from error
     if problem := problem_of_name(server.model):
         raise ConfigError("--url", f"{url} has a model whose name {problem}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 
 from rich.console import Console
@@ -17,8 +16,6 @@ def set_up_logging(level: str, style: str = "text") -> None:
         level: as in ``--log-level``.
         style: ``json`` for one object a line; ``text`` is coloured on a terminal.
     """
-    # Read when `transformers` is imported: it would say that PyTorch is missing, which nothing here needs.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     handler: logging.Handler = logging.StreamHandler()
     if style == "json":
         from metal_engine.server.logs import JSONFormatter, RequestIdFilter

@@ -19,7 +19,8 @@ from metal_engine.cli.ps import ps
 from metal_engine.device.allocator import keep_freed_memory
 from metal_engine.distributed.launch import is_follower
 from metal_engine.errors import ConfigError
-from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.model_names import problem_of_name
 from metal_engine.settings.several import RegistryArgs
 
@@ -46,9 +47,7 @@ def serve(args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs
     set_up_logging(server_args.log_level, server_args.log_format)
     keep_freed_memory()  # before anything that starts a thread is imported
     if len(models) > 1 or registry_args.is_wanted:
-        from metal_engine.cli.serve_several import serve_several
-
-        status = serve_several(models, args, server_args, registry_args)
+        status = _serve_several(models, args, server_args, registry_args)
     elif models and is_follower(args):
         from metal_engine.follow import follow
 
@@ -61,18 +60,36 @@ def serve(args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs
         raise typer.Exit(status)
 
 
-def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
-    from metal_engine.build import build_engine
-    from metal_engine.cli.banner import print_banner, startup_facts
-    from metal_engine.engine.async_engine import AsyncEngine
+def _serve_several(
+    models: tuple[str, ...], args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs
+) -> int:
+    from metal_engine.cli.models_dir import find_several
     from metal_engine.server.listen import listen
-    from metal_engine.server.run import quit_on_signals, run_server
 
-    args.refuse_with_ranks("--lora-dir", server_args.lora_dir)
+    found = find_several(models, args, server_args, registry_args)
+    with listen(server_args) as listener:  # before the import below, which takes seconds
+        from metal_engine.cli.serve_several import serve_several
+
+        return serve_several(models, found, args, server_args, registry_args, listener)
+
+
+def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
+    from metal_engine.cli.early_checks import check_engine_args, check_lora_dir
+    from metal_engine.server.listen import listen
+
+    check_lora_dir(args, server_args)
     names = server_args.served_model_name or (args.model,)
     if not server_args.served_model_name and (problem := problem_of_name(args.model)):
         raise ConfigError("MODEL", f"{problem} with --served-model-name")
-    with _naming_the_model(args), listen(server_args) as listener:  # before the model: a port in use is noticed at once
+    # Errors about settings, paths and the port come before the imports below, which take seconds.
+    with _naming_the_model(args), listen(server_args) as listener:
+        check_engine_args(args)
+
+        from metal_engine.build import build_engine
+        from metal_engine.cli.banner import print_banner, startup_facts
+        from metal_engine.engine.async_engine import AsyncEngine
+        from metal_engine.server.run import quit_on_signals, run_server
+
         engine = AsyncEngine(lambda: build_engine(args))
         with quit_on_signals():
             engine.start()
@@ -131,6 +148,9 @@ def _serve(args: BenchServeArgs) -> None:
 def _throughput(args: BenchThroughputArgs, engine_args: EngineArgs) -> None:
     """Tokens a second of the engine alone, all requests at once."""
     set_up_logging("warning")
+    from metal_engine.cli.early_checks import check_engine_args
+
+    check_engine_args(engine_args)
     from metal_engine.bench.offline import bench_throughput
 
     bench_throughput(engine_args, args)
@@ -140,6 +160,9 @@ def _throughput(args: BenchThroughputArgs, engine_args: EngineArgs) -> None:
 def _latency(args: BenchLatencyArgs, engine_args: EngineArgs) -> None:
     """How long the engine alone takes for some requests at once."""
     set_up_logging("warning")
+    from metal_engine.cli.early_checks import check_engine_args
+
+    check_engine_args(engine_args)
     from metal_engine.bench.offline import bench_latency
 
     bench_latency(engine_args, args)

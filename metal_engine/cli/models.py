@@ -70,14 +70,17 @@ def _pull(
     """Download a model, so that `serve` finds it. What was interrupted goes on where it ended."""
     set_up_logging("info")
     with one_line_errors():
+        from metal_engine.checkpoints.named_paths import check_model_name
+        from metal_engine.checkpoints.names import DEMO_MODEL, is_local
+
+        if model != DEMO_MODEL and is_local(model):
+            raise ConfigError(None, f"{model} is a path: `pull` takes a repository on the hub, `serve` takes both")
+        check_model_name(model)
         device = _device()
         from metal_engine.build import check_before_loading
         from metal_engine.checkpoints.find import fetch_model, find_model, hub_name
-        from metal_engine.checkpoints.names import DEMO_MODEL, is_local
 
         args = EngineArgs(model=model, download_dir=download_dir)
-        if model != DEMO_MODEL and is_local(model):
-            raise ConfigError(None, f"{model} is a path: `pull` takes a repository on the hub, `serve` takes both")
         if force and model != DEMO_MODEL:
             path = fetch_model(hub_name(args), download_dir, lambda repo: None)
         else:

@@ -10,47 +10,24 @@ from typing import Annotated, Any
 import typer
 
 from metal_engine.cli.columns import print_columns
-from metal_engine.cli.launch import base_url, get_json
+from metal_engine.cli.launch import get_json
 from metal_engine.cli.options import one_line_errors
+from metal_engine.cli.server_address import ApiKey, Host, Port, Url, base_url, first_key
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import ServerArgs
-from metal_engine.settings.fields import ENV_PREFIX, format_size
+from metal_engine.settings.fields import format_size
 
 
 def ps(
-    host: Annotated[
-        str,
-        typer.Option(
-            help=f"Where the server listens. Default: {ServerArgs.host}.",
-            metavar="TEXT",
-            envvar=f"{ENV_PREFIX}HOST",
-            show_envvar=False,
-        ),
-    ] = ServerArgs.host,
-    port: Annotated[
-        int,
-        typer.Option(
-            help=f"Its port. Default: {ServerArgs.port}.", metavar="N", envvar=f"{ENV_PREFIX}PORT", show_envvar=False
-        ),
-    ] = ServerArgs.port,
-    url: Annotated[
-        str | None, typer.Option(help="Its URL, instead of --host and --port.", metavar="URL", show_default=False)
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Its key, if it has one; better given in METAL_ENGINE_API_KEY.",
-            envvar=f"{ENV_PREFIX}API_KEY",
-            metavar="TEXT",
-            show_envvar=False,
-            show_default=False,
-        ),
-    ] = None,
+    host: Host = ServerArgs.host,
+    port: Port = ServerArgs.port,
+    url: Url = None,
+    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the models of a server that runs: which are loaded, what they take, how many requests use them."""
     with one_line_errors():
-        rows = running_models(base_url(host, port, url), (api_key or "").split(",")[0].strip())
+        rows = running_models(base_url(host, port, url), first_key(api_key))
         if as_json:
             print(json.dumps(rows, indent=2))
             return

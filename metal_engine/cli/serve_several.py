@@ -7,13 +7,14 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from metal_engine.cli.models_dir import models_in
 from metal_engine.engine.device_share import DeviceShare, DeviceTurns
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.model_entry import ModelSource, RunningModel, Start
 from metal_engine.engine.registry import ModelRegistry
-from metal_engine.errors import ConfigError, NoRoomError
+from metal_engine.errors import NoRoomError
+from metal_engine.server.listen import Listener
 from metal_engine.settings.args import EngineArgs, ServerArgs
-from metal_engine.settings.model_names import check_name, problem_of_name
 from metal_engine.settings.pool_size import pool_flag
 from metal_engine.settings.several import RegistryArgs, args_of_one, models_memory
 
@@ -21,9 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 def serve_several(
-    models: tuple[str, ...], args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs
+    models: tuple[str, ...],
+    found: dict[str, Path],
+    args: EngineArgs,
+    server_args: ServerArgs,
+    registry_args: RegistryArgs,
+    listener: Listener,
 ) -> int:
     """Serve models until a signal. Returns the status to end the process with.
+
+    Args:
+        found: models of ``--models-dir`` by name, from :func:`find_several`, which has checked the settings.
 
     Raises:
         ConfigError: settings that cannot work.
@@ -33,47 +42,34 @@ def serve_several(
     from metal_engine.cli.banner import print_banner, registry_facts
     from metal_engine.device.blas.load import load_optimized_blas
     from metal_engine.device.info import device_info
-    from metal_engine.server.listen import listen
     from metal_engine.server.run import run_registry
 
-    if server_args.served_model_name:
-        raise ConfigError("--served-model-name", "is for one model: several are called as they are named")
-    if server_args.lora_dir is not None:
-        raise ConfigError("--lora-dir", "is for one model that stays, not for those that come and go")
-    if len(set(models)) < len(models):
-        raise ConfigError(None, "a MODEL is named twice")
+    each_alone = (replace(args, model=name) for name in (*models, *map(str, found.values())))
+    limit_command_buffers(replace(one, async_scheduling=False) for one in each_alone)
+    device = device_info(load_optimized_blas())
+    import_what_loads()
+    memory_bytes = models_memory(args, registry_args, device)
+    each = args_of_one(args, memory_bytes, device)
+    registry = ModelRegistry(memory_bytes, registry_args.keep_alive, engine_threads())
     for name in models:
-        check_name("MODEL", name)
-    found = {} if registry_args.models_dir is None else models_in(Path(registry_args.models_dir))
-    if not (models or found):
-        raise ConfigError("--models-dir", f"{registry_args.models_dir} has no model, and no MODEL is named")
-    with listen(server_args) as listener:
-        each_alone = (replace(args, model=name) for name in (*models, *map(str, found.values())))
-        limit_command_buffers(replace(one, async_scheduling=False) for one in each_alone)
-        device = device_info(load_optimized_blas())
-        import_what_loads()
-        memory_bytes = models_memory(args, registry_args, device)
-        each = args_of_one(args, memory_bytes, device)
-        registry = ModelRegistry(memory_bytes, registry_args.keep_alive, engine_threads())
-        for name in models:
-            registry.add(name, source_of(replace(each, model=name), server_args))
-        for name, path in found.items():
-            if name not in registry.names:
-                registry.add(name, source_of(replace(each, model=str(path)), server_args))
+        registry.add(name, source_of(replace(each, model=name), server_args))
+    for name, path in found.items():
+        if name not in registry.names:
+            registry.add(name, source_of(replace(each, model=str(path)), server_args))
 
-        def discover(name: str) -> ModelSource | None:
-            folder = registry_args.models_dir
-            there = {} if folder is None else models_in(Path(folder), warns=False)
-            return source_of(replace(each, model=str(there[name])), server_args) if name in there else None
+    def discover(name: str) -> ModelSource | None:
+        folder = registry_args.models_dir
+        there = {} if folder is None else models_in(Path(folder), warns=False)
+        return source_of(replace(each, model=str(there[name])), server_args) if name in there else None
 
-        return run_registry(
-            registry,
-            server_args,
-            listener,
-            on_ready=lambda url: print_banner(registry_facts(registry, url)),
-            prepare=lambda: load_named(registry, models, pool_flag(each)),
-            discover=discover if registry_args.enable_model_loading else None,
-        )
+    return run_registry(
+        registry,
+        server_args,
+        listener,
+        on_ready=lambda url: print_banner(registry_facts(registry, url)),
+        prepare=lambda: load_named(registry, models, pool_flag(each)),
+        discover=discover if registry_args.enable_model_loading else None,
+    )
 
 
 def import_what_loads() -> None:
@@ -154,63 +150,3 @@ async def load_named(registry: ModelRegistry, names: tuple[str, ...], kv_flag: s
             change = f"to have it loaded at the start, raise --models-memory or lower {kv_flag}"
             logger.warning("%s; it is loaded when a request asks for it; %s", error, change)
         await asyncio.sleep(0)
-
-
-def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
-    """The models in a folder, by name: folders with a ``config.json`` and ``.gguf`` files, there and one level below.
-
-    What cannot be read, or has a name that no answer can hold, is passed over.
-
-    Args:
-        warns: whether the log says what is passed over.
-
-    Raises:
-        ConfigError: it is no folder, or cannot be read.
-    """
-    try:
-        paths = sorted(folder.expanduser().iterdir())
-    except OSError as error:
-        raise ConfigError("--models-dir", f"cannot read --models-dir {folder}: {error.strerror}") from error
-    found: dict[str, Path] = {}
-    passed_over: list[str] = []
-    for path in paths:
-        found |= _model_at(path, path.name, passed_over)
-        for inner in _below(path, passed_over):
-            found |= _model_at(inner, f"{path.name}/{inner.name}", passed_over)
-    if passed_over and warns:
-        logger.warning("of --models-dir, these are passed over: %s", "; ".join(dict.fromkeys(passed_over)))
-    return found
-
-
-def _below(path: Path, passed_over: list[str]) -> list[Path]:
-    """What is in a folder that is not a model itself."""
-    try:
-        if path.name.startswith(".") or not path.is_dir() or (path / "config.json").exists():
-            return []
-        return sorted(path.iterdir())
-    except OSError as error:
-        passed_over.append(_reason(path, error))
-        return []
-
-
-def _model_at(path: Path, name: str, passed_over: list[str]) -> dict[str, Path]:
-    if path.name.startswith("."):
-        return {}
-    try:
-        if path.suffix == ".gguf" and path.is_file():
-            name = name.removesuffix(".gguf")
-        elif not (path / "config.json").is_file():
-            return {}
-        str(path).encode()
-    except (OSError, UnicodeEncodeError) as error:
-        passed_over.append(_reason(path, error))
-        return {}
-    if problem := problem_of_name(name):
-        passed_over.append(problem)
-        return {}
-    return {name: path}
-
-
-def _reason(path: Path, error: OSError | UnicodeEncodeError) -> str:
-    why = "its name is not UTF-8" if isinstance(error, UnicodeEncodeError) else f"cannot be read ({error.strerror})"
-    return f"{str(path)!a}: {why}"

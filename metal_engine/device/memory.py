@@ -69,9 +69,10 @@ def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: 
 
 
 def limit_device_memory(config: EngineConfig, peak_bytes: int, step_bytes: int) -> None:
-    """Keep as many freed buffers as a step can use again; on Metal, also wire what engines hold and no more.
+    """Limit the freed buffers that MLX keeps, and with ``--wire-memory`` on Metal the memory that MLX wires.
 
-    Both are limits of the process.
+    MLX keeps as many freed buffers as a step can use again, and wires the memory of all engines. Both limits apply to
+    the process.
 
     Args:
         config: of the engine that has been made last.
@@ -84,5 +85,6 @@ def limit_device_memory(config: EngineConfig, peak_bytes: int, step_bytes: int) 
         least, most = _CPU_CACHE_BYTES
         mx.set_cache_limit(min(max(step_bytes, least), most))
         return
-    mx.set_wired_limit(min(peak_bytes + MARGIN_BYTES, config.device.memory_bytes))
+    if config.wire_memory:
+        mx.set_wired_limit(min(peak_bytes + MARGIN_BYTES, config.device.memory_bytes))
     mx.set_cache_limit(step_bytes + MARGIN_BYTES)

@@ -7,7 +7,6 @@ import inspect
 import threading
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -19,16 +18,11 @@ from transformers.utils import get_json_schema
 from metal_engine.cancellation import Cancelled
 from metal_engine.engine.template_budget import STEP, Budget, TemplateBudgetError, spending
 from metal_engine.engine.template_sandbox import BoundedEnvironment, syntax_tree
-from metal_engine.errors import ConfigError
 
 # A rendering may take some seconds whatever the messages are, and then in proportion to them: templates pass over a
 # text some ten times.
 _WORK = 1 << 28
 _WORK_PER_SIZE = 64
-
-# Limits on the characters of all chat templates of a tokenizer, and on the nodes of a template's syntax tree. Published
-# templates have a third at most. The compiler needs up to 10 KiB of memory for each node.
-_MAX_SOURCE, _MAX_NODES = 1 << 17, 1 << 14
 
 # Names a message's reasoning goes by; templates read any of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -114,32 +108,6 @@ def templates_of(hf_tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the sources of a tokenizer's chat templates by name."""
     template = hf_tokenizer.chat_template
     return template if isinstance(template, dict) else {"default": template or ""}
-
-
-def check_templates(templates: Mapping[str, Any]) -> None:
-    """Refuse chat templates that take long or much memory to compile.
-
-    This accepts a template with a syntax error. Requests that need the template get that error.
-
-    Args:
-        templates: sources by name.
-
-    Raises:
-        ValueError: one is too large, nested too deeply, or not a text.
-    """
-    if not all(isinstance(source, str) for source in templates.values()):
-        raise ValueError("the chat template is not a text")
-    if sum(map(len, templates.values())) > _MAX_SOURCE:
-        raise ValueError(f"the chat template has more than {_MAX_SOURCE:,} characters")
-    for source in templates.values():
-        try:
-            num_nodes = sum(1 for _ in syntax_tree(source).find_all(nodes.Node))
-        except RecursionError as error:
-            raise ValueError("the chat template is nested too deeply") from error
-        except (jinja2.TemplateError, ValueError):  # ValueError: a number of more digits than Python reads
-            continue
-        if num_nodes > _MAX_NODES:
-            raise ValueError(f"the chat template has {num_nodes:,} expressions and statements, {_MAX_NODES:,} at most")
 
 
 def texts_of_template(source: str) -> tuple[list[str], list[str]]:
@@ -274,30 +242,3 @@ def _cut(rendered: str, final: str) -> str:
     is_whole = rendered.startswith(_CONTINUE_HERE, at)
     # Where the template trims messages, the text was to end without blanks.
     return rendered[:at] if is_whole else rendered[:at].rstrip()
-
-
-def read_chat_template(given: str) -> str:
-    """The chat template that ``--chat-template`` names: the content of a file, or the Jinja text itself.
-
-    Raises:
-        ConfigError: it is neither, or no valid Jinja.
-    """
-    text = given
-    if "{{" not in given and "{%" not in given:
-        try:
-            text = Path(given).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text file"
-            raise ConfigError("--chat-template", f"cannot read --chat-template {given}: {reason}") from error
-    try:
-        check_templates({"default": text})
-        # Extensions that templates of published models use.
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
-    except jinja2.TemplateSyntaxError as error:
-        if "generation" not in str(error):  # a tag of transformers' own
-            raise ConfigError("--chat-template", f"is not valid Jinja: line {error.lineno}: {error.message}") from error
-    except RecursionError as error:
-        raise ConfigError("--chat-template", "is nested too deeply") from error
-    except ValueError as error:
-        raise ConfigError("--chat-template", f"cannot be used: {error}") from error
-    return text

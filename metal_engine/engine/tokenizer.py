@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from copy import copy
@@ -10,10 +9,6 @@ from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
-
-# On import transformers advises to install torch, which is of no use here.
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from metal_engine.engine import chat_template

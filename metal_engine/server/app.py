@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from metal_engine import __version__
 from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.checkpoints.named_paths import existing_folder
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ConfigError
 from metal_engine.server.anthropic.routes import add_anthropic_routes
@@ -106,9 +106,7 @@ def _add_lora(app: FastAPI, served: ServedModel, args: ServerArgs) -> None:
         raise ConfigError(LORA_MODULES, f"has {taken[0]!r}, which is a name of the model itself")
     if args.lora_dir is None:
         return
-    folder = Path(args.lora_dir).expanduser()
-    if not folder.is_dir():
-        raise ConfigError("--lora-dir", f"{args.lora_dir} is not a directory")
+    folder = existing_folder("--lora-dir", args.lora_dir)
     if adapters is None:
         raise ConfigError("--lora-dir", "needs --enable-lora")
     add_lora_routes(app, served, folder)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import ssl
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from metal_engine.errors import ConfigError
 from metal_engine.server.connections.limits import ConnectionLimits, connection_limits
@@ -17,11 +19,18 @@ from metal_engine.settings.args import ServerArgs
 
 @dataclass(frozen=True)
 class Listener:
-    """A bound socket, not listening yet, the URL that clients use, and the bounds on their connections."""
+    """A bound socket, not listening yet.
+
+    Attributes:
+        url: URL that clients use.
+        limits: bounds on connections.
+        tls: uvicorn's options for TLS; none without TLS.
+    """
 
     socket: socket.socket
     url: str
     limits: ConnectionLimits
+    tls: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -29,15 +38,15 @@ def listen(args: ServerArgs) -> Iterator[Listener]:
     """Bind what ``args`` ask for: ``--uds``, or ``--host`` and ``--port``.
 
     Raises:
-        ConfigError: the address is in use, forbidden or no address, or the process may open too few files; the
-            message names the flag.
+        ConfigError: the address is in use, forbidden or no address, the certificate cannot be used, or the process may
+            open too few files; the message names the flag.
     """
-    limits = connection_limits(args)
+    limits, tls = connection_limits(args), tls_options(args)
     scheme = "http" if args.ssl_certfile is None else "https"
     bound, url = _bind_tcp(args.host, args.port, scheme) if args.uds is None else _bind_unix(args.uds)
     made = None if args.uds is None else os.lstat(args.uds)
     try:
-        yield Listener(bound, url, limits)
+        yield Listener(bound, url, limits, tls)
     finally:
         bound.close()
         if args.uds is not None and made is not None:
@@ -45,6 +54,27 @@ def listen(args: ServerArgs) -> Iterator[Listener]:
                 # Something else may have been put there meanwhile: another server's socket.
                 if os.path.samestat(os.lstat(args.uds), made):
                     os.unlink(args.uds)
+
+
+def tls_options(args: ServerArgs) -> dict[str, Any]:
+    """Return uvicorn's options for TLS; an empty dict without TLS.
+
+    Raises:
+        ConfigError: the files cannot be read or used.
+    """
+    if args.ssl_certfile is None:
+        return {}
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, args.ssl_keyfile_password or "")
+        if args.ssl_ca_certs is not None:
+            context.load_verify_locations(args.ssl_ca_certs)
+    except (OSError, ssl.SSLError) as error:
+        problem = f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
+        raise ConfigError("--ssl-certfile", problem) from error
+    names = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
+    requires = ssl.CERT_NONE if args.ssl_ca_certs is None else ssl.CERT_REQUIRED
+    return {"ssl_cert_reqs": requires, **{name: getattr(args, name) for name in names}}
 
 
 def _bind_tcp(host: str, port: int, scheme: str) -> tuple[socket.socket, str]:

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -59,7 +58,7 @@ class Server(uvicorn.Server):
         death_grace: seconds for which a server whose engine has died still answers.
         log_stats_interval: seconds between log lines about the engine; 0 for none.
         limits: bounds on connections.
-        options: for uvicorn: ``host`` and ``port`` unless sockets are given when it runs, and :func:`tls_options`.
+        options: uvicorn's options: :attr:`Listener.tls`, and ``host`` and ``port`` if ``run`` is given no sockets.
 
     Attributes:
         connections: those that are open.
@@ -215,27 +214,6 @@ def quit_on_signals() -> AbstractContextManager[None]:
     return _handled_by(quit_)
 
 
-def tls_options(args: ServerArgs) -> dict[str, Any]:
-    """uvicorn's options for TLS, as the settings ask for it; none without.
-
-    Raises:
-        ConfigError: the files cannot be read or used.
-    """
-    if args.ssl_certfile is None:
-        return {}
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, args.ssl_keyfile_password or "")
-        if args.ssl_ca_certs is not None:
-            context.load_verify_locations(args.ssl_ca_certs)
-    except (OSError, ssl.SSLError) as error:
-        problem = f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
-        raise ConfigError("--ssl-certfile", problem) from error
-    names = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
-    requires = ssl.CERT_NONE if args.ssl_ca_certs is None else ssl.CERT_REQUIRED
-    return {"ssl_cert_reqs": requires, **{name: getattr(args, name) for name in names}}
-
-
 def run_server(
     engine: AsyncEngine,
     args: ServerArgs,
@@ -293,7 +271,7 @@ def _server(
         log_stats_interval=args.log_stats_interval,
         on_ready=lambda: on_ready(listener.url),
         limits=listener.limits,
-        **tls_options(args),
+        **listener.tls,
     )
 
 

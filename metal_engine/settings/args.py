@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from math import inf
-from urllib.parse import urlsplit
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings import rank_args, step_args
+from metal_engine.settings import memory_args, rank_args, step_args
 from metal_engine.settings.fields import Settings, setting
 from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 from metal_engine.settings.lora_args import ENABLE_LORA, LORA, LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, LoRAArgs
@@ -32,7 +31,7 @@ GIB = 1 << 30
 # Among the names that a model is served by: every other name.
 ANY_NAME = "*"
 # Headings in `--help` and in docs/cli.md, below which the settings stand.
-MODEL, MEMORY, SCHEDULING, KV_TRANSFER = "Model", "Memory", step_args.SCHEDULING, "KV transfer"
+MODEL, MEMORY, SCHEDULING, KV_TRANSFER = "Model", memory_args.MEMORY, step_args.SCHEDULING, "KV transfer"
 SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "Server", "Security", "Limits", "Answers", "Logging"
 
 
@@ -115,6 +114,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         gt=0,
         le=1,
     )
+    wire_memory: bool = memory_args.WIRE_MEMORY
     attention_backend: str = setting(
         "auto",
         "What computes attention: metal (our kernel, or an error), mlx (MLX's operations), or auto: our kernel for the "
@@ -356,43 +356,3 @@ class ServerArgs(Settings):
             raise ConfigError("--served-model-name", "must not be empty")
         for name in self.served_model_name:
             check_name("--served-model-name", name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatArgs(Settings):
-    """Settings of ``metal-engine chat`` beside the engine's."""
-
-    url: str | None = setting(
-        None,
-        "Address of the server to talk to. Default: http://127.0.0.1:8000 if a server there serves MODEL, else the "
-        "model is loaded into this process.",
-    )
-    api_key: str | None = setting(None, "Key to send to the server.", secret=True)
-    system: str | None = setting(None, "System prompt.")
-    temperature: float | None = setting(
-        None, "Sampling temperature; 0 is greedy. Default: what the model recommends, else 0.7; a server has its own."
-    )
-    top_p: float | None = setting(
-        None,
-        "Sample from the most likely tokens whose probability reaches this together. Default: what the model "
-        "recommends, else 0.95; a server has its own.",
-    )
-    max_tokens: int | None = setting(None, "Longest answer in tokens. Default: as many as fit.", kind="count")
-    log_level: str = setting(
-        "warning", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.url is not None and not _is_address(self.url):
-            raise ConfigError("--url", f"must be like http://127.0.0.1:8000 or https://example.org, got {self.url!r}")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise ConfigError("--api-key", "must be printable ASCII")
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
-        return False

@@ -254,6 +254,7 @@ class EngineConfig:
     kv_role: str | None = None  # what the engine does with a KV store, as vLLM calls it; None without one
     ranks: tuple[RankInfo, ...] = ()  # that share the model; none where there is one
     dispatch: str = ""  # with --async-scheduling: when the device is given a step, in words
+    wire_memory: bool = True  # --wire-memory
     replay: str = "off"  # whether decode steps are replayed: REPLAYS, or "off", with why where they cannot be
 
     @property

@@ -80,6 +80,7 @@ def resolve_config(
         step_bytes=step_bytes,
         draft=draft,
         replay=replay,
+        wire_memory=args.wire_memory,
     )
 
 

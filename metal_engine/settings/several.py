@@ -78,12 +78,8 @@ def models_memory(args: EngineArgs, registry_args: RegistryArgs, device: DeviceI
     return wanted
 
 
-def args_of_one(args: EngineArgs, memory_bytes: int, device: DeviceInfo) -> EngineArgs:
-    """The settings of each of several models: with a KV cache of a size that does not depend on the others.
-
-    Raises:
-        ConfigError: one is for a model that has the device for itself.
-    """
+def refuse_for_one_model(args: EngineArgs) -> None:
+    """Raise ConfigError for settings of a model that has the device for itself."""
     if args.async_scheduling:
         raise ConfigError("--async-scheduling", "is for one model: several take turns, step by step")
     if args.num_ranks > 1:
@@ -97,6 +93,10 @@ def args_of_one(args: EngineArgs, memory_bytes: int, device: DeviceInfo) -> Engi
             SPECULATIVE,
             f"with the method {speculative.method} is for one model that stays, not for those that come and go",
         )
+
+
+def args_of_one(args: EngineArgs, memory_bytes: int, device: DeviceInfo) -> EngineArgs:
+    """Return the settings for one of several models: its KV cache has a fixed size."""
     args = replace(args, async_scheduling=False)
     if args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None:
         return args

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from typing import Any
 
 from rich.console import Console
 
@@ -38,6 +39,8 @@ def test_facts() -> None:
         "memory": "weights 3.00 GiB, KV cache 1000 MiB, largest step 24 MiB; MLX holds 4.00 GiB at most",
         "KV cache": "16,000 tokens in 1,000 blocks of 16; 4.0 requests of the maximum length at once",
         "limits": "4,000 tokens a request, 64 requests at once, 512 tokens a step",
+        "sampling": "temperature 1, top_p 1 by default. No generation_config.json is in use; "
+        "set --generation-config to a folder with one",
         "URL": URL,
     }
 
@@ -50,6 +53,19 @@ def test_how_many_tokens_more_fit_quantized() -> None:
     shown = startup_facts(dataclasses.replace(config, model=model), URL, ("demo",))["KV cache"]
     # 16,000 tokens of 68 KiB are 8,500 of 128 KiB, of which 531 whole blocks hold 8,496.
     assert shown.startswith("16,000 tokens in int8 (7,504 more than unquantized) in 1,000 blocks of 16; 4.0 requests")
+
+
+def test_the_sampling_of_requests_that_set_none() -> None:
+    def shown(**changes: Any) -> str | None:
+        config = fake_config(num_blocks=1000, block_size=16)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+        return startup_facts(config, URL, ("demo",)).get("sampling")
+
+    recommended = {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.0}
+    assert (
+        shown(default_sampling=recommended) == "temperature 0.7, top_p 1, top_k 20 by default, as the model recommends"
+    )
+    assert shown(can_generate=False) is None
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:

@@ -18,17 +18,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from typer.testing import CliRunner
 
 from metal_engine.cli import chat as chat_module
 from metal_engine.cli.chat import Conversation, chat
 from metal_engine.cli.chat_answerers import AnswerError, LoadedModel, Piece, RunningServer, ServerError, served_models
 from metal_engine.cli.chat_input import PipeInput, history_path, open_input
 from metal_engine.cli.chat_output import AnswerView, WordWrapper
+from metal_engine.cli.main import app
+from metal_engine.cli.server_address import find_card
 from metal_engine.errors import ConfigError
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.settings.args import ChatArgs, EngineArgs
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.chat_args import ChatArgs
 from tests.support.serving import MODEL, Served
 from tests.support.tiny_engine import tiny_engine
+from tools.fixtures.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -163,6 +168,25 @@ def test_words_stay_whole() -> None:
     assert wrapped([], 10) == ""
 
 
+def test_a_terminal_that_does_not_know_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a terminal has 0 columns: words go into lines of 80, not a character into each."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def fileno(self) -> int:
+            return 1
+
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((0, 0)))
+    out = Terminal()
+    view = AnswerView(out)
+    view.add("Paris is the capital of France. " * 4)
+    view.finish()
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2 and all(len(line) <= 80 for line in lines), lines
+
+
 def test_a_model_has_no_power_over_the_terminal() -> None:
     assert "\x1b" not in wrapped(["\x1b]0;title\x07 \x9b2J\rx"], 40)
 
@@ -192,7 +216,7 @@ def test_the_history_is_in_the_users_state_folder(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_server_answers(echoing: Served) -> None:
-    assert served_models(echoing.url) == {MODEL: "metal-engine"}
+    assert [(card["id"], card["owned_by"]) for card in served_models(echoing.url)] == [(MODEL, "metal-engine")]
     server = RunningServer(f"{echoing.url}/v1/", {"model": MODEL, "temperature": 0})
     pieces = list(server.answer([user("Hello there.")]))
     answer = "".join(piece.text for piece in pieces)
@@ -307,42 +331,95 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return choose
 
 
-def test_whom_a_chat_talks_to(
-    choose: Callable[..., Any], served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(chat_module, "_default_url", lambda: served.url)
-    assert choose("")["model"] == MODEL
-    asked = choose(MODEL, temperature=0.5, max_tokens=9)
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def test_whom_a_chat_talks_to(choose: Callable[..., Any], served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    port = port_of(served.url)
+    assert choose("", port=port)["model"] == MODEL
+    asked = choose(MODEL, port=port, temperature=0.5, max_tokens=9)
     assert (asked["model"], asked["temperature"], asked["max_tokens"]) == (MODEL, 0.5, 9)
     assert "top_p" not in asked  # the server has its own
-    assert "on http://127.0.0.1" in capsys.readouterr().err
-    assert choose("other") == "other"  # another model than the server's is loaded here
-    assert f"serves {MODEL}" in capsys.readouterr().err
-    assert choose(MODEL, {"max_num_seqs": 3}) == MODEL  # as is one with settings of its own
+    assert f"on {served.url}" in capsys.readouterr().err
+    assert choose("", url=served.url)["model"] == MODEL
+
+
+def test_a_model_that_is_loaded_here_is_announced(
+    choose: Callable[..., Any], served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = port_of(served.url)
+    other = str(tmp_path)
+    assert choose(other, port=port) == other
+    announced = capsys.readouterr().err
+    assert f"No running server is used: {served.url} serves {MODEL}, not {other}." in announced
+    assert f"Loading {other} into this process" in announced
+    assert choose("demo", port=free_port()) == "demo"
+    assert "No running server is used: no server answers at " in capsys.readouterr().err
+    assert choose("demo", {"max_num_seqs": 3}, port=port) == "demo"
+    announced = capsys.readouterr().err
+    assert "Flags of the engine are given" in announced and "Loading demo" in announced
     assert choose("", {"max_num_seqs": 3}, url=served.url)["model"] == MODEL
     assert "no effect" in capsys.readouterr().err
+
+
+def test_the_servers_address_is_read_as_ps_and_launch_read_it(
+    served: Served, choose: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host, port and key come from the variables of `serve`; the key is the first of several."""
+    talked_to: list[tuple[str, str | None]] = []
+
+    def talks(answerer: Any, _: ChatArgs) -> bool:
+        talked_to.append((answerer.name, answerer._api_key))
+        return True
+
+    monkeypatch.setattr(chat_module, "_talk", talks)
+    monkeypatch.setenv("METAL_ENGINE_HOST", "0.0.0.0")
+    monkeypatch.setenv("METAL_ENGINE_PORT", str(port_of(served.url)))
+    monkeypatch.setenv("METAL_ENGINE_API_KEY", "one, two")
+    result = CliRunner().invoke(app, ["chat"])
+    assert result.exit_code == 0, result.output
+    assert talked_to == [(f"{MODEL} on {served.url}", "one")]
+    monkeypatch.setenv("METAL_ENGINE_PORT", "9")
+    result = CliRunner().invoke(app, ["chat", "--port", str(port_of(served.url))])
+    assert result.exit_code == 0 and len(talked_to) == 2, result.output
+
+
+def test_which_of_a_servers_models_is_meant() -> None:
+    cards: list[dict[str, Any]] = [
+        {"id": "waiting", "root": "waiting", "max_model_len": None},
+        {"id": "local", "root": "org/model", "max_model_len": 9},
+        {"id": "adapter", "root": "org/adapter", "parent": "local", "max_model_len": 9},
+    ]
+    assert (find_card(cards, "") or {})["id"] == "local", "a model that is loaded comes first"
+    assert (find_card(cards, "org/model") or {})["id"] == "local", (
+        "what is served under another name is not loaded twice"
+    )
+    assert (find_card(cards, "adapter") or {})["id"] == "adapter"
+    assert find_card(cards, "org/adapter") is None and find_card([], "") is None
+    assert (find_card(cards[:1], "") or {})["id"] == "waiting"
 
 
 def test_whom_a_chat_cannot_talk_to(
     choose: Callable[..., Any], served: Served, odd_server: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(chat_module, "_default_url", lambda: odd_server)
-    assert choose("demo") == "demo"  # something else listens there
+    port = port_of(odd_server)
+    assert choose("demo", port=port) == "demo"  # something else listens there
     monkeypatch.setattr(OddServer, "body", b'{"data": [{"id": "demo", "owned_by": "somebody"}]}')
-    assert choose("demo") == "demo"
+    assert choose("demo", port=port) == "demo"
     assert choose("", url=odd_server)["model"] == "demo"  # with --url any server will do
     for model, url, message in (("other", served.url, "serves .*, not other"), ("", "http://127.0.0.1:9", "no server")):
         with pytest.raises(ConfigError, match=message):
             chat(ChatArgs(url=url), EngineArgs(model=model))
     with pytest.raises(ConfigError, match="name a MODEL"):
-        chat(ChatArgs(), EngineArgs(model=""))
+        chat(ChatArgs(port=9), EngineArgs(model=""))
     for url in ("localhost:8000", "http://", "http://host:port", "http://host:99999"):
         with pytest.raises(ConfigError, match="--url must be like"):
             ChatArgs(url=url)
     with pytest.raises(ConfigError, match="--api-key must be printable"):
         ChatArgs(api_key="a\nb")
     with pytest.raises(ConfigError, match="--top-p"):
-        chat(ChatArgs(top_p=7.0), EngineArgs(model="demo"))
+        chat(ChatArgs(port=9, top_p=7.0), EngineArgs(model="demo"))
 
 
 def test_a_pipe_is_read_and_written(echoing: Served) -> None:

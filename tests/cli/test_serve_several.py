@@ -19,10 +19,11 @@ import pytest
 from typer.testing import CliRunner
 
 from metal_engine.cli.main import app
-from metal_engine.cli.serve_several import models_in
+from metal_engine.cli.models_dir import models_in
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
+from metal_engine.settings.fields import format_size
 from metal_engine.settings.several import RegistryArgs, args_of_one, models_memory
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.serving import serve, wait_until
@@ -75,7 +76,9 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     process.send_signal(signal.SIGINT)
     _, log = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in log, log
-    assert re.search(rf"loaded:       {folder / 'one'} \([\d.]+ MiB, KV cache in int8\)", log), log
+    assert re.search(
+        rf"loaded:       {folder / 'one'} \([\d.]+ MiB, KV cache in int8, temperature 1, top_p 1\)", log
+    ), log
     assert "on demand:    one, org/two" in log, log
 
 
@@ -101,6 +104,9 @@ def test_ps_of_a_server_with_one_model() -> None:
             ("m", "loaded", 0),
             ("other", "loaded", 0),
         ]
+        memory = served.engine.config.peak_bytes
+        assert [row["memory_bytes"] for row in rows] == [memory, memory]
+        assert format_size(memory) in run("ps", "--url", served.url).stdout.splitlines()[1]
     result = run("ps", "--url", served.url)
     assert result.exit_code == 1 and "no server answers" in result.stderr
 

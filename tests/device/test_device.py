@@ -223,3 +223,6 @@ def test_no_more_is_wired_and_kept_than_the_engine_needs(monkeypatch: pytest.Mon
     assert limits == {"wired": 7 * GIB + MARGIN_BYTES, "cache": GIB + MARGIN_BYTES}
     limit(replace(config, device=replace(config.device, kind="metal", memory_bytes=6 * GIB)))
     assert limits["wired"] == 6 * GIB, "MLX refuses more than the recommended working set"
+    limits.clear()
+    limit(replace(config, wire_memory=False, device=replace(config.device, kind="metal", memory_bytes=16 * GIB)))
+    assert limits == {"cache": GIB + MARGIN_BYTES}, "--no-wire-memory leaves the wired limit of MLX unchanged"

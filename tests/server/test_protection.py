@@ -18,7 +18,7 @@ import uvloop
 
 from metal_engine.errors import ConfigError
 from metal_engine.server.generation.streaming import KEEP_ALIVE
-from metal_engine.server.run import tls_options
+from metal_engine.server.listen import tls_options
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import PoolerConfig
 from tests.server.status.test_metrics import scrape

@@ -8,8 +8,7 @@ import pytest
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.config import DeviceInfo
-from metal_engine.settings.several import args_of_one
+from metal_engine.settings.several import refuse_for_one_model
 
 
 def test_there_is_one_rank_by_default() -> None:
@@ -49,6 +48,5 @@ def test_bounds(settings: dict[str, Any]) -> None:
 
 
 def test_several_models_have_one_rank_each() -> None:
-    device = DeviceInfo(kind="cpu", name="a", compute="b", memory_bytes=1 << 34)
     with pytest.raises(ConfigError, match="--tensor-parallel-size is for one model"):
-        args_of_one(EngineArgs(model="m", tensor_parallel_size=2), 1 << 33, device)
+        refuse_for_one_model(EngineArgs(model="m", tensor_parallel_size=2))

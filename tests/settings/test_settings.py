@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.fields import make_args, parse_count, parse_size, settings_of
 from metal_engine.settings.sources import read_settings
 

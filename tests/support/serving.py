@@ -18,7 +18,8 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.app import create_app
 from metal_engine.server.connections.limits import connection_limits
-from metal_engine.server.run import Server, tls_options
+from metal_engine.server.listen import tls_options
+from metal_engine.server.run import Server
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig
 from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, fake_engine, hash_chain

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
 from metal_engine.cli.options import help_text
-from metal_engine.settings.args import ChatArgs, EngineArgs, ServerArgs
+from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.fields import Setting, settings_of
 from metal_engine.settings.several import RegistryArgs
 from metal_engine.settings.sources import OTHER_VARIABLES

@@ -128,19 +128,20 @@ def _thinking(served: ServedModel, body: OllamaBody) -> dict[str, Any]:
     think = body.think
     if think is None or think == "":
         return {}
-    if isinstance(think, str):
-        if think not in _LEVELS:
-            raise invalid(f" must be true, false, {', '.join(_LEVELS)}, got {short(think)}", where="think")
-        return {"reasoning_effort": think}
+    if isinstance(think, str) and think not in _LEVELS:
+        raise invalid(f" must be true, false, {', '.join(_LEVELS)}, got {short(think)}", where="think")
     if think and not can_think(served):
         raise invalid(" is not supported by the model: it does not reason", where="think")
+    if isinstance(think, str):
+        return {"reasoning_effort": think}
     return {"chat_template_kwargs": {"enable_thinking": think}}
 
 
 def can_think(served: ServedModel) -> bool:
     """Whether the model's reasoning can be told apart, or asked for."""
     known = served.answer_format.reasoning is not None or served.answer_format.harmony
-    return known or served.engine.tokenizer.template_mentions("enable_thinking")
+    mentions = served.engine.tokenizer.template_mentions
+    return known or mentions("enable_thinking") or mentions("reasoning_effort")
 
 
 def _taken(messages: list[OllamaMessage]) -> Iterator[OllamaMessage]:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from metal_engine.server.errors import renaming
+from metal_engine.server.errors import APIError, renaming
 from metal_engine.server.generation.answerer import Answerer
 from metal_engine.server.generation.models import Models
 from metal_engine.server.ollama import models, protocol
@@ -19,6 +19,11 @@ from metal_engine.server.status.routes import get_and_head
 
 # Of Ollama, whose API this is: clients compare it with the version that brought what they need.
 API_VERSION = "0.12.0"
+
+_NO_PULL = (
+    "this server does not download models for clients: run `metal-engine pull OWNER/NAME` on its machine for a "
+    "repository on the Hugging Face hub, then `metal-engine serve OWNER/NAME`"
+)
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": protocol.OllamaError}}
 _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {NDJSON: {}}}, **_ERRORS}
@@ -99,6 +104,11 @@ def _add_model_routes(app: FastAPI, there: Models) -> None:
     @get_and_head(app, "/api/version", tags=["ollama"], responses=_ERRORS)
     async def ollama_version() -> protocol.OllamaVersion:
         return protocol.OllamaVersion(version=API_VERSION)
+
+    @app.post("/api/pull", tags=["ollama"], responses=_ERRORS)
+    async def ollama_pull() -> Response:
+        """Refuse to download a model: a download needs the command line."""
+        raise APIError(404, _NO_PULL, code="unsupported_operation")
 
     @app.post("/api/show", tags=["ollama"], responses=_ERRORS)
     async def ollama_show(body: protocol.OllamaShowBody) -> protocol.Shown:

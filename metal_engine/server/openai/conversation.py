@@ -17,7 +17,12 @@ from metal_engine.server.errors import invalid, invalid_prompt
 from metal_engine.server.generation.preparation import Endpoint, ServedModel
 from metal_engine.server.openai.billing import without_billing_line
 from metal_engine.server.openai.message_order import in_accepted_order
-from metal_engine.server.openai.template_messages import template_flags, template_kwargs, template_messages
+from metal_engine.server.openai.template_messages import (
+    ignores_effort,
+    template_flags,
+    template_kwargs,
+    template_messages,
+)
 from metal_engine.server.protocol import (
     AssistantMessage,
     ChatCompletionBody,
@@ -31,6 +36,7 @@ from metal_engine.sizes import num_characters
 logger = logging.getLogger(__name__)
 
 _TOLD = "the model's chat template takes no tools: the system's message describes them, and calls are found in the text"
+_EFFORT = "ignoring reasoning_effort: the model's chat template has no such setting"
 _DROPPED = "dropping the line x-anthropic-billing-header from system texts: it differs from request to request"
 _REORDERED = (
     "the model's chat template does not keep messages in the order of the request: system messages join the "
@@ -71,6 +77,8 @@ class Conversation(Endpoint[ChatCompletionBody]):
         plan = self._tool_plan(body, tokenizer)
         self._streams = bool(body.stream)
         flags = {**template_kwargs(body, tokenizer), **template_flags(body)}
+        if ignores_effort(body, tokenizer):
+            self._notices.once(logger, _EFFORT)
         if plan.shown:
             flags["tools"] = plan.shown
         try:

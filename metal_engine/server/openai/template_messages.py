@@ -60,11 +60,15 @@ _NOT_FOR_TEMPLATES = frozenset(
 )  # fmt: skip
 
 
+# Variables through which a template learns of a reasoning effort.
+_EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking")
+
+
 def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str, Any]:
     """The template's variables beside the messages: ``chat_template_kwargs``, and the reasoning effort.
 
     Raises:
-        APIError: 400, for names that are not for templates, and for an effort that the template does not know.
+        APIError: 400, for a reserved name in ``chat_template_kwargs``.
     """
     kwargs = dict(body.chat_template_kwargs or {})
     for name in kwargs:
@@ -76,10 +80,13 @@ def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str,
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     elif tokenizer.template_mentions("enable_thinking"):
         kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
-    elif body.reasoning_effort != "none":
-        problem = " is not supported: the model's chat template does not know it"
-        raise invalid(problem, where="reasoning_effort", code="unsupported_parameter")
     return kwargs
+
+
+def ignores_effort(body: ChatCompletionBody, tokenizer: Tokenizer) -> bool:
+    """Return True if the body has a reasoning effort that cannot reach the chat template."""
+    asks = body.reasoning_effort not in (None, "none")
+    return asks and not any(map(tokenizer.template_mentions, _EFFORT_VARIABLES))
 
 
 def template_flags(body: ChatCompletionBody) -> dict[str, Any]:

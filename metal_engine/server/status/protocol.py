@@ -8,7 +8,10 @@ from pydantic import BaseModel
 
 
 class ModelCard(BaseModel):
-    """A model by one of its names, or an adapter: its ``root`` is its path, and ``parent`` what it adds to."""
+    """A name of a model, or an adapter. ``root`` is an adapter's path, and ``parent`` the model of the adapter.
+
+    ``memory_bytes`` is the most memory that the model takes. An adapter has none of its own.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -17,6 +20,7 @@ class ModelCard(BaseModel):
     root: str
     parent: str | None = None
     max_model_len: int
+    memory_bytes: int | None = None
 
 
 class ModelList(BaseModel):
@@ -30,7 +34,6 @@ class RegistryCard(ModelCard):
     max_model_len: int | None  # type: ignore[assignment]
     loaded: bool
     state: str
-    memory_bytes: int
     requests: int
     idle_seconds: float | None
     error: str | None

@@ -54,13 +54,15 @@ def add_model_routes(app: FastAPI, models: Models, discover: Discover | None = N
 
 
 def _add_one_models_routes(app: FastAPI, served: ServedModel, created: int) -> None:
-    max_model_len = served.engine.config.scheduler.max_model_len
+    config = served.engine.config
+    max_model_len = config.scheduler.max_model_len
 
     def card(one: ServedModel, name: str) -> ModelCard:
-        root, parent = served.engine.config.model.name, None
         if one.adapter is not None:
             root, parent = one.adapter.path, one.adapter.base_model_name or served.names[0]
-        return ModelCard(id=name, created=created, root=root, parent=parent, max_model_len=max_model_len)
+            return ModelCard(id=name, created=created, root=root, parent=parent, max_model_len=max_model_len)
+        root, memory_bytes = config.model.name, config.peak_bytes
+        return ModelCard(id=name, created=created, root=root, max_model_len=max_model_len, memory_bytes=memory_bytes)
 
     @get_and_head(app, "/v1/models", tags=["models"], response_model_exclude_none=True)
     async def list_models() -> ModelList:

@@ -290,6 +290,21 @@ def test_template_parameters() -> None:
             assert choice["message"]["content"] == text
 
 
+def test_an_effort_that_the_template_has_no_setting_for_is_ignored_and_noted(caplog: pytest.LogCaptureFixture) -> None:
+    from tools.fixtures.fake_engine import echo, tiny_tokenizer
+
+    with serve(echo, tokenizer=tiny_tokenizer("{{ messages[0]['content'] }}")) as served:
+        for effort in ("none", "high", "low"):
+            body = {"messages": USER, "max_tokens": 50, "reasoning_effort": effort}
+            response = served.post("/v1/chat/completions", body)
+            assert response.status_code == 200, response.text
+            assert response.json()["choices"][0]["message"]["content"] == "hi"
+        body = {"input": "hi", "reasoning": {"effort": "high"}}
+        assert served.post("/v1/responses", body).status_code == 200
+    notes = [message for message in caplog.messages if "reasoning_effort" in message]
+    assert notes == ["ignoring reasoning_effort: the model's chat template has no such setting"]
+
+
 def test_logprobs_are_numbers_of_json(tiny: Served) -> None:
     body = {"prompt": "a", "logprobs": 5, "logit_bias": A, "max_tokens": 3}
     choice = tiny.post("/v1/completions", body).json()["choices"][0]

@@ -401,3 +401,9 @@ def test_what_is_told_of_the_model(calling: Served) -> None:
             assert (head.status_code, head.content) == (200, b"")
         served.settle()
     assert calling.post("/api/show", {"model": MODEL}).json()["capabilities"] == ["completion", "tools", "thinking"]
+
+
+def test_a_pull_names_the_command(calling: Served) -> None:
+    response = calling.post("/api/pull", {"model": "qwen3:8b"})
+    assert response.status_code == 404
+    assert "`metal-engine pull OWNER/NAME`" in response.json()["error"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from metal_engine.answers.answer_format import AnswerFormat
-from metal_engine.engine.chat_template import read_chat_template
+from metal_engine.engine.chat_template_file import read_chat_template
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ConfigError
 from metal_engine.server.generation.notices import Notices

@@ -1,0 +1,80 @@
+"""Checks of the names and paths in settings, for a model and for what is beside it.
+
+Imports neither MLX nor transformers, so a wrong path is an error at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from metal_engine.checkpoints.adapters import check_adapter_folder
+from metal_engine.checkpoints.names import DEMO_MODEL, is_local, is_ollama_name
+from metal_engine.errors import AdapterError, ConfigError, ModelLoadError
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.lora_args import MODULES as LORA_MODULES
+
+
+def check_paths(args: EngineArgs) -> None:
+    """Check the model's name and every path in the settings that must exist.
+
+    Raises:
+        ModelLoadError: a path does not exist, or the model's name cannot be one.
+        ConfigError: an adapter's folder does not exist.
+    """
+    check_model_name(args.model)
+    local_tokenizer(args.tokenizer)
+    generation_config_folder(args.generation_config)
+    for module in args.adapters:
+        try:
+            check_adapter_folder(Path(module.path).expanduser())
+        except AdapterError as error:
+            raise ConfigError(LORA_MODULES, f"{LORA_MODULES}: {error}") from error
+
+
+def check_model_name(model: str) -> None:
+    """Raise ModelLoadError if a model is a path that does not exist, or has a name from Ollama's registry."""
+    if model == DEMO_MODEL:
+        return
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelLoadError(f"no such file: {path}")
+    elif is_local(model) and not path.is_dir():
+        raise ModelLoadError(f"{model} is neither a directory nor a .gguf file")
+    elif is_ollama_name(model) and not path.is_dir():
+        raise ModelLoadError(
+            f"{model} is a name from Ollama's registry, which is not read here: name a repository on the Hugging Face "
+            "hub that has the same weights, as OWNER/NAME or, for a GGUF file, OWNER/NAME:Q4_K_M (for example "
+            "mlx-community/Qwen3-8B-4bit)"
+        )
+
+
+def local_tokenizer(name: str | None) -> Path | None:
+    """Return the directory that ``--tokenizer`` names, or None if it names a repository. Raises ModelLoadError."""
+    if name is None or (folder := Path(name).expanduser()).is_dir():
+        return None if name is None else folder
+    if folder.exists() or name.startswith((".", "/", "~")):
+        raise ModelLoadError(f"{name} is not a directory (--tokenizer)")
+    return None
+
+
+def generation_config_folder(given: str) -> Path | None:
+    """Return the folder that ``--generation-config`` names, or None for ``auto`` and ``vllm``.
+
+    Raises:
+        ModelLoadError: the folder has no such file.
+    """
+    if given in ("auto", "vllm"):
+        return None
+    folder = Path(given).expanduser()
+    if not (folder / "generation_config.json").is_file():
+        raise ModelLoadError(f"{folder} has no generation_config.json (--generation-config)")
+    return folder
+
+
+def existing_folder(flag: str, given: str) -> Path:
+    """Return the folder that a flag names. Raises ConfigError if there is no such folder."""
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(flag, f"{given} is not a directory")
+    return folder

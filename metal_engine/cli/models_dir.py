@@ -1,0 +1,101 @@
+"""The models that ``serve`` finds in a folder, and checks of the settings for several models."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from metal_engine.cli.early_checks import check_engine_args
+from metal_engine.errors import ConfigError
+from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.model_names import check_name, problem_of_name
+from metal_engine.settings.several import RegistryArgs, refuse_for_one_model
+
+logger = logging.getLogger(__name__)
+
+
+def find_several(
+    models: tuple[str, ...], args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs
+) -> dict[str, Path]:
+    """Check the settings for several models before MLX is imported. Return the models of ``--models-dir`` by name.
+
+    Raises:
+        ConfigError: settings that cannot work.
+        ModelLoadError: a named model, or a file beside it, does not exist.
+    """
+    if server_args.served_model_name:
+        raise ConfigError("--served-model-name", "is for one model: several are called as they are named")
+    if server_args.lora_dir is not None:
+        raise ConfigError("--lora-dir", "is for one model that stays, not for those that come and go")
+    if len(set(models)) < len(models):
+        raise ConfigError(None, "a MODEL is named twice")
+    for name in models:
+        check_name("MODEL", name)
+    refuse_for_one_model(args)
+    found = {} if registry_args.models_dir is None else models_in(Path(registry_args.models_dir))
+    if not (models or found):
+        raise ConfigError("--models-dir", f"{registry_args.models_dir} has no model, and no MODEL is named")
+    for model in models or ("",):
+        check_engine_args(replace(args, model=model))
+    return found
+
+
+def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
+    """The models in a folder, by name: folders with a ``config.json`` and ``.gguf`` files, there and one level below.
+
+    What cannot be read, or has a name that no answer can hold, is passed over.
+
+    Args:
+        warns: whether the log says what is passed over.
+
+    Raises:
+        ConfigError: it is no folder, or cannot be read.
+    """
+    try:
+        paths = sorted(folder.expanduser().iterdir())
+    except OSError as error:
+        raise ConfigError("--models-dir", f"cannot read --models-dir {folder}: {error.strerror}") from error
+    found: dict[str, Path] = {}
+    passed_over: list[str] = []
+    for path in paths:
+        found |= _model_at(path, path.name, passed_over)
+        for inner in _below(path, passed_over):
+            found |= _model_at(inner, f"{path.name}/{inner.name}", passed_over)
+    if passed_over and warns:
+        logger.warning("of --models-dir, these are passed over: %s", "; ".join(dict.fromkeys(passed_over)))
+    return found
+
+
+def _below(path: Path, passed_over: list[str]) -> list[Path]:
+    """What is in a folder that is not a model itself."""
+    try:
+        if path.name.startswith(".") or not path.is_dir() or (path / "config.json").exists():
+            return []
+        return sorted(path.iterdir())
+    except OSError as error:
+        passed_over.append(_reason(path, error))
+        return []
+
+
+def _model_at(path: Path, name: str, passed_over: list[str]) -> dict[str, Path]:
+    if path.name.startswith("."):
+        return {}
+    try:
+        if path.suffix == ".gguf" and path.is_file():
+            name = name.removesuffix(".gguf")
+        elif not (path / "config.json").is_file():
+            return {}
+        str(path).encode()
+    except (OSError, UnicodeEncodeError) as error:
+        passed_over.append(_reason(path, error))
+        return {}
+    if problem := problem_of_name(name):
+        passed_over.append(problem)
+        return {}
+    return {name: path}
+
+
+def _reason(path: Path, error: OSError | UnicodeEncodeError) -> str:
+    why = "its name is not UTF-8" if isinstance(error, UnicodeEncodeError) else f"cannot be read ({error.strerror})"
+    return f"{str(path)!a}: {why}"

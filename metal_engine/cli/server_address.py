@@ -1,0 +1,56 @@
+"""The running server that `chat`, `ps` and `launch` talk to: its address, key and model, read in one way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from metal_engine.errors import ConfigError, short
+from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.chat_args import API_KEY_HELP, HOST_HELP, PORT_HELP, URL_HELP
+from metal_engine.settings.fields import ENV_PREFIX
+
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def _option(name: str, help_: str, metavar: str, default: object = None) -> Any:
+    shown = help_ if default is None else f"{help_} Default: {default}."
+    return typer.Option(help=shown, metavar=metavar, envvar=ENV_PREFIX + name, show_envvar=False, show_default=False)
+
+
+Host = Annotated[str, _option("HOST", HOST_HELP, "TEXT", ServerArgs.host)]
+Port = Annotated[int, _option("PORT", PORT_HELP, "N", ServerArgs.port)]
+Url = Annotated[str | None, _option("URL", URL_HELP, "URL")]
+ApiKey = Annotated[str | None, _option("API_KEY", API_KEY_HELP, "TEXT")]
+
+
+def base_url(host: str, port: int, url: str | None) -> str:
+    """Return the server's URL without ``/v1``. Raise ConfigError if ``url`` is not a URL."""
+    if url is None:
+        host = _ANYWHERE.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError("--url", f"must begin with http:// or https://, got {short(url)}")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def first_key(api_key: str | None) -> str:
+    """Return the key to send: the variable that `serve` reads may hold several, separated by commas."""
+    return (api_key or "").split(",")[0].strip()
+
+
+def find_card(cards: Sequence[dict[str, Any]], model: str) -> dict[str, Any] | None:
+    """Return the entry of ``/v1/models`` to talk to, or None if the server does not serve the model.
+
+    Args:
+        model: a name in the API, or what the server has loaded under another name; empty for any model. Loaded models
+            come first then.
+    """
+    if model:
+        named = [card for card in cards if card["id"] == model]
+        # A LoRA adapter's card has its own path as its root, and a parent.
+        loaded_as = [card for card in cards if card.get("root") == model and card.get("parent") is None]
+        return next(iter(named or loaded_as), None)
+    return next((card for card in cards if card.get("max_model_len") is not None), next(iter(cards), None))

@@ -1,0 +1,58 @@
+"""Settings of ``metal-engine chat`` beside the engine's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from metal_engine.errors import ConfigError
+from metal_engine.settings.args import LOG_LEVELS, ServerArgs
+from metal_engine.settings.fields import Settings, setting
+
+# `ps` and `launch` have the same four options.
+HOST_HELP = "Address on which the server listens."
+PORT_HELP = "Port of the server."
+URL_HELP = "URL of the server, instead of --host and --port."
+API_KEY_HELP = "Key of the server. The variable METAL_ENGINE_API_KEY is safer than this flag."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatArgs(Settings):
+    """Settings of ``metal-engine chat`` beside the engine's."""
+
+    host: str = setting(ServerArgs.host, HOST_HELP)
+    port: int = setting(ServerArgs.port, PORT_HELP, ge=0, le=65535)
+    url: str | None = setting(
+        None,
+        f"{URL_HELP} The chat ends if this server does not serve MODEL. Without --url, the chat then loads MODEL into "
+        "its own process.",
+    )
+    api_key: str | None = setting(None, API_KEY_HELP, secret=True)
+    system: str | None = setting(None, "System prompt.")
+    temperature: float | None = setting(
+        None, "Sampling temperature; 0 is greedy. Default: what the model recommends, else 0.7; a server has its own."
+    )
+    top_p: float | None = setting(
+        None,
+        "Sample from the most likely tokens whose probability reaches this together. Default: what the model "
+        "recommends, else 0.95; a server has its own.",
+    )
+    max_tokens: int | None = setting(None, "Longest answer in tokens. Default: as many as fit.", kind="count")
+    log_level: str = setting(
+        "warning", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.url is not None and not _is_address(self.url):
+            raise ConfigError("--url", f"must be like http://127.0.0.1:8000 or https://example.org, got {self.url!r}")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("--api-key", "must be printable ASCII")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False

@@ -1,0 +1,14 @@
+"""Settings of memory beside those of the KV cache."""
+
+from __future__ import annotations
+
+from metal_engine.settings.fields import setting
+
+MEMORY = "Memory"
+
+WIRE_MEMORY = setting(
+    True,
+    "Wire the memory of weights, KV cache and largest step (Metal), so that macOS cannot swap it out. "
+    "--no-wire-memory leaves the wired limit of MLX unchanged; see docs/mac.md for kernel panics.",
+    group=MEMORY,
+)

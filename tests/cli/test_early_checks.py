@@ -1,0 +1,95 @@
+"""Errors in settings come before MLX and transformers are imported, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from metal_engine.checkpoints.named_paths import check_model_name
+from metal_engine.checkpoints.names import is_ollama_name
+from metal_engine.errors import ModelLoadError
+
+ROOT = Path(__file__).resolve().parents[2]
+# Runs commands, and prints the exit status, the errors, and the slow packages that were imported so far, after each.
+PROGRAM = """
+import json, sys
+from typer.testing import CliRunner
+from metal_engine.cli.main import app
+for arguments in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(app, arguments)
+    slow = [name for name in ("mlx", "transformers", "fastapi") if name in sys.modules]
+    print(json.dumps([done.exit_code, " ".join(done.stderr.split()), slow]))
+"""
+WRONG = [
+    (["serve", "demo", "--dtype", "int3"], "--dtype must be one of"),
+    (["serve", "nowhere/model.gguf"], "no such file: nowhere/model.gguf"),
+    (["serve", "./nowhere"], "./nowhere is neither a directory nor a .gguf file"),
+    (["serve", "qwen3:8b"], "qwen3:8b is a name from Ollama's registry"),
+    (["serve", "demo", "--chat-template", "nowhere.jinja"], "cannot read --chat-template"),
+    (["serve", "demo", "--speculative-config", "{}"], "--speculative-config needs 'method'"),
+    (["serve", "demo", "--kv-transfer-config", "{}"], "--kv-transfer-config needs 'kv_connector'"),
+    (["serve", "demo", "--ssl-certfile", "no", "--ssl-keyfile", "no"], "--ssl-certfile, --ssl-keyfile"),
+    (["serve", "demo", "--lora-modules", "a=./nowhere"], "nowhere is not a directory"),
+    (["serve", "demo", "--enable-lora", "--lora-dir", "./nowhere"], "--lora-dir ./nowhere is not a directory"),
+    (["serve", "demo", "--lora-dir", "."], "--lora-dir needs --enable-lora"),
+    (["serve", "demo", "--tokenizer", "./nowhere"], "./nowhere is not a directory (--tokenizer)"),
+    (["serve", "demo", "--generation-config", "./nowhere"], "nowhere has no generation_config.json"),
+    (["serve", "--models-dir", "./nowhere"], "cannot read --models-dir"),
+    (["serve", "demo", "demo"], "a MODEL is named twice"),
+    (["serve", "demo", "./nowhere"], "./nowhere is neither a directory nor a .gguf file"),
+    (["serve", "demo", "other", "--async-scheduling"], "--async-scheduling is for one model"),
+    (["serve", "demo", "other", "--chat-template", "nowhere.jinja"], "cannot read --chat-template"),
+    (["chat", "nowhere.gguf", "--port", "9"], "no such file: nowhere.gguf"),
+    (["chat", "demo", "--port", "9", "--top-p", "7"], "--top-p must be in (0, 1]"),
+    (["bench", "throughput", "nowhere.gguf"], "no such file: nowhere.gguf"),
+    (["bench", "latency", "nowhere.gguf"], "no such file: nowhere.gguf"),
+    (["pull", "nowhere.gguf"], "nowhere.gguf is a path"),
+    (["pull", "qwen3:8b"], "qwen3:8b is a name from Ollama's registry"),
+]
+
+
+def run(commands: list[list[str]]) -> list[tuple[int, str, list[str]]]:
+    """Return each command's exit status, its errors, and the slow packages that have been imported."""
+    program = [sys.executable, "-c", PROGRAM, json.dumps(commands)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def test_what_is_wrong_is_said_before_anything_slow_is_imported() -> None:
+    commands = [[*arguments, *(["--port", "0"] if arguments[0] == "serve" else [])] for arguments, _ in WRONG]
+    for (arguments, message), (status, error, slow) in zip(WRONG, run(commands), strict=True):
+        assert status == 1 and message in error, (arguments, error)
+        assert slow == [], arguments
+
+
+def test_a_taken_port_is_noticed_before_anything_slow_is_imported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        commands = [["serve", *models, "--port", port] for models in (["demo"], ["demo", "other/model"])]
+        for status, error, slow in run(commands):
+            assert status == 1 and f"--port {port} is in use" in error, error
+            assert slow == []
+
+
+def test_names_from_ollamas_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("qwen3:8b", "llama3.2:latest", "qwen3@main:8b"):
+        assert is_ollama_name(name)
+    for name in ("gpt2", "org/model:Q4_K_M", "model:Q4_K_M", "model:BF16", "org/model:8b", "demo"):
+        assert not is_ollama_name(name)
+    with pytest.raises(ModelLoadError, match="OWNER/NAME:Q4_K_M"):
+        check_model_name("qwen3:8b")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3:8b").mkdir()
+    check_model_name("qwen3:8b")  # a folder may have such a name
+
+
+def test_nobody_is_told_that_pytorch_is_missing() -> None:
+    """Neither by a command nor by a program that imports the package."""
+    program = "import metal_engine, transformers; import metal_engine.llm"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
