@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ GPU: FakeGpu = install()  # before MLX is loaded
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
+from metal_engine.attention import choice, tuning  # noqa: E402
 from metal_engine.build import build_engine  # noqa: E402
 from metal_engine.cli.banner import startup_facts  # noqa: E402
 from metal_engine.device.command_buffers import kernels_of_step  # noqa: E402
@@ -223,12 +225,16 @@ def order(behind: bool) -> dict[str, Any]:
     return {"seen": seen, "unfinished": unfinished}
 
 
-def tune(folder: str, setting: str, kernel_us: float) -> dict[str, Any]:
+def tune(folder: str, setting: str, start: int) -> dict[str, Any]:
     """Build and run a whole engine with a value of ``--attention-tuning``. Its files are in ``folder``.
 
-    Checks of numbers are skipped: the fake GPU computes no numbers.
+    ``start``: number of the start. Results of equal calls are cached.
+
+    Checks of numbers are skipped: the fake GPU computes no numbers. The clock of tuning is the time of the device.
     """
-    GPU.configure(Settings(kernel_us=kernel_us))
+    GPU.configure(Settings(kernel_us=2.0, us_per_mb=500.0))
+    choice.Tuner = partial(tuning.Tuner, clock=lambda: 1e-9 * GPU.counts().busy_ns)  # type: ignore[assignment, misc]
+    tuning.STEPS = ((1, 16_383),), ((40, 0),)
     checks = (
         ("metal_engine.attention.choice", "try_kernel"),
         ("metal_engine.attention.tuning", "try_kernel"),
