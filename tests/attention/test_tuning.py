@@ -26,6 +26,7 @@ from metal_engine.attention.tuning import TUNING_SECONDS, Tuner
 from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.spec import KVSpec
 from metal_engine.settings.config import AttentionLayers
+from tools.fixtures.packed_step import make_step
 from tools.metal_sim import metal_kernel
 
 BLOCK_SIZE = 16
@@ -472,6 +473,17 @@ def test_layers_have_what_was_chosen_for_their_kind(untried: None, on: Any, tmp_
         has_window = kind.has_window
         key = (kind.dtype, kind.num_heads, kind.spec, BLOCK_SIZE)
         assert tuned.backend.kind_of(key, has_window, False, None).variant.held == held
+
+
+def test_kinds_with_different_cuts_share_no_work_items(on: Any) -> None:
+    """A step plans for each cut, whichever layer is first."""
+    gpu = on(same)
+    metal = gpu.backend().with_cuts({KIND: Cut(threadgroups_per_core=4)})
+    step = make_step([(1, 3000)], num_heads=4, num_kv_heads=2, head_dim=64, dtype=mx.float16)
+    attention = metal.for_step(step.rows)
+    for softcap in (None, 20.0, None):
+        attention.attend(step.q, step.state, scale=1.0, softcap=softcap)
+    assert [key[-1] for key in attention.asked] == [4, 8]
 
 
 def test_nothing_faster_is_the_default(untried: None, on: Any, tmp_path: Path) -> None:
