@@ -99,7 +99,7 @@ def _build(
     from metal_engine.models.paged_model import release_weights
 
     with share.turn():
-        choice = choose_backend(args.attention_backend, args.block_size)
+        choice = choose_backend(args.attention_backend, args.block_size, args.attention_tuning)
     before = ranks.device(share.unlimited(device_info(blas)))
 
     def check(facts: CheckpointFacts) -> None:
@@ -143,11 +143,11 @@ def _assemble(
     from metal_engine.runner.model_runner import ModelRunner
     from metal_engine.runner.replay_check import check_replay
 
+    opened = _open(args, loaded, choice, ranks, share)
+    paged = opened.paged
     with share.turn():
-        opened = _open(args, loaded, choice, ranks)
-        paged = opened.paged
         adapters = _make_for_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
-    draft = _load_draft(args, loaded, device_info(blas), choice)
+    draft = _load_draft(args, loaded, device_info(blas), choice, share)
     models = [opened] if draft is None else [opened, draft]
     device = ranks.device(device_info(blas))
     with share.turn():
@@ -174,7 +174,7 @@ def _assemble(
 
         specs, weights = [state.spec for state in paged.pool.states], loaded.model.parameters()
         scheduler_side, runner_side, fingerprint = connect_kv(
-            transfer, args.block_size, loaded.name, weights, loaded.config, specs
+            transfer, args.block_size, loaded.name, weights, loaded.config, specs, opened.attention.layers.tuned
         )
         # Prefixes are hashed with the name under which they are stored, so that other processes find them.
         cache = replace(config.cache, model_fingerprint=fingerprint)
@@ -281,7 +281,9 @@ class _OpenedModel:
         )
 
 
-def _open(args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: Ranks) -> _OpenedModel:
+def _open(
+    args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: Ranks, share: DeviceShare
+) -> _OpenedModel:
     """Put a loaded model over a paged KV cache, and check that it runs right."""
     from metal_engine.attention.metal.variants import UnsupportedAttentionError
     from metal_engine.models.attention_kinds import attention_kinds
@@ -292,21 +294,26 @@ def _open(args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: R
 
     logger.info("checking that %s runs right over a paged KV cache", loaded.name)
     try:
-        recurrence = MetalRecurrence() if choice.metal is not None else None
-        paged = PagedModel(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
-        info = ranks.agreed(model_info(loaded, paged))
-        kinds = _with_recurrence(paged, ranks, lambda: attention_kinds(paged))
-        attention = choice.for_layers(kinds, args.block_size)
+        with share.turn():
+            recurrence = MetalRecurrence() if choice.metal is not None else None
+            paged = PagedModel(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
+            info = ranks.agreed(model_info(loaded, paged))
+            kinds = _with_recurrence(paged, ranks, lambda: attention_kinds(paged))
+            attention = choice.for_layers(kinds, args.block_size)
+        attention = choice.tuned(attention, args.block_size, decide=ranks.decided, agree=ranks.largest, turn=share.turn)
         # Blocks of another size ask for longer requests, and only matter where kernels are compiled for them.
         sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
-        _with_recurrence(paged, ranks, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest))
+        with share.turn():
+            _with_recurrence(
+                paged, ranks, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest)
+            )
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise _cannot_run(args, loaded.config, error) from error
     return _OpenedModel(paged, info, attention)
 
 
 def _load_draft(
-    args: EngineArgs, target: LoadedModel, device: DeviceInfo, choice: BackendChoice
+    args: EngineArgs, target: LoadedModel, device: DeviceInfo, choice: BackendChoice, share: DeviceShare
 ) -> _OpenedModel | None:
     """Load the draft model of ``--speculative-config``, if it names one.
 
@@ -334,7 +341,7 @@ def _load_draft(
 
     try:
         loaded = loader.load(draft_args, device, check, check_tokenizer=check_tokenizer)
-        opened = _open(draft_args, loaded, choice, Ranks())
+        opened = _open(draft_args, loaded, choice, Ranks(), share)
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft model (--speculative-config): {error}") from error
     except ConfigError as error:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionBackend, AttentionKind
-from metal_engine.attention.metal.backend import THREADGROUPS_PER_CORE, MetalBackend
+from metal_engine.attention.choice_file import Choice, ChoiceFile, describe_machine, name_of
+from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.metal.cuts import THREADGROUPS_PER_CORE
 from metal_engine.attention.metal.variants import BLOCK_SIZES, UnsupportedAttentionError
 from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.trial import KernelFailedError, try_kernel
+from metal_engine.attention.tuning import Tuner, Turn
+from metal_engine.device.cache_dir import cache_dir
 from metal_engine.device.info import gpu_core_count, has_tensor_ops
 from metal_engine.errors import ConfigError, one_line
 from metal_engine.settings.config import AttentionLayers
@@ -21,12 +28,44 @@ from metal_engine.settings.config import AttentionLayers
 logger = logging.getLogger(__name__)
 
 
+# Returns the decision of rank 0. The name identifies the exchange between ranks.
+Decide = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
+# Returns the largest of all ranks' numbers, told under a name.
+Agree = Callable[[str, int], int]
+
+
 @dataclass(frozen=True)
 class ChosenAttention:
-    """What computes a model's attention, and what that means for its layers."""
+    """The attention backend of a model, and the number of layers on each path.
+
+    Attributes:
+        metal: backend of the Metal kernel, or None if no layer uses the kernel.
+        kinds: kinds of the model's layers, in order.
+        not_covered: kinds of layers that MLX's operations compute, each with the reason.
+    """
 
     backend: AttentionBackend
     layers: AttentionLayers
+    metal: MetalBackend | None = None
+    kinds: tuple[AttentionKind, ...] = ()
+    not_covered: Mapping[AttentionKind, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        metal: MetalBackend,
+        kinds: Sequence[AttentionKind],
+        not_covered: Mapping[AttentionKind, str],
+        **tuning: Any,
+    ) -> ChosenAttention:
+        """Return the kernel, with MLX's operations for some kinds. ``tuning``: fields of AttentionLayers."""
+        num_portable = sum(kind in not_covered for kind in kinds)
+        reasons = tuple(dict.fromkeys(not_covered.values()))
+        layers = AttentionLayers(metal=len(kinds) - num_portable, portable=num_portable, not_covered=reasons, **tuning)
+        backend: AttentionBackend = metal
+        if not_covered:
+            backend = MixedBackend(metal, PortableBackend(), frozenset(not_covered))
+        return cls(backend, layers, metal, tuple(kinds), not_covered)
 
 
 @dataclass(frozen=True)
@@ -36,10 +75,12 @@ class BackendChoice:
     Attributes:
         metal: the kernel; None where it is not to be used.
         is_strict: a layer that the kernel does not do is an error.
+        tuner: source of cuts for each kind of layer, or None for the default cut.
     """
 
     metal: MetalBackend | None
     is_strict: bool = False
+    tuner: Tuner | None = None
 
     def for_layers(self, kinds: Sequence[AttentionKind], block_size: int) -> ChosenAttention:
         """What computes each layer of a model, fixed from here on. Tries the kernel for each kind of layer.
@@ -50,9 +91,8 @@ class BackendChoice:
         Raises:
             UnsupportedAttentionError: the kernel is wanted by name and does not do, or does not build for, some layer.
         """
-        portable = PortableBackend()
         if self.metal is None:
-            return ChosenAttention(portable, AttentionLayers(portable=len(kinds)))
+            return ChosenAttention(PortableBackend(), AttentionLayers(portable=len(kinds)))
         not_covered: dict[AttentionKind, str] = {}  # and why
         unsupported: dict[AttentionKind, str] = {}
         for kind in dict.fromkeys(kinds):
@@ -68,7 +108,6 @@ class BackendChoice:
                     return self._without_tensor_ops(kind, error).for_layers(kinds, block_size)
                 self._report(kind, block_size, error)
                 not_covered[kind] = f"{kind.head_dims}, for which the kernel {error}"
-        num_portable = sum(kind in not_covered for kind in kinds)
         if unsupported:
             logger.warning(
                 "MLX's operations compute attention of %d of %d layers, which is slower: the metal kernel does not do "
@@ -78,11 +117,54 @@ class BackendChoice:
                 block_size,
                 "; ".join(unsupported.values()),
             )
-        reasons = tuple(dict.fromkeys(not_covered.values()))
-        layers = AttentionLayers(metal=len(kinds) - num_portable, portable=num_portable, not_covered=reasons)
-        if not not_covered:
-            return ChosenAttention(self.metal, layers)
-        return ChosenAttention(MixedBackend(self.metal, portable, frozenset(not_covered)), layers)
+        return ChosenAttention.of(self.metal, kinds, not_covered)
+
+    def tuned(
+        self,
+        chosen: ChosenAttention,
+        block_size: int,
+        *,
+        decide: Decide = lambda what, own: own(),
+        agree: Agree = lambda what, number: number,
+        turn: Turn = nullcontext,
+    ) -> ChosenAttention:
+        """Return the attention backend with the fastest cut for each kind of layer.
+
+        Args:
+            chosen: what :meth:`for_layers` returned.
+            decide: returns the decision of rank 0, so that all ranks have the same choices.
+            agree: returns the largest of all ranks' numbers.
+            turn: within it, no other model uses the device.
+        """
+        tuner, metal = self.tuner, chosen.metal
+        if tuner is None or metal is None:
+            return chosen
+        kinds = [kind for kind, _ in Counter(chosen.kinds).most_common() if kind not in chosen.not_covered]
+
+        def choose() -> dict[str, Any]:
+            choices = tuner.choose(metal, kinds, block_size, may_use_mlx=not self.is_strict, turn=turn)
+            return {name: choice.facts for name, choice in choices.items()}
+
+        told = decide("choices of attention", choose)
+        choices = {kind: Choice.of(told[name]) for kind in kinds if (name := name_of(kind, block_size)) in told}
+        choices = {kind: choice for kind, choice in choices.items() if not choice.is_default}
+        cuts = {kind: choice.cut for kind, choice in choices.items() if choice.cut is not None}
+        with turn():
+            does_fail = not _all_work(metal.with_cuts(cuts), cuts, block_size)
+        if agree("choices of attention that fail", int(does_fail)):
+            logger.warning("choices of attention are ignored; to measure again, remove %s", tuner.file.path)
+            choices, cuts = {}, {}
+        not_covered = dict(chosen.not_covered)
+        for kind in choices.keys() - cuts.keys():
+            not_covered[kind] = f"{kind.head_dims}, faster with MLX's operations"
+        words = (f"{choice} for {kind}" for kind, choice in choices.items())
+        return ChosenAttention.of(
+            metal.with_cuts(cuts) if cuts else metal,
+            chosen.kinds,
+            not_covered,
+            tuning="; ".join(words) or ("the default" if kinds else ""),
+            tuned=tuple(sorted(f"{name_of(kind, block_size)}: {choice.cut!r}" for kind, choice in choices.items())),
+        )
 
     def _without_tensor_ops(self, kind: AttentionKind, error: KernelFailedError) -> BackendChoice:
         """The kernel as other GPUs have it, and a word about why."""
@@ -123,12 +205,30 @@ def _what(kind: AttentionKind, block_size: int) -> str:
     return kind.head_dims
 
 
-def choose_backend(setting: str, block_size: int) -> BackendChoice:
+def _all_work(metal: MetalBackend, kinds: Iterable[AttentionKind], block_size: int) -> bool:
+    """Return whether the kernel works for kinds of layers as it cuts their work."""
+    for kind in kinds:
+        try:
+            try_kernel(metal, kind, block_size)
+        except (KernelFailedError, UnsupportedAttentionError) as error:
+            report = error.report if isinstance(error, KernelFailedError) else str(error)
+            logger.warning(
+                "attention of all layers is cut by default, since %s fails for layers with %s: %s",
+                *(metal.cuts[kind], kind, report),
+            )
+            return False
+    return True
+
+
+def choose_backend(setting: str, block_size: int, tuning: str = "never") -> BackendChoice:
     """``auto`` is the kernel where there is Metal, for the layers that it does, and MLX's operations for all others.
     ``metal`` is the kernel and nothing else.
 
+    Args:
+        tuning: value of --attention-tuning.
+
     Raises:
-        ConfigError: the kernel is wanted by name, and there is no Metal here, or it does not do such blocks.
+        ConfigError: ``metal`` does not work on this machine or with this block size, or ``tuning`` lacks a cache.
     """
     has_metal = mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
     if setting == "mlx" or (setting == "auto" and not has_metal):
@@ -145,4 +245,13 @@ def choose_backend(setting: str, block_size: int) -> BackendChoice:
     num_cores = gpu_core_count()
     target_threadgroups = num_cores and THREADGROUPS_PER_CORE * num_cores
     metal = MetalBackend(target_threadgroups=target_threadgroups, tensor_ops=has_tensor_ops())
-    return BackendChoice(metal, is_strict)
+    return BackendChoice(metal, is_strict, _make_tuner(num_cores) if tuning == "auto" else None)
+
+
+def _make_tuner(num_cores: int | None) -> Tuner:
+    try:
+        folder = cache_dir() / "attention"
+    except FileNotFoundError as error:
+        problem = f"auto keeps its choices in the cache directory: {error}. Set METAL_ENGINE_CACHE, or choose never"
+        raise ConfigError("--attention-tuning", problem) from error
+    return Tuner(ChoiceFile(folder, describe_machine(num_cores)))

@@ -1,9 +1,13 @@
 """Tries the kernel on this device, at load, for each kind of layer that a model has.
 
-A Mac compiles a kernel when it is first used, and may then say that it cannot: an error of its compiler, a pipeline
-with too few threads, too much threadgroup memory. All variants that serving uses are used here, on random numbers: a
-decode of one row alone, and a step that has a decode whose context is split, so that splits are merged, beside a chunk
-and another decode; with tensor operations also a longer chunk. The portable backend has the right answers.
+A Mac compiles a kernel at the first use. That may fail: an error of the compiler, a pipeline with too few threads,
+too much threadgroup memory. All variants that serving uses run here on random numbers:
+
+- a decode of one row alone
+- a step with a decode whose context is split and merged, a chunk, and another decode
+- with tensor operations or a measured cut: a longer chunk
+
+The portable backend has the right answers.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from metal_engine.attention.backend import AttentionBackend, AttentionKind
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.device.streams import synchronize
+from metal_engine.attention.sample_steps import attend_kind, forget_errors, random_array, random_queries, random_sinks
 from metal_engine.kv_cache.pool import make_state
 from metal_engine.kv_cache.rows import StepRows, step_rows
 from metal_engine.kv_cache.spec import QuantizedKVSpec
@@ -25,8 +29,6 @@ from metal_engine.kv_cache.state import KVState, StateSnapshot
 _ALONE = [(1, 20)]
 _IN_COMPANY = [(1, 1087), (11, 9), (1, 29)]
 _CHUNK = [(70, 130)]  # more than a tile of rows, over several stages of keys
-_WINDOW = 1060
-_SOFTCAP = 20.0
 # Of a row of one head, relative to its length. One key of the longest context more or less makes 3e-2.
 _TOLERANCE = {mx.float32: 5e-3, mx.float16: 5e-3, mx.bfloat16: 2e-2}
 
@@ -59,7 +61,7 @@ def try_kernel(metal: MetalBackend, kind: AttentionKind, block_size: int) -> Non
             "Choose --attention-backend auto or mlx."
         )
     steps = [(_ALONE, metal), (_IN_COMPANY, metal.splitting())]
-    if metal.has_tensor_ops:
+    if metal.has_tensor_ops or metal.cuts:
         steps.append((_CHUNK, metal))
     for segments, backend in steps:
         rows = _rows(segments, block_size)
@@ -70,7 +72,7 @@ def try_kernel(metal: MetalBackend, kind: AttentionKind, block_size: int) -> Non
             raise
         # ValueError: MLX raises it for a threadgroup larger than the pipeline's maxTotalThreadsPerThreadgroup.
         except (RuntimeError, ValueError) as error:
-            _forget_errors()
+            forget_errors()
             raise KernelFailedError("does not run on this device", f"{type(error).__name__}: {error}") from error
         expected = _attend(PortableBackend(), kind, rows, state)
         gaps = np.linalg.norm(out - expected, axis=-1) / np.linalg.norm(expected, axis=-1)  # [N, Hq]
@@ -96,37 +98,17 @@ def _random_state(kind: AttentionKind, rows: StepRows) -> KVState:
     kept = kind.spec.full if isinstance(kind.spec, QuantizedKVSpec) else kind.spec
     num_slots = len(state.keys)
     arrays = {
-        name: _random((num_slots, *array.shape), array.dtype, seed)
+        name: random_array((num_slots, *array.shape), array.dtype, seed)
         for seed, (name, array) in enumerate(kept.token_arrays.items())
     }
     state.restore(StateSnapshot(state.encode(arrays)))
     return state
 
 
-def _random(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
 def _attend(backend: AttentionBackend, kind: AttentionKind, rows: StepRows, state: KVState) -> np.ndarray:
     """[N, Hq, Dv] float32; of latents what their reader takes."""
-    head_dim = kind.spec.head_dim
-    out = backend.for_step(rows).attend(
-        _random((rows.num_tokens, kind.num_heads, head_dim), kind.dtype, 2),
-        state,
-        scale=head_dim**-0.5,
-        window=_WINDOW if kind.has_window else None,
-        softcap=_SOFTCAP if kind.has_softcap else None,
-        sinks=None if kind.sinks is None else _random((kind.num_heads,), kind.sinks, 3),
-    )
+    out = attend_kind(backend.for_step(rows), kind, random_queries(kind, rows.num_tokens), state, random_sinks(kind))
     if kind.spec.latent_dim is not None:
         out = out[..., : kind.spec.latent_dim]
     mx.eval(out)  # which raises what an operation raised, as the conversion would not
     return np.array(out.astype(mx.float32))
-
-
-def _forget_errors() -> None:
-    """A stream keeps an error until somebody waits for it: the next step must not meet this one's."""
-    try:
-        synchronize()
-    except (RuntimeError, ValueError):
-        synchronize()

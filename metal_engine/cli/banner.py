@@ -34,6 +34,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "device": f"{config.device.name}: {config.device.compute}",
         "ranks": _ranks(config.ranks),
         "attention": config.attention,
+        "tuning": config.attention_tuning,
         "memory": f"weights {format_size(config.weight_bytes)}{adapters}, KV cache {format_size(config.kv_bytes)}"
         f"{states}, largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
         "KV cache": f"{cache.num_tokens:,} tokens{more} in {cache.num_blocks:,} blocks of {cache.block_size}; "
@@ -59,6 +60,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         del facts["sampling"]
     if not config.dispatch:
         del facts["dispatch"]
+    if not config.attention_tuning:
+        del facts["tuning"]
     if config.command_buffers is None:
         del facts["commands"]
     if not config.ranks:

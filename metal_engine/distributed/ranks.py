@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -60,6 +61,10 @@ class Ranks:
     def largest(self, what: str, number: int) -> int:
         """The largest of all ranks' numbers, which are told under the same name."""
         return number
+
+    def decided(self, what: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what rank 0 decides, in JSON's terms, told under a name. The other ranks decide nothing."""
+        return decide()
 
     def same_files(self, path: Path) -> None:
         """Raises ModelLoadError where the ranks have other files of the model: a directory, or a GGUF file."""
@@ -135,6 +140,9 @@ class SeveralRanks(Ranks):
 
     def largest(self, what: str, number: int) -> int:
         return self._group.largest(what, number)
+
+    def decided(self, what: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return self._group.exchange(what, {} if self._group.rank else decide())[0]
 
     def same_files(self, path: Path) -> None:
         told = self._group.exchange("files", file_prints(path))

@@ -162,10 +162,10 @@ def _real_model(model: str | None) -> Iterator[Finding]:
         yield Finding("demo model", "not tried: not fetched yet (`metal-engine serve demo` fetches it)")
         return
     with ThreadPoolExecutor(1) as thread:
-        yield thread.submit(_try_model, model or "demo").result()
+        yield from thread.submit(_try_model, model or "demo").result()
 
 
-def _try_model(model: str) -> Finding:
+def _try_model(model: str) -> list[Finding]:
     from metal_engine.build import build_engine
     from metal_engine.doctor.tiny import generate
     from metal_engine.settings.args import EngineArgs
@@ -176,4 +176,7 @@ def _try_model(model: str) -> Finding:
     info = engine.config.model
     wrong = model == "demo" and "Paris" not in text
     runs = f"{info.model_type}, {info.dtype}, KV in {info.kv_dtype}, attention by {engine.config.attention}"
-    return Finding(model, f"{runs}: {prompt!r} -> {text!r}", FAILED if wrong else OK)
+    findings = [Finding(model, f"{runs}: {prompt!r} -> {text!r}", FAILED if wrong else OK)]
+    if tuning := engine.config.attention_tuning:
+        findings.append(Finding("attention tuning", tuning))
+    return findings

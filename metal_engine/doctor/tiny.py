@@ -76,6 +76,7 @@ def _tiny_engine(model: nn.Module, kv_cache_dtype: str = "auto") -> EngineCore:
                 model=folder,
                 dtype="float32",
                 kv_cache_dtype=kv_cache_dtype,
+                attention_tuning="never",
                 attention_backend="mlx" if kv_cache_dtype == "auto" else "auto",
                 block_size=8,
                 num_gpu_blocks_override=64,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +22,8 @@ from metal_engine.kv_transfer.transfer import KVTransfer
 if TYPE_CHECKING:
     import mlx.core as mx
 
+logger = logging.getLogger(__name__)
+
 
 def connect_kv(
     transfer: KVTransferConfig,
@@ -29,6 +32,7 @@ def connect_kv(
     parameters: dict[str, Any],
     config: dict[str, Any],
     specs: Sequence[StateSpec],
+    tuned: Sequence[str] = (),
 ) -> tuple[KVConnectorScheduler, KVConnectorRunner, str]:
     """Open the store, and make both halves of the connector; with them comes the fingerprint of the KV.
 
@@ -38,6 +42,7 @@ def connect_kv(
         parameters: the model's weights, which the fingerprint names.
         config: the model's ``config.json``.
         specs: what each layer keeps.
+        tuned: choices of attention tuning that differ from the default. They change the bits of KV.
 
     Raises:
         ConfigError: the model keeps nothing that a block could have.
@@ -46,7 +51,12 @@ def connect_kv(
     if not parts:
         raise ConfigError(transfer.flag, f"{name} keeps no KV, only states: there are no blocks to save to a store")
     weights = cast("list[tuple[str, mx.array]]", tree_flatten(parameters))
-    fingerprint = kv_fingerprint(weights, config, block_size, [*parts, *of_states])
+    fingerprint = kv_fingerprint(weights, config, block_size, [*parts, *of_states], tuned)
+    if tuned:
+        logger.info(
+            "stored KV is shared only with engines that have the same attention tuning; --attention-tuning never turns "
+            "tuning off"
+        )
     layout = BlockLayout(parts, fingerprint)
     state_layout = BlockLayout(of_states, fingerprint) if of_states else None
     stats = KVTransferStats()

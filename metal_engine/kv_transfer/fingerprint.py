@@ -18,7 +18,11 @@ _SAMPLES = 4096
 
 
 def kv_fingerprint(
-    weights: Iterable[tuple[str, mx.array]], model_config: Mapping[str, Any], block_size: int, parts: Sequence[KVPart]
+    weights: Iterable[tuple[str, mx.array]],
+    model_config: Mapping[str, Any],
+    block_size: int,
+    parts: Sequence[KVPart],
+    tuned: Sequence[str] = (),
 ) -> str:
     """Returns a name in hex digits: engines whose KV for the same tokens could differ get different names.
 
@@ -28,6 +32,7 @@ def kv_fingerprint(
         model_config: of the checkpoint: rope settings, windows, numbers of heads and layers.
         block_size: tokens per block.
         parts: what a block is made of: layers, heads, types.
+        tuned: choices of attention that differ from the default.
     """
     digest = sha256(f"kv format {FORMAT_VERSION}".encode())
     for name, array in sorted(weights, key=lambda named: named[0]):
@@ -36,6 +41,8 @@ def kv_fingerprint(
     config = {key: value for key, value in model_config.items() if key not in _IRRELEVANT}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     digest.update(repr((block_size, [(p.name, p.dtype, p.shape) for p in parts])).encode())
+    if tuned:
+        digest.update(json.dumps(list(tuned)).encode())
     return digest.hexdigest()[:32]
 
 

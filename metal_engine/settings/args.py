@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from math import inf
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings import memory_args, rank_args, step_args
+from metal_engine.settings import attention_args, memory_args, rank_args, step_args
 from metal_engine.settings.fields import Settings, setting
 from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 from metal_engine.settings.lora_args import ENABLE_LORA, LORA, LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, LoRAArgs
 from metal_engine.settings.model_names import check_name
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-ATTENTION_BACKENDS = ("auto", "metal", "mlx")
 KV_CACHE_DTYPES = ("auto", "int8", "int4")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -31,7 +30,8 @@ GIB = 1 << 30
 # Among the names that a model is served by: every other name.
 ANY_NAME = "*"
 # Headings in `--help` and in docs/cli.md, below which the settings stand.
-MODEL, MEMORY, SCHEDULING, KV_TRANSFER = "Model", memory_args.MEMORY, step_args.SCHEDULING, "KV transfer"
+MODEL, MEMORY = attention_args.MODEL, memory_args.MEMORY
+SCHEDULING, KV_TRANSFER = step_args.SCHEDULING, "KV transfer"
 SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "Server", "Security", "Limits", "Answers", "Logging"
 
 
@@ -115,13 +115,8 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         le=1,
     )
     wire_memory: bool = memory_args.WIRE_MEMORY
-    attention_backend: str = setting(
-        "auto",
-        "What computes attention: metal (our kernel, or an error), mlx (MLX's operations), or auto: our kernel for the "
-        "layers that it does here, and MLX's operations for all others.",
-        group=MODEL,
-        choices=ATTENTION_BACKENDS,
-    )
+    attention_backend: str = attention_args.ATTENTION_BACKEND
+    attention_tuning: str = attention_args.ATTENTION_TUNING
     kv_cache_dtype: str = setting(
         "auto",
         "Type in which K and V are kept: auto (as the model computes them), int8 or int4 with a scale and a bias for "

@@ -195,11 +195,16 @@ class AttentionLayers:
 
     ``not_covered`` says what it is about layers that keeps them from the kernel where others, or none, have it; empty
     where nobody asked for it.
+
+    ``tuning`` describes the choices of attention tuning; empty without tuning. ``tuned`` has a name for each choice
+    other than the default.
     """
 
     metal: int = 0
     portable: int = 0
     not_covered: tuple[str, ...] = ()
+    tuning: str = ""
+    tuned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -275,6 +280,11 @@ class EngineConfig:
             return self.attention_backend
         total, why = layers.metal + layers.portable, ", ".join(layers.not_covered)
         return f"{self.attention_backend}; portable for {layers.portable} of {total} layers ({why})"
+
+    @property
+    def attention_tuning(self) -> str:
+        """The choices of attention tuning, in words. Empty without tuning."""
+        return self.attention_layers.tuning
 
     @property
     def kv_bytes(self) -> int:

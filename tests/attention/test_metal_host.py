@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.metal.cuts import TRIED, Cut
 from metal_engine.attention.metal.variants import (
     GROUPS,
     HELD_FRAGMENTS,
@@ -76,10 +77,21 @@ def group_fits(shape):
     return shape.group <= (24 if widest <= 256 or (widest <= 576 and shape.dtype.size == 2) else 16)
 
 
-def test_the_work_of_every_shape_fits():
+# Each value that tuning tries, and combinations with few registers.
+CUTS = [
+    Cut(),
+    *(Cut(**{name: value}) for name, values in TRIED.items() for value in values[1:]),
+    Cut(most_held=1, most_strips=1, staged_parts=2),
+    Cut(most_held=1, most_strips=2, staged_parts=0),
+]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_the_work_of_every_shape_fits(cut):
     for shape in all_shapes():
         check_supported(shape)
-        variant = variant_of(shape)
+        variant = variant_of(shape, cut)
+        assert variant.held <= cut.most_held
         size = shape.dtype.size
         # Rows of the cache begin at multiples of a lane's load, and so does a latent's position part.
         rows = (shape.head_dim, shape.v_head_dim) if shape.is_latent else (shape.head_dim,)
@@ -89,7 +101,7 @@ def test_the_work_of_every_shape_fits():
         widest = max(shape.head_dim, shape.v_head_dim)
         fragments = variant.strips * -(-widest // (8 * variant.parts))
         assert fragments <= (MANY_FRAGMENTS if variant.strips < 3 or size > 2 else MANY_FRAGMENTS_OF_16_BITS)
-        if group_fits(shape):
+        if group_fits(shape) and cut.most_strips == 3 and cut.staged_parts:
             assert shape.group <= 8 * variant.strips  # a decode reads each key once, and stages none
         if shape.is_latent:
             assert variant.k_columns == variant.v_columns  # the same registers

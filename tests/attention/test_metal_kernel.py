@@ -8,9 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.metal.cuts import Cut
 from metal_engine.attention.metal.variants import BLOCK_SIZES
-from tests.support.simulated import TOLERANCE, attend, check, every_row_by_itself
+from tests.support.simulated import TOLERANCE, attend, backend, check, every_row_by_itself
 from tools.fixtures.packed_step import make_step
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -244,6 +246,38 @@ def test_alone_equals_in_company(heads):
     for i in range(4):
         alone, _ = attend(step.alone(i), scale=0.125)
         np.testing.assert_array_equal(packed[starts[i] : starts[i + 1]], alone)
+
+
+@pytest.mark.parametrize(
+    "cut, heads",
+    [
+        (Cut(threadgroups_per_core=4), {"num_heads": 4, "num_kv_heads": 2}),
+        (Cut(threadgroups_per_core=16), {"num_heads": 4, "num_kv_heads": 2}),
+        (Cut(most_held=1), {"num_heads": 4, "num_kv_heads": 2}),
+        (Cut(staged_parts=2), {"num_heads": 4, "num_kv_heads": 2}),
+        (Cut(staged_parts=0), {"num_heads": 4, "num_kv_heads": 2}),
+        (Cut(most_strips=1, most_held=2), {"num_heads": 16, "num_kv_heads": 1}),
+        (Cut(most_strips=2), {"num_heads": 24, "num_kv_heads": 1, "head_dim": 48, "v_head_dim": 32, "is_latent": True}),
+    ],
+    ids=str,
+)
+def test_a_request_has_the_same_bits_in_any_company_with_any_cut(cut, heads):
+    """Each cut gives right answers, with bits of its own. A kind of layer has one cut for all steps."""
+    step = make_step([(1, 699), (20, 41), (1, 5), (64, 0), (1, 2600)], **{"head_dim": 64} | heads)
+    kind = AttentionKind.of(step.q, step.state, None, None, None)
+    default = backend(16)
+    cut_otherwise = default.with_cuts({kind: cut})
+
+    def outputs(part, chosen=cut_otherwise):
+        return np.array(chosen.for_step(part.rows).attend(part.q, part.state, scale=0.125))
+
+    packed = outputs(step)
+    assert not np.array_equal(packed, outputs(step, default))
+    expected = step.reference(scale=0.125)
+    assert every_row_by_itself(packed[..., : expected.shape[-1]], expected).max() < 1e-5
+    starts = step.rows.cu_seqlens_q
+    for i in range(5):
+        np.testing.assert_array_equal(packed[starts[i] : starts[i + 1]], outputs(step.alone(i)))
 
 
 @pytest.mark.metal

@@ -95,6 +95,19 @@ def test_ranks_at_different_places_do_not_take_one_fact_for_another(groups: list
     assert str(error) == "rank 1 (here) is at 'tokens', and rank 0 at 'bytes'"
 
 
+def test_rank_0_decides(groups: list[Group]) -> None:
+    """Other ranks do not measure."""
+    choices = {"a layer": {"cut": None, "speedup": 2.5}}
+    found: queue.Queue[Any] = queue.Queue()
+
+    def decide(group: Group) -> None:
+        own = (lambda: choices) if group.rank == 0 else lambda: pytest.fail("rank 1 measures")
+        found.put(SeveralRanks(group).decided("choices", own))
+
+    both(groups, decide, decide)
+    assert [found.get(timeout=60) for _ in range(2)] == [choices, choices]
+
+
 def test_a_rank_that_does_not_come_along_is_not_waited_for(groups: list[Group]) -> None:
     error, _ = both(groups, lambda g: g.come_together("a place"), lambda g: None)
     assert str(error) == "rank 1 (here) has not come to 'a place' within 1.5 s"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from metal_engine.build import build_engine
 from metal_engine.doctor import examine as doctor
 from metal_engine.doctor import tiny
 from metal_engine.doctor.examine import FAILED, OK, Finding, examine
+from metal_engine.engine.core import EngineCore
+from metal_engine.settings.args import EngineArgs
+from tests.support.checkpoint_files import write_checkpoint
 
 
 def findings(model: str | None = None) -> tuple[bool, dict[str, Finding]]:
@@ -58,3 +63,21 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_cannot_be_loaded() -> None:
     healthy, found = findings("./no/such/model")
     assert not healthy and "neither a directory nor a .gguf file" in found["model"].text
+
+
+def test_what_was_measured_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The report has a line for attention tuning, except on a CPU."""
+    folder = write_checkpoint(tmp_path / "model")
+    assert "attention tuning" not in findings(str(folder))[1]
+
+    def with_tuning(args: EngineArgs) -> EngineCore:
+        engine = build_engine(args)
+        layers = replace(engine.config.attention_layers, tuning="16 threadgroups a core for head_dim 64")
+        engine.config = replace(engine.config, attention_layers=layers)
+        return engine
+
+    monkeypatch.setattr("metal_engine.build.build_engine", with_tuning)
+    monkeypatch.setattr(doctor, "_tiny_model", lambda: iter(()))
+    monkeypatch.setattr(doctor, "_quantized_kv", lambda: iter(()))
+    healthy, found = findings(str(folder))
+    assert healthy and found["attention tuning"].text == "16 threadgroups a core for head_dim 64"

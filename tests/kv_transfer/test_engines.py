@@ -637,6 +637,9 @@ def test_the_fingerprint_sees_every_change() -> None:
         of(weights, {"rope_theta": 2.0}, 16, parts),
         of(weights, base[0], 8, parts),
         of(weights, base[0], 16, [KVPart("k", "float16", (16, 2, 8), 512)]),
+        of(weights, *base, ["head_dim 64: 16 threadgroups a core"]),
+        of(weights, *base, ["head_dim 64: 4 threadgroups a core"]),
     ]
     assert len(set(different)) == len(different)
     assert of(weights) == of(dict(reversed(weights.items())), {"rope_theta": 1.0, "_name_or_path": "x"}, 16, parts)
+    assert of(weights) == of(weights, *base, ())  # default attention

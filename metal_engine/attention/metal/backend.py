@@ -6,33 +6,25 @@ host code is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import StepTables, size_class
-from metal_engine.attention.metal.planning import ITEM_FIELDS, MAX_SPLITS, WorkItems, plan_work_items
-from metal_engine.attention.metal.variants import (
-    THREADS,
-    AttentionShape,
-    Variant,
-    check_supported,
-    fits_tensor_ops,
-    variant_of,
-)
+from metal_engine.attention.backend import AttentionKind, StepTables, size_class
+from metal_engine.attention.metal.cuts import DEFAULT_CUT, THREADGROUPS_PER_CORE, Cut
+from metal_engine.attention.metal.kinds import Kind, make_kind
+from metal_engine.attention.metal.planning import WorkItems, plan_work_items
+from metal_engine.attention.metal.variants import THREADS, AttentionShape, Variant, fits_tensor_ops, variant_of
 from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, kernel_text
 from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import AttentionSpec, QuantizedKVSpec
 from metal_engine.kv_cache.state import KVState
 
-# Threadgroups for each core of a GPU, to keep it busy: their memory lets two run at a time, the others follow.
-THREADGROUPS_PER_CORE = 8
 UNKNOWN_GPU_CORES = 12
 KernelFactory = Callable[..., Any]
 
@@ -73,41 +65,8 @@ def _numbers_of_groups(state: KVState) -> list[mx.array]:
     return [*state.key_groups, *state.value_groups]
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What is the same for layers of a kind in every step."""
-
-    shape: AttentionShape
-    variant: Variant
-    template: list[tuple[str, mx.Dtype | int]]
-    merge_template: list[tuple[str, mx.Dtype | int]]
-
-
-@cache
-def _kind(key: _ShapeKey, has_window: bool, has_softcap: bool, has_sinks: bool) -> _Kind:
-    """Worked out once: layers ask in every step. Raises UnsupportedAttentionError."""
-    shape = _shape(*key)
-    check_supported(shape)
-    variant = variant_of(shape)
-    template: list[tuple[str, mx.Dtype | int]] = [
-        *shape.template,
-        *variant.template,
-        ("ITEM_FIELDS", ITEM_FIELDS),
-        ("HAS_WINDOW", has_window),
-        ("HAS_SOFTCAP", has_softcap),
-        ("HAS_SINKS", has_sinks),
-    ]
-    merge_template: list[tuple[str, mx.Dtype | int]] = [
-        ("T", shape.dtype),
-        ("D", shape.v_head_dim),
-        ("G", shape.group),
-        ("HAS_SINKS", has_sinks),
-        ("MAX_SPLITS", MAX_SPLITS),
-    ]
-    return _Kind(shape, variant, template, merge_template)
-
-
-_ItemsKey = tuple[int, int, int | None, int, int]  # group, num_kv_heads, window, key_step, tile_rows
+# group, num_kv_heads, window, key_step, tile_rows, threadgroups_per_core
+_ItemsKey = tuple[int, int, int | None, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -152,8 +111,10 @@ class MetalStep:
         """For what kinds of work items layers have asked."""
         return tuple(self._uploaded)
 
-    def _items(self, shape: AttentionShape, variant: Variant, window: int | None) -> _Uploaded:
-        key = (shape.group, shape.num_kv_heads, window, variant.bk, variant.tile_rows)
+    def _items(
+        self, shape: AttentionShape, variant: Variant, window: int | None, per_core: int = THREADGROUPS_PER_CORE
+    ) -> _Uploaded:
+        key = (shape.group, shape.num_kv_heads, window, variant.bk, variant.tile_rows, per_core)
         if key not in self._uploaded:
             if self.is_planned:
                 raise RuntimeError(f"a layer asks for work items {key}, which no layer has asked for before")
@@ -176,7 +137,8 @@ class MetalStep:
         key = (state.spec, state.block_size, q.shape, q.dtype, scale, window, softcap, sinks is not None)
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._launches[key] = self._launch(q, state, scale, window, softcap, has_sinks=sinks is not None)
+            sinks_dtype = None if sinks is None else sinks.dtype
+            launch = self._launches[key] = self._launch(q, state, scale, window, softcap, sinks_dtype)
         sink_values = sinks if sinks is not None else self.backend.no_sinks
         out, partial_out, partial_lse = launch.kernel(
             inputs=[*(q, state.keys, state.values, *_numbers_of_groups(state)), *(*launch.tables, sink_values)],
@@ -190,13 +152,19 @@ class MetalStep:
         return merged
 
     def _launch(
-        self, q: mx.array, state: KVState, scale: float, window: int | None, softcap: float | None, *, has_sinks: bool
+        self,
+        q: mx.array,
+        state: KVState,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: mx.Dtype | None,
     ) -> _Launch:
         """Checks a layer's call, and works out the launch for it and all that are like it."""
-        kind = _kind(_shape_key(q, state), window is not None, bool(softcap), has_sinks)
+        kind = self.backend.kind_of(_shape_key(q, state), window is not None, bool(softcap), sinks)
         shape = kind.shape
         self._check(q, state, shape, window)
-        uploaded = self._items(shape, kind.variant, window)
+        uploaded = self._items(shape, kind.variant, window, kind.cut.threadgroups_per_core)
         if self._block_table is None:
             self._block_table = _on_device(self.rows.block_table)
         # MLX has no outputs without elements, and the merge takes these as inputs.
@@ -206,7 +174,7 @@ class MetalStep:
         partial_shape = (partial_rows, shape.num_kv_heads, shape.v_head_dim)
         out_shape = (*q.shape[:2], shape.v_head_dim)
         return _Launch(
-            self.backend.attention_for(shape),
+            self.backend.attention_for(shape, kind.cut),
             [self._block_table, uploaded.table, numbers, window_size],
             {
                 "template": kind.template,
@@ -273,6 +241,9 @@ class MetalBackend:
         kernel_factory: ``mx.fast.metal_kernel`` or the simulator's.
         target_threadgroups: each request is split until it has about so many; None: as unknown GPUs get.
         tensor_ops: compute prefill with Metal's tensor operations, for the shapes that fit. The GPU must have them.
+
+    Attributes:
+        cuts: cut of the work for each kind of layer. Other kinds have the default cut.
     """
 
     name = "metal"
@@ -284,6 +255,8 @@ class MetalBackend:
         *,
         tensor_ops: bool = False,
     ):
+        self.cuts: Mapping[AttentionKind, Cut] = {}
+        self._kinds: dict[tuple[object, ...], Kind] = {}
         self._constants: dict[tuple[object, ...], mx.array] = {}
         # Made of data, once: mx.zeros would be one more kernel for the GPU in every layer.
         self.no_sinks = mx.array([0.0], mx.float32)
@@ -317,10 +290,31 @@ class MetalBackend:
         """Whether prefill of a shape is computed with tensor operations."""
         return self.attention_for(shape) in (self.tensor_attention, self.quantized_tensor_attention)
 
-    def attention_for(self, shape: AttentionShape) -> Callable[..., Any]:
+    def kind_of(self, key: _ShapeKey, has_window: bool, has_softcap: bool, sinks: mx.Dtype | None) -> Kind:
+        """Return the shape, variant and template arguments of a kind of layer. Each kind is computed once.
+
+        Raises:
+            UnsupportedAttentionError: the kernel does not do the shape.
+        """
+        whole_key = (key, has_window, has_softcap, sinks)
+        kind = self._kinds.get(whole_key)
+        if kind is None:
+            dtype, num_heads, spec, _ = key
+            cut = self.cuts.get(AttentionKind(spec, num_heads, dtype, has_window, has_softcap, sinks), DEFAULT_CUT)
+            kind = make_kind(_shape(*key), cut, has_window, has_softcap, sinks is not None)
+            self._kinds[whole_key] = kind
+        return kind
+
+    def work_of(self, kind: AttentionKind, block_size: int, cut: Cut) -> Hashable:
+        """Return a key of the GPU's work for a kind of layer. Cuts with equal keys have equal launches."""
+        shape = _shape(kind.dtype, kind.num_heads, kind.spec, block_size)
+        uses_tensor_ops = self.has_tensor_ops and fits_tensor_ops(shape, cut)
+        return variant_of(shape, cut), cut.threadgroups_per_core, uses_tensor_ops
+
+    def attention_for(self, shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> Callable[..., Any]:
         """The kernel for every step of a shape: decodes get the same one alone and beside prefills."""
         with_tensor_ops = self.quantized_tensor_attention if shape.bits else self.tensor_attention
-        if with_tensor_ops is not None and fits_tensor_ops(shape):
+        if with_tensor_ops is not None and fits_tensor_ops(shape, cut):
             return with_tensor_ops
         return self.quantized_attention if shape.bits else self.attention
 
@@ -328,6 +322,12 @@ class MetalBackend:
         """A backend with the same kernels but the one for tensor operations."""
         other = copy(self)
         other.tensor_attention = other.quantized_tensor_attention = None
+        return other
+
+    def with_cuts(self, cuts: Mapping[AttentionKind, Cut]) -> MetalBackend:
+        """A backend with the same kernels that cuts the work of some kinds of layers otherwise."""
+        other = copy(self)
+        other.cuts, other._kinds = cuts, {}
         return other
 
     def splitting(self) -> MetalBackend:
@@ -342,13 +342,13 @@ class MetalBackend:
 
     def plan(self, rows: StepRows, key: _ItemsKey) -> WorkItems:
         """Work items of a step for one kind of layer."""
-        group, num_kv_heads, window, key_step, tile_rows = key
+        group, num_kv_heads, window, key_step, tile_rows, per_core = key
         return plan_work_items(
             rows,
             group=group,
             num_kv_heads=num_kv_heads,
             window=window,
-            target_threadgroups=self.target_threadgroups,
+            target_threadgroups=self.target_threadgroups * per_core // THREADGROUPS_PER_CORE,
             key_step=key_step,
             tile_rows=tile_rows,
         )

@@ -12,6 +12,7 @@ from functools import cache
 
 import mlx.core as mx
 
+from metal_engine.attention.metal.cuts import DEFAULT_CUT, Cut
 from metal_engine.device.metal_kernels import DTYPES
 
 HEAD_DIMS = range(8, 513, 4)  # of K and of V
@@ -160,11 +161,12 @@ def _check_quantized(shape: AttentionShape, refuse: Callable[[str], None]) -> No
 
 
 @cache
-def variant_of(shape: AttentionShape) -> Variant:
+def variant_of(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> Variant:
     """How the kernel computes a shape that :func:`check_supported` lets pass."""
     widest = max(shape.head_dim, shape.v_head_dim)
-    staged_parts = 0 if shape.is_latent or widest > TOO_WIDE_TO_STAGE else _parts(widest, 1)
-    strips = _strips(shape, widest, is_staged=staged_parts > 0)
+    can_stage = cut.staged_parts and not shape.is_latent and widest <= TOO_WIDE_TO_STAGE
+    staged_parts = max(_parts(widest, 1), cut.staged_parts) if can_stage else 0
+    strips = _strips(shape, widest, min(MAX_STRIPS, cut.most_strips), is_staged=staged_parts > 0)
     parts = _parts(widest, strips)  # a SIMD group has all row fragments of a direct item: more of them, fewer columns
     if shape.bits and shape.dtype.size == 2:
         parts = _parts_of_groups(shape, strips, parts)
@@ -178,7 +180,8 @@ def variant_of(shape: AttentionShape) -> Variant:
     fragments = _fragments(shape.head_dim - rest, k_columns, parts) + _fragments(rest, rest_columns, parts)
     registers = fragments * shape.dtype.size // 2  # of the queries or keys; a fragment of the output has two
     rows_registers = strips * (registers + 2 * _fragments(shape.v_head_dim, v_columns, parts))
-    held = next(n for n in (4, 2, 1) if n == 1 or _can_hold(n, shape, strips, registers, rows_registers))
+    counts = (n for n in (4, 2, 1) if n <= cut.most_held)
+    held = next(n for n in counts if n == 1 or _can_hold(n, shape, strips, registers, rows_registers))
     return Variant(
         strips=strips,
         parts=parts,
@@ -209,25 +212,25 @@ def _can_hold(n: int, shape: AttentionShape, strips: int, registers: int, rows_r
 
 
 @cache
-def fits_tensor_ops(shape: AttentionShape) -> bool:
+def fits_tensor_ops(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> bool:
     """Whether the staged way can compute a shape on matrix units (attention_tensor.metal): in products of 16 columns of
     K and 32 of V, by SIMD groups that have all of them.
     """
     is_half = shape.dtype in (mx.float16, mx.bfloat16)
     has_whole_products = shape.head_dim % 16 == 0 and shape.v_head_dim % 32 == 0
-    return is_half and has_whole_products and variant_of(shape).staged_parts == 1
+    return cut.tensor_ops and is_half and has_whole_products and variant_of(shape, cut).staged_parts == 1
 
 
-def _strips(shape: AttentionShape, widest: int, is_staged: bool) -> int:
+def _strips(shape: AttentionShape, widest: int, most_strips: int, *, is_staged: bool) -> int:
     """Row fragments of a direct item: all query heads of a KV head, so that a decode reads each key once.
 
     As far as registers reach. More heads go the staged way, where there is one, and else as several items.
     """
     wanted = -(-shape.group // 8)
     if is_staged:
-        return wanted if wanted <= MAX_STRIPS else 1
+        return wanted if wanted <= most_strips else 1
     most = MANY_FRAGMENTS_OF_16_BITS if shape.dtype.size == 2 else MANY_FRAGMENTS
-    fitting = MAX_STRIPS if MAX_STRIPS * -(-widest // (8 * GROUPS)) <= most else 2
+    fitting = most_strips if most_strips * -(-widest // (8 * GROUPS)) <= most else 2
     return max(2, min(wanted, fitting))
 
 

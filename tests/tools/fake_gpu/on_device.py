@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import sys
 from argparse import Namespace
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tools.fake_gpu import FakeGpu, Settings, install
@@ -17,6 +20,9 @@ GPU: FakeGpu = install()  # before MLX is loaded
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
+from metal_engine.attention import choice, tuning  # noqa: E402
+from metal_engine.build import build_engine  # noqa: E402
+from metal_engine.cli.banner import startup_facts  # noqa: E402
 from metal_engine.device.command_buffers import kernels_of_step  # noqa: E402
 from metal_engine.engine.core import EngineCore  # noqa: E402
 from metal_engine.kv_cache.pool import StatePool  # noqa: E402
@@ -25,7 +31,10 @@ from metal_engine.models.paged_model import PagedModel  # noqa: E402
 from metal_engine.runner.dispatch import choose_dispatch  # noqa: E402
 from metal_engine.runner.model_runner import ModelRunner  # noqa: E402
 from metal_engine.runner.pending_step import PendingStep  # noqa: E402
+from metal_engine.sampling_params import SamplingParams  # noqa: E402
 from metal_engine.scheduling.scheduler import Scheduler  # noqa: E402
+from metal_engine.settings.args import EngineArgs  # noqa: E402
+from tests.support.checkpoint_files import VOCAB_SIZE, write_checkpoint  # noqa: E402
 from tools.fake_gpu import host as of_host  # noqa: E402
 from tools.fake_gpu.measure import measure  # noqa: E402
 from tools.fake_gpu.workload import HYBRID, SMOLLM2, Workload, make_engine, make_model, prepare  # noqa: E402
@@ -214,6 +223,48 @@ def order(behind: bool) -> dict[str, Any]:
         engine.step()
         seen.append("tokens")
     return {"seen": seen, "unfinished": unfinished}
+
+
+def tune(folder: str, setting: str, start: int) -> dict[str, Any]:
+    """Build and run a whole engine with a value of ``--attention-tuning``. Its files are in ``folder``.
+
+    ``start``: number of the start. Results of equal calls are cached.
+
+    Checks of numbers are skipped: the fake GPU computes no numbers. The clock of tuning is the time of the device.
+    """
+    GPU.configure(Settings(kernel_us=2.0, us_per_mb=500.0))
+    choice.Tuner = partial(tuning.Tuner, clock=lambda: 1e-9 * GPU.counts().busy_ns)  # type: ignore[assignment, misc]
+    tuning.STEPS = ((1, 16_383),), ((40, 0),)
+    checks = (
+        ("metal_engine.attention.choice", "try_kernel"),
+        ("metal_engine.attention.tuning", "try_kernel"),
+        ("metal_engine.models.check", "check_paged_model"),
+        ("metal_engine.runner.replay_check", "check_replay"),
+    )
+    for module, name in checks:
+        setattr(importlib.import_module(module), name, lambda *_, **__: None)
+    config = TINY | {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2}
+    checkpoint = Path(folder, "model")
+    if not checkpoint.exists():
+        write_checkpoint(checkpoint, config=config, dtype=mx.float16)
+    args = EngineArgs(model=str(checkpoint), attention_tuning=setting, num_gpu_blocks_override=64, max_model_len=512)
+    GPU.counts(reset=True)
+    engine = build_engine(args)
+    runner: Any = engine._runner
+    kinds = [str(cut) for cut in runner._backend.cuts.values()]
+    for i in range(2):
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        engine.add_request(str(i), engine.prepare([1] * 30, params))
+    num_tokens = 0
+    while engine.has_requests:
+        num_tokens += sum(len(output.token_ids) for output in engine.step())
+    kernels = GPU.counts().kernels
+    facts = startup_facts(engine.config, "http://here", ("tiny",))
+    engine.close()
+    return {
+        "cuts": kinds, "banner": facts.get("tuning"), "kernels": kernels, "tokens": num_tokens,
+        "tuned": engine.config.attention_layers.tuned,
+    }  # fmt: skip
 
 
 def host(hybrid: bool = False) -> dict[str, Any]:

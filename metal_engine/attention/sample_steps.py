@@ -1,0 +1,48 @@
+"""Calls of attention as a kind of layer makes them, on random numbers: to try kernels and to time them."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from metal_engine.attention.backend import AttentionKind, StepAttention
+from metal_engine.device.streams import synchronize
+from metal_engine.kv_cache.state import KVState
+
+_WINDOW = 1060
+_SOFTCAP = 20.0
+
+
+def random_array(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def random_queries(kind: AttentionKind, num_rows: int) -> mx.array:
+    """Return queries of a kind of layer, [num_rows, num_heads, head_dim]."""
+    return random_array((num_rows, kind.num_heads, kind.spec.head_dim), kind.dtype, 2)
+
+
+def random_sinks(kind: AttentionKind) -> mx.array | None:
+    """Return sinks of a kind of layer, [num_heads], or None."""
+    return None if kind.sinks is None else random_array((kind.num_heads,), kind.sinks, 3)
+
+
+def attend_kind(
+    attention: StepAttention, kind: AttentionKind, q: mx.array, state: KVState, sinks: mx.array | None
+) -> mx.array:
+    """Call a step's attention as a layer of a kind does, with its window and softcap."""
+    return attention.attend(
+        q,
+        state,
+        scale=kind.spec.head_dim**-0.5,
+        window=_WINDOW if kind.has_window else None,
+        softcap=_SOFTCAP if kind.has_softcap else None,
+        sinks=sinks,
+    )
+
+
+def forget_errors() -> None:
+    """Wait for the streams and drop the errors that they keep."""
+    try:
+        synchronize()
+    except (RuntimeError, ValueError):
+        synchronize()

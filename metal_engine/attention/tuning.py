@@ -1,0 +1,269 @@
+"""Finds the fastest cut of the kernel's work for each kind of layer, at the first start on a GPU.
+
+A kind of layer has one choice for all steps, because a choice changes rounding: splits begin elsewhere, or sums have
+another order. With a choice for each step, an answer would depend on the other requests.
+
+Fields of a cut are decided in the order of ``TRIED``, each with the best values of earlier fields. Runs of a candidate
+and of the best cut alternate: the GPU's clock rate rises during the measurement. A candidate must first give the
+answers of MLX's operations.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.backend import AttentionBackend, AttentionKind
+from metal_engine.attention.choice_file import Choice, ChoiceFile, name_of
+from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.metal.cuts import DEFAULT_CUT, TRIED, Cut
+from metal_engine.attention.metal.variants import UnsupportedAttentionError
+from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.attention.sample_steps import attend_kind, forget_errors, random_queries, random_sinks
+from metal_engine.attention.trial import KernelFailedError, try_kernel
+from metal_engine.kv_cache.pool import make_state
+from metal_engine.kv_cache.rows import StepRows, step_rows
+from metal_engine.kv_cache.state import KVState
+
+logger = logging.getLogger(__name__)
+
+TUNING_SECONDS = 10.0
+# Steps as (tokens, tokens before them) of each request: decodes, alone and together, and prompts.
+STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((1, 1023),),
+    ((1, 16_383),),
+    ((1, 1023),) * 16,
+    ((1, 1023),) * 64,
+    ((512, 0),),
+    ((2048, 0),),
+)
+# Largest size of K and V; contexts beyond this size repeat blocks. The GPU's caches are smaller.
+_KV_BYTES = 128 << 20
+# Target duration of a run, which repeats a layer. A single layer is too short to measure.
+_RUN_SECONDS, _MOST_LAYERS = 0.01, 16
+_NUM_RUNS = 3
+_LEAST_SECONDS = 1e-9  # a clock may not have moved
+# Largest ratio of a candidate's time to the best time at which the candidate wins. Smaller gains may be noise.
+WORTH_CHANGING = 0.97
+# The same for MLX's operations, which exclude replay of decode steps and round by batch.
+WORTH_LEAVING_KERNEL = 0.5
+
+Turn = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step to time. ``num_layers``: layers of a run."""
+
+    rows: StepRows
+    q: mx.array
+    num_layers: int = 1
+
+
+class Tuner:
+    """Chooses for kinds of layers, by measuring or as an earlier start has chosen.
+
+    Args:
+        file: file of choices.
+        clock: function that returns seconds.
+        seconds: limit of time for all models of this start.
+    """
+
+    def __init__(
+        self, file: ChoiceFile, clock: Callable[[], float] = time.perf_counter, seconds: float = TUNING_SECONDS
+    ) -> None:
+        self.file = file
+        self._clock = clock
+        self._left = seconds
+
+    def choose(
+        self,
+        metal: MetalBackend,
+        kinds: Sequence[AttentionKind],
+        block_size: int,
+        *,
+        may_use_mlx: bool,
+        turn: Turn = nullcontext,
+    ) -> dict[str, Choice]:
+        """Return the choice for each kind of layer, by name. Add measured choices to the file.
+
+        Args:
+            kinds: kinds of layers that the kernel computes, the most important first.
+            may_use_mlx: whether MLX's operations may be chosen.
+            turn: within it, no other model uses the device. Each candidate has its own.
+        """
+        kept = self.file.read()
+        choices = {name: kept[name] for kind in kinds if (name := name_of(kind, block_size)) in kept}
+        missing = [kind for kind in kinds if name_of(kind, block_size) not in choices]
+        if not missing:
+            return choices
+        logger.info("measuring how attention is computed fastest here (%.0f s at most)", self._left)
+        measured = {}
+        for index, kind in enumerate(missing):
+            seconds = self._left / (len(missing) - index)
+            of_kind = _OfKind(metal, kind, block_size, self._clock, seconds, turn)
+            choice = of_kind.choose(may_use_mlx=may_use_mlx)
+            self._left -= of_kind.spent
+            measured[name_of(kind, block_size)] = choice
+        mx.clear_cache()
+        return choices | self.file.add(measured)
+
+
+class _OutOfTimeError(RuntimeError):
+    """The limit of time is reached."""
+
+
+class _OfKind:
+    """Measures for one kind of layer.
+
+    Args:
+        seconds: most time to spend.
+
+    Attributes:
+        spent: seconds that the measuring took.
+    """
+
+    def __init__(
+        self,
+        metal: MetalBackend,
+        kind: AttentionKind,
+        block_size: int,
+        clock: Callable[[], float],
+        seconds: float,
+        turn: Turn,
+    ) -> None:
+        self._metal = metal
+        self._kind = kind
+        self._block_size = block_size
+        self._clock = clock
+        self._most_seconds = seconds
+        self._turn = turn
+        self._steps: list[_Step] = []
+        self._state = make_state(kind.spec)
+        self._sinks = random_sinks(kind)
+        self._with_cut = cache(lambda cut: metal.with_cuts({kind: cut}))
+        self._best = DEFAULT_CUT
+        self.spent = 0.0
+        self._began = 0.0  # the candidate's time on the clock
+        self._longest = 0.0  # seconds of the longest candidate
+
+    def choose(self, *, may_use_mlx: bool) -> Choice:
+        """Return the best choice that can be found in time."""
+        speedup = 1.0
+        if self._timed("the default", self._prepare) is None:
+            return Choice()
+        mlx = self._timed("MLX's operations", self._compare, PortableBackend(), 1.0) if may_use_mlx else None
+        for cut in self._candidates():
+            if self.spent + self._longest > self._most_seconds:
+                logger.info("tuning reached its limit of time for layers with %s", self._kind)
+                break
+            ratio = self._timed(str(cut), self._try, cut)
+            if ratio is not None and ratio < WORTH_CHANGING:
+                self._best, speedup = cut, speedup / ratio
+        if mlx is not None and mlx * speedup < WORTH_LEAVING_KERNEL:
+            return Choice(None, 1 / mlx)
+        return Choice(self._best, speedup)
+
+    def _candidates(self) -> Iterator[Cut]:
+        """Yield cuts that differ from the best cut in one field. Skip cuts whose work has been measured."""
+        seen = {self._metal.work_of(self._kind, self._block_size, DEFAULT_CUT)}
+        for name, values in TRIED.items():
+            for value in values[1:]:
+                cut = replace(self._best, **{name: value})  # type: ignore[arg-type]
+                work = self._metal.work_of(self._kind, self._block_size, cut)
+                if work not in seen:
+                    seen.add(work)
+                    yield cut
+
+    def _timed(self, what: str, measure: Callable[..., float], *arguments: Any) -> float | None:
+        """Run ``measure`` and return its ratio. Log an error and return None if the candidate fails."""
+        with self._turn():
+            self._began = self._clock()
+            try:
+                ratio = measure(*arguments)
+                logger.debug("%s takes %.2f of the time, for layers with %s", what, ratio, self._kind)
+                return ratio
+            except _OutOfTimeError:
+                logger.info("tuning reached its limit of time with %s for layers with %s", what, self._kind)
+                return None
+            except (KernelFailedError, UnsupportedAttentionError, RuntimeError, ValueError, MemoryError) as error:
+                forget_errors()
+                report = error.report if isinstance(error, KernelFailedError) else f"{type(error).__name__}: {error}"
+                logger.warning("attention with %s is not used for layers with %s: %s", what, self._kind, report)
+                return None
+            finally:
+                seconds = self._clock() - self._began
+                self.spent += seconds
+                self._longest = max(self._longest, seconds)
+
+    def _prepare(self) -> float:
+        """Make the steps, with K and V, and find out how long they take by default."""
+        assert isinstance(self._state, KVState)
+        bytes_per_block = self._state.spec.bytes_per_token * self._block_size
+        most_blocks = max(1, _KV_BYTES // bytes_per_block)
+        all_rows = [_rows(segments, self._block_size, most_blocks) for segments in STEPS]
+        steps = [_Step(rows, random_queries(self._kind, rows.num_tokens)) for rows in all_rows]
+        mx.eval([step.q for step in steps])
+        num_blocks = max(int(step.rows.block_table.max()) for step in steps) + 1
+        self._state.allocate(num_blocks, self._block_size)
+        default = self._with_cut(DEFAULT_CUT)
+        for step in steps:
+            self._seconds(default, step)  # what is compiled once is compiled
+            seconds = max(self._seconds(default, step), _LEAST_SECONDS)
+            num_layers = max(1, min(_MOST_LAYERS, int(_RUN_SECONDS / seconds)))
+            self._steps.append(replace(step, num_layers=num_layers))
+        return 1.0
+
+    def _try(self, cut: Cut) -> float:
+        backend = self._with_cut(cut)
+        try_kernel(backend, self._kind, self._block_size)
+        return self._compare(backend, WORTH_CHANGING)
+
+    def _compare(self, backend: AttentionBackend, most: float) -> float:
+        """Return the ratio of a backend's time to the best cut's time.
+
+        If the ratio is above ``most``, it is a lower bound. A smaller ratio is the larger of two measurements.
+        """
+        ratio = self._ratio(backend, most)
+        return ratio if ratio > most else max(ratio, self._ratio(backend, most))
+
+    def _ratio(self, backend: AttentionBackend, most: float) -> float:
+        """Return the mean ratio over all steps. Stop early if the mean must exceed ``most``."""
+        best, total = self._with_cut(self._best), 0.0
+        for step in self._steps:
+            self._seconds(backend, step)
+            pairs = [(self._seconds(backend, step), self._seconds(best, step)) for _ in range(_NUM_RUNS)]
+            own, others = (max(min(seconds), _LEAST_SECONDS) for seconds in zip(*pairs, strict=True))
+            total += own / others
+            if total > most * len(self._steps):
+                break
+        return total / len(self._steps)
+
+    def _seconds(self, backend: AttentionBackend, step: _Step) -> float:
+        """Return the time of one run with host planning. Each layer depends on the previous layer."""
+        assert isinstance(self._state, KVState)
+        start = self._clock()
+        if self.spent + start - self._began > self._most_seconds:
+            raise _OutOfTimeError
+        q, attention = step.q, backend.for_step(step.rows)
+        for _ in range(step.num_layers):
+            q = q + attend_kind(attention, self._kind, q, self._state, self._sinks)[..., :1]
+        mx.eval(q)
+        return self._clock() - start
+
+
+def _rows(segments: Sequence[tuple[int, int]], block_size: int, most_blocks: int) -> StepRows:
+    """Return rows of requests with consecutive blocks, numbered modulo ``most_blocks``."""
+    query_lens, context_lens = np.array(segments, np.int32).T
+    num_blocks = -(-(query_lens + context_lens) // block_size)
+    first = np.cumsum(num_blocks) - num_blocks
+    block_table = (first[:, None] + np.arange(num_blocks.max())) % most_blocks
+    return step_rows(block_table.astype(np.int32), context_lens, query_lens, block_size)

@@ -1,0 +1,25 @@
+"""Settings of what computes attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from metal_engine.settings.fields import setting
+
+# Heading in `--help` and in docs/cli.md.
+MODEL = "Model"
+
+# Fields of :class:`metal_engine.settings.args.EngineArgs`.
+ATTENTION_BACKEND: Any = setting(
+    "auto",
+    "Attention backend: metal (our kernel, or an error), mlx (MLX's operations), or auto (our kernel for supported "
+    "layers, MLX's operations for other layers).",
+    group=MODEL,
+    choices=("auto", "metal", "mlx"),
+)
+ATTENTION_TUNING: Any = setting(
+    "auto",
+    "Tuning of the attention kernel: auto (measure at the first start on a GPU, for at most 10 s) or never.",
+    group=MODEL,
+    choices=("auto", "never"),
+)
