@@ -1,4 +1,4 @@
-"""``python -m tools.metal_sim``: ``report [--write]``, ``emit [--out FOLDER] [--write-list]``, ``cuda``, ``doctor``."""
+"""``python -m tools.metal_sim``: ``report``, ``emit``, ``agx``, ``cuda``, ``doctor``; each has --help."""
 
 from __future__ import annotations
 
@@ -44,6 +44,34 @@ def emit_files(folder: Path, write_list: bool) -> int:
         write_listing(recorder)
         print(f"listed in {LISTING}")
     return 0
+
+
+def agx(options: argparse.Namespace) -> int:
+    """Compile kernels with Mesa for M1 and M2."""
+    import mlx.core as mx
+
+    from .agx.measure import WAYS, measure, selected, to_json
+    from .agx.table import plain
+    from .errors import ToolchainError
+    from .shapes import layers_by_model
+    from .variants import record_variants
+
+    ways: list[str | None] = [*WAYS] if options.ways else [None]
+    try:
+        recorder = record_variants(layers_by_model(), [getattr(mx, name) for name in options.dtype])
+        variants = selected(recorder.variants.values(), options.pattern)
+        rows = measure(variants, ways, options.jobs)
+    except ToolchainError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for generation in options.generation:
+        print(f"G{generation} (M{generation - 12})\n{plain(rows, generation)}")
+    if options.json:
+        options.json.write_text(to_json(rows))
+    for row in rows:
+        if row.error:
+            print(f"{row.kernel} {row.dtype}: {row.label}: {row.error}", file=sys.stderr)
+    return any(row.error for row in rows)
 
 
 def cuda() -> int:
@@ -96,6 +124,18 @@ def main() -> int:
     sub = commands.add_parser("emit", help="write every kernel variant as Metal source, for Apple's compilers")
     sub.add_argument("--out", type=Path, default=BUILD, metavar="FOLDER", help="where to (default: build/metal)")
     sub.add_argument("--write-list", action="store_true", help="also write .github/metal-kernels.txt")
+    sub = commands.add_parser("agx", help="registers and spills of kernels on M1 and M2, by Mesa's compiler for them")
+    sub.add_argument(
+        "pattern",
+        nargs="*",
+        help='regular expressions, all of which "KERNEL DTYPE SHAPE" must match; all kernels if none',
+    )
+    sub.add_argument("--ways", action="store_true", help="compile paged_attention's direct and staged way separately")
+    dtypes = ("float16", "bfloat16", "float32")
+    sub.add_argument("--dtype", action="append", choices=dtypes, help="dtype to compile for; repeatable (default: all)")
+    sub.add_argument("--generation", action="append", type=int, choices=(13, 14), help="13: M1; 14: M2 (default: both)")
+    sub.add_argument("--jobs", type=int, default=2, metavar="N", help="processes side by side (default: 2)")
+    sub.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     commands.add_parser("cuda", help="run the engine's kernels on a CUDA GPU, against float64")
     commands.add_parser("doctor", help="is everything there that the simulator needs")
     options = parser.parse_args()
@@ -104,6 +144,9 @@ def main() -> int:
             return report(options.write)
         case "emit":
             return emit_files(options.out, options.write_list)
+        case "agx":
+            options.dtype, options.generation = options.dtype or list(dtypes), options.generation or [13, 14]
+            return agx(options)
         case "cuda":
             return cuda()
         case _:

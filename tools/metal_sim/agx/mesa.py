@@ -1,0 +1,88 @@
+"""Compiles SPIR-V for an Apple GPU with Mesa, over a stand-in for the kernel driver."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from ..errors import CheckError, ToolchainError
+from ..toolchain import cache_dir, publish, run_clang
+from .listing import Compiled, Loop, read
+from .packages import Packages
+
+HERE = Path(__file__).parent
+GENERATIONS = (13, 14)  # of the GPU: M1, M2
+_ICD = "libRusticlOpenCL.so.1"
+# Files that shape what this module keeps in the cache.
+_SOURCES = ("device.h", "device.c", "compile.c", "mesa.py", "listing.py")
+
+
+def _key(packages: Packages, *parts: object) -> str:
+    h = hashlib.sha256(packages.key.encode())
+    for name in _SOURCES:
+        h.update((HERE / name).read_bytes())
+    h.update(repr(parts).encode())
+    return h.hexdigest()[:32]
+
+
+@cache
+def _program(packages: Packages) -> Path:
+    """The program that compiles."""
+    out = cache_dir() / f"agx-compile-{_key(packages)}"
+    if out.exists():
+        return out
+    headers = [f"-I{packages.root / 'usr/include'}", f"-I{packages.root / 'usr/include/libdrm'}"]
+    libraries = [f"-L{packages.libraries}", "-l:libOpenCL.so.1", "-ldl"]
+    # Those libraries want a newer C library than this machine's, and get it when the program runs.
+    link = ["-rdynamic", "-Wl,--unresolved-symbols=ignore-in-shared-libs"]
+    with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
+        made = Path(tmp) / "compile"
+        sources = [str(HERE / name) for name in ("device.c", "compile.c")]
+        done = run_clang(["-O1", *headers, *link, "-x", "c", *sources, "-x", "none", *libraries, "-o", str(made)])
+        if done.returncode:
+            raise ToolchainError(f"the stand-in for the GPU's driver does not compile:\n{done.stderr}")
+        os.replace(made, out)
+    return out
+
+
+def printed_of(spirv: Path, generation: int, packages: Packages) -> str:
+    """All that the compiler prints of a kernel: statistics, intermediate forms, machine code.
+
+    Raises:
+        CheckError: it refuses the kernel.
+    """
+    with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
+        environment = {
+            **os.environ,
+            "AGX_ROOT": str(packages.root),
+            "AGX_MESA_DEBUG": "shaderdb,shaders",
+            "MESA_SHADER_CACHE_DISABLE": "true",
+            "OCL_ICD_VENDORS": str(packages.libraries / _ICD),
+            "RUSTICL_DEBUG": "no_variants",
+            "RUSTICL_ENABLE": "asahi",
+            "XDG_CACHE_HOME": tmp,
+        }
+        done = packages.run(str(_program(packages)), [str(generation), str(spirv)], environment)
+    if done.returncode or f"done {spirv}\n" not in done.stderr:
+        said = "\n".join(line for line in done.stderr.splitlines() if re.search("error|panick|fail", line, re.I))
+        raise CheckError(f"Mesa refuses {spirv} for G{generation}: {said or done.stderr[-2000:]}")
+    return done.stderr + done.stdout
+
+
+def compiled(spirv: Path, generation: int, packages: Packages) -> Compiled:
+    """A kernel compiled for a generation of GPU, out of the cache if it is there.
+
+    Raises:
+        CheckError: the compiler refuses it.
+    """
+    kept = cache_dir() / f"agx-{_key(packages, hashlib.sha256(spirv.read_bytes()).hexdigest(), generation)}.json"
+    if not kept.exists():
+        publish(json.dumps(dataclasses.asdict(read(printed_of(spirv, generation, packages)))), kept)
+    fields = json.loads(kept.read_text())
+    return Compiled(**{**fields, "loops": tuple(Loop(**loop) for loop in fields["loops"])})
