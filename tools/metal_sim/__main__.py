@@ -60,7 +60,7 @@ def agx(options: argparse.Namespace) -> int:
     try:
         recorder = record_variants(layers_by_model(), [getattr(mx, name) for name in options.dtype])
         variants = selected(recorder.variants.values(), options.pattern)
-        rows = measure(variants, ways, options.jobs)
+        rows = measure(variants, ways, options.jobs, options.generation)
     except ToolchainError as error:
         print(error, file=sys.stderr)
         return 1

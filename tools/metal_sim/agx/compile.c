@@ -1,7 +1,7 @@
 // Has Mesa's OpenCL compile kernels for an Apple GPU: compile GENERATION FILE.spv...
 //
-// With AGX_MESA_DEBUG=shaderdb,shaders the compiler prints its statistics and the machine code of each on standard error,
-// where a line "kernel FILE" stands in front and "done FILE" behind.
+// With AGX_MESA_DEBUG=shaderdb,shaders the compiler prints statistics on standard error and machine code on standard
+// output. On both, a line "kernel FILE" stands before what belongs to a file, and "done FILE" behind.
 #define CL_TARGET_OPENCL_VERSION 300
 #include <CL/cl.h>
 #include <stdio.h>
@@ -30,11 +30,17 @@ static char* read_file(const char* path, size_t* size) {
   return data;
 }
 
+static void mark(const char* what, const char* path) {
+  fprintf(stdout, "%s %s\n", what, path);
+  fflush(stdout);
+  fprintf(stderr, "%s %s\n", what, path);
+}
+
 static void compile(cl_context context, cl_device_id device, const char* path) {
   size_t size;
   cl_int error;
   char* code = read_file(path, &size);
-  fprintf(stderr, "kernel %s\n", path);
+  mark("kernel", path);
   cl_program program = clCreateProgramWithIL(context, code, size, &error);
   check(error, "clCreateProgramWithIL");
   error = clBuildProgram(program, 1, &device, "", NULL, NULL);
@@ -45,8 +51,7 @@ static void compile(cl_context context, cl_device_id device, const char* path) {
   }
   check(error, "clBuildProgram");
   clReleaseProgram(program);
-  fflush(stdout);
-  fprintf(stderr, "done %s\n", path);
+  mark("done", path);
   free(code);
 }
 
@@ -67,6 +72,5 @@ int main(int argc, char** argv) {
   cl_context context = clCreateContext(NULL, 1, &device, NULL, NULL, &error);
   check(error, "clCreateContext");
   for (int i = 2; i < argc; ++i) compile(context, device, argv[i]);
-  fflush(stdout);
   _exit(0);
 }

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..emit import TENSOR_OPS_HEADER
 from ..errors import CheckError, ToolchainError
 from ..variants import Variant
 from .listing import Compiled
-from .mesa import GENERATIONS, compiled
-from .packages import Packages, packages
+from .mesa import GENERATIONS, compile_together, compiled
+from .packages import packages
 from .spirv import spirv_of, unit_of
 
 # paged_attention.metal has two ways through a threadgroup. Each line opens one of them; false in its place removes it.
@@ -22,6 +23,7 @@ WAYS = {
     "direct": ("} else if (STAGED_PARTS > 0) {", "} else if (false) {"),
     "staged": ("if (num_rows <= STRIPS * 8) {", "if (false) {"),
 }
+_BATCH = 8  # kernels of one process: starting the compiler takes as long as compiling three
 _TYPES = {"float16_t": "float16", "bfloat16_t": "bfloat16", "float": "float32"}
 
 
@@ -87,11 +89,47 @@ def only_way(text: str, way: str) -> str:
     return text.replace(f"\n{line}", f"\n{replacement}")
 
 
-def measured(
-    variant: Variant, found: Packages, way: str | None = None, generations: Iterable[int] = GENERATIONS
-) -> Row:
-    """Compile one variant, or the ``way`` of it."""
-    row = Row(
+def measure(
+    variants: Sequence[Variant], ways: Sequence[str | None] = (None,), jobs: int = 2,
+    generations: Sequence[int] = GENERATIONS,
+) -> list[Row]:  # fmt: skip
+    """Compile the ``ways`` of variants, ``jobs`` processes at a time, and return their rows in order.
+
+    Raises:
+        ToolchainError: the compiler cannot be had here.
+    """
+    found = packages()
+    rows = [(_row_of(v, way), v) for v in variants for way in ways if way in ways_of(v)]
+
+    def translate(item: tuple[Row, Variant]) -> Path | None:
+        row, variant = item
+        text = only_way(variant.text, row.way) if row.way else variant.text
+        try:
+            unit = unit_of(text, variant.function, list(variant.template.values()), variant.threadgroup)
+            return spirv_of(unit, variant.name, found)
+        except CheckError as error:
+            row.error = str(error)
+            return None
+
+    def compile_batch(batch: tuple[int, Sequence[tuple[Row, Path]]]) -> None:
+        generation, items = batch
+        compile_together([spirv for _, spirv in items], generation, found)
+        for row, spirv in items:
+            try:
+                row.made[generation] = compiled(spirv, generation, found)
+            except CheckError as error:
+                row.error = str(error)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        spirvs = pool.map(translate, rows)
+        work = [(row, spirv) for (row, _), spirv in zip(rows, spirvs, strict=True) if spirv]
+        batches = [(g, work[i : i + _BATCH]) for i in range(0, len(work), _BATCH) for g in generations]
+        list(pool.map(compile_batch, batches))
+    return [row for row, _ in rows]
+
+
+def _row_of(variant: Variant, way: str | None) -> Row:
+    return Row(
         variant.kernel,
         label_of(variant),
         dtype_of(variant),
@@ -100,31 +138,6 @@ def measured(
         sorted(variant.needed_by, key=str.lower),
         way,
     )
-    text = only_way(variant.text, way) if way else variant.text
-    try:
-        unit = unit_of(text, variant.function, list(variant.template.values()), variant.threadgroup)
-        spirv = spirv_of(unit, variant.name, found)
-        for generation in generations:
-            row.made[generation] = compiled(spirv, generation, found)
-    except CheckError as error:
-        row.error = str(error)
-    return row
-
-
-def measure(
-    variants: Sequence[Variant], ways: Sequence[str | None], jobs: int, said: Callable[[Row], None] = lambda row: None
-) -> list[Row]:
-    """Compile variants, ``jobs`` at a time, and return their rows in order. ``said`` gets each row when it is made."""
-    found = packages()
-    work = [(v, way) for v in variants for way in ways if way in ways_of(v)]
-
-    def one(item: tuple[Variant, str | None]) -> Row:
-        row = measured(item[0], found, item[1])
-        said(row)
-        return row
-
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, work))
 
 
 def selected(variants: Iterable[Variant], patterns: Sequence[str]) -> list[Variant]:

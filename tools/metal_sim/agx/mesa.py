@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -51,11 +53,11 @@ def _program(packages: Packages) -> Path:
     return out
 
 
-def printed_of(spirv: Path, generation: int, packages: Packages) -> str:
-    """All that the compiler prints of a kernel: statistics, intermediate forms, machine code.
+def _printed_by(spirvs: Sequence[Path], generation: int, packages: Packages) -> dict[Path, str]:
+    """What one process of the compiler prints of each kernel.
 
     Raises:
-        CheckError: it refuses the kernel.
+        CheckError: it refuses one of them.
     """
     with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
         environment = {
@@ -68,11 +70,38 @@ def printed_of(spirv: Path, generation: int, packages: Packages) -> str:
             "RUSTICL_ENABLE": "asahi",
             "XDG_CACHE_HOME": tmp,
         }
-        done = packages.run(str(_program(packages)), [str(generation), str(spirv)], environment)
-    if done.returncode or f"done {spirv}\n" not in done.stderr:
-        said = "\n".join(line for line in done.stderr.splitlines() if re.search("error|panick|fail", line, re.I))
-        raise CheckError(f"Mesa refuses {spirv} for G{generation}: {said or done.stderr[-2000:]}")
-    return done.stderr + done.stdout
+        done = packages.run(str(_program(packages)), [str(generation), *map(str, spirvs)], environment)
+    found: dict[Path, str] = {}
+    for spirv in spirvs:
+        parts = [re.search(rf"^kernel {re.escape(str(spirv))}\n(.*?)^done ", text, re.M | re.S)
+                 for text in (done.stderr, done.stdout)]  # fmt: skip
+        if not all(parts):
+            raise CheckError(f"Mesa refuses {spirv} for G{generation}: {done.stderr[-2000:]}")
+        found[spirv] = "".join(part[1] for part in parts if part)
+    return found
+
+
+def printed_of(spirv: Path, generation: int, packages: Packages) -> str:
+    """All that the compiler prints of a kernel: statistics, intermediate forms, machine code.
+
+    Raises:
+        CheckError: it refuses the kernel.
+    """
+    return _printed_by([spirv], generation, packages)[spirv]
+
+
+def _kept(spirv: Path, generation: int, packages: Packages) -> Path:
+    return cache_dir() / f"agx-{_key(packages, hashlib.sha256(spirv.read_bytes()).hexdigest(), generation)}.json"
+
+
+def compile_together(spirvs: Sequence[Path], generation: int, packages: Packages) -> None:
+    """Compile kernels in one process, which is quicker, into the cache. One that is refused is left to ``compiled``."""
+    missing = [spirv for spirv in dict.fromkeys(spirvs) if not _kept(spirv, generation, packages).exists()]
+    if not missing:
+        return
+    with contextlib.suppress(CheckError):
+        for spirv, printed in _printed_by(missing, generation, packages).items():
+            publish(json.dumps(dataclasses.asdict(read(printed))), _kept(spirv, generation, packages))
 
 
 def compiled(spirv: Path, generation: int, packages: Packages) -> Compiled:
@@ -81,7 +110,7 @@ def compiled(spirv: Path, generation: int, packages: Packages) -> Compiled:
     Raises:
         CheckError: the compiler refuses it.
     """
-    kept = cache_dir() / f"agx-{_key(packages, hashlib.sha256(spirv.read_bytes()).hexdigest(), generation)}.json"
+    kept = _kept(spirv, generation, packages)
     if not kept.exists():
         publish(json.dumps(dataclasses.asdict(read(printed_of(spirv, generation, packages)))), kept)
     fields = json.loads(kept.read_text())
