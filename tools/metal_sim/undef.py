@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from .build import language_flags
 from .errors import CheckError
+from .source import translation_unit
 from .toolchain import cache_dir, key_of, publish, run_clang
+from .variants import Variant
 
 _FLAGS = ["-w", "-target", "spir64", "-O2", "-fno-vectorize", "-fno-slp-vectorize", "-fno-discard-value-names"]
 _NAME = r'(?:"[^"]*"|[\w.$-]+)'
@@ -100,3 +103,9 @@ def undef_phis_of(unit: str, name: str) -> list[UndefPhi]:
             phis = undef_phis(ir.read_text())
         publish("".join(f"{phi.function} {phi.name}\n" for phi in phis), kept)
     return [UndefPhi(*line.split(" ", 1)) for line in kept.read_text().splitlines()]
+
+
+def undef_in(variant: Variant) -> dict[str, int]:
+    """Return the variables of a variant that loops carry undefined, with the number of phis of each."""
+    unit, _ = translation_unit(variant.text, variant.function, list(variant.template.values()))
+    return dict(Counter(phi.variable for phi in undef_phis_of(unit, variant.name)))

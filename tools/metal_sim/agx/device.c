@@ -98,6 +98,9 @@ static int answer(unsigned long request, void* data) {
     case _IOC_NR(DRM_IOCTL_PRIME_HANDLE_TO_FD): ((struct drm_prime_handle*)data)->fd = open_device(); return 0;
     case _IOC_NR(DRM_IOCTL_SYNCOBJ_CREATE): ((struct drm_syncobj_create*)data)->handle = ++num_objects; return 0;
     case _IOC_NR(DRM_IOCTL_SYNCOBJ_HANDLE_TO_FD): ((struct drm_syncobj_handle*)data)->fd = open_device(); return 0;
+    case _IOC_NR(DRM_IOCTL_SYNCOBJ_FD_TO_HANDLE):
+      ((struct drm_syncobj_handle*)data)->handle = ++num_objects;
+      return 0;
     case _IOC_NR(DRM_IOCTL_SYNCOBJ_DESTROY):
     case _IOC_NR(DRM_IOCTL_SYNCOBJ_WAIT):
     case _IOC_NR(DRM_IOCTL_SYNCOBJ_RESET):

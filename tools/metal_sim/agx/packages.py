@@ -32,10 +32,15 @@ _LIBRARIES = "usr/lib/x86_64-linux-gnu"
 
 @dataclass(frozen=True)
 class Packages:
-    """The unpacked packages. ``key`` changes with their versions."""
+    """The unpacked packages. ``listing``: their file names, which tell versions."""
 
     root: Path
-    key: str
+    listing: str
+
+    @property
+    def key(self) -> str:
+        """Digest that changes with the versions."""
+        return hashlib.sha256(self.listing.encode()).hexdigest()[:16]
 
     @property
     def libraries(self) -> Path:
@@ -120,7 +125,7 @@ def packages() -> Packages:
         if missing or not KEYRING.exists():
             raise ToolchainError(f"no {missing[0] if missing else KEYRING} here, which fetches Debian's packages")
         _make_root(root, listing.name)
-    return Packages(root, hashlib.sha256(listing.read_bytes()).hexdigest()[:16])
+    return Packages(root, listing.read_text())
 
 
 def _make_root(root: Path, listing: str) -> None:

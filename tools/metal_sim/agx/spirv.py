@@ -36,7 +36,7 @@ _IDS = {
     "threads_per_simdgroup": "32u",
 }
 _TARGET = ["-O2", "-fno-vectorize", "-fno-slp-vectorize", "-w", "-target", "spir64", "-Xclang", "-cl-ext=+all"]
-_TARGET += ["-ffp-contract=on"]
+_TARGET += ["-ffp-contract=on", "-fno-builtin"]
 # SPIR-V 1.4 is the newest that Mesa takes.
 _TRANSLATE = ["--spirv-max-version=1.4"]
 
