@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -53,12 +52,8 @@ def _program(packages: Packages) -> Path:
     return out
 
 
-def _printed_by(spirvs: Sequence[Path], generation: int, packages: Packages) -> dict[Path, str]:
-    """What one process of the compiler prints of each kernel.
-
-    Raises:
-        CheckError: it refuses one of them.
-    """
+def _printed_by(spirvs: Sequence[Path], generation: int, packages: Packages) -> tuple[dict[Path, str], str]:
+    """What one process prints of each kernel until it refuses one, and all that it prints on standard error."""
     with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
         environment = {
             **os.environ,
@@ -73,21 +68,12 @@ def _printed_by(spirvs: Sequence[Path], generation: int, packages: Packages) -> 
         done = packages.run(str(_program(packages)), [str(generation), *map(str, spirvs)], environment)
     found: dict[Path, str] = {}
     for spirv in spirvs:
-        parts = [re.search(rf"^kernel {re.escape(str(spirv))}\n(.*?)^done ", text, re.M | re.S)
-                 for text in (done.stderr, done.stdout)]  # fmt: skip
-        if not all(parts):
-            raise CheckError(f"Mesa refuses {spirv} for G{generation}: {done.stderr[-2000:]}")
-        found[spirv] = "".join(part[1] for part in parts if part)
-    return found
-
-
-def printed_of(spirv: Path, generation: int, packages: Packages) -> str:
-    """All that the compiler prints of a kernel: statistics, intermediate forms, machine code.
-
-    Raises:
-        CheckError: it refuses the kernel.
-    """
-    return _printed_by([spirv], generation, packages)[spirv]
+        pattern = re.compile(rf"^kernel {re.escape(str(spirv))}\n(.*?)^done ", re.M | re.S)
+        statistics, code = pattern.search(done.stderr), pattern.search(done.stdout)
+        if not (statistics and code):
+            break
+        found[spirv] = statistics[1] + code[1]
+    return found, done.stderr
 
 
 def _kept(spirv: Path, generation: int, packages: Packages) -> Path:
@@ -95,23 +81,26 @@ def _kept(spirv: Path, generation: int, packages: Packages) -> Path:
 
 
 def compile_together(spirvs: Sequence[Path], generation: int, packages: Packages) -> None:
-    """Compile kernels in one process, which is quicker, into the cache. One that is refused is left to ``compiled``."""
+    """Compile kernels in one process, which is quicker, into the cache. Refused kernels are left out."""
     missing = [spirv for spirv in dict.fromkeys(spirvs) if not _kept(spirv, generation, packages).exists()]
-    if not missing:
-        return
-    with contextlib.suppress(CheckError):
-        for spirv, printed in _printed_by(missing, generation, packages).items():
-            publish(json.dumps(dataclasses.asdict(read(printed))), _kept(spirv, generation, packages))
+    while missing:
+        printed, _ = _printed_by(missing, generation, packages)
+        for spirv, text in printed.items():
+            publish(json.dumps(dataclasses.asdict(read(text))), _kept(spirv, generation, packages))
+        missing = missing[len(printed) + 1 :]
 
 
 def compiled(spirv: Path, generation: int, packages: Packages) -> Compiled:
-    """A kernel compiled for a generation of GPU, out of the cache if it is there.
+    """Return a kernel's figures for a generation of GPU, out of the cache if they are there.
 
     Raises:
-        CheckError: the compiler refuses it.
+        CheckError: the compiler refuses the kernel.
     """
     kept = _kept(spirv, generation, packages)
     if not kept.exists():
-        publish(json.dumps(dataclasses.asdict(read(printed_of(spirv, generation, packages)))), kept)
+        printed, errors = _printed_by([spirv], generation, packages)
+        if not printed:
+            raise CheckError(f"Mesa refuses {spirv} for G{generation}:\n{errors[-2000:]}")
+        publish(json.dumps(dataclasses.asdict(read(printed[spirv]))), kept)
     fields = json.loads(kept.read_text())
     return Compiled(**{**fields, "loops": tuple(Loop(**loop) for loop in fields["loops"])})

@@ -19,9 +19,9 @@ Written by `python -m tools.metal_sim agx --write`. Mesa {mesa} compiled the ker
 such a GPU. [kernels.md](kernels.md#registers-by-a-compiler-for-m1-and-m2) says how, and how far to trust the figures.
 
 - *Registers*: 32-bit registers of a thread. There are 128.
-- *Spills*: stores to and loads from the thread's stack because registers do not suffice, as `stores:loads`. A spill in a
-  loop costs time for each key or row. A spill outside loops costs time once per threadgroup.
-- *Threads*: threads that a core has registers for. *Threadgroups*: whole threadgroups of the kernel in that many threads.
+- *Spills*: stores to and loads from the thread's stack because registers do not suffice, as `stores:loads`. A spill in
+  a loop costs time for each key or row. A spill outside loops costs time once per threadgroup.
+- *Threads*: threads that a core has registers for. *Threadgroups*: whole threadgroups in that many threads.
 - *Code*, *largest loop*, *threadgroup memory*: bytes. The largest loop is the loop over keys or rows. Published
   measurements put M1's instruction cache at 12 kB.
 
