@@ -96,9 +96,9 @@ def mlx_headers() -> Path:
 
 
 def with_includes(header: str, behind: str | None = None) -> str:
-    """A header out of MLX's wheel with the headers of MLX's that it includes in their places.
+    """Return a header of MLX's wheel, with the headers of MLX that it includes in place of the include lines.
 
-    ``behind``: a header that stands before the text already, so that what it includes is left out.
+    ``behind``: header that precedes the text. The headers that it includes are left out.
     """
     seen: set[str] = set()
 

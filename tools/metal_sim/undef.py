@@ -1,8 +1,8 @@
-"""Looks for values that a kernel carries through a loop although nothing has set them.
+"""Finds undefined values that a kernel carries through a loop.
 
-An array that is set in one branch only, and read in another, becomes a phi of undef in LLVM: a register that stays live
-through the whole loop, in every compiler that is built on LLVM, Apple's included. On a GPU such registers make the
-others spill. Any clang shows them: they stand in its optimised output, before any backend.
+If only one branch sets an array, LLVM makes a phi of undef for each element. The register of the phi stays live through
+the whole loop. On a GPU such registers make other registers spill. LLVM makes the phi before any backend runs, so any
+clang shows it, and Apple's compiler very likely makes the same phi.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UndefPhi:
     """A phi of undef or poison at the head of a loop."""
 
     function: str
-    name: str  # of the value, which begins with the variable's
+    name: str  # name of the LLVM value
 
     @property
     def variable(self) -> str:
@@ -41,7 +41,7 @@ class UndefPhi:
 
 
 def undef_phis(ir: str) -> list[UndefPhi]:
-    """All of a module in LLVM's text form."""
+    """Return the undefined phis of a module in LLVM's text form."""
     found = []
     for function in re.finditer(r"^define .*?@([\w.$]+)\(.*?\{\n(.*?)^\}", ir, re.M | re.S):
         blocks = _blocks(function[2])
@@ -54,7 +54,7 @@ def undef_phis(ir: str) -> list[UndefPhi]:
 
 
 def _blocks(body: str) -> dict[str, list[str]]:
-    """Lines of each basic block by its label; the first block is the entry."""
+    """Return the lines of each basic block by label. The first block is the entry."""
     blocks: dict[str, list[str]] = {}
     lines = blocks.setdefault("entry", [])
     for line in body.split("\n"):
@@ -66,10 +66,10 @@ def _blocks(body: str) -> dict[str, list[str]]:
 
 
 def _loop_heads(blocks: dict[str, list[str]]) -> list[str]:
-    """Blocks that a branch goes back to."""
+    """Return the targets of backward branches."""
     targets = {label: [t for line in lines for t in _TARGET.findall(line)] for label, lines in blocks.items()}
     heads: list[str] = []
-    state: dict[str, int] = {}  # 1: on the path from the entry, 2: done
+    state: dict[str, int] = {}  # 1 if the block is on the current path, 2 if it is finished
     path = [(next(iter(blocks)), iter(targets[next(iter(blocks))]))]
     state[path[0][0]] = 1
     while path:
@@ -87,7 +87,7 @@ def _loop_heads(blocks: dict[str, list[str]]) -> list[str]:
 
 
 def undef_phis_of(unit: str, name: str) -> list[UndefPhi]:
-    """All of a translation unit, out of the cache if they are there.
+    """Return the undefined phis of a translation unit, from the cache if possible.
 
     Raises:
         CheckError: the unit does not compile.
@@ -106,6 +106,6 @@ def undef_phis_of(unit: str, name: str) -> list[UndefPhi]:
 
 
 def undef_in(variant: Variant) -> dict[str, int]:
-    """Return the variables of a variant that loops carry undefined, with the number of phis of each."""
+    """Return the undefined variables that loops of a variant carry, with the number of phis of each variable."""
     unit, _ = translation_unit(variant.text, variant.function, list(variant.template.values()))
     return dict(Counter(phi.variable for phi in undef_phis_of(unit, variant.name)))

@@ -1,4 +1,4 @@
-"""Mesa's compiler for Apple GPUs, where its packages are at hand; reading its output and fetching them, everywhere."""
+"""Mesa's compiler for Apple GPUs. Tests of the compiler itself are skipped if its packages cannot be fetched."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_spills_are_told_apart_by_loops() -> None:
     assert (made.registers, made.threads, made.instructions, made.code_size) == (21, 448, 9, 84)
     assert (made.stores, made.fills, made.loop_stores, made.loop_fills) == (2, 2, 1, 1)
     assert made.threadgroup_memory == 512
-    # The preamble's code behind the kernel's own is left out.
+    # The preamble's machine code follows. The parser leaves out the preamble.
     outer, inner = made.loops
     assert (outer.start, outer.size, outer.depth, outer.barriers, outer.instructions) == (0xC, 0x26, 0, 1, 6)
     assert (inner.start, inner.size, inner.depth, inner.stores, inner.fills) == (0x18, 0xE, 1, 1, 0)
@@ -60,7 +60,7 @@ def test_spills_are_told_apart_by_loops() -> None:
     [
         ("2:2 spills", "3:2 spills", "2:2 spills in the machine code, 3:2 in the statistics"),
         ("gprs", "registers", "cannot read"),
-        ("jmp_any  -8", "jmp_any  -7", "no instruction begins"),
+        ("jmp_any  -8", "jmp_any  -7", "middle of an instruction"),
     ],
 )
 def test_another_way_of_printing_is_an_error(old: str, new: str, message: str) -> None:
@@ -195,7 +195,7 @@ def accumulators(count: int) -> str:
 
 @pytest.fixture(scope="module")
 def found() -> Packages:
-    """The compiler's packages; skips tests where they cannot be had."""
+    """The compiler's packages. Skip the test if the packages cannot be fetched."""
     packages.packages.cache_clear()
     try:
         return packages.packages()
@@ -205,7 +205,7 @@ def found() -> Packages:
 
 @pytest.fixture(scope="module")
 def rows(found: Packages) -> dict[str, Row]:
-    """Kernels whose figures can be told beforehand, and MLX's own, by name."""
+    """Kernels with predictable figures, and MLX's kernels, by name."""
     bodies = {"few": accumulators(40), "many": accumulators(160), "refused": "y[0] = precise::acosh(x[0]);"}
     jobs = [*(job_of(variant_of(body, name)) for name, body in bodies.items()), *jobs_for([])]
     made = measure.measure(jobs)
@@ -228,7 +228,7 @@ def test_a_refused_kernel_leaves_others_alone(rows: dict[str, Row]) -> None:
 
 
 def test_kernels_of_mlx_fit(rows: dict[str, Row]) -> None:
-    """They run well on Apple GPUs, so a compiler that finds spills in their loops would be too strict."""
+    """MLX's kernels run well on Apple GPUs. A compiler that spills in these kernels' loops is too strict."""
     of_mlx = [row for row in rows.values() if row.kernel == "MLX"]
     assert len(of_mlx) >= 6
     for row in of_mlx:

@@ -1,4 +1,4 @@
-"""Values that loops carry although nothing has set them."""
+"""Undefined values that loops carry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.tools.metal_sim.test_agx import variant_of
 from tools.metal_sim.errors import CheckError
 from tools.metal_sim.undef import undef_in, undef_phis
 
-# `held` is set and read under one condition. Nothing is read that is not set, and yet LLVM carries it.
+# One condition guards the writes and the reads of `held`. LLVM still carries the array through the loop.
 SOURCE = """
 uint t = thread_position_in_threadgroup.x;
 float sum = 0;

@@ -1,7 +1,7 @@
-"""MLX's own kernels, out of the installed wheel's headers, through the same compiler: what the figures compare with.
+"""MLX's own kernels, compiled from the installed wheel's headers to compare the engine's kernels with.
 
-MLX's kernels are known to run well on Apple GPUs. So where the compiler finds few registers for them, it is too strict
-with the engine's kernels, too.
+MLX's kernels are known to run well on Apple GPUs. If the compiler spilled registers in the loops of MLX's kernels, its
+figures for the engine's kernels would mean little.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..source import preamble, with_includes
 from .spirv import unit_of
 
 _KERNELS = "mlx/backend/metal/kernels"
-# What clang's C++ for OpenCL does not take of headers written for Apple's compiler, and the same in other words.
+# Statements of MLX's headers that clang's C++ for OpenCL rejects, and equivalent statements.
 _TWEAKS = (
     ("src += str_y;", "src = src + str_y;"),
     ("src += str_x;", "src = src + str_x;"),

@@ -1,4 +1,4 @@
-"""Reads what Mesa's compiler prints of a kernel: its statistics, and the disassembled machine code with its loops."""
+"""Parses the output of Mesa's compiler: statistics, and the disassembled machine code with its loops."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Compiled:
     Attributes:
         registers: 32-bit registers of a thread, of which there are 128.
         threads: largest number of threads that a core keeps resident with so many registers, at most 1,024.
-        stores, fills: spills in the whole code.
-        loop_stores, loop_fills: those of them that are inside a loop.
+        stores, fills: stores and loads of spilled registers in the whole code.
+        loop_stores, loop_fills: stores and loads of spilled registers inside loops.
         threadgroup_memory: bytes.
     """
 
@@ -68,7 +68,7 @@ class Compiled:
 
 
 def instructions(printed: str) -> list[Instruction]:
-    """The machine code of a kernel, without that of its preamble, which runs once per launch."""
+    """Return the machine code of a kernel, without its preamble, a program that runs once per launch."""
     found: list[Instruction] = []
     for line in printed.splitlines():
         if m := _INSTRUCTION.match(line):
@@ -80,7 +80,7 @@ def instructions(printed: str) -> list[Instruction]:
 
 
 def loops_of(code: list[Instruction]) -> tuple[Loop, ...]:
-    """Its loops in the order of their addresses, outer ones first."""
+    """Return the loops in the order of their addresses, outer loops first."""
     ranges = []
     for i in code:
         offset = re.fullmatch(r"-(\d+)", i.operands.strip())
@@ -90,7 +90,7 @@ def loops_of(code: list[Instruction]) -> tuple[Loop, ...]:
     for start, end in sorted(ranges, key=lambda r: (r[0], -r[1])):
         inside = [i for i in code if start <= i.at < end]
         if not inside or inside[0].at != start:
-            raise ToolchainError(f"a branch goes to {start:x}, where no instruction begins")
+            raise ToolchainError(f"branch to {start:x}, the middle of an instruction")
         names = [i.name for i in inside]
         around = sum(1 for s, e in ranges if (s, e) != (start, end) and s <= start and end <= e)
         counts = (names.count(name) for name in (_STORE, _FILL, "barrier"))
@@ -99,10 +99,10 @@ def loops_of(code: list[Instruction]) -> tuple[Loop, ...]:
 
 
 def read(printed: str) -> Compiled:
-    """What the compiler printed of one kernel.
+    """Parse the compiler's output for one kernel.
 
     Raises:
-        ToolchainError: it prints in another way than Mesa 26.1 does.
+        ToolchainError: the format differs from Mesa 26.1.
     """
     statistics, spills, shared = _STATISTICS.search(printed), _SPILLS.search(printed), _SHARED.search(printed)
     code = instructions(printed)

@@ -25,7 +25,7 @@ WAYS = {
     "direct": ("} else if (STAGED_PARTS > 0) {", "} else if (false) {"),
     "staged": ("if (num_rows <= STRIPS * 8) {", "if (false) {"),
 }
-_BATCH = 8  # kernels of one process: starting the compiler takes as long as compiling three kernels
+_BATCH = 12  # kernels of one process: starting the compiler takes as long as compiling two kernels
 _TYPES = {"float16_t": "float16", "bfloat16_t": "bfloat16", "float": "float32"}
 
 

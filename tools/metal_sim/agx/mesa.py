@@ -53,7 +53,7 @@ def _program(packages: Packages) -> Path:
 
 
 def _printed_by(spirvs: Sequence[Path], generation: int, packages: Packages) -> tuple[dict[Path, str], str]:
-    """What one process prints of each kernel until it refuses one, and all that it prints on standard error."""
+    """Run the compiler. Return its output for each kernel before the first refused kernel, and its standard error."""
     with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
         environment = {
             **os.environ,

@@ -1,7 +1,7 @@
 """Debian's packages with Mesa's compiler, clang and llvm-spirv, in a private root under the cache directory.
 
-They are fetched once, with apt and without root rights, from the mirror that this machine's own apt takes Debian from.
-Where there is no apt, no Debian mirror or no network, ``packages()`` raises ToolchainError and says which.
+apt downloads the packages once, without root rights, from the Debian mirror in this machine's apt configuration.
+``packages()`` raises ToolchainError with the reason if the download is impossible.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..toolchain import cache_dir
 
 SUITE = "trixie"
 BACKPORTS = f"{SUITE}-backports"
-# Their dependencies come along.
+# Packages to install with their dependencies.
 WITH_DEPENDENCIES = ("mesa-opencl-icd", "ocl-icd-libopencl1", "llvm-spirv-19", "opencl-c-headers", "linux-libc-dev")
-# Without dependencies: clang's would be a C library to develop with.
+# Packages without their dependencies. Those of clang include a C library to develop with.
 ALONE = ("clang-19", "libdrm-dev")
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _LIBRARIES = "usr/lib/x86_64-linux-gnu"
@@ -110,10 +110,10 @@ def _fetch(folder: Path) -> list[Path]:
 
 @cache
 def packages() -> Packages:
-    """The packages, fetched at first use (80 MB, 400 MB unpacked).
+    """Return the packages. Download them at first use: 80 MB, 400 MB unpacked.
 
     Raises:
-        ToolchainError: they cannot be had here.
+        ToolchainError: the download is impossible on this machine.
     """
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise ToolchainError("Mesa's compiler is taken from packages for Linux on x86_64")
