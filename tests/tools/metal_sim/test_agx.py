@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -72,7 +73,7 @@ def test_another_way_of_printing_is_an_error(old: str, new: str, message: str) -
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     """An empty cache directory on Linux, and programs that all succeed without a word."""
     monkeypatch.setattr(packages, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(packages.platform, "system", lambda: "Linux")
@@ -80,7 +81,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch
     monkeypatch.setattr(packages.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(packages, "KEYRING", tmp_path)
     packages.packages.cache_clear()
-    return monkeypatch
+    yield monkeypatch
+    packages.packages.cache_clear()
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, answers: dict[str, tuple[int, str]]) -> list[list[str]]:
@@ -196,7 +198,6 @@ def accumulators(count: int) -> str:
 @pytest.fixture(scope="module")
 def found() -> Packages:
     """The compiler's packages. Skip the test if the packages cannot be fetched."""
-    packages.packages.cache_clear()
     try:
         return packages.packages()
     except ToolchainError as error:

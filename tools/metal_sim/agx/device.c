@@ -1,8 +1,8 @@
 // Stand-in for the kernel driver of an Apple GPU, so that Mesa's compiler runs where there is no such GPU.
 //
-// The program that links this file with -rdynamic answers in place of libc's open and ioctl, and of libdrm's search for
-// devices. Written from drm/asahi_drm.h and drm/drm.h. Buffers are parts of one memory file. Nothing is ever launched:
-// submissions fail.
+// The program links this file with -rdynamic, so that these functions replace libc's open and ioctl, and libdrm's search
+// for devices. Written from drm/asahi_drm.h and drm/drm.h. Buffers are parts of one memory file. Nothing is ever
+// launched: submissions fail.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <drm/asahi_drm.h>
@@ -69,17 +69,19 @@ static int create_buffer(struct drm_asahi_gem_create* request) {
   return 0;
 }
 
+// Copies as much as there is room for. Returns the length of all of it.
+static size_t copy(char* to, size_t room, const char* text) {
+  const size_t length = strlen(text);
+  if (to) memcpy(to, text, room < length ? room : length);
+  return length;
+}
+
 static void get_version(struct drm_version* version) {
-  static const char name[] = "asahi", date[] = "20250101", text[] = "stand-in";
   version->version_major = 1;
   version->version_minor = version->version_patchlevel = 0;
-#define COPY(field, from)                                                                             \
-  if (version->field) memcpy(version->field, from, version->field##_len < strlen(from) ? version->field##_len : strlen(from)); \
-  version->field##_len = strlen(from)
-  COPY(name, name);
-  COPY(date, date);
-  COPY(desc, text);
-#undef COPY
+  version->name_len = copy(version->name, version->name_len, "asahi");
+  version->date_len = copy(version->date, version->date_len, "20250101");
+  version->desc_len = copy(version->desc, version->desc_len, "stand-in");
 }
 
 // Answers a request of DRM's. Returns an error number, or 0.
@@ -137,7 +139,7 @@ int ioctl(int fd, unsigned long request, ...) {
   }
   const int error = answer(request, data);
   if (!error) return 0;
-  if (getenv("AGX_DEVICE_DEBUG")) fprintf(stderr, "device: request %#lx: %s\n", request, strerror(error));
+  fprintf(stderr, "error: the stand-in for the driver has no answer to request %#lx: %s\n", request, strerror(error));
   errno = error;
   return -1;
 }

@@ -95,7 +95,9 @@ def _fetch(folder: Path) -> list[Path]:
         "APT::Sandbox::User": "",
         "APT::Install-Recommends": "false",
         "Acquire::Languages": "none",
-        "Acquire::Retries": "2",
+        "Acquire::Retries": "1",
+        "Acquire::http::Timeout": "20",
+        "Acquire::https::Timeout": "20",
     }
     options = [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
     for command in (["update"], ["install", "--yes", "--download-only", *WITH_DEPENDENCIES], ["download", *ALONE]):
