@@ -1,13 +1,14 @@
-"""The same kernel text as SPIR-V: C++ for OpenCL from clang, translated by llvm-spirv.
+"""Translates a kernel's text to SPIR-V. Clang compiles C++ for OpenCL, and llvm-spirv translates clang's output.
 
-A SIMD group is a subgroup and a threadgroup a work group. The headers of include/metal_sim/ stay, except for the files
-of this folder: operations across lanes, exp2 and its like, and a stand-in for products of matrices.
+A SIMD group becomes a subgroup, and a threadgroup becomes a work group. The headers of this folder replace some of
+include/metal_sim/: operations across lanes, exp2 and similar functions, and products of matrices.
 """
 
 from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from ..build import language_flags
@@ -36,24 +37,25 @@ _IDS = {
     "threads_per_simdgroup": "32u",
 }
 _TARGET = ["-O2", "-fno-vectorize", "-fno-slp-vectorize", "-w", "-target", "spir64", "-Xclang", "-cl-ext=+all"]
+# Without builtins a loop that sets an array does not become a memset, which llvm-spirv makes a constant array of.
 _TARGET += ["-ffp-contract=on", "-fno-builtin"]
-# SPIR-V 1.4 is the newest that Mesa takes.
+# Version 1.4 is the first with a select of vectors by a scalar condition.
 _TRANSLATE = ["--spirv-max-version=1.4"]
 
 
 def _id(p: Parameter) -> str:
-    """The value of a thread attribute."""
+    """Return the declaration of a thread attribute as a variable."""
     expression = _IDS.get(p.attribute or "")
     if not expression:
-        raise ToolchainError(f"the chain to an Apple GPU's compiler has no {p.attribute}: add it to agx/spirv.py")
+        raise ToolchainError(f"agx/spirv.py does not know the thread attribute {p.attribute}")
     base = p.type.replace("const", "").strip()
     width = int(base[-1]) if base[-1] in "23" else 1
     values = ", ".join(expression.format(i) for i in range(width))
     return f"const {base} {p.name} = {base}({values});"
 
 
-def _entry(threadgroup: tuple[int, int, int]):  # type: ignore[no-untyped-def]
-    """An entry with the kernel's buffers as parameters, and its thread attributes as variables."""
+def _entry(threadgroup: tuple[int, int, int]) -> Callable[[Signature, str], str]:
+    """Return a function that makes an OpenCL entry: buffers become parameters, thread attributes variables."""
 
     def made(signature: Signature, text: str) -> str:
         parameters, variables = [], []
@@ -82,7 +84,7 @@ def unit_of(
     include: str | None = None,
     function_constants: dict[str, object] | None = None,
 ) -> str:
-    """The translation unit of one kernel of MLX's generated source."""
+    """Return the translation unit of one kernel in MLX's generated source."""
     include = f"#define METAL_SIM_AGX 1\n{preamble() if include is None else include}"
     unit, _ = translation_unit(
         text, kernel, template_arguments, function_constants, include=include, entry=_entry(threadgroup)
@@ -91,7 +93,7 @@ def unit_of(
 
 
 def spirv_of(unit: str, name: str, packages: Packages) -> Path:
-    """A SPIR-V file of a translation unit, out of the cache if it is there.
+    """Return a SPIR-V file of a translation unit, from the cache if possible.
 
     Raises:
         CheckError: the unit does not compile.
@@ -111,7 +113,7 @@ def spirv_of(unit: str, name: str, packages: Packages) -> Path:
         flags = ["-target", "spir64", "-Xclang", "-disable-llvm-passes", "-w"]
         done = packages.run_clang(["-x", "ir", str(ir), *flags, "-emit-llvm", "-c", "-o", str(bitcode)])
         if done.returncode:
-            raise ToolchainError(f"clang takes not its own IR of {name}:\n{done.stderr}")
+            raise ToolchainError(f"clang rejects its own IR of {name}:\n{done.stderr}")
         done = packages.run("usr/bin/llvm-spirv-19", [*_TRANSLATE, str(bitcode), "-o", str(made)])
         if done.returncode:
             raise CheckError(f"{name} does not become SPIR-V:\n{done.stderr}")
