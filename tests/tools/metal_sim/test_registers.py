@@ -46,7 +46,7 @@ def compiler() -> None:
 
 
 def beyond_bounds(row: Row) -> list[str]:
-    """Return what exceeds the row's bound, for each generation of GPU."""
+    """Return a line for each figure of the row that exceeds its bound."""
     if row.error:
         return [f"{row.description}: {row.error}"]
     found = []
@@ -87,7 +87,7 @@ def test_no_loop_carries_an_undefined_value(kernel: str, some: list[Variant]) ->
 
 @pytest.fixture(scope="module")
 def rows(some: list[Variant], compiler: None) -> list[Row]:
-    """Machine code for M1. M2's figures are the same, and `make test-full` looks at both."""
+    """Figures for M1. `make test-full` also tests M2, which has had the same figures so far."""
     return measure([job_of(v) for v in some if not uses_tensor_ops(v)], PROCESSES, [13])
 
 
