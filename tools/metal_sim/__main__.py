@@ -1,14 +1,18 @@
-"""``python -m tools.metal_sim``: ``report [--write]``, ``emit [--out FOLDER] [--write-list]``, ``cuda``, ``doctor``."""
+"""``python -m tools.metal_sim``: ``report``, ``emit``, ``agx``, ``undef``, ``cuda``, ``doctor``; each has --help."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "kernel_bytes.md"
 BUILD = ROOT / "build" / "metal"
+REGISTERS = ROOT / "docs" / "kernel_registers.md"
+DTYPES = ("float16", "bfloat16", "float32")
+GENERATIONS = (13, 14)  # of Apple GPUs: M1, M2
 
 
 def report(write: bool) -> int:
@@ -44,6 +48,67 @@ def emit_files(folder: Path, write_list: bool) -> int:
         write_listing(recorder)
         print(f"listed in {LISTING}")
     return 0
+
+
+def agx(options: argparse.Namespace) -> int:
+    """Compile kernels with Mesa for M1 and M2."""
+    import mlx.core as mx
+
+    from .agx.measure import jobs_for, measure, to_json
+    from .agx.packages import packages
+    from .agx.table import page, plain
+    from .errors import ToolchainError
+    from .shapes import layers_by_model
+    from .variants import record_variants
+
+    if options.write and (options.pattern or options.ways or options.dtype or options.generation):
+        print("--write takes every variant: leave out patterns, --ways, --dtype and --generation", file=sys.stderr)
+        return 2
+    say = (lambda text: print(text, file=sys.stderr)) if sys.stderr.isatty() else (lambda text: None)
+    try:
+        found = packages()
+        recorder = record_variants(layers_by_model(), [getattr(mx, name) for name in options.dtype or DTYPES])
+        jobs = jobs_for(recorder.variants.values(), options.ways)
+        jobs = [job for job in jobs if all(re.search(pattern, job.row.description) for pattern in options.pattern)]
+        generations = options.generation or GENERATIONS
+        rows = measure(jobs, options.processes, generations, say)
+    except ToolchainError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for generation in generations:
+        print(f"G{generation} (M{generation - 12})\n{plain(rows, generation)}")
+    if options.json:
+        options.json.write_text(to_json(rows))
+    if options.write:
+        REGISTERS.write_text(page(rows, found))
+    for row in rows:
+        if row.error:
+            print(f"{row.description}: {row.error}", file=sys.stderr)
+    return any(row.error for row in rows)
+
+
+def undef(options: argparse.Namespace) -> int:
+    """Look for values that loops carry although nothing has set them."""
+    import mlx.core as mx
+
+    from .errors import ToolchainError
+    from .shapes import layers_by_model
+    from .undef import undef_in
+    from .variants import record_variants
+
+    try:
+        recorder = record_variants(layers_by_model(), [getattr(mx, name) for name in options.dtype or DTYPES])
+        variants = [v for v in recorder.variants.values() if all(re.search(p, v.name) for p in options.pattern)]
+        bad = 0
+        for variant in variants:
+            if found := undef_in(variant):
+                bad += 1
+                print(f"{variant.name}: {found}")
+    except ToolchainError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{bad} of {len(variants)} variants carry undefined values through loops")
+    return bool(bad)
 
 
 def cuda() -> int:
@@ -96,6 +161,27 @@ def main() -> int:
     sub = commands.add_parser("emit", help="write every kernel variant as Metal source, for Apple's compilers")
     sub.add_argument("--out", type=Path, default=BUILD, metavar="FOLDER", help="where to (default: build/metal)")
     sub.add_argument("--write-list", action="store_true", help="also write .github/metal-kernels.txt")
+    dtype = argparse.ArgumentParser(add_help=False)
+    dtype.add_argument("--dtype", action="append", choices=DTYPES, help="dtype of kernels; repeatable (default: all)")
+    sub = commands.add_parser(
+        "agx", parents=[dtype], help="registers and spills of kernels on M1 and M2, by Mesa's compiler"
+    )
+    sub.add_argument(
+        "pattern",
+        nargs="*",
+        help='regular expressions; "KERNEL DTYPE SHAPE" must match all of them (default: everything)',
+    )
+    sub.add_argument("--ways", action="store_true", help="compile paged_attention's direct and staged way separately")
+    sub.add_argument(
+        "--generation", action="append", type=int, choices=GENERATIONS, help="13: M1; 14: M2 (default: both)"
+    )
+    sub.add_argument("--processes", type=int, default=2, metavar="N", help="compilers at a time (default: 2)")
+    sub.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
+    sub.add_argument("--write", action="store_true", help="also write docs/kernel_registers.md")
+    sub = commands.add_parser(
+        "undef", parents=[dtype], help="values that kernels carry through loops and nothing has set"
+    )
+    sub.add_argument("pattern", nargs="*", help="regular expressions; a variant's name must match all of them")
     commands.add_parser("cuda", help="run the engine's kernels on a CUDA GPU, against float64")
     commands.add_parser("doctor", help="is everything there that the simulator needs")
     options = parser.parse_args()
@@ -104,6 +190,10 @@ def main() -> int:
             return report(options.write)
         case "emit":
             return emit_files(options.out, options.write_list)
+        case "agx":
+            return agx(options)
+        case "undef":
+            return undef(options)
         case "cuda":
             return cuda()
         case _:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .errors import ToolchainError
 from .shapes import Layer, layers_by_model
-from .source import mlx_include, mlx_version
+from .source import mlx_version, with_includes
 from .variants import Recorder, Variant, record_variants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,21 +27,11 @@ LISTING = ROOT / ".github" / "metal-kernels.txt"
 PREAMBLE = "mlx_preamble.h"
 TENSOR_OPS_HEADER = "#include <MetalPerformancePrimitives/"  # of kernels that need Metal 4 and a GPU with matrix units
 _UTILS = "mlx/backend/metal/kernels/utils.h"
-_INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[ \t]*$', re.M)
 
 
 def preamble_text() -> str:
     """MLX's utils.h out of the installed wheel, with the headers of MLX's that it includes in their places."""
-    seen: set[str] = set()
-
-    def resolved(path: str) -> str:
-        if path in seen:
-            return ""
-        seen.add(path)
-        text = (mlx_include() / path).read_text().replace("#pragma once\n", "")
-        return _INCLUDE.sub(lambda found: resolved(found[1]), text)
-
-    return f"// MLX {mlx_version()}: {_UTILS} and what it includes.\n#pragma once\n{resolved(_UTILS)}"
+    return f"// MLX {mlx_version()}: {_UTILS} and what it includes.\n#pragma once\n{with_includes(_UTILS)}"
 
 
 def metal_text(variant: Variant) -> str:

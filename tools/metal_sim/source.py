@@ -22,6 +22,7 @@ from .toolchain import cache_dir, key_of
 
 VECTOR = r"(?:bool|char|uchar|short|ushort|int|uint|long|ulong|half|float|bfloat)[234]"
 KERNEL_ATTRIBUTE = r"^\[\[kernel[^\]]*\]\]"
+_INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[ \t]*$', re.M)
 # MLX versions whose generated source and headers this was tried with.
 TRIED_MLX = ("0.32.4",)
 
@@ -92,6 +93,25 @@ def mlx_headers() -> Path:
             target.write_text(rewrite(path.read_text()))
         (out / "done").touch()
     return out
+
+
+def with_includes(header: str, behind: str | None = None) -> str:
+    """Return a header of MLX's wheel, with the headers of MLX that it includes in place of the include lines.
+
+    ``behind``: header that precedes the text. The headers that it includes are left out.
+    """
+    seen: set[str] = set()
+
+    def resolved(path: str) -> str:
+        if path in seen:
+            return ""
+        seen.add(path)
+        text = (mlx_include() / path).read_text().replace("#pragma once\n", "")
+        return _INCLUDE.sub(lambda found: resolved(found[1]), text)
+
+    if behind:
+        resolved(behind)
+    return resolved(header)
 
 
 def preamble() -> str:

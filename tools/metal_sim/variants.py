@@ -6,6 +6,7 @@ names and values of template arguments are the host's business alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,8 +59,13 @@ class Variant:
     function: str  # MLX's name of it, which tells template arguments and the types of inputs
     text: str  # behind MLX's preamble
     template: dict[str, str]
-    threads: int  # of a threadgroup
+    threadgroup: tuple[int, int, int]  # the largest that it is launched with
     needed_by: set[str] = field(default_factory=set)  # architectures
+
+    @property
+    def threads(self) -> int:
+        """Threads of a threadgroup."""
+        return math.prod(self.threadgroup)
 
     @property
     def name(self) -> str:
@@ -85,11 +91,11 @@ class _NotingKernel(SimulatedKernel):
     ) -> list[mx.array]:
         text, function, arguments = self.metal_source(inputs, output_dtypes, template or ())
         names = [name for name, _ in template or ()]
-        found = self.recorder.variants.setdefault(function, Variant(self.name, function, text, {}, 0))
+        found = self.recorder.variants.setdefault(function, Variant(self.name, function, text, {}, (0, 0, 0)))
         if found.text != text:
             raise ValueError(f"MLX gives two kernels the name {function}")
         found.template = dict(zip(names, arguments, strict=True))
-        found.threads = max(found.threads, threadgroup[0] * threadgroup[1] * threadgroup[2])
+        found.threadgroup = max(found.threadgroup, threadgroup, key=math.prod)
         found.needed_by |= self.recorder.models
         return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 

@@ -12,7 +12,9 @@
 struct ms_operands {
   float a[2], b[2], c[2];
 };
-#ifdef METAL_SIM_CUDA
+#if defined(METAL_SIM_AGX)
+#include "../../agx/matrix.h"
+#elif defined(METAL_SIM_CUDA)
 #include "../../cuda/matrix.h"
 #define __ms_multiply_accumulate ms_warp_multiply_accumulate
 #else
@@ -52,12 +54,23 @@ METAL_FUNC simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(U value) {
   return m;
 }
 
+#ifdef METAL_SIM_AGX
+// The lane's address first, and on top of it what the compiler may know, as an offset of 32 bits.
+METAL_FUNC int ms_element(ulong stride, ulong2 origin, bool transpose, uint second) {
+  const int lane = int(__ms_lane()), to_row = int(stride);
+  const int row = ((lane / 4) & 4) + (lane / 2) % 4, column = ((lane / 4) & 2) * 2 + (lane % 2) * 2;
+  const int x = int(origin.x), y = int(origin.y);
+  return transpose ? column * to_row + row + int(second) * to_row + y * to_row + x
+                   : row * to_row + column + int(second) + y * to_row + x;
+}
+#else
 METAL_FUNC ulong ms_element(ulong stride, ulong2 origin, bool transpose, uint second) {
   uint lane = __ms_lane();
   uint row = ((lane / 4) & 4) + (lane / 2) % 4;
   uint column = ((lane / 4) & 2) * 2 + (lane % 2) * 2 + second;
   return transpose ? (origin.y + column) * stride + origin.x + row : (origin.y + row) * stride + origin.x + column;
 }
+#endif
 
 template <int Bytes>
 using ms_bits = conditional_t<Bytes == 4, uint, ushort>;
@@ -94,6 +107,10 @@ template <class D, class A, class B, class C>
 METAL_FUNC void simdgroup_multiply_accumulate(
     thread simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
     simdgroup_matrix<C, 8, 8> c) {
+#ifdef METAL_SIM_AGX
+  d.elements[0] = D(ms_stand_in(a.elements[0], b.elements[0], float(c.elements[0])));
+  d.elements[1] = D(ms_stand_in(a.elements[1], b.elements[1], float(c.elements[1])));
+#else
   ms_operands in = {
       {float(a.elements[0]), float(a.elements[1])},
       {float(b.elements[0]), float(b.elements[1])},
@@ -102,6 +119,7 @@ METAL_FUNC void simdgroup_multiply_accumulate(
   __ms_multiply_accumulate(&in, out);
   d.elements[0] = D(out[0]);
   d.elements[1] = D(out[1]);
+#endif
 }
 template <class D, class A, class B>
 METAL_FUNC void simdgroup_multiply(

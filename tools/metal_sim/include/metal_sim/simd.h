@@ -1,14 +1,19 @@
 // Barriers, and operations across the lanes of a SIMD group.
 #pragma once
 
+#ifndef METAL_SIM_AGX
 extern "C" {
 void __ms_group(const constant char* name);
 void __ms_threadgroup_barrier(uint flags);
 void __ms_simdgroup_barrier(uint flags);
 uint __ms_lane();
 }
-#ifdef METAL_SIM_CUDA
+#endif
+#if defined(METAL_SIM_CUDA)
 #include "../../cuda/warp.h"
+#include "../../cuda/simd.h"
+#elif defined(METAL_SIM_AGX)
+#include "../../agx/lanes.h"
 #include "../../cuda/simd.h"
 #else
 #include "metal_sim/exchange.h"
@@ -49,7 +54,14 @@ MS_PREFIX(simd_prefix_exclusive_product, *, 1, 0)
 MS_SHUFFLE(simd_shuffle, (T value, ushort source), source, false, value)
 MS_SHUFFLE(simd_broadcast, (T value, ushort source), source, false, value)
 MS_SHUFFLE(simd_broadcast_first, (T value), 0, false, value)
+#ifdef METAL_SIM_AGX
+template <class T>
+METAL_FUNC T simd_shuffle_xor(T value, ushort mask) {
+  return ms_take_xor(value, mask);
+}
+#else
 MS_SHUFFLE(simd_shuffle_xor, (T value, ushort mask), lane ^ mask, false, value)
+#endif
 MS_SHUFFLE(simd_shuffle_down, (T value, ushort delta), lane + delta, lane + delta > 31, value)
 MS_SHUFFLE(simd_shuffle_up, (T value, ushort delta), lane - delta, lane < delta, value)
 MS_SHUFFLE(simd_shuffle_rotate_down, (T value, ushort delta), (lane + delta) & 31, false, value)

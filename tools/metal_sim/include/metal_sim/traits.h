@@ -41,8 +41,10 @@ struct conditional<false, T, F> {
 template <bool B, class T, class F>
 using conditional_t = typename conditional<B, T, F>::type;
 
+#ifndef METAL_SIM_GENERIC  // MLX's headers have their own
 template <class...>
 using void_t = void;
+#endif
 
 template <class... B>
 struct disjunction : false_type {};
@@ -93,7 +95,7 @@ struct remove_addrspace {
   };
 MS_SPACE(device)
 MS_SPACE(threadgroup)
-MS_SPACE(thread)
+MS_SPACE(__private)
 MS_SPACE(constant)
 #undef MS_SPACE
 template <class T>

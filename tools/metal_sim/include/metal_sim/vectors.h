@@ -58,6 +58,10 @@ struct ms_shape<ms_bvec<N>> {
   using element = bfloat;
   static constexpr constant int size = N;
 };
+#ifdef METAL_SIM_GENERIC
+template <class V>
+struct ms_shape<__private V> : ms_shape<V> {};
+#endif
 
 template <int I, class V>
 METAL_FUNC void ms_fill(thread V&) {

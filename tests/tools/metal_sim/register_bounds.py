@@ -1,0 +1,43 @@
+"""Bounds on the machine code of kernels for M1 and M2, by shape.
+
+The first line of BOUNDS whose pattern matches "KERNEL DTYPE SHAPE" holds. Another version of the compiler may move
+figures a little, so tests allow MARGIN more than a bound says.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MARGIN = 4  # stores and loads
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Largest figures that a kernel may have. None: any.
+
+    Attributes:
+        loop_spills: stores and loads of spilled registers in loops.
+        outside: stores of spilled registers outside loops.
+        loop_size: bytes of the largest loop.
+        threadgroups: least number of threadgroups that a core has registers for.
+    """
+
+    loop_spills: int | None = 0
+    outside: int | None = 16
+    loop_size: int | None = None
+    threadgroups: int = 1
+
+
+BOUNDS: tuple[tuple[str, Bound], ...] = (
+    # float32 is for comparing results: it takes twice the registers.
+    (r" float32 ", Bound(loop_spills=None, outside=None)),
+    (r"^(gated_delta|ssm_update) ", Bound(loop_size=4_500, threadgroups=3)),
+    (r"^(short_convolution|merge_splits) ", Bound(outside=0, loop_size=500, threadgroups=4)),
+    (r"", Bound()),
+)
+
+
+def bound_of(description: str) -> Bound:
+    """Return the bound of a kernel."""
+    return next(bound for pattern, bound in BOUNDS if re.search(pattern, description))
