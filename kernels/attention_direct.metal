@@ -62,34 +62,31 @@ int cache_slot[HELD];  // of each fragment's first key, looked up ahead: loads o
 #pragma clang loop unroll(full)
 for (int h = 0; h < HELD; ++h) {
   const int begin = first_key + h * STEP + slot * 8;
-  if (begin < key_end) {
-    cache_slot[h] = slot_of<BLOCK_SIZE>(block_table, table_row, begin);
-  }
+  cache_slot[h] = begin < key_end ? slot_of<BLOCK_SIZE>(block_table, table_row, begin) : 0;
 }
 for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
   simdgroup_matrix<T, 8, 8> keys[HELD][DK_PART];  // [keys x columns]
   typename KRows::template Loaded<K_COLUMNS, K_CHUNKS, 0> k_loaded[HELD];
   typename KRows::template Loaded<REST_COLUMNS, REST_CHUNKS, SPLIT_AT> rest_loaded[HELD];
-  ulong at[HELD];                                 // of this lane's key of each fragment in the cache
+  uint at[HELD];                                  // row of the cache with this lane's key of each fragment
   bool exists[HELD];
+  // Fragments without keys are loaded, too: as zeros. What is set in a branch only stays in registers for another round.
   #pragma clang loop unroll(full)
   for (int h = 0; h < HELD; ++h) {
     const int begin = tile + h * STEP + slot * 8;
-    if (begin < key_end) {
-      at[h] = ulong(cache_slot[h] + lane_row) * num_kv_heads + kv_head;
-      exists[h] = begin + lane_row >= key_begin && begin + lane_row < key_end;
-      const auto key = k_rows.row(at[h]);
-      load_row<K_COLUMNS, K_CHUNKS, 0, SPLIT_AT>(
-          key, part * K_CHUNKS, lane_column, exists[h], k_loaded[h], keys[h]);
-      load_row<REST_COLUMNS, REST_CHUNKS, SPLIT_AT, DK>(
-          key, part * REST_CHUNKS, lane_column, exists[h], rest_loaded[h], keys[h] + REST);
-    }
+    at[h] = uint(cache_slot[h] + lane_row) * uint(num_kv_heads) + uint(kv_head);
+    exists[h] = begin + lane_row >= key_begin && begin + lane_row < key_end;
+    const auto key = k_rows.row(at[h]);
+    load_row<K_COLUMNS, K_CHUNKS, PARTS, 0, SPLIT_AT>(
+        key, part * K_CHUNKS, lane_column, exists[h], k_loaded[h], keys[h]);
+    load_row<REST_COLUMNS, REST_CHUNKS, PARTS, SPLIT_AT, DK>(
+        key, part * REST_CHUNKS, lane_column, exists[h], rest_loaded[h], keys[h] + REST);
     const int next = tile + (HELD + h) * STEP + slot * 8;
-    if (next < key_end) {
-      cache_slot[h] = slot_of<BLOCK_SIZE>(block_table, table_row, next);
-    }
+    cache_slot[h] = next < key_end ? slot_of<BLOCK_SIZE>(block_table, table_row, next) : 0;
   }
   threadgroup float* parts = exchange + (parity * SLOTS + slot) * PARTS * EXCHANGED;
+  threadgroup float* to_parts = parts + part * EXCHANGED + lane_column * 8 + lane_row;
+  threadgroup const float* from_parts = parts + lane_row * 8 + lane_column;
   #pragma clang loop unroll(full)
   for (int h = 0; h < HELD; ++h) {
     if (tile + h * STEP + slot * 8 < key_end) {
@@ -106,9 +103,8 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
           for (int d = 0; d < DK_PART; ++d) {
             simdgroup_multiply_accumulate(scores, keys[h][d], queries[strip][d], scores);
           }
-          const int to = part * EXCHANGED + (h * STRIPS + strip) * 64 + lane_column * 8 + lane_row;
-          parts[to] = scores.thread_elements()[0];
-          parts[to + 8] = scores.thread_elements()[1];
+          to_parts[(h * STRIPS + strip) * 64] = scores.thread_elements()[0];
+          to_parts[(h * STRIPS + strip) * 64 + 8] = scores.thread_elements()[1];
         }
       }
     }
@@ -118,11 +114,9 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
   if (!LATENT) {
     #pragma clang loop unroll(full)
     for (int h = 0; h < HELD; ++h) {
-      if (tile + h * STEP + slot * 8 < key_end) {
-        load_row<V_COLUMNS, V_CHUNKS, 0, DV>(
-            v_rows.row(at[h]), part * V_CHUNKS, lane_column, exists[h], v_loaded[LATENT ? 0 : h],
-            values[LATENT ? 0 : h]);
-      }
+      load_row<V_COLUMNS, V_CHUNKS, PARTS, 0, DV>(
+          v_rows.row(at[h]), part * V_CHUNKS, lane_column, exists[h], v_loaded[LATENT ? 0 : h],
+          values[LATENT ? 0 : h]);
     }
   }
   if (PARTS > 1) {
@@ -148,7 +142,7 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
             s = 0.0f;
             #pragma clang loop unroll(full)
             for (int p = 0; p < PARTS; ++p) {
-              s += parts[p * EXCHANGED + (h * STRIPS + strip) * 64 + lane_row * 8 + lane_column + e];
+              s += from_parts[p * EXCHANGED + (h * STRIPS + strip) * 64 + e];
             }
             s *= scale;
             if (HAS_SOFTCAP) {

@@ -66,31 +66,45 @@ template <typename T, int WIDTH, int BITS, int GROUP_SIZE> struct QuantizedRows 
   template <int COLUMNS> using Staged = StagedPiece<COLUMNS, BITS>;
 };
 
-// As of Rows; `fragments` are set by unpack_row.
-template <int COLUMNS, int CHUNKS, int BEGIN, int END, typename T, int BITS, int GROUP_SIZE>
+// As of Rows; `fragments` are zeros until unpack_row sets them.
+template <int COLUMNS, int CHUNKS, int PARTS, int BEGIN, int END, typename T, int BITS, int GROUP_SIZE>
 METAL_FUNC void load_row(
     QuantizedRow<T, BITS, GROUP_SIZE> row, int first, int lane_column, bool exists,
-    thread LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN>& loaded, thread simdgroup_matrix<T, 8, 8>*) {
+    thread LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN>& loaded,
+    thread simdgroup_matrix<T, 8, 8>* fragments) {
   typedef LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN> Loaded;
   typedef typename Packed<COLUMNS * BITS / 8>::type Piece;
+  constexpr bool WHOLE = CHUNKS * Loaded::CHUNK * PARTS == END - BEGIN;
   const int first_column = BEGIN + first * Loaded::CHUNK;
   const int end = min(END, first_column + CHUNKS * Loaded::CHUNK);
   #pragma clang loop unroll(full)
   for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-    const int column = first_column + (chunk * 4 + lane_column / 2) * COLUMNS;
     loaded.pieces[chunk] = Piece(0);
-    if (exists && column < end) {
-      loaded.pieces[chunk] = *(const device Piece*)((const device uchar*)row.words + column * BITS / 8);
-    }
   }
   #pragma clang loop unroll(full)
   for (int round = 0; round < Loaded::ROUNDS; ++round) {
-    const int group = first_column / GROUP_SIZE + round * 4 + lane_column / 2;
     loaded.scales[round] = 0.0f;
     loaded.biases[round] = 0.0f;
-    if (exists && group * GROUP_SIZE < end) {
-      loaded.scales[round] = float(row.scales[group]);
-      loaded.biases[round] = float(row.biases[group]);
+  }
+  #pragma clang loop unroll(full)
+  for (int f = 0; f < CHUNKS * (COLUMNS / 2); ++f) {
+    fragments[f] = make_filled_simdgroup_matrix<T, 8, 8>(T(0.0f));
+  }
+  if (exists) {
+    #pragma clang loop unroll(full)
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      const int column = first_column + (chunk * 4 + lane_column / 2) * COLUMNS;
+      if (WHOLE || column < end) {
+        loaded.pieces[chunk] = *(const device Piece*)((const device uchar*)row.words + column * BITS / 8);
+      }
+    }
+    #pragma clang loop unroll(full)
+    for (int round = 0; round < Loaded::ROUNDS; ++round) {
+      const int group = first_column / GROUP_SIZE + round * 4 + lane_column / 2;
+      if (group * GROUP_SIZE < end) {
+        loaded.scales[round] = float(row.scales[group]);
+        loaded.biases[round] = float(row.biases[group]);
+      }
     }
   }
 }
@@ -135,14 +149,15 @@ METAL_FUNC void load_stage(
     QuantizedRows<T, WIDTH, BITS, GROUP_SIZE> rows, threadgroup const int* key_slots, int num_keys, int num_kv_heads,
     int kv_head, int tid, thread StagedPiece<COLUMNS, BITS>* staged) {
   typedef typename Packed<COLUMNS * BITS / 8>::type Piece;
+  const StagePlace<COLUMNS, ROW_PIECES> place(tid, BK);
+  const int column = place.column;
   #pragma clang loop unroll(full)
   for (int i = 0; i < LOADS; ++i) {
-    const int key = (tid + i * THREADS) / ROW_PIECES;
-    const int column = (tid + i * THREADS) % ROW_PIECES * COLUMNS;
+    const int key = place.key + i * place.AT_ONCE;
     staged[i].piece = Piece(0);
     staged[i].number = 0.0f;
     if (key < BK && key < num_keys) {
-      const auto row = rows.row(ulong(key_slots[key]) * num_kv_heads + kv_head);
+      const auto row = rows.row(uint(key_slots[key]) * uint(num_kv_heads) + uint(kv_head));
       staged[i].piece = *(const device Piece*)((const device uchar*)row.words + column * BITS / 8);
       const int place = column % GROUP_SIZE / COLUMNS;
       if (place < 2) {

@@ -61,22 +61,30 @@ template <typename T, int WIDTH> struct Rows {
 
 // This lane's pieces of CHUNKS chunks of columns BEGIN to END of a row, from chunk `first` of these on. Zeros stand for
 // columns from END on, and for the whole row where there is none; neither is read.
-template <int COLUMNS, int CHUNKS, int BEGIN, int END, typename T, typename Loaded>
+template <int COLUMNS, int CHUNKS, int PARTS, int BEGIN, int END, typename T, typename Loaded>
 METAL_FUNC void load_row(
     const device T* row, int first, int lane_column, bool exists, thread Loaded&,
     thread simdgroup_matrix<T, 8, 8>* fragments) {
   typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Piece;
+  constexpr bool WHOLE = COLUMNS * 4 * CHUNKS * PARTS == END - BEGIN;  // no piece of any part is beyond END
+  const int first_column = (first * 4 + lane_column / 2) * COLUMNS;
+  Piece pieces[CHUNKS > 0 ? CHUNKS : 1];
   #pragma clang loop unroll(full)
   for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-    const int column = ((first + chunk) * 4 + lane_column / 2) * COLUMNS;
-    Piece piece = Piece(0);
-    if (exists && column < END - BEGIN) {
-      piece = *(const device Piece*)(row + BEGIN + column);
-    }
+    pieces[chunk] = Piece(0);
+  }
+  if (exists) {
+    const device T* from = row + (BEGIN + first_column);
     #pragma clang loop unroll(full)
-    for (int i = 0; i < COLUMNS / 2; ++i) {
-      set_pair(fragments[chunk * (COLUMNS / 2) + i], piece, i);
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      if (WHOLE || first_column + chunk * COLUMNS * 4 < END - BEGIN) {
+        pieces[chunk] = *(const device Piece*)(from + chunk * COLUMNS * 4);
+      }
     }
+  }
+  #pragma clang loop unroll(full)
+  for (int f = 0; f < CHUNKS * (COLUMNS / 2); ++f) {
+    set_pair(fragments[f], pieces[f / (COLUMNS / 2)], f % (COLUMNS / 2));
   }
 }
 
@@ -98,21 +106,38 @@ METAL_FUNC void load_queries(
   }
 }
 
-// A thread's LOADS pieces of the stage, COLUMNS elements of a row of the cache each; ROW_PIECES make a padded row of the
-// stage. Zeros stand for keys from `num_keys` on and for columns from WIDTH on; neither is read.
+// A thread's place in the stage: one piece of COLUMNS elements of a row, ROW_PIECES of which make a padded row. All threads
+// take AT_ONCE whole rows at a time, so a thread has the same columns of every AT_ONCE-th row. The last threads have no
+// rows where THREADS is not a multiple of ROW_PIECES.
+template <int COLUMNS, int ROW_PIECES> struct StagePlace {
+  enum : int { AT_ONCE = THREADS / ROW_PIECES };
+  int key;  // the first; at least BK for threads without rows
+  int column;
+
+  METAL_FUNC StagePlace(int tid, int bk) {
+    key = int(uint(tid) / ROW_PIECES);
+    column = int(uint(tid) % ROW_PIECES) * COLUMNS;
+    if (THREADS % ROW_PIECES != 0 && key >= AT_ONCE) {
+      key = bk;
+    }
+  }
+};
+
+// A thread's LOADS pieces of the stage, COLUMNS elements of a row of the cache each. Zeros stand for keys from `num_keys`
+// on and for columns from WIDTH on; neither is read.
 template <int COLUMNS, int ROW_PIECES, int LOADS, int BK, typename T, int WIDTH>
 METAL_FUNC void load_stage(
     Rows<T, WIDTH> rows, threadgroup const int* key_slots, int num_keys, int num_kv_heads, int kv_head, int tid,
     thread typename Rows<T, WIDTH>::template Staged<COLUMNS>* staged) {
   typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Piece;
+  const StagePlace<COLUMNS, ROW_PIECES> place(tid, BK);
   #pragma clang loop unroll(full)
   for (int i = 0; i < LOADS; ++i) {
-    const int key = (tid + i * THREADS) / ROW_PIECES;
-    const int column = (tid + i * THREADS) % ROW_PIECES * COLUMNS;
+    const int key = place.key + i * place.AT_ONCE;
     staged[i] = Piece(0);
-    if (key < BK && key < num_keys && column < WIDTH) {
-      staged[i] = *(const device Piece*)(
-          rows.elements + (ulong(key_slots[key]) * num_kv_heads + kv_head) * WIDTH + column);
+    if (key < BK && key < num_keys && place.column < WIDTH) {
+      const uint row = uint(key_slots[key]) * uint(num_kv_heads) + uint(kv_head);
+      staged[i] = *(const device Piece*)(rows.row(row) + place.column);
     }
   }
 }
@@ -128,12 +153,13 @@ METAL_FUNC typename Words<COLUMNS * int(sizeof(T)) / 4>::type unpack_piece(
 template <int COLUMNS, int ROW_PIECES, int LOADS, int BK, int STRIDE, typename CacheRows, typename Piece, typename T>
 METAL_FUNC void store_stage(CacheRows rows, thread const Piece* staged, int tid, threadgroup T* to) {
   typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Unpacked;
+  const StagePlace<COLUMNS, ROW_PIECES> place(tid, BK);
   #pragma clang loop unroll(full)
   for (int i = 0; i < LOADS; ++i) {
-    const int key = (tid + i * THREADS) / ROW_PIECES;
+    const int key = place.key + i * place.AT_ONCE;
+    const Unpacked unpacked = unpack_piece<COLUMNS>(rows, tid, staged[i]);
     if (key < BK) {
-      *(threadgroup Unpacked*)(to + key * STRIDE + (tid + i * THREADS) % ROW_PIECES * COLUMNS) =
-          unpack_piece<COLUMNS>(rows, tid, staged[i]);
+      *(threadgroup Unpacked*)(to + key * STRIDE + place.column) = unpacked;
     }
   }
 }

@@ -41,7 +41,11 @@ float peak = LOWEST;   // of this lane's row, over the keys of this slot
 float total = 0.0f;    // of this lane's columns only, until the end
 
 threadgroup T* staged = (threadgroup T*)shared;
+threadgroup const T* k_columns = staged + part * (DK_PART * 8);
+threadgroup const T* v_columns = staged + part * (DV_PART * 8);
 threadgroup float* sums = (threadgroup float*)(shared + STAGE_BYTES / 16);  // [GROUPS, KEY_FRAGMENTS, 64]
+threadgroup float* own_sums = sums + group * (KEY_FRAGMENTS * 64) + lane_row * 8 + lane_column;
+threadgroup const float* all_sums = own_sums - part * (KEY_FRAGMENTS * 64);  // of the first part
 if (tid < BK && key_begin + tid < key_end) {
   key_slots[tid] = slot_of<BLOCK_SIZE>(block_table, table_row, key_begin + tid);
 }
@@ -58,21 +62,20 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   simdgroup_matrix<float, 8, 8> scores[KEY_FRAGMENTS];
   #pragma clang loop unroll(full)
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
+    scores[f] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     if (f % slots == slot) {
-      scores[f] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       #pragma clang loop unroll(full)
       for (int d = 0; d < DK_PART; ++d) {
         const int column = (part * DK_PART + d) * 8;
-        if (column < K_FRAGMENTS * 8) {
+        if (K_FRAGMENTS % PARTS_OF_STAGED == 0 || column < K_FRAGMENTS * 8) {
           simdgroup_matrix<T, 8, 8> keys;
-          simdgroup_load(keys, staged + f * 8 * STRIDE + column, STRIDE, ulong2(0, 0), true);
+          simdgroup_load(keys, k_columns + (f * 8 * STRIDE + d * 8), STRIDE, ulong2(0, 0), true);
           simdgroup_multiply_accumulate(scores[f], queries[d], keys, scores[f]);
         }
       }
       if (STAGED_PARTS > 1) {
-        threadgroup float* to = sums + (group * KEY_FRAGMENTS + f) * 64 + lane_row * 8 + lane_column;
-        to[0] = scores[f].thread_elements()[0];
-        to[1] = scores[f].thread_elements()[1];
+        own_sums[f * 64] = scores[f].thread_elements()[0];
+        own_sums[f * 64 + 1] = scores[f].thread_elements()[1];
       }
     }
   }
@@ -95,7 +98,7 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
           s = 0.0f;
           #pragma clang loop unroll(full)
           for (int p = 0; p < PARTS_OF_STAGED; ++p) {  // in one order, so that all parts get the same bits
-            s += sums[((group - part + p) * KEY_FRAGMENTS + f) * 64 + lane_row * 8 + lane_column + e];
+            s += all_sums[(p * KEY_FRAGMENTS + f) * 64 + e];
           }
         }
         s *= scale;
@@ -126,6 +129,7 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   simdgroup_matrix<T, 8, 8> weights[KEY_FRAGMENTS];
   #pragma clang loop unroll(full)
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
+    weights[f] = make_filled_simdgroup_matrix<T, 8, 8>(T(0.0f));
     if (f % slots == slot) {
       #pragma clang loop unroll(full)
       for (int e = 0; e < 2; ++e) {
@@ -150,9 +154,9 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
       #pragma clang loop unroll(full)
       for (int d = 0; d < DV_PART; ++d) {
         const int column = (part * DV_PART + d) * 8;
-        if (column < V_FRAGMENTS * 8) {
+        if (V_FRAGMENTS % PARTS_OF_STAGED == 0 || column < V_FRAGMENTS * 8) {
           simdgroup_matrix<T, 8, 8> values;
-          simdgroup_load(values, staged + f * 8 * STRIDE + column, STRIDE);
+          simdgroup_load(values, v_columns + (f * 8 * STRIDE + d * 8), STRIDE);
           simdgroup_multiply_accumulate(output[d], weights[f], values, output[d]);
         }
       }

@@ -39,8 +39,8 @@ constexpr int K_PIECE = DK * sizeof(T) % 16 == 0 ? 16 / sizeof(T) : 8 / sizeof(T
 constexpr int V_PIECE = DV * sizeof(T) % 16 == 0 ? 16 / sizeof(T) : 8 / sizeof(T);
 constexpr int K_ROW = K_FRAGMENTS * 8 / K_PIECE;
 constexpr int V_ROW = V_FRAGMENTS * 8 / V_PIECE;
-constexpr int K_LOADS = divided_up(BK * K_ROW, THREADS);
-constexpr int V_LOADS = divided_up(BK * V_ROW, THREADS);
+constexpr int K_LOADS = divided_up(BK, THREADS / K_ROW);
+constexpr int V_LOADS = divided_up(BK, THREADS / V_ROW);
 // Elements from row to row of the stage: rows start in different banks.
 constexpr int STRIDE = (K_FRAGMENTS > V_FRAGMENTS ? K_FRAGMENTS : V_FRAGMENTS) * 8 + 16 / sizeof(T);
 constexpr int KEY_FRAGMENTS = BK / 8;
