@@ -1,5 +1,5 @@
 // The staged way through paged_attention.metal: K, and then V in the same place, are copied to threadgroup memory by all
-// threads, BK keys at a time. Each SIMD group has one row fragment, and one of STAGED_PARTS parts of the columns.
+// threads, STAGE_KEYS keys at a time. Each SIMD group has one row fragment, and one of STAGED_PARTS parts of the columns.
 
 constexpr int PARTS_OF_STAGED = STAGED_PARTS > 0 ? STAGED_PARTS : 1;
 constexpr int DK_PART = divided_up(K_FRAGMENTS, PARTS_OF_STAGED);
@@ -46,16 +46,16 @@ threadgroup const T* v_columns = staged + part * (DV_PART * 8);
 threadgroup float* sums = (threadgroup float*)(shared + STAGE_BYTES / 16);  // [GROUPS, KEY_FRAGMENTS, 64]
 threadgroup float* own_sums = sums + group * (KEY_FRAGMENTS * 64) + lane_row * 8 + lane_column;
 threadgroup const float* all_sums = own_sums - part * (KEY_FRAGMENTS * 64);  // of the first part
-if (tid < BK && key_begin + tid < key_end) {
+if (tid < STAGE_KEYS && key_begin + tid < key_end) {
   key_slots[tid] = slot_of<BLOCK_SIZE>(block_table, table_row, key_begin + tid);
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
-for (int tile = key_begin; tile < key_end; tile += BK) {
+for (int tile = key_begin; tile < key_end; tile += STAGE_KEYS) {
   // A thread's pieces come all at once: their loads are under way together.
   typename KRows::template Staged<K_PIECE> k_pieces[K_LOADS];
-  load_stage<K_PIECE, K_ROW, K_LOADS, BK>(k_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, k_pieces);
+  load_stage<K_PIECE, K_ROW, K_LOADS, STAGE_KEYS>(k_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, k_pieces);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile's V has been read
-  store_stage<K_PIECE, K_ROW, K_LOADS, BK, STRIDE>(k_rows, k_pieces, tid, staged);
+  store_stage<K_PIECE, K_ROW, K_LOADS, STAGE_KEYS, STRIDE>(k_rows, k_pieces, tid, staged);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   // Scores of this group's rows against its key fragments.
@@ -80,13 +80,14 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
     }
   }
   typename VRows::template Staged<V_PIECE> v_pieces[V_LOADS];
-  load_stage<V_PIECE, V_ROW, V_LOADS, BK>(v_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, v_pieces);
   if (STAGED_PARTS > 1) {
+    load_stage<V_PIECE, V_ROW, V_LOADS, STAGE_KEYS>(
+        v_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, v_pieces);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // `sums` are written
   }
 
   // Every row of the tile sees every key of this stage: no mask arithmetic.
-  const bool all_visible = tile >= all_see && tile + BK <= all_see_end;
+  const bool all_visible = tile >= all_see && tile + STAGE_KEYS <= all_see_end;
   float tile_peak = LOWEST;
   #pragma clang loop unroll(full)
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
@@ -141,11 +142,14 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   }
 
   if (STAGED_PARTS == 1) {
+    // Not before: registers have no room for V beside the scores.
+    load_stage<V_PIECE, V_ROW, V_LOADS, STAGE_KEYS>(
+        v_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, v_pieces);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // K has been read
   }
-  store_stage<V_PIECE, V_ROW, V_LOADS, BK, STRIDE>(v_rows, v_pieces, tid, staged);
-  if (tid < BK && tile + BK + tid < key_end) {  // of the next stage
-    key_slots[tid] = slot_of<BLOCK_SIZE>(block_table, table_row, tile + BK + tid);
+  store_stage<V_PIECE, V_ROW, V_LOADS, STAGE_KEYS, STRIDE>(v_rows, v_pieces, tid, staged);
+  if (tid < STAGE_KEYS && tile + STAGE_KEYS + tid < key_end) {  // of the next stage
+    key_slots[tid] = slot_of<BLOCK_SIZE>(block_table, table_row, tile + STAGE_KEYS + tid);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   #pragma clang loop unroll(full)
